@@ -1,0 +1,89 @@
+"""Turn a spec into CUDA source: the only module that imports Jinja."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.lexer import Token, TokenStream
+
+from jitattn.errors import TemplateError
+from jitattn.spec import KernelSpec
+from jitattn.tiling import tile_for
+
+# A wheel carries the templates inside the package, a checkout beside it. The checkout wins, so
+# that an editable install never reads a stale copy.
+_CHECKOUT = Path(__file__).parents[1] / "templates"
+TEMPLATES = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parent / "templates"
+
+_CUDA_TYPE = {"float16": "Half", "bfloat16": "BFloat16", "float32": "Float"}
+
+
+class LineMarkers(Extension):
+    """Write ``#line N "file"`` after every statement, so that NVRTC reports template lines."""
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        """Put a marker in front of the first text after each block."""
+        fresh = True
+        for token in stream:
+            if token.type == "data" and fresh:
+                marker = f'#line {token.lineno} "{stream.name}"\n'
+                token, fresh = Token(token.lineno, "data", marker + token.value), False
+            elif token.type == "block_end":
+                fresh = True
+            yield token
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """Return the Jinja environment, whose delimiters leave a template valid C++ to other tools."""
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        line_statement_prefix="//%",
+        line_comment_prefix="//#",
+        variable_start_string="$(",
+        variable_end_string=")",
+        block_start_string="/*%",
+        block_end_string="%*/",
+        comment_start_string="/*#",
+        comment_end_string="#*/",
+        keep_trailing_newline=True,
+        extensions=[LineMarkers],
+    )
+    env.globals = {"cuda_type": _CUDA_TYPE.__getitem__}
+    return env
+
+
+def render(spec: KernelSpec, arch: str) -> str:
+    """Return the CUDA source of ``spec`` for ``arch``: same arguments and templates, same bytes.
+
+    Raises:
+        TemplateError: a template uses a name that is a field of neither the spec nor its tile.
+    """
+    context = spec.context() | asdict(tile_for(spec, arch))
+    try:
+        return _banner(spec) + environment().get_template(spec.template).render(context)
+    except jinja2.TemplateError as error:
+        raise TemplateError(f"cannot render {spec}: {error}") from error
+
+
+@functools.cache
+def headers() -> tuple[tuple[str, str], ...]:
+    """Return (name it is included by, text) of every header, which NVRTC gets in memory."""
+    include = TEMPLATES / "include"
+    paths = sorted(include.rglob("*.cuh"))
+    return tuple((path.relative_to(include).as_posix(), path.read_text()) for path in paths)
+
+
+def _banner(spec: KernelSpec) -> str:
+    # A function of the spec alone: a version, date or path here would move the cache key.
+    fields = " ".join(f"{k}={v}" for k, v in spec.context().items() if k != "symbol")
+    return (
+        f"// Rendered by jitattn from templates/{spec.template}. Edit the template, not this.\n"
+        f"// {type(spec).__name__}: {fields}\n"
+    )

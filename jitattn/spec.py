@@ -1,0 +1,100 @@
+"""What a kernel is specialised on: frozen values, and nothing that a launch argument could say."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import ClassVar
+
+
+class DType(str, Enum):
+    """Element type of a tensor, named as in torch."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+    @property
+    def short(self) -> str:
+        """The type as it stands in a kernel's symbol."""
+        return _SHORT[self]
+
+
+_SHORT = {DType.FLOAT16: "f16", DType.BFLOAT16: "bf16", DType.FLOAT32: "f32"}
+
+
+class PageTable(str, Enum):
+    """How a request's pages are listed."""
+
+    SHARED = "shared"  # [rows, width]: one page id for K and V
+    SEPARATE = "separate"  # [rows, 2, width]: row 0 K ids, row 1 V ids
+
+
+class Loader(str, Enum):
+    """How K and V reach shared memory."""
+
+    VECTOR = "vector"  # 16-byte asynchronous copies; bases and strides are multiples of 16 bytes
+    PLAIN = "plain"  # element by element; any alignment
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeSpec:
+    """Everything that changes the machine code of a decode kernel, and nothing else.
+
+    Batch size, lengths, head counts, strides, window, scales and sinks are launch arguments. The
+    group size (query heads per KV head) only selects ``row_tile``.
+    """
+
+    family: ClassVar[str] = "decode"
+    template: ClassVar[str] = "decode.cu.jinja"
+
+    head_dim: int
+    page_size: int
+    row_tile: int  # query rows of one KV head that a CTA handles: 8, 16 or 32
+    q_dtype: DType
+    kv_dtype: DType
+    out_dtype: DType
+    page_table: PageTable
+    loader: Loader
+    use_logits_soft_cap: bool
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        parts = [
+            f"jitattn_decode_d{self.head_dim}_p{self.page_size}_r{self.row_tile}",
+            f"q{self.q_dtype.short}_kv{self.kv_dtype.short}_o{self.out_dtype.short}",
+            self.page_table.value,
+            self.loader.value,
+        ]
+        if self.use_logits_soft_cap:
+            parts.append("softcap")
+        return "_".join(parts)
+
+    def context(self) -> dict[str, object]:
+        """The template variables of this spec: its fields and its symbol."""
+        return {k: _plain(v) for k, v in asdict(self).items()} | {"symbol": self.symbol}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleSpec:
+    """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
+
+    family: ClassVar[str] = "schedule"
+    template: ClassVar[str] = "schedule.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_schedule"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+KernelSpec = DecodeSpec | ScheduleSpec
