@@ -18,7 +18,8 @@ from jitattn.tiling import tile_for
 # A wheel carries the templates inside the package, a checkout beside it. The checkout wins, so
 # that an editable install never reads a stale copy.
 _CHECKOUT = Path(__file__).parents[1] / "templates"
-TEMPLATES = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parent / "templates"
+_IS_CHECKOUT = (_CHECKOUT / "decode.cu.jinja").is_file()
+TEMPLATES = _CHECKOUT if _IS_CHECKOUT else Path(__file__).parent / "templates"
 
 _CUDA_TYPE = {"float16": "Half", "bfloat16": "BFloat16", "float32": "Float"}
 

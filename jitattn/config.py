@@ -1,0 +1,156 @@
+"""The planner's arguments as a value: torch-free, so that a build machine can name a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+
+from jitattn.errors import ConfigError
+
+_INT32_MAX = 2**31 - 1
+_OPTIONAL = {"page_size", "head_dim_vo", "out_dtype", "sm_scale", "variant", "num_sms"}
+_DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerConfig:
+    """The arguments of ``AttentionPlanner`` that are not objects of a device, normalised.
+
+    Dtypes are names (``"bfloat16"``). Construct it with ``from_arguments`` or ``parse``, which
+    check types; what combinations have kernels is ``jitattn.support``'s business.
+    """
+
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int | None = 16
+    head_dim_vo: int | None = None
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    kv_layout: str = "NHD"
+    page_table: str = "shared"
+    causal: bool = True
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float | None = None
+    use_sinks: bool = False
+    use_custom_mask: bool = False
+    variant: str | None = None
+    batch_invariant: bool = False
+    early_kv: bool = False
+    num_sms: int | None = None
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, object]) -> PlannerConfig:
+        """Return the configuration of keyword arguments.
+
+        Raises:
+            ConfigError: with one reason for each unknown argument and each value of a wrong type.
+        """
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        values: dict[str, object] = {}
+        reasons: list[str] = []
+        for name, value in arguments.items():
+            if name not in kinds:
+                reasons.append(f"{name}={value!r} is no planner argument; known: {', '.join(kinds)}")
+                continue
+            try:
+                values[name] = _normalise(name, kinds[name], value)
+            except (TypeError, ValueError) as error:
+                reasons.append(str(error))
+        if reasons:
+            raise ConfigError(reasons)
+        return cls(**values)  # type: ignore[arg-type]
+
+    @classmethod
+    def parse(cls, text: str) -> PlannerConfig:
+        """Return the configuration of ``"head_dim=128,page_size=16,page_table=separate"``.
+
+        Raises:
+            ConfigError: a part is not ``name=value``, is unknown, repeated or of a wrong type.
+        """
+        arguments: dict[str, object] = {}
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, equals, value = (x.strip() for x in part.partition("="))
+            if not equals:
+                raise ConfigError([f"{part!r} is not name=value"])
+            if name in arguments:
+                raise ConfigError([f"{name} is given twice"])
+            arguments[name] = _from_text(kinds.get(name, "str"), value)
+        return cls.from_arguments(arguments)
+
+    def arguments_text(self) -> str:
+        """Return the arguments that differ from the defaults as ``parse`` reads them."""
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            assert field.default is not MISSING  # every argument has a default
+            if value != field.default:
+                parts.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
+        return ",".join(parts) or f"head_dim={self.head_dim}"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+def dtype_name(value: object) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
+    name = str(value).removeprefix("torch.")
+    if not isinstance(value, str) and not str(value).startswith("torch."):
+        raise TypeError(f"{value!r} is not a dtype: give a torch.dtype or its name")
+    return name
+
+
+def _normalise(name: str, kind: str, value: object) -> object:
+    if value is None and name in _OPTIONAL:
+        return None
+    if name in _DTYPES:
+        return dtype_name(value)
+    if kind.startswith("bool"):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
+        return value
+    if kind.startswith("int"):
+        return _integer(name, value)
+    if kind.startswith("float"):
+        return _number(name, value)
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: expected a string")
+    return value
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}: expected an integer")
+    number = int(value.__index__())
+    # No length reaches 2**31, so a larger window means the same as the largest.
+    return min(number, _INT32_MAX) if name == "window_left" else number
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}={value!r}: expected a number")
+    number = float(value.__float__())
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number}: expected a finite number")
+    return number
+
+
+def _from_text(kind: str, text: str) -> object:
+    lowered = text.lower()
+    if lowered == "none" and "None" in kind:
+        return None
+    if kind.startswith("bool"):
+        return {"true": True, "1": True, "false": False, "0": False}.get(lowered, text)
+    for prefix, convert in (("int", int), ("float", float)):
+        if kind.startswith(prefix):
+            try:
+                return convert(text)
+            except ValueError:
+                return text  # from_arguments says what was expected
+    return text

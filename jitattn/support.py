@@ -1,0 +1,283 @@
+"""What is supported and why not: the one table behind validation, precompiling, tests and docs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from jitattn.config import PlannerConfig
+from jitattn.errors import ConfigError
+from jitattn.spec import DecodeSpec, DType, KernelSpec, Loader, PageTable, ScheduleSpec
+from jitattn.tiling import SMEM_LIMIT, row_tile_for
+
+ARCHITECTURES = tuple(SMEM_LIMIT)
+
+HEAD_DIMS = tuple(range(16, 257, 16))
+Q_DTYPES = ("bfloat16", "float16")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+KV_LAYOUTS = ("NHD", "HND")
+PAGE_TABLES = tuple(table.value for table in PageTable)
+
+# Where the decode kernels were run, by architecture; tests/gpu/RESULTS.md has the run.
+TESTED_ON = {
+    "sm_80": "compiled, not run",
+    "sm_90a": "run on H100",
+    "sm_100f": "compiled, not run",
+    "sm_120f": "compiled, not run",
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer to "is this supported?": the kernel that serves it, or every reason why not."""
+
+    supported: bool
+    kernel: str | None
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A range of supported planner arguments, the kernel that serves it, and where it was run."""
+
+    kernel: str
+    tested_on: str
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the support table: what an argument may be, and the reason when it is not."""
+
+    argument: str
+    allowed: str  # the range, as the support table prints it
+    holds: Callable[[PlannerConfig], bool]
+    reason: Callable[[PlannerConfig], str]
+
+
+def _rule(
+    argument: str, allowed: str, holds: Callable[[PlannerConfig], bool], wanted: str
+) -> Rule:
+    def reason(config: PlannerConfig) -> str:
+        return f"{argument}={getattr(config, argument)} {wanted}"
+
+    return Rule(argument, allowed, holds, reason)
+
+
+def _one_of(argument: str, choices: tuple[str, ...], why: str = "") -> Rule:
+    return _rule(
+        argument,
+        ", ".join(choices),
+        lambda config: getattr(config, argument) in choices,
+        f"is not one of {', '.join(choices)}{why}",
+    )
+
+
+def _not_built(argument: str, default: object, what: str) -> Rule:
+    return _rule(
+        argument,
+        str(default),
+        lambda config: getattr(config, argument) == default,
+        f"is refused: {what} not built yet",
+    )
+
+
+RULES = (
+    _rule(
+        "num_qo_heads",
+        "any multiple of num_kv_heads",
+        lambda c: c.num_qo_heads >= 1 and c.num_qo_heads % max(c.num_kv_heads, 1) == 0,
+        "is not a positive multiple of num_kv_heads",
+    ),
+    _rule("num_kv_heads", "1 and up", lambda c: c.num_kv_heads >= 1, "is not at least 1"),
+    _rule(
+        "head_dim",
+        "multiples of 16 from 16 to 256",
+        lambda c: c.head_dim in HEAD_DIMS,
+        "is not a multiple of 16 from 16 to 256",
+    ),
+    _rule(
+        "head_dim_vo",
+        "None or head_dim",
+        lambda c: c.head_dim_vo in (None, c.head_dim),
+        "differs from head_dim: kernels with two head dims are not built yet",
+    ),
+    _rule(
+        "page_size",
+        "1 and up, any integer",
+        lambda c: c.page_size is not None and 1 <= c.page_size <= 2**20,
+        "is not from 1 to 2**20 tokens (None, for ragged K/V without pages, is not built yet)",
+    ),
+    _one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
+    _rule(
+        "kv_dtype",
+        "the same as q_dtype",
+        lambda c: c.kv_dtype == c.q_dtype,
+        "differs from q_dtype: pass the same for both (FP8 and NVFP4 caches are not built yet)",
+    ),
+    _rule(
+        "out_dtype",
+        "None (q_dtype), " + ", ".join(OUT_DTYPES),
+        lambda c: c.out_dtype is None or c.out_dtype in OUT_DTYPES,
+        f"is not one of {', '.join(OUT_DTYPES)}",
+    ),
+    _one_of("kv_layout", KV_LAYOUTS),
+    _one_of("page_table", PAGE_TABLES, " (csr, token and ragged are not built yet)"),
+    _rule(
+        "window_left",
+        "-1 (off), 0 and up",
+        lambda c: c.window_left >= -1,
+        "is less than -1: give -1 for no window, 0 for the own token only",
+    ),
+    _rule(
+        "logits_soft_cap",
+        "0.0 (off), positive",
+        lambda c: c.logits_soft_cap >= 0.0,
+        "is negative: give 0.0 for no soft cap",
+    ),
+    _rule(
+        "num_sms",
+        "None (all), 1 and up",
+        lambda c: c.num_sms is None or c.num_sms >= 1,
+        "is not at least 1",
+    ),
+    _not_built("use_custom_mask", False, "custom masks are"),
+    _not_built("variant", None, "variants are"),
+    _not_built("batch_invariant", False, "batch-invariant decoding is"),
+    _not_built("early_kv", False, "loading keys before the previous kernel has finished is"),
+)
+# Both values of these work in every kernel.
+_ANY = {"causal": "True, False", "sm_scale": "any finite number", "use_sinks": "True, False"}
+
+
+def arch_for(major: int, minor: int) -> str | None:
+    """Return the architecture whose code a device of this compute capability runs, or None."""
+    del minor  # 8.x runs sm_80 code, 10.x and 12.x their family code
+    return {8: "sm_80", 9: "sm_90a", 10: "sm_100f", 12: "sm_120f"}.get(major)
+
+
+def check_config(arch: str = "sm_90a", **planner_arguments: object) -> Support:
+    """Say whether a planner with these arguments is supported on ``arch``, and why not.
+
+    Args:
+        arch: one of ``ARCHITECTURES``.
+        **planner_arguments: what would be given to ``AttentionPlanner``; dtypes or their names.
+    """
+    try:
+        specs = resolve(PlannerConfig.from_arguments(planner_arguments), arch)
+    except ConfigError as error:
+        return Support(supported=False, kernel=None, reasons=list(error.reasons))
+    return Support(supported=True, kernel=specs[0].symbol, reasons=[])
+
+
+def supported_configs(arch: str = "sm_90a") -> list[Config]:
+    """Return the supported ranges on ``arch``, one row a kernel family.
+
+    Raises:
+        ConfigError: ``arch`` is unknown.
+    """
+    _check_arch(arch)
+    ranges = {rule.argument: rule.allowed for rule in RULES} | _ANY
+    ranges["query tokens per request"] = "1"
+    return [Config(kernel=DecodeSpec.family, tested_on=TESTED_ON[arch], fields=ranges)]
+
+
+def check_rules(config: PlannerConfig) -> None:
+    """Raise ConfigError with every reason why ``config`` has no kernel on any architecture."""
+    reasons = [rule.reason(config) for rule in RULES if not rule.holds(config)]
+    if reasons:
+        raise ConfigError(reasons)
+
+
+def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
+    """Return every kernel that a planner of ``config`` may launch on ``arch``, the main one first.
+
+    Raises:
+        ConfigError: with every reason why there is none.
+    """
+    _check_arch(arch)
+    check_rules(config)
+    assert config.page_size is not None  # check_rules refuses it
+    decode = tuple(
+        DecodeSpec(
+            head_dim=config.head_dim,
+            page_size=config.page_size,
+            row_tile=row_tile_for(config.head_dim, config.group_size),
+            q_dtype=DType(config.q_dtype),
+            kv_dtype=DType(config.kv_dtype),
+            out_dtype=DType(config.out_dtype or config.q_dtype),
+            page_table=PageTable(config.page_table),
+            loader=loader,
+            use_logits_soft_cap=config.logits_soft_cap > 0.0,
+        )
+        for loader in Loader
+    )
+    return (*decode, ScheduleSpec())
+
+
+def _check_arch(arch: str) -> None:
+    if arch not in ARCHITECTURES:
+        raise ConfigError([f"arch={arch!r} is not one of {', '.join(ARCHITECTURES)}"])
+
+
+# The values from which the compile tests draw. Page sizes stand for their kind: one token, odd,
+# smaller than a warp's slice, a multiple of it that is no power of two, powers of two.
+_SAMPLE: dict[str, tuple[object, ...]] = {
+    "head_dim": HEAD_DIMS,
+    "page_size": (1, 3, 8, 16, 48, 64, 128),
+    "row_tile": (8, 16, 32),
+    "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
+    "out_dtype": (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
+    "page_table": tuple(PageTable),
+    "loader": tuple(Loader),
+    "use_logits_soft_cap": (False, True),
+}
+
+
+def sample_specs(arch: str) -> list[DecodeSpec]:
+    """Return decode specs in which every pair of field values that can meet does meet."""
+    _check_arch(arch)
+    names = list(_SAMPLE)
+    wanted = {
+        pair
+        for a, b in itertools.combinations(names, 2)
+        for pair in itertools.product(((a, x) for x in _SAMPLE[a]), ((b, y) for y in _SAMPLE[b]))
+        if _can_meet(dict(pair))
+    }
+    rows = []
+    while wanted:
+        row = _greedy_row(wanted)
+        wanted -= set(_pairs(row))
+        rows.append(_spec_of(row))
+    return rows
+
+
+def _greedy_row(wanted: set[tuple[tuple[str, object], tuple[str, object]]]) -> dict[str, object]:
+    # Start from a missing pair, then give each other field the value that meets most missing ones.
+    row = dict(min(wanted, key=repr))
+    for name in _SAMPLE:
+        if name in row:
+            continue
+        choices = [v for v in _SAMPLE[name] if _can_meet(row | {name: v})]
+        row[name] = max(
+            choices,
+            key=lambda v, name=name: sum(p in wanted for p in _pairs(row | {name: v})),  # type: ignore[misc]
+        )
+    return row
+
+
+def _pairs(row: dict[str, object]) -> Iterator[tuple[tuple[str, object], tuple[str, object]]]:
+    items = [(name, row[name]) for name in _SAMPLE if name in row]
+    yield from itertools.combinations(items, 2)
+
+
+def _can_meet(row: dict[str, object]) -> bool:
+    head_dim, row_tile = row.get("head_dim", 16), row.get("row_tile", 8)
+    assert isinstance(head_dim, int)
+    assert isinstance(row_tile, int)
+    return row_tile_for(head_dim, row_tile) == row_tile
+
+
+def _spec_of(row: dict[str, object]) -> DecodeSpec:
+    return DecodeSpec(**row, kv_dtype=row["q_dtype"])  # type: ignore[arg-type]
