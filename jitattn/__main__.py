@@ -1,0 +1,8 @@
+"""``python -m jitattn``: the same as the ``jitattn`` script."""
+
+import sys
+
+from jitattn.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
