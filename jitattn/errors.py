@@ -1,0 +1,104 @@
+"""Exceptions raised by jitattn.
+
+JitAttnError
+  + ConfigError               no kernel, or no meaning, for these arguments      (also ValueError)
+  + TemplateError             a template failed to render: a bug in templates/
+  + CompileError              NVRTC rejected the rendered source                 (also RuntimeError)
+  |   + CompilerMissingError  NVRTC cannot be loaded on this machine
+  + KernelNotFoundError       compiling is forbidden and no cache holds the kernel (also LookupError)
+  + CacheError                a cache or bundle that must not be used            (also OSError)
+  + DriverError               the CUDA driver refused a call                     (also RuntimeError)
+
+Each of them survives pickling, since precompilation reports failures from worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+_LOG_LINES_SHOWN = 40
+
+
+class JitAttnError(Exception):
+    """Base class: ``except JitAttnError`` catches everything jitattn raises on purpose."""
+
+
+class ConfigError(JitAttnError, ValueError):
+    """No kernel exists for these arguments, or they contradict each other.
+
+    Attributes:
+        reasons: everything that is wrong, not only the first thing.
+    """
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        """Keep every reason; a single string counts as one reason."""
+        self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
+        super().__init__(self.reasons)
+
+    def __str__(self) -> str:
+        """Join the reasons."""
+        return "; ".join(self.reasons)
+
+
+class TemplateError(JitAttnError):
+    """A template failed to render."""
+
+
+class CompileError(JitAttnError, RuntimeError):
+    """NVRTC rejected a rendered source.
+
+    Attributes:
+        name: name of the program, for example ``"jitattn_decode_d128_p16.cu"``.
+        log: NVRTC's messages; file names and lines are those of templates/.
+        source: the rendered CUDA source.
+        source_path: where the source was saved, or None when it could not be.
+    """
+
+    def __init__(self, name: str, log: str, source: str, source_path: Path | None = None) -> None:
+        """Describe one failed compilation."""
+        super().__init__(name, log, source, source_path)
+        self.name = name
+        self.log = log
+        self.source = source
+        self.source_path = source_path
+
+    @property
+    def first_error(self) -> str:
+        """The first line of the log that reports an error; the others often follow from it."""
+        lines = [line.strip() for line in self.log.splitlines() if line.strip()]
+        return next((line for line in lines if "error" in line), lines[0] if lines else "no log")
+
+    def __str__(self) -> str:
+        """Show the log, shortened, and end with what to read first."""
+        where = self.source_path or "not saved (no writable temporary folder)"
+        lines = self.log.strip().splitlines()
+        if len(lines) > _LOG_LINES_SHOWN:
+            lines = [*lines[:_LOG_LINES_SHOWN], f"({len(lines) - _LOG_LINES_SHOWN} more lines)"]
+        head = f"{self.name} does not compile: {self.first_error}"
+        return "\n".join([head, *lines, f"rendered source: {where}", self.first_error])
+
+
+class CompilerMissingError(CompileError):
+    """NVRTC, or its Python binding, cannot be loaded here."""
+
+    def __init__(self, reason: str) -> None:
+        """Keep what was missing and what to install."""
+        super().__init__("NVRTC", reason, "")
+        self.args = (reason,)
+
+    def __str__(self) -> str:
+        """There is no log and no source: the reason is everything."""
+        return self.log
+
+
+class KernelNotFoundError(JitAttnError, LookupError):
+    """JIT is off and neither a bundle nor the user's cache holds the kernel."""
+
+
+class CacheError(JitAttnError, OSError):
+    """A cache or bundle is unsafe to use: others may write to it, or it is not a folder."""
+
+
+class DriverError(JitAttnError, RuntimeError):
+    """The CUDA driver refused a call."""
