@@ -57,7 +57,7 @@ Tile = DecodeTile | ScheduleTile
 
 def max_row_tile(head_dim: int) -> int:
     """Return the most query rows whose accumulator, ``head_dim`` wide, fits the registers."""
-    return 32 if head_dim <= 128 else 16
+    return 32 if head_dim <= 64 else 16 if head_dim <= 128 else 8
 
 
 def row_tile_for(head_dim: int, group_size: int) -> int:
@@ -86,7 +86,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
     num_stages = max(2, min(4, _RING_BYTES // step_bytes))
     # One vector of padding a row puts the eight rows of an ldmatrix into different banks.
     padded_step_bytes = 2 * num_warps * warp_tokens * (row_bytes + _VECTOR_BYTES)
-    merge_dims = min(_MERGE_BYTES // (4 * 4 * spec.row_tile), spec.head_dim)
+    merge_dims = min(_MERGE_BYTES // (4 * num_warps * spec.row_tile), spec.head_dim)
     merge_bytes = 4 * num_warps * spec.row_tile * (merge_dims + 4)
     return DecodeTile(
         num_warps=num_warps,

@@ -1,0 +1,87 @@
+// Element types as raw bits: storage, conversion to and from float, and the product they have.
+#pragma once
+
+#include "jitattn/prelude.cuh"
+
+namespace jitattn {
+
+struct Half {
+  using Storage = uint16_t;
+  static __device__ __forceinline__ float to_float(uint16_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+  static __device__ __forceinline__ uint16_t from_float(float value) {
+    uint16_t bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+  // `low` lands in the low half of the word.
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+  // d[16 x 8] += a[16 x 16] b[16 x 8], accumulated in float.
+  static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+  }
+};
+
+struct BFloat16 {
+  using Storage = uint16_t;
+  static __device__ __forceinline__ float to_float(uint16_t bits) {
+    return __int_as_float(static_cast<int>(static_cast<uint32_t>(bits) << 16));
+  }
+  static __device__ __forceinline__ uint16_t from_float(float value) {
+    return static_cast<uint16_t>(pack(value, 0.f));
+  }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+  static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+  }
+};
+
+struct Float {
+  using Storage = float;
+  static __device__ __forceinline__ float to_float(float value) { return value; }
+  static __device__ __forceinline__ float from_float(float value) { return value; }
+};
+
+// Codes of the types a caller may choose at launch. Twin: jitattn/params.py.
+enum class FloatCode : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
+
+// Reads one number of a type known at launch: for vectors too short to deserve a kernel of their own.
+__device__ __forceinline__ float load_float(const void* base, int64_t element, FloatCode code) {
+  switch (code) {
+    case FloatCode::kFloat16:
+      return Half::to_float(static_cast<const uint16_t*>(base)[element]);
+    case FloatCode::kBFloat16:
+      return BFloat16::to_float(static_cast<const uint16_t*>(base)[element]);
+    case FloatCode::kFloat32:
+      return static_cast<const float*>(base)[element];
+    default:
+      return static_cast<float>(static_cast<const double*>(base)[element]);
+  }
+}
+
+// Reads one integer of a vector whose width is known at launch.
+__device__ __forceinline__ int64_t load_integer(const void* base, int64_t element, bool is_int64) {
+  return is_int64 ? static_cast<const int64_t*>(base)[element]
+                  : static_cast<const int32_t*>(base)[element];
+}
+
+}  // namespace jitattn
