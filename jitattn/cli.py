@@ -1,0 +1,289 @@
+"""The command line: argparse over the functions of the package, tables printed with rich.
+
+Only ``demo`` imports torch; every command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jitattn import knobs, support
+from jitattn.config import PlannerConfig
+from jitattn.errors import CacheError, ConfigError, JitAttnError
+from jitattn.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jitattn.cache import KernelCache
+
+_DEFAULT_ARCH = "sm_90a"
+_PIPE_WIDTH = 160  # of tables that go to a file or a pipe, where no terminal says how wide to be
+_SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+class UsageError(Exception):
+    """The command line, or the environment, asks for something that makes no sense."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    args = _parser().parse_args(arguments)
+    try:
+        status: int = args.command(args)
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        return _complain(error, 2)
+    except JitAttnError as error:
+        return _complain(error, 1)
+    except BrokenPipeError:
+        # The reader has seen enough (`jitattn configs | head`); a flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _complain(error: BaseException, status: int) -> int:
+    sys.stderr.write(f"jitattn: {error}\n")
+    return status
+
+
+# ---------------------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jitattn", description="Paged attention kernels, compiled for your exact shapes."
+    )
+    parser.add_argument("--version", action="version", version=f"jitattn {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="attention of a Llama-3.1-8B layer, checked and timed")
+    demo.set_defaults(command=_demo)
+
+    configs = commands.add_parser("configs", help="what is supported, or whether a model is")
+    configs.add_argument("--arch", type=_archs, default=support.ARCHITECTURES, help=_ARCH_HELP)
+    configs.add_argument("--model", type=Path, metavar="config.json", help="check this model")
+    configs.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    configs.set_defaults(command=_configs)
+
+    render = commands.add_parser("render", help="print the CUDA source of a kernel")
+    render.add_argument("--config", default="", metavar="k=v,...", help=_CONFIG_HELP)
+    render.add_argument("--arch", default=_DEFAULT_ARCH, choices=support.ARCHITECTURES)
+    render.add_argument("--symbol", help="which kernel of the planner (default: the main one)")
+    render.add_argument("-o", "--out", type=Path, metavar="DIR", help="write all of them to DIR")
+    render.set_defaults(command=_render)
+
+    _add_precompile(commands)
+    doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
+    doctor.set_defaults(command=_doctor)
+    _add_cache(commands)
+    return parser
+
+
+_ARCH_HELP = f"comma-separated: {', '.join(support.ARCHITECTURES)}"
+_CONFIG_HELP = "planner arguments, such as head_dim=128,page_size=16,page_table=separate"
+
+
+def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("precompile", help="fill a bundle; needs neither GPU nor torch")
+    parser.add_argument("--arch", type=_archs, required=True, help=_ARCH_HELP)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", action="append", metavar="k=v,...", help=_CONFIG_HELP)
+    what.add_argument("--model", type=Path, metavar="config.json", help="what a model may need")
+    what.add_argument("--preset", metavar="NAME", help="a named list, such as llama-3.1-8b")
+    parser.add_argument("-j", "--jobs", type=_positive, help="processes (default: one a core)")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="the bundle")
+    parser.set_defaults(command=_precompile)
+
+
+def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    cache = commands.add_parser("cache", help="look after the user's cache, or a bundle")
+    actions = cache.add_subparsers(required=True, metavar="action")
+    for name, command, text in (
+        ("path", _cache_path, "print the folder"),
+        ("list", _cache_list, "list the kernels"),
+        ("verify", _cache_verify, "check every digest; exit 1 if an entry is damaged"),
+        ("prune", _cache_prune, "remove the least recently used kernels"),
+        ("clear", _cache_clear, "remove every kernel"),
+    ):
+        action = actions.add_parser(name, help=text)
+        if name == "prune":
+            action.add_argument(
+                "--max-size", type=_size, required=True, help="bytes to keep, such as 500M or 2G"
+            )
+        action.add_argument("folder", nargs="?", type=Path, help="default: the user's cache")
+        action.set_defaults(command=command)
+
+
+def _archs(text: str) -> tuple[str, ...]:
+    archs = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for arch in archs:
+        if arch not in support.ARCHITECTURES:
+            known = ", ".join(support.ARCHITECTURES)
+            raise argparse.ArgumentTypeError(f"{arch!r} is not one of {known}")
+    if not archs:
+        raise argparse.ArgumentTypeError("no architecture given")
+    return archs
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    number, unit = (lowered[:-1], lowered[-1:]) if lowered[-1:].isalpha() else (lowered, "")
+    try:
+        size = int(float(number) * _SIZE_UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = -1
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 1000000, 500M or 2G")
+    return size
+
+
+# ---------------------------------------------------------------------------- commands
+
+
+def _demo(args: argparse.Namespace) -> int:
+    try:
+        from jitattn import demo
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the demo computes, and needs torch: {error}") from error
+    return 0 if demo.run(_console(), _knobs()) else 1
+
+
+def _configs(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        return _model_configs(args.model, args.arch, as_json=args.json)
+    if args.json:
+        rows = [
+            {"arch": arch, **asdict(config)}
+            for arch in args.arch
+            for config in support.supported_configs(arch)
+        ]
+        _print_json(rows)
+        return 0
+    console = _console()
+    for config, tested_on in support_groups(args.arch):
+        table = _table(f"{config.kernel}: supported planner arguments", "argument", "values")
+        for argument, values in config.fields.items():
+            table.add_row(argument, values)
+        console.print(table)
+        for arch, tested in tested_on.items():
+            console.print(f"  {arch:8} {tested}")
+    return 0
+
+
+def support_groups(archs: Iterable[str]) -> list[tuple[support.Config, dict[str, str]]]:
+    """Return the rows of the support table, those that differ in architecture only as one.
+
+    Each comes with where it was run, by architecture.
+    """
+    groups: list[tuple[support.Config, dict[str, str]]] = []
+    for arch in archs:
+        for config in support.supported_configs(arch):
+            key = (config.kernel, config.fields)
+            same = [tested for known, tested in groups if (known.kernel, known.fields) == key]
+            if not same:
+                groups.append((config, {}))
+                same = [groups[-1][1]]
+            same[0][arch] = config.tested_on
+    return groups
+
+
+def _model_configs(model: Path, archs: Sequence[str], *, as_json: bool) -> int:
+    from jitattn.precompile import from_model
+
+    rows = []
+    for config in from_model(model):
+        for arch in archs:
+            answer = _support(config, arch)
+            rows.append({"arch": arch, "config": config.arguments_text(), **asdict(answer)})
+    if as_json:
+        _print_json(rows)
+    else:
+        table = _table(f"{model}: what its attention needs", "arch", "config", "kernel, or why not")
+        for row in rows:
+            table.add_row(row["arch"], row["config"], row["kernel"] or "; ".join(row["reasons"]))
+        _console().print(table)
+    return 0 if all(row["supported"] for row in rows) else 1
+
+
+def _support(config: PlannerConfig, arch: str) -> support.Support:
+    try:
+        specs = support.resolve(config, arch)
+    except ConfigError as error:
+        return support.Support(supported=False, kernel=None, reasons=list(error.reasons))
+    return support.Support(supported=True, kernel=specs[0].symbol, reasons=[])
+
+
+def _render(args: argparse.Namespace) -> int:
+    from jitattn.render import render
+
+    specs = {
+        spec.symbol: spec for spec in support.resolve(PlannerConfig.parse(args.config), args.arch)
+    }
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for symbol, spec in specs.items():
+            (args.out / f"{symbol}.cu").write_text(render(spec, args.arch))
+        sys.stdout.writelines(f"{args.out / symbol}.cu\n" for symbol in specs)
+        return 0
+    symbol = args.symbol or next(iter(specs))
+    if symbol not in specs:
+        raise UsageError(f"--symbol {symbol}: this planner has {', '.join(specs)}")
+    sys.stdout.write(render(specs[symbol], args.arch))
+    return 0
+
+
+def _precompile(args: argparse.Namespace) -> int:
+    from jitattn import precompile
+
+    if args.preset is not None and args.preset not in precompile.PRESETS:
+        known = ", ".join(precompile.PRESETS)
+        raise UsageError(f"--preset {args.preset}: known presets are {known}")
+    configs: Sequence[PlannerConfig | str]
+    if args.model is not None:
+        configs = precompile.from_model(args.model)
+    else:
+        configs = args.config or precompile.PRESETS[args.preset]
+    report = precompile.precompile(configs, arch=args.arch, out=args.out, jobs=args.jobs)
+    console = _console()
+    console.print(
+        f"{args.out}: {len(report.entries)} kernels, {report.compiled} compiled and "
+        f"{report.reused} there before, in {report.seconds:.1f} s"
+    )
+    for failure in report.failures:
+        sys.stderr.write(f"jitattn: {failure}\n")
+    return 1 if report.failures else 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from jitattn import doctor
+
+    findings = doctor.examine(_knobs())
+    table = _table(f"jitattn {__version__}", "", "what", "found")
+    marks = {True: "[green]ok[/]", False: "[red]no[/]", None: "[yellow]--[/]"}
+    for finding in findings:
+        table.add_row(marks[finding.ok], finding.what, finding.found)
+    _console().print(table)
+    for finding in findings:
+        if finding.advice:
+            _console().print(f"{finding.what}: {finding.advice}")
+    return 1 if any(finding.ok is False for finding in findings) else 0

@@ -1,0 +1,54 @@
+"""A cache of its own for every test, and the tests that a machine cannot run, named."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+_GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@functools.cache
+def _why_no_gpu() -> str:
+    """Return why tests marked ``gpu`` cannot run here; empty when they can."""
+    import torch  # costs a second, so only when a test asks
+
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and torch.cuda.is_available() is False"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"needs compute capability 8.0 or newer, and this device has {major}.{minor}"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that GPU tests share, so that each kernel is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Keep tests off the user's cache and settings.
+
+    GPU tests keep ``JITATTN_PRECOMPILED`` and ``JITATTN_JIT``: a card is often given a bundle.
+    """
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("JITATTN_CACHE_DIR", str(request.getfixturevalue("session_cache")))
+        return
+    for name in [name for name in os.environ if name.startswith("JITATTN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JITATTN_CACHE_DIR", str(tmp_path / "cache"))

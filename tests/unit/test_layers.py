@@ -1,0 +1,109 @@
+"""Imports point down, heavy packages have one door each, and importing has no effects."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "jitattn"
+
+LAYERS = (
+    {"errors", "version"},
+    {"knobs"},
+    {"spec", "config", "cache", "nvrtc", "driver", "params"},
+    {"support", "tiling"},
+    {"render"},
+    {"build", "binding", "pages", "workspace", "reference"},
+    {"planner", "precompile"},
+    {"__init__", "__main__", "cli", "doctor", "demo"},
+)
+LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
+# Modules of one layer that may import each other, downwards in this order.
+SAME_LAYER = (
+    ("spec", "config", "params"),
+    ("tiling", "support"),
+    ("pages", "workspace", "binding"),
+    ("version", "demo", "doctor", "__init__", "cli", "__main__"),
+)
+DOORS = {
+    "jinja2": {"render"},
+    "cuda": {"nvrtc", "driver"},
+    "torch": {"planner", "binding", "pages", "workspace", "reference", "demo"},
+    "filelock": {"cache", "build"},
+    "platformdirs": {"knobs"},
+    "rich": {"cli", "demo", "precompile"},
+}
+
+MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that ``tree`` imports when it runs, in functions too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def own_imports(module: str) -> set[str]:
+    names = {name.split(".")[1] for name in imports(MODULES[module]) if name.startswith("jitattn.")}
+    return names & set(LAYER_OF)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert set(MODULES) == set(LAYER_OF)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    for imported in own_imports(module):
+        if LAYER_OF[imported] == LAYER_OF[module]:
+            chain = next(c for c in SAME_LAYER if module in c)
+            assert chain.index(imported) < chain.index(module), f"{module} imports {imported}"
+        else:
+            assert LAYER_OF[imported] < LAYER_OF[module], f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("package", DOORS)
+def test_heavy_packages_have_their_doors(package: str) -> None:
+    users = {m for m, tree in MODULES.items() if package in {n.split(".")[0] for n in imports(tree)}}
+    assert users <= DOORS[package]
+
+
+def test_the_environment_is_read_in_knobs_alone() -> None:
+    readers = {
+        module
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+    }
+    assert readers <= {"knobs"}
+
+
+def test_import_has_no_effects(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, sys, threading
+before = dict(os.environ)
+import jitattn
+assert not {"torch", "cuda", "jinja2", "rich", "filelock"} & set(sys.modules), sorted(sys.modules)
+assert dict(os.environ) == before
+assert threading.active_count() == 1
+assert not list(pathlib.Path(sys.argv[1]).iterdir())
+"""
+    environ = {"HOME": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent), "JITATTN_JIT": "nonsense"}
+    subprocess.run(
+        [sys.executable, "-B", "-c", script, str(tmp_path)], env=environ, cwd=tmp_path, check=True
+    )

@@ -1,0 +1,149 @@
+"""The house rules that a tool can check."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jitattn
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jitattn").glob("*.py"))}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+# docs/glossary.md gives the word to use instead.
+SYNONYMS = {
+    "b", "bs", "block_size", "cache_seqlens", "context_lens", "cu_seqlens_q", "data_type",
+    "gqa_ratio", "head_size", "headdim", "is_causal", "kv_data_type", "nheads", "num_heads",
+    "num_seqs", "page_block_size", "paged_kv_cache", "q_data_type", "sliding_window", "softcap",
+    "softmax_lse", "softmax_scale",
+}  # fmt: skip
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    for path, tree in PACKAGE.items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield f"{path.name}::{node.name}", node
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_check() -> None:
+    run(sys.executable, "-m", "ruff", "check", "--no-cache", ".")
+
+
+def test_ruff_format() -> None:
+    run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".")
+
+
+def test_mypy_strict(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path))
+
+
+def test_clang_format() -> None:
+    # The wheel puts its program beside the interpreter, which need not be on PATH.
+    program = shutil.which("clang-format", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("clang-format is not installed in this environment")
+    sources = sorted((ROOT / "templates").rglob("*.cuh")) + sorted(
+        (ROOT / "templates").rglob("*.jinja")
+    )
+    run(program, "--dry-run", "--Werror", *map(str, sources))
+
+
+def test_functions_are_short() -> None:
+    lengths = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
+    assert max(lengths.values()) <= 80, max(lengths, key=lengths.__getitem__)
+    assert statistics.median(lengths.values()) <= 12
+    assert statistics.quantiles(lengths.values(), n=10)[-1] <= 35
+
+
+def test_signatures_are_annotated() -> None:
+    bare = [
+        name
+        for name, node in functions()
+        if node.returns is None
+        or any(
+            a.annotation is None
+            for a in (*node.args.args, *node.args.kwonlyargs)
+            if a.arg not in ("self", "cls")
+        )
+    ]
+    assert bare == []
+
+
+def test_no_print_and_no_catch_all_names() -> None:
+    assert not (ROOT / "jitattn/utils.py").exists()
+    prints = [
+        path.name
+        for path, tree in PACKAGE.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert prints == []
+
+
+def test_public_functions_take_no_catch_alls() -> None:
+    loose = [
+        name
+        for name, node in functions()
+        if not node.name.startswith("_") and (node.args.kwarg or node.args.vararg)
+    ]
+    assert loose == ["support.py::check_config"]
+
+
+def test_parameters_use_the_words_of_the_glossary() -> None:
+    named = {
+        f"{name}({parameter})"
+        for name in jitattn.__all__
+        for parameter in parameters(getattr(jitattn, name))
+        if parameter in SYNONYMS
+    }
+    assert named == set()
+
+
+def parameters(value: object) -> Iterator[str]:
+    if inspect.isclass(value):
+        if issubclass(value, Exception):
+            return
+        yield from inspect.signature(value).parameters
+        for member in vars(value).values():
+            if inspect.isfunction(member):
+                yield from inspect.signature(member).parameters
+    elif callable(value):
+        yield from inspect.signature(value).parameters
+
+
+def test_todos_name_an_issue() -> None:
+    files = [*PACKAGE, *(p for p in (ROOT / "templates").rglob("*") if p.is_file())]
+    loose = [
+        f"{path.name}: {line.strip()}"
+        for path in files
+        for line in path.read_text().splitlines()
+        if re.search(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))", line)
+    ]
+    assert loose == []
+
+
+def test_text_files_end_with_one_newline() -> None:
+    files = [
+        path
+        for pattern in ("*.md", "*.toml", "*.txt", "jitattn/*.py", "templates/**/*", "tests/**/*.py")
+        for path in ROOT.glob(pattern)
+        if path.is_file() and path.stat().st_size
+    ]
+    bad = [str(p) for p in files if not re.search(r"[^\n]\n\Z", p.read_text())]
+    assert bad == []
