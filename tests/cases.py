@@ -1,0 +1,313 @@
+"""Decode cases as plain values. No torch here: a build machine reads the list to precompile it.
+
+`KERNELS` are the combinations that have machine code of their own; `decode_cases` puts launch
+arguments, shapes and layouts on top of them, drawn so that every value of every axis is used
+about equally often. `tests/inputs.py` turns a case into tensors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from jitattn.config import PlannerConfig
+
+CASES_PER_KERNEL = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of decode attention: what the planner is given and how the memory looks.
+
+    Attributes:
+        lengths: KV tokens of each request; zero or less is padding.
+        cache: the name of a builder in `tests.inputs.CACHES`.
+        kv_layout: the order in which the cache's dimensions are named, whatever their strides.
+        q_view, out_view: how q and out lie in memory; see `tests.inputs.ROW_VIEWS`.
+        sinks: their dtype, or None; a name ending in "-column" is a strided column of a matrix.
+        rows: the dtype of BlockTable's row indices, or None for table row b = request b.
+        call: "buffers" gives out= and lse=; "returned" lets the call allocate out and lse.
+    """
+
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    page_table: str = "shared"
+    logits_soft_cap: float = 0.0
+    num_kv_heads: int = 2
+    group_size: int = 4
+    lengths: tuple[int, ...] = (37,)
+    cache: str = "pair_nhd"
+    kv_layout: str = "NHD"
+    q_view: str = "contiguous"
+    out_view: str = "contiguous"
+    window_left: int = -1
+    causal: bool = True
+    sm_scale: float | None = None
+    sinks: str | None = None
+    rows: str | None = None
+    lengths_dtype: str = "int32"
+    call: str = "buffers"
+    seed: int = 0
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+    @property
+    def scale(self) -> float:
+        """sm_scale with its default filled in."""
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+    def planner_arguments(self) -> dict[str, object]:
+        """The arguments of AttentionPlanner but for device objects."""
+        return {
+            "num_qo_heads": self.num_qo_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "page_size": self.page_size,
+            "q_dtype": self.dtype,
+            "kv_dtype": self.dtype,
+            "out_dtype": self.out_dtype,
+            "kv_layout": self.kv_layout,
+            "page_table": self.page_table,
+            "causal": self.causal,
+            "window_left": self.window_left,
+            "logits_soft_cap": self.logits_soft_cap,
+            "sm_scale": self.sm_scale,
+            "use_sinks": self.sinks is not None,
+        }
+
+    def config(self) -> PlannerConfig:
+        return PlannerConfig.from_arguments(self.planner_arguments())
+
+    def __str__(self) -> str:
+        parts = [
+            f"d{self.head_dim}-p{self.page_size}-{self.dtype}-{self.page_table}",
+            f"g{self.group_size}x{self.num_kv_heads}-{self.cache}-{self.kv_layout}",
+            f"b{len(self.lengths)}-max{max(self.lengths)}",
+        ]
+        if self.window_left >= 0:
+            parts.append(f"w{self.window_left}")
+        if self.logits_soft_cap > 0:
+            parts.append(f"cap{self.logits_soft_cap:g}")
+        if self.sinks:
+            parts.append(f"sinks_{self.sinks}")
+        if self.rows:
+            parts.append("rows")
+        return "-".join(parts) + f"-s{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What selects machine code; both loaders of it are exercised by the cache layouts."""
+
+    head_dim: int
+    page_size: int
+    dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    page_table: str = "shared"
+    soft_cap: bool = False
+    row_tile: int = 8  # 8, 16 or 32 query rows; see GROUPS
+
+
+GROUPS = {
+    8: (1, 2, 3, 4, 5, 6, 7, 8),
+    16: (9, 10, 12, 13, 16),
+    32: (17, 20, 24, 32, 40, 48, 64, 71),
+}
+"""Group sizes that take each row tile; head_dim above 128 has no tile of 32 and loops over 16."""
+
+
+def _kernel(
+    head_dim: int,
+    page_size: int,
+    dtype: str,
+    page_table: str,
+    row_tile: int,
+    *,
+    soft_cap: bool = False,
+    out: str | None = None,
+) -> Kernel:
+    return Kernel(
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype={"bf16": "bfloat16", "fp16": "float16"}[dtype],
+        out_dtype=out,
+        page_table=page_table,
+        soft_cap=soft_cap,
+        row_tile=row_tile,
+    )
+
+
+# Every head_dim, page sizes of every kind (1, odd, even, powers of two, larger than a tile), both
+# dtypes, all outputs, both tables, all row tiles. The first five also serve the handed cases.
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(128, 16, "bf16", "shared", 8),
+    _kernel(128, 16, "bf16", "separate", 8),
+    _kernel(64, 16, "bf16", "shared", 8),
+    _kernel(128, 32, "bf16", "shared", 8),
+    _kernel(128, 16, "fp16", "shared", 8),
+    _kernel(128, 16, "bf16", "shared", 32),
+    _kernel(128, 16, "bf16", "separate", 16, soft_cap=True),
+    _kernel(128, 1, "bf16", "shared", 16),
+    _kernel(128, 3, "fp16", "separate", 8),
+    _kernel(128, 8, "fp16", "shared", 8, soft_cap=True, out="bfloat16"),
+    _kernel(128, 24, "bf16", "shared", 32, soft_cap=True),
+    _kernel(128, 64, "fp16", "separate", 32, out="float32"),
+    _kernel(128, 128, "bf16", "shared", 16, out="float16"),
+    _kernel(64, 1, "fp16", "separate", 8, soft_cap=True),
+    _kernel(64, 24, "bf16", "separate", 16),
+    _kernel(64, 64, "fp16", "shared", 32),
+    _kernel(16, 1, "bf16", "shared", 8),
+    _kernel(16, 128, "fp16", "separate", 32, soft_cap=True),
+    _kernel(32, 2, "bf16", "separate", 16),
+    _kernel(32, 16, "fp16", "shared", 8, soft_cap=True),
+    _kernel(48, 5, "bf16", "shared", 32),
+    _kernel(48, 32, "fp16", "separate", 8),
+    _kernel(80, 7, "fp16", "shared", 16, soft_cap=True),
+    _kernel(80, 16, "bf16", "separate", 8),
+    _kernel(96, 3, "bf16", "separate", 32, out="float32"),
+    _kernel(96, 32, "bf16", "shared", 8),
+    _kernel(112, 24, "fp16", "shared", 8),
+    _kernel(112, 1, "bf16", "separate", 32),
+    _kernel(144, 8, "bf16", "separate", 16),
+    _kernel(160, 16, "fp16", "shared", 8),
+    _kernel(176, 4, "bf16", "shared", 8, soft_cap=True),
+    _kernel(192, 12, "fp16", "shared", 16),
+    _kernel(192, 128, "bf16", "separate", 8),
+    _kernel(208, 16, "fp16", "separate", 16),
+    _kernel(224, 48, "bf16", "shared", 8),
+    _kernel(240, 100, "bf16", "separate", 8, soft_cap=True),
+    _kernel(256, 1, "bf16", "separate", 8),
+    _kernel(256, 3, "fp16", "separate", 16, soft_cap=True),
+    _kernel(256, 16, "bf16", "shared", 8),
+    _kernel(256, 64, "bf16", "shared", 16, out="float32"),
+)
+
+CACHES_SHARED = (
+    "one_nhd",
+    "one_hnd",
+    "pair_nhd",
+    "pair_hnd",
+    "interleaved",
+    "layer_inside",
+    "cross_layer",
+    "packed",
+    "heads_outside",
+    "tokens_outside",
+    "unequal",
+    "padded",
+    "odd_base",
+    "odd_strides",
+    "odd_values",
+    "size_1",
+)
+CACHES_SEPARATE = (*CACHES_SHARED, "twice")
+LENGTHS = ("page_edges", "tile_edges", "ragged", "padding", "single", "many", "long", "longest")
+
+
+def lengths_of(kind: str, page_size: int, rng: random.Random) -> tuple[int, ...]:
+    """The KV lengths of a batch of this kind."""
+    if kind == "page_edges":
+        edges = {1, page_size - 1, page_size, page_size + 1, 2 * page_size, 5 * page_size + 1}
+        return tuple(sorted(edges))
+    if kind == "tile_edges":
+        return (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+    if kind == "ragged":
+        return tuple(rng.randint(1, 1500) for _ in range(rng.randint(2, 9)))
+    if kind == "padding":
+        return (0, -1, rng.randint(1, 300), 0, 1, -7, rng.randint(200, 600), -(2**31))
+    if kind == "single":
+        return (rng.choice((1, 13, 200, 8192)),)
+    if kind == "many":
+        return tuple(rng.randint(0, 90) for _ in range(rng.choice((97, 150, 300))))
+    if kind == "long":
+        return (rng.randint(4000, 9000), 3, rng.randint(10000, 20000), 0, rng.randint(1, 999))
+    if kind == "longest":
+        return (rng.randint(0, 40), rng.randint(65537, 70000), 1)
+    raise ValueError(kind)
+
+
+@dataclass
+class _Deck:
+    """Deals every card equally often, in an order that depends on the seed only."""
+
+    cards: Sequence[object]
+    rng: random.Random
+    _pile: list[object] = field(default_factory=list)
+
+    def deal(self) -> object:
+        if not self._pile:
+            self._pile = list(self.cards)
+            self.rng.shuffle(self._pile)
+        return self._pile.pop()
+
+
+def _decks(rng: random.Random) -> dict[str, _Deck]:
+    axes: dict[str, Sequence[object]] = {
+        "cache shared": CACHES_SHARED,
+        "cache separate": CACHES_SEPARATE,
+        "lengths": LENGTHS,
+        "num_kv_heads": (1, 2, 3, 8),
+        "kv_layout": ("NHD", "HND"),
+        "q_view": ("contiguous", "qkv", "padded", "odd"),
+        "out_view": ("contiguous", "padded", "odd", "heads_outside"),
+        # As many cards without a window as with one, so that long contexts are read in full too.
+        "window_left": (-1, 0, -1, 1, -1, 15, -1, 16, -1, 127, -1, 1000, -1, 10**9),
+        "soft cap": (0.5, 5.0, 30.0),
+        "causal": (True, True, True, False),
+        "sm_scale": (None, None, 0.05, 0.6),
+        "sinks": (
+            *(None, "float32", None, "bfloat16", None, "float16", None, "float64"),
+            *("float32-column", None, "bfloat16-column"),
+        ),
+        "rows": (None, "int32", None, "int64"),
+        "lengths_dtype": ("int32", "int64"),
+        "call": ("buffers", "buffers", "returned"),
+    } | {f"group {tile}": sizes for tile, sizes in GROUPS.items()}
+    return {name: _Deck(cards, random.Random(rng.random())) for name, cards in axes.items()}
+
+
+def decode_cases() -> tuple[Case, ...]:
+    """The cases of tests/gpu/test_decode.py: the same ones in every process."""
+    rng = random.Random(20)
+    decks = _decks(rng)
+    cases = []
+    for kernel in KERNELS:
+        for _ in range(CASES_PER_KERNEL):
+            cases.append(_fit(_deal(kernel, decks, rng, seed=len(cases))))
+    return tuple(cases)
+
+
+def _deal(kernel: Kernel, decks: dict[str, _Deck], rng: random.Random, seed: int) -> Case:
+    same = {name: decks[name].deal() for name in _SAME_NAME}
+    return Case(
+        head_dim=kernel.head_dim,
+        page_size=kernel.page_size,
+        dtype=kernel.dtype,
+        out_dtype=kernel.out_dtype,
+        page_table=kernel.page_table,
+        logits_soft_cap=decks["soft cap"].deal() if kernel.soft_cap else 0.0,
+        group_size=decks[f"group {kernel.row_tile}"].deal(),
+        cache=decks[f"cache {kernel.page_table}"].deal(),
+        lengths=lengths_of(str(decks["lengths"].deal()), kernel.page_size, rng),
+        seed=seed,
+        **same,
+    )
+
+
+_SAME_NAME = (
+    *("num_kv_heads", "kv_layout", "q_view", "out_view", "window_left", "causal"),
+    *("sm_scale", "sinks", "rows", "lengths_dtype", "call"),
+)
+
+
+def _fit(case: Case) -> Case:
+    """Make the case possible, and small enough for a float64 reference in milliseconds."""
+    if case.cache == "size_1":
+        case = replace(case, num_kv_heads=1)
+    heavy = max(case.lengths) * case.group_size * case.num_kv_heads > 2_000_000
+    return replace(case, num_kv_heads=1) if heavy else case

@@ -1,0 +1,166 @@
+"""Run a case through the public API and compare it with the float64 reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import jitattn
+from jitattn import reference
+from tests.cases import Case
+from tests.inputs import CANARY, Inputs, Tokens, make_inputs, surroundings
+
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds on |out - reference| and |lse - reference|; see `tolerance`."""
+
+    out_relative: float  # times sum of p * |v| over the keys of the row
+    lse_absolute: float
+
+
+def tolerance(dtype: str, out_dtype: str | None = None) -> Tolerance:
+    """The error that rounding allows; everything else is a bug.
+
+    Inputs are exact in the reference, which is computed from the stored values. A kernel rounds
+    twice: the probabilities to ``dtype`` before they meet V, each by at most u(dtype), and the
+    result to ``out_dtype``. With a = sum of p * |v| >= |out|, per row and column,
+
+        |out - reference| <= (u(dtype) + u(out_dtype)) * a        u = 2**-8 bf16, 2**-11 fp16
+
+    which is the suggested 2**-7 (bf16) and 2**-10 (fp16) of max|V| with the average of |V| in place
+    of its maximum, hence sharper on long contexts. Scores, exponentials and sums are float32: with
+    scores below 2**7 they add some 2**-16 of a, for which one part in 2**13 is granted, and that
+    also covers fp16 probabilities below 2**-14, whose rounding is absolute (2**-25 each, of random
+    sign). The same float32 arithmetic leaves lse, of magnitude 2**7 at most in the tests, within
+    1e-3 as the contract promises, the fast tanh of the soft cap included.
+    """
+    rounding = UNIT_ROUNDOFF[dtype] + UNIT_ROUNDOFF[out_dtype or dtype]
+    return Tolerance(out_relative=rounding + 2.0**-13, lse_absolute=1e-3)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference's out and lse, and the sum of p * |v| that scales the tolerance."""
+
+    out: Tensor
+    lse: Tensor
+    magnitude: Tensor
+
+
+def expected(inputs: Inputs) -> Expected:
+    """The float64 reference on the dense tokens; no table, no stride, no poison involved."""
+    case = inputs.case
+    # V and |V| side by side: one pass gives the result and its magnitude.
+    both = torch.cat((inputs.v, inputs.v.abs()), dim=-1)
+    out, lse = reference.attention(
+        inputs.q,
+        inputs.k,
+        both,
+        range(len(case.lengths) + 1),
+        inputs.kv_indptr,
+        causal=case.causal,
+        window_left=case.window_left,
+        logits_soft_cap=case.logits_soft_cap,
+        sm_scale=case.scale,
+        sinks=inputs.sinks,
+    )
+    return Expected(out[..., : case.head_dim], lse, out[..., case.head_dim :])
+
+
+def planner_for(
+    case: Case, device: torch.device | str, **changes: object
+) -> jitattn.AttentionPlanner:
+    """A planner of the case; equal arguments share one."""
+    arguments = case.planner_arguments() | changes
+    return _planner(tuple(sorted(arguments.items())), str(device))
+
+
+@functools.cache
+def _planner(arguments: tuple[tuple[str, object], ...], device: str) -> jitattn.AttentionPlanner:
+    return jitattn.AttentionPlanner(**dict(arguments), device=device)
+
+
+def attend(
+    inputs: Inputs, planner: jitattn.AttentionPlanner | None = None, **changes: object
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of the public API; ``changes`` replace arguments of run."""
+    case = inputs.case
+    planner = planner or planner_for(case, inputs.device)
+    pages = jitattn.BlockTable(inputs.table, rows=inputs.rows)
+    plan = planner.plan(pages, inputs.seq_lens)
+    kv = planner.bind(inputs.cache)
+    if case.call == "returned":
+        arguments = {"return_lse": True, "sinks": inputs.sinks} | changes
+        out, lse = plan.run(inputs.q, kv, **arguments)
+        return out, lse
+    arguments = {"out": inputs.new_out(), "lse": inputs.new_lse(), "sinks": inputs.sinks} | changes
+    out = plan.run(inputs.q, kv, **arguments)
+    assert out is arguments["out"]
+    check_surroundings(out)
+    return out, arguments["lse"]
+
+
+def check_surroundings(out: Tensor) -> None:
+    """Assert that nothing was written between the rows of a strided out."""
+    around = surroundings(out).clone()
+    torch.as_strided(around, out.shape, out.stride(), out.storage_offset()).fill_(CANARY)
+    assert bool((around == CANARY).all()), "wrote outside out"
+
+
+def check(case: Case, out: Tensor, lse: Tensor, want: Expected) -> None:
+    """Assert that out and lse are within `tolerance`, naming the worst place if not."""
+    limits = tolerance(case.dtype, case.out_dtype)
+    assert out.dtype == getattr(torch, case.out_dtype or case.dtype)
+    assert lse.dtype == torch.float32
+    assert out.shape == want.out.shape
+    assert lse.shape == want.lse.shape
+    empty = want.lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty), "lse is not -inf exactly where it should be"
+    error = (lse.double() - want.lse).abs().masked_fill(empty, 0.0)
+    _check_within(error, torch.full_like(error, limits.lse_absolute), lse, want.lse, "lse")
+    error = (out.double() - want.out).abs()
+    _check_within(error, limits.out_relative * want.magnitude, out, want.out, "out")
+
+
+def _check_within(error: Tensor, limit: Tensor, got: Tensor, want: Tensor, name: str) -> None:
+    if bool((error <= limit).all()):
+        return
+    # NaN compares as false, and must not hide behind argmax.
+    excess = (error / limit.clamp(min=1e-30)).nan_to_num(nan=torch.inf).masked_fill(error == 0, 0)
+    where = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+    bad = int((excess > 1).sum())
+    raise AssertionError(
+        f"{name}{list(where)} is {float(got[where]):.6g}, want {float(want[where]):.6g}: "
+        f"{float(excess[where]):.3g} x the tolerance; {bad} of {error.numel()} elements are off"
+    )
+
+
+def run_case(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
+    """Make inputs, run and compare."""
+    inputs = make_inputs(case, device, tokens)
+    out, lse = attend(inputs)
+    check(case, out, lse, expected(inputs))
+    return inputs
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality of shape, dtype and value; NaNs of equal bits are equal."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def target_rows(inputs: Inputs, targets: Sequence[int]) -> Tensor:
+    """What an address probe must return: V of each request's target, for every query head."""
+    starts = inputs.kv_indptr[:-1]
+    index = [start + target for start, target in zip(starts, targets, strict=True)]
+    rows = inputs.v[index].repeat_interleave(inputs.case.group_size, dim=1)
+    return rows.to(getattr(torch, inputs.case.out_dtype or inputs.case.dtype))

@@ -1,0 +1,95 @@
+"""The list of decode cases: enough of them, few enough kernels, every value used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jitattn import reference
+from jitattn.support import HEAD_DIMS, resolve
+from tests.cases import CACHES_SEPARATE, GROUPS, KERNELS, Case, decode_cases
+from tests.inputs import ROW_VIEWS, Inputs, first_visible, make_inputs
+
+CASES = decode_cases()
+
+
+def test_there_are_enough_cases_and_few_kernels() -> None:
+    assert len(CASES) >= 400
+    assert len({str(case) for case in CASES}) == len(CASES)
+    specs = {spec for case in CASES for spec in resolve(case.config(), "sm_90a")}
+    assert len(specs) <= 90
+    assert decode_cases() == CASES
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("head_dim", HEAD_DIMS),
+        ("cache", CACHES_SEPARATE),
+        ("q_view", [view for view in ROW_VIEWS if view != "heads_outside"]),
+        ("out_view", [view for view in ROW_VIEWS if view != "qkv"]),
+        ("group_size", [size for sizes in GROUPS.values() for size in sizes]),
+        ("page_size", [kernel.page_size for kernel in KERNELS]),
+        ("page_table", ["shared", "separate"]),
+        ("kv_layout", ["NHD", "HND"]),
+        ("dtype", ["bfloat16", "float16"]),
+        ("out_dtype", [None, "bfloat16", "float16", "float32"]),
+        ("rows", [None, "int32", "int64"]),
+        ("lengths_dtype", ["int32", "int64"]),
+        ("causal", [True, False]),
+        ("call", ["buffers", "returned"]),
+        ("logits_soft_cap", [0.0, 0.5, 5.0, 30.0]),
+        ("window_left", [-1, 0, 1, 15, 16, 127, 1000, 10**9]),
+        ("sinks", [None, "float16", "bfloat16", "float32", "float64", "float32-column"]),
+    ],
+)
+def test_every_value_is_used(field: str, values: list[object]) -> None:
+    assert set(values) <= {getattr(case, field) for case in CASES}
+
+
+def test_lengths_span_what_they_should() -> None:
+    lengths = {length for case in CASES for length in case.lengths}
+    assert {0, 1, -1, -(2**31)} <= lengths
+    assert 65537 < max(lengths) <= 70_000
+    assert {len(case.lengths) for case in CASES} >= {1, 300}
+
+
+SMALL = [case for case in CASES[::5] if max(case.lengths) < 1600 and len(case.lengths) < 50]
+
+
+@pytest.mark.parametrize("case", SMALL[::2], ids=str)
+def test_cache_holds_the_tokens_and_poison(case: Case) -> None:
+    inputs = make_inputs(case, "cpu")
+    first = first_visible(case, torch.device("cpu")).tolist()
+    for b, length in enumerate(case.lengths):
+        if length <= 0:
+            continue
+        start, stop = inputs.kv_indptr[b], inputs.kv_indptr[b + 1]
+        for dense, cache, ids in zip((inputs.k, inputs.v), *_caches(inputs, b), strict=True):
+            tokens = reference.gather(cache, ids, length, start=first[b])[first[b] :]
+            assert torch.equal(tokens, dense[start + first[b] : stop])
+    for cache in _caches(inputs, 0)[0]:
+        holds = ~torch.isnan(cache[..., 0]).all(-1)
+        owned = sum(max(0, n - f) for n, f in zip(case.lengths, first, strict=True) if n > 0)
+        assert int(holds.sum()) == owned * (2 if case.cache == "twice" else 1)
+
+
+def _caches(inputs: Inputs, request: int) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """The K and V caches with NHD dimensions, and the K and V page ids of a request."""
+    cache = inputs.cache
+    pair = (cache[:, 0], cache[:, 1]) if isinstance(cache, torch.Tensor) else cache
+    if inputs.case.kv_layout == "HND":
+        pair = tuple(x.transpose(1, 2) for x in pair)
+    row = inputs.table[request if inputs.rows is None else int(inputs.rows[request])]
+    return pair, ((row[0], row[1]) if row.dim() == 2 else (row, row))
+
+
+def test_garbage_is_marked_where_nothing_may_be_read() -> None:
+    case = Case(page_size=4, lengths=(9, 0, 21), window_left=5, rows="int32", page_table="separate")
+    inputs = make_inputs(case, "cpu")
+    assert inputs.table.shape == (6, 2, 9)
+    wanted = {0: range(3), 2: range(3, 6)}  # first visible keys 3 and 15
+    for b in range(3):
+        live = ~inputs.garbage[int(inputs.rows[b])]
+        assert live[0].tolist() == [j in wanted.get(b, ()) for j in range(9)]
+        assert torch.equal(live[0], live[1])
