@@ -1,0 +1,85 @@
+"""Paged-attention kernels for LLM serving on NVIDIA GPUs that compile themselves.
+
+Importing this module imports neither torch nor CUDA: names are resolved when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from jitattn.version import __version__
+
+if TYPE_CHECKING:
+    from jitattn.errors import (
+        CacheError,
+        CompileError,
+        ConfigError,
+        DriverError,
+        JitAttnError,
+        KernelNotFoundError,
+    )
+    from jitattn.pages import BlockTable
+    from jitattn.planner import AttentionPlanner, BoundCache, KernelInfo, Plan, build_info
+    from jitattn.precompile import Report, precompile
+    from jitattn.support import Config, Support, check_config, supported_configs
+    from jitattn.workspace import Workspace
+
+_HOME = {
+    "AttentionPlanner": "planner",
+    "BlockTable": "pages",
+    "BoundCache": "planner",
+    "CacheError": "errors",
+    "CompileError": "errors",
+    "Config": "support",
+    "ConfigError": "errors",
+    "DriverError": "errors",
+    "JitAttnError": "errors",
+    "KernelInfo": "planner",
+    "KernelNotFoundError": "errors",
+    "Plan": "planner",
+    "Report": "precompile",
+    "Support": "support",
+    "Workspace": "workspace",
+    "build_info": "planner",
+    "check_config": "support",
+    "precompile": "precompile",
+    "supported_configs": "support",
+}
+
+__all__ = [
+    "AttentionPlanner",
+    "BlockTable",
+    "BoundCache",
+    "CacheError",
+    "CompileError",
+    "Config",
+    "ConfigError",
+    "DriverError",
+    "JitAttnError",
+    "KernelInfo",
+    "KernelNotFoundError",
+    "Plan",
+    "Report",
+    "Support",
+    "Workspace",
+    "__version__",
+    "build_info",
+    "check_config",
+    "precompile",
+    "supported_configs",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that holds ``name``, the first time it is used."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"jitattn.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, those not imported yet too."""
+    return sorted(__all__)

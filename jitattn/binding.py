@@ -1,0 +1,133 @@
+"""The tensors of a call, checked and reduced to pointers and strides. Launches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jitattn.config import PlannerConfig
+from jitattn.pages import check_device, check_tensor
+
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """K or V as [num_pages, page_size, num_kv_heads, head_dim], whatever its layout in memory.
+
+    Strides are in elements; that of a dimension of size 1 means nothing in torch and is 0 here.
+    """
+
+    tensor: Tensor  # a view with the dimensions in that order
+    page_stride: int
+    token_stride: int
+    head_stride: int
+
+    @property
+    def is_vector_aligned(self) -> bool:
+        """Whether every row starts at a multiple of 16 bytes."""
+        size = self.tensor.element_size()
+        strides = (self.page_stride, self.token_stride, self.head_stride)
+        offsets = [self.tensor.data_ptr(), *(stride * size for stride in strides)]
+        return all(offset % _VECTOR_BYTES == 0 for offset in offsets)
+
+
+def view_caches(
+    kv_cache: Tensor | tuple[Tensor, Tensor], config: PlannerConfig, device: torch.device
+) -> tuple[CacheView, CacheView]:
+    """Return K and V of one tensor [num_pages, 2, ...] or of a pair of 4-D tensors.
+
+    Raises:
+        TypeError: no tensor or pair of tensors, or another dtype than the planner's.
+        ValueError: a shape, stride or device that doesn't fit the planner.
+    """
+    if isinstance(kv_cache, Tensor):
+        _check_rank("kv_cache", kv_cache, config, num_dims=5)
+        if kv_cache.shape[1] != 2:
+            raise ValueError(
+                f"kv_cache has shape {list(kv_cache.shape)}: expected 2, K and V, as the second "
+                "dimension"
+            )
+        return _view("kv_cache", kv_cache[:, 0], config, device), _view(
+            "kv_cache", kv_cache[:, 1], config, device
+        )
+    if not isinstance(kv_cache, (tuple, list)) or len(kv_cache) != 2:
+        raise TypeError(
+            f"kv_cache is a {type(kv_cache).__name__}: expected a tensor or (k_cache, v_cache)"
+        )
+    k = _view("k_cache", kv_cache[0], config, device)
+    v = _view("v_cache", kv_cache[1], config, device)
+    if config.page_table == "shared" and k.tensor.shape[0] != v.tensor.shape[0]:
+        raise ValueError(
+            f"k_cache has {k.tensor.shape[0]} pages and v_cache {v.tensor.shape[0]}: with a shared "
+            "page table one id stands for both"
+        )
+    return k, v
+
+
+def _view(name: str, cache: Tensor, config: PlannerConfig, device: torch.device) -> CacheView:
+    _check_rank(name, cache, config, num_dims=4)
+    assert isinstance(config.page_size, int)
+    view = cache if config.kv_layout == "NHD" else cache.transpose(1, 2)
+    wanted = (config.page_size, config.num_kv_heads, config.head_dim)
+    if tuple(view.shape[1:]) != wanted:
+        raise ValueError(
+            f"{name} has shape {list(cache.shape)} with kv_layout={config.kv_layout}: that is "
+            f"page_size, num_kv_heads, head_dim = {list(view.shape[1:])}, expected {list(wanted)}"
+        )
+    check_device(name, cache, device)
+    check_last_stride(name, cache)
+    sizes, strides = view.shape, view.stride()
+    page, token, head = (strides[i] if sizes[i] > 1 else 0 for i in range(3))
+    return CacheView(view, page, token, head)
+
+
+def _check_rank(name: str, cache: object, config: PlannerConfig, *, num_dims: int) -> None:
+    check_tensor(name, cache, (getattr(torch, config.kv_dtype),))
+    assert isinstance(cache, Tensor)
+    order = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"
+    pair = ", 2" if num_dims == 5 else ""
+    if cache.dim() != num_dims:
+        raise ValueError(
+            f"{name} has shape {list(cache.shape)}: expected [num_pages{pair}, {order}, head_dim]"
+        )
+
+
+def check_last_stride(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the last dimension is contiguous."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name} has strides {list(tensor.stride())}: the last dimension must be contiguous"
+        )
+
+
+def check_rows(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless ``tensor`` has this shape, dtype and device."""
+    check_tensor(name, tensor, (dtype,))
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {list(shape)}")
+    check_device(name, tensor, device)
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raise ValueError when elements of an output lie on each other, as after ``expand``."""
+    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{name} has strides {list(tensor.stride())}: its elements share memory, so it can't "
+            "be written"
+        )
+
+
+def row_strides(tensor: Tensor) -> tuple[int, int]:
+    """Return the strides of the first two dimensions; 0 for a dimension of size 1."""
+    return tuple(s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True))  # type: ignore[return-value]
+
+
+def is_aligned(tensor: Tensor, num_elements: int) -> bool:
+    """Whether every row of ``tensor`` starts at a multiple of ``num_elements`` elements."""
+    num_bytes = num_elements * tensor.element_size()
+    return tensor.data_ptr() % num_bytes == 0 and all(s % num_elements == 0 for s in row_strides(tensor))

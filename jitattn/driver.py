@@ -1,0 +1,164 @@
+"""Device facts, loading and launching: the only caller of the CUDA driver. Knows no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cuda.bindings import driver as cuda
+
+from jitattn.errors import DriverError
+
+_OK = cuda.CUresult.CUDA_SUCCESS
+_ATTRIBUTE = cuda.CUdevice_attribute
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What planning needs to know of a CUDA device."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    max_smem_bytes: int  # shared memory that one CTA may ask for
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    status, *values = result
+    if status != _OK:
+        raise DriverError(f"{what}: {_describe(status)}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _describe(status: Any) -> str:
+    error, text = cuda.cuGetErrorString(status)
+    message = text.decode() if error == _OK and text else "unknown error"
+    return f"{getattr(status, 'name', status)} ({message})"
+
+
+@functools.cache
+def device_facts(index: int) -> DeviceFacts:
+    """Return the facts of CUDA device ``index``, as this process numbers devices.
+
+    Raises:
+        DriverError: there is no driver or no such device.
+    """
+    _check(cuda.cuInit(0), "cuInit")
+    device = _check(cuda.cuDeviceGet(index), f"no CUDA device {index}")
+
+    def attribute(name: str) -> int:
+        return int(_check(cuda.cuDeviceGetAttribute(getattr(_ATTRIBUTE, name), device), name))
+
+    return DeviceFacts(
+        index=index,
+        name=_check(cuda.cuDeviceGetName(256, device), "name").split(b"\0")[0].decode(),
+        compute_capability=(
+            attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR"),
+            attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR"),
+        ),
+        num_sms=attribute("CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT"),
+        max_smem_bytes=attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+    )
+
+
+def driver_version() -> tuple[int, int] | None:
+    """Return the CUDA version of the driver, or None where there is no driver."""
+    try:
+        version = int(_check(cuda.cuDriverGetVersion(), "driver version"))
+    except (DriverError, RuntimeError, ImportError):
+        return None
+    return version // 1000, version % 1000 // 10
+
+
+@functools.cache
+def _primary_context(index: int) -> Any:
+    # Retained once and never released: torch holds the same context for the process's life.
+    device = _check(cuda.cuDeviceGet(index), f"no CUDA device {index}")
+    return _check(cuda.cuDevicePrimaryCtxRetain(device), "primary context")
+
+
+@contextmanager
+def _context(index: int) -> Iterator[None]:
+    _check(cuda.cuCtxPushCurrent(_primary_context(index)), "push context")
+    try:
+        yield
+    finally:
+        _check(cuda.cuCtxPopCurrent(), "pop context")
+
+
+class LoadedKernel:
+    """A kernel on one device, ready to launch, before any graph capture begins."""
+
+    def __init__(self, cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> None:
+        """Load ``cubin``; ``smem_bytes`` is the dynamic shared memory of every launch.
+
+        Raises:
+            DriverError: the cubin doesn't fit the device or the driver.
+        """
+        self.symbol = symbol
+        self.device_index = device_index
+        self.smem_bytes = smem_bytes
+        with _context(device_index):
+            what = f"cannot load {symbol} on device {device_index}"
+            self._library = _check(cuda.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), what)
+            kernel = _check(cuda.cuLibraryGetKernel(self._library, symbol.encode()), what)
+            # Loading is lazy, and must not happen inside a capture: this asks for it now.
+            self.function = _check(cuda.cuKernelGetFunction(kernel), what)
+            if smem_bytes > 48 * 1024:
+                limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _check(cuda.cuFuncSetAttribute(self.function, limit, smem_bytes), what)
+
+
+class Launch:
+    """One kernel, its grid and its parameter struct, prepared so that launching does little.
+
+    ``params`` may be changed between launches; the driver copies it during the call. Not for
+    several threads at once.
+    """
+
+    def __init__(
+        self, kernel: LoadedKernel, params: ctypes.Structure, grid: int, num_threads: int
+    ) -> None:
+        """Prepare launches of ``grid`` CTAs of ``num_threads`` threads."""
+        self.kernel = kernel
+        self.params = params
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.sharedMemBytes = kernel.smem_bytes
+        self._config = config
+        self._stream = -1
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._arguments = ctypes.addressof(self._pointers)
+        self._function = kernel.function
+        self._launch: Callable[..., tuple[Any, ...]] = cuda.cuLaunchKernelEx
+
+    def __call__(self, stream: int) -> None:
+        """Launch on ``stream``, a raw handle of the kernel's device.
+
+        Raises:
+            DriverError: the driver refused the launch.
+        """
+        if stream != self._stream:
+            self._config.hStream = cuda.CUstream(stream)
+            self._stream = stream
+        status = self._launch(self._config, self._function, self._arguments, 0)[0]
+        if status != _OK:
+            self._launch_in_context(status)
+
+    def _launch_in_context(self, status: Any) -> None:
+        # A thread that has not touched CUDA yet has no context of its own.
+        no_context = (
+            cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT,
+            cuda.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED,
+        )
+        if status in no_context:
+            with _context(self.kernel.device_index):
+                status = self._launch(self._config, self._function, self._arguments, 0)[0]
+        if status != _OK:
+            raise DriverError(f"cannot launch {self.kernel.symbol}: {_describe(status)}")

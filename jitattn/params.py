@@ -1,0 +1,130 @@
+"""Launch arguments as the kernels lay them out.
+
+Twins: templates/include/jitattn/{schedule,schedule_params,decode_params}.cuh and
+templates/page_table.cuh.jinja. tests/compile/test_params.py has the compiler compare both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+from jitattn.spec import PageTable
+
+# Codes of floating-point types that a caller may choose at launch: FloatCode in types.cuh.
+FLOAT_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+
+# Bytes of the parts of a schedule: ScheduleHeader, RequestWork, SlotBoundary, a cost.
+HEADER_BYTES, REQUEST_BYTES, BOUNDARY_BYTES, COST_BYTES = 16, 16, 8, 8
+
+
+class Schedule(ctypes.Structure):
+    """Pointers into the allocation that a plan owns."""
+
+    _fields_ = (
+        ("header", c_void_p),
+        ("requests", c_void_p),
+        ("boundaries", c_void_p),
+        ("cost_begin", c_void_p),
+    )
+
+
+class ScheduleParams(ctypes.Structure):
+    """Argument of the schedule kernel."""
+
+    _fields_ = (
+        ("seq_lens", c_void_p),
+        ("schedule", Schedule),
+        ("seq_lens_stride", c_int64),
+        ("max_kv_len", c_int64),
+        ("seq_lens_are_int64", c_int32),
+        ("batch_size", c_int32),
+        ("max_slots", c_int32),
+        ("window_left", c_int32),
+        ("tile_tokens", c_int32),
+        ("request_cost", c_int32),
+        ("min_slot_cost", c_int32),
+    )
+
+
+class DecodeParams(ctypes.Structure):
+    """Argument of a decode kernel, but for its page table."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("sinks", c_void_p),
+        ("partials", c_void_p),
+        ("partial_sums", c_void_p),
+        ("counters", c_void_p),
+        ("schedule", Schedule),
+        ("q_token_stride", c_int64),
+        ("q_head_stride", c_int64),
+        ("k_page_stride", c_int64),
+        ("k_token_stride", c_int64),
+        ("k_head_stride", c_int64),
+        ("v_page_stride", c_int64),
+        ("v_token_stride", c_int64),
+        ("v_head_stride", c_int64),
+        ("out_token_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("lse_token_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("sink_stride", c_int64),
+        ("group_size", c_int32),
+        ("num_row_blocks", c_int32),
+        ("num_head_blocks", c_int32),
+        ("sink_code", c_int32),
+        ("q_is_aligned", c_int32),
+        ("out_is_aligned", c_int32),
+        ("score_scale", c_float),
+        ("cap_log2", c_float),
+    )
+
+
+class SharedPages(ctypes.Structure):
+    """``struct PageTable`` of the layout "shared"."""
+
+    _fields_ = (
+        ("table", c_void_p),
+        ("rows", c_void_p),
+        ("row_stride", c_int64),
+        ("column_stride", c_int64),
+        ("rows_stride", c_int64),
+        ("rows_are_int64", c_int32),
+    )
+
+
+class SeparatePages(ctypes.Structure):
+    """``struct PageTable`` of the layout "separate"."""
+
+    _fields_ = (
+        ("table", c_void_p),
+        ("rows", c_void_p),
+        ("row_stride", c_int64),
+        ("kv_stride", c_int64),
+        ("column_stride", c_int64),
+        ("rows_stride", c_int64),
+        ("rows_are_int64", c_int32),
+    )
+
+
+class SharedKernelParams(ctypes.Structure):
+    """``struct KernelParams`` of the layout "shared"."""
+
+    _fields_ = (("decode", DecodeParams), ("pages", SharedPages))
+
+
+class SeparateKernelParams(ctypes.Structure):
+    """``struct KernelParams`` of the layout "separate"."""
+
+    _fields_ = (("decode", DecodeParams), ("pages", SeparatePages))
+
+
+KERNEL_PARAMS: dict[PageTable, type[ctypes.Structure]] = {
+    PageTable.SHARED: SharedKernelParams,
+    PageTable.SEPARATE: SeparateKernelParams,
+}

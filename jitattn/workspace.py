@@ -1,0 +1,62 @@
+"""Scratch memory that kernels of one stream share: partial results and their counters."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+
+class Workspace:
+    """Memory for the splits of requests, grown as planners ask for it and never shrunk.
+
+    Kernels that run one after the other may share one; streams that run side by side need one
+    each. A plan keeps the buffers it was made with.
+
+    Attributes:
+        device: the CUDA device of the buffers.
+        partials: float32, partial outputs and sums of the splits; holds garbage between launches.
+        counters: int32, one per slot and head block; zero between launches.
+    """
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        """Make an empty workspace on ``device``; memory comes with the first planner."""
+        self.device = canonical_device(device)
+        self.partials = torch.empty(0, dtype=torch.float32, device=self.device)
+        self.counters = torch.zeros(0, dtype=torch.int32, device=self.device)
+        self._lock = threading.Lock()
+
+    def reserve(self, num_partials: int, num_counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return buffers of at least ``num_partials`` floats and ``num_counters`` counters."""
+        with self._lock:
+            if self.partials.numel() < num_partials:
+                self.partials = torch.empty(num_partials, dtype=torch.float32, device=self.device)
+            if self.counters.numel() < num_counters:
+                self.counters = torch.zeros(num_counters, dtype=torch.int32, device=self.device)
+            return self.partials, self.counters
+
+
+_defaults: dict[tuple[int, int], Workspace] = {}
+_defaults_lock = threading.Lock()
+
+
+def default_workspace(device: torch.device, stream: int) -> Workspace:
+    """Return the workspace that plans share by default on ``stream``, a raw handle, of a device."""
+    assert device.index is not None  # canonical
+    with _defaults_lock:
+        key = (device.index, stream)
+        if key not in _defaults:
+            _defaults[key] = Workspace(device)
+        return _defaults[key]
+
+
+def canonical_device(device: torch.device | str | int | None) -> torch.device:
+    """Return ``device`` with its index; None is the current CUDA device, or the CPU without one."""
+    if device is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved
