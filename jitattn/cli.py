@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from jitattn.cache import KernelCache
+    from jitattn.cache import Entry, KernelCache
 
 _DEFAULT_ARCH = "sm_90a"
 _PIPE_WIDTH = 160  # of tables that go to a file or a pipe, where no terminal says how wide to be
@@ -287,3 +287,87 @@ def _doctor(args: argparse.Namespace) -> int:
         if finding.advice:
             _console().print(f"{finding.what}: {finding.advice}")
     return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+def _cache_path(args: argparse.Namespace) -> int:
+    sys.stdout.write(f"{_cache(args).root}\n")
+    return 0
+
+
+def _cache_list(args: argparse.Namespace) -> int:
+    cache = _cache(args)
+    table = _table(f"{cache.root}", "arch", "kernel", "compiler", "size", "age", "idle")
+    entries = cache.entries()
+    for entry in entries:
+        size, age, idle = map(str, (entry.size_bytes, _days(entry.age_s), _days(entry.idle_s)))
+        table.add_row(entry.arch, entry.symbol, entry.compiler, size, age, idle)
+    _console().print(table)
+    _console().print(f"{len(entries)} kernels, {sum(e.size_bytes for e in entries):,} bytes")
+    return 0
+
+
+def _days(seconds: float) -> str:
+    return "?" if seconds == float("inf") else f"{seconds / 86400:.1f} d"
+
+
+def _cache_verify(args: argparse.Namespace) -> int:
+    cache = _cache(args)
+    if args.folder is not None and not cache.root.is_dir():
+        raise CacheError(f"{cache.root} does not exist")
+    damaged = cache.verify()
+    for entry in damaged:
+        sys.stderr.write(f"jitattn: {entry.path}: {entry.damage}\n")
+    sys.stdout.write(f"{len(cache.entries())} kernels, {len(damaged)} damaged\n")
+    return 1 if damaged else 0
+
+
+def _cache_prune(args: argparse.Namespace) -> int:
+    return _say_removed(_cache(args).prune(args.max_size))
+
+
+def _cache_clear(args: argparse.Namespace) -> int:
+    return _say_removed(_cache(args).clear())
+
+
+def _say_removed(removed: Sequence[Entry]) -> int:
+    num_bytes = sum(entry.size_bytes for entry in removed)
+    sys.stdout.write(f"removed {len(removed)} kernels, {num_bytes:,} bytes\n")
+    return 0
+
+
+def _cache(args: argparse.Namespace) -> KernelCache:
+    from jitattn.cache import KernelCache
+
+    folder = args.folder or _knobs().cache_dir
+    if folder is None:
+        raise CacheError("this user has no home folder: set JITATTN_CACHE_DIR, or name a folder")
+    return KernelCache(folder)
+
+
+# ---------------------------------------------------------------------------- output
+
+
+def _knobs() -> knobs.Knobs:
+    try:
+        return knobs.load()
+    except ValueError as error:
+        raise UsageError(error) from error
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _print_json(rows: Sequence[object]) -> None:
+    sys.stdout.write(json.dumps(rows, indent=2) + "\n")

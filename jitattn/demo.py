@@ -9,6 +9,7 @@ for another card.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def _run_on_gpu(console: Console) -> bool:
         plan = planner.plan(_block_table(batch, layout), _lengths(batch))
         out, lse = plan.run(batch.q, kv, return_lse=True)
         checks[layout] = compare(batch, layout, out, lse, _reference_oracle)
-        timings[layout] = time_on_gpu(lambda plan=plan, kv=kv, out=out: plan.run(batch.q, kv, out=out))
+        timings[layout] = time_on_gpu(functools.partial(plan.run, batch.q, kv, out=out))
     passed = _print_checks(console, "float64 reference", checks)
     _print_timings(console, batch, timings, copy_bandwidth(device))
     return passed
@@ -340,9 +341,7 @@ def _print_kernels(console: Console, title: str, rows: Sequence[KernelRow]) -> N
     console.print(table)
 
 
-def _print_checks(
-    console: Console, against: str, checks: dict[str, tuple[Check, Check]]
-) -> bool:
+def _print_checks(console: Console, against: str, checks: dict[str, tuple[Check, Check]]) -> bool:
     table = _new_table(f"Errors against {against}", "page table", "what")
     for heading in ("max error", "tolerance"):
         table.add_column(heading, justify="right")
@@ -355,9 +354,7 @@ def _print_checks(
     return all(check.passed for pair in checks.values() for check in pair)
 
 
-def _print_timings(
-    console: Console, batch: Batch, seconds: dict[str, float], copy: float
-) -> None:
+def _print_timings(console: Console, batch: Batch, seconds: dict[str, float], copy: float) -> None:
     table = _new_table(f"Speed; this card copies {copy / 1e9:,.0f} GB/s", "page table")
     for heading in ("us", "GB/s", "of copy"):
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""Documents say what the code does: examples run, generated parts are current, links lead somewhere."""
+"""Examples run, generated documents are current, links lead somewhere."""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ def test_imports_point_down(module: str) -> None:
 
 @pytest.mark.parametrize("package", DOORS)
 def test_heavy_packages_have_their_doors(package: str) -> None:
-    users = {m for m, tree in MODULES.items() if package in {n.split(".")[0] for n in imports(tree)}}
+    users = {
+        m for m, tree in MODULES.items() if package in {n.split(".")[0] for n in imports(tree)}
+    }
     assert users <= DOORS[package]
 
 

@@ -1,0 +1,124 @@
+"""The doctor reports what is there and what is missing, and never dies of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from jitattn import cli, doctor, driver, nvrtc
+from jitattn.doctor import Finding
+from jitattn.driver import DeviceFacts
+from jitattn.errors import CompilerMissingError, DriverError
+from jitattn.knobs import Knobs
+
+
+def examine(**settings: object) -> dict[str, Finding]:
+    knobs = Knobs(**{"cache_dir": None, **settings})  # type: ignore[arg-type]
+    return {finding.what: finding for finding in doctor.examine(knobs)}
+
+
+def test_prints_a_report_and_is_content_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for what in ("python", "torch", "NVRTC", "driver", "cache", "JITATTN_JIT"):
+        assert what in printed
+
+
+def test_names_the_compiler() -> None:
+    assert nvrtc.toolchain() in examine()["NVRTC"].found
+
+
+def test_does_not_ask_a_compiler_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: pytest.fail("asked"))
+    assert examine(jit=False)["NVRTC"].ok is None
+
+
+def test_a_missing_compiler_is_a_fault_with_advice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> str:
+        raise CompilerMissingError("libnvrtc cannot be loaded: pip install it")
+
+    monkeypatch.setattr(nvrtc, "toolchain", missing)
+    assert examine()["NVRTC"].ok is False
+    assert cli.main(["doctor"]) == 1
+    assert "pip install it" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = examine()
+    assert found["jinja2"].ok is False
+    assert found["torch"].ok is None
+    assert found["torch"].advice == "pip install torch"
+
+
+def test_no_driver_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "driver_version", lambda: None)
+    found = examine()
+    assert found["driver"].ok is None
+    assert "device 0" not in found
+
+
+def facts(index: int) -> DeviceFacts:
+    capabilities = [(9, 0), (7, 5)]
+    if index >= len(capabilities):
+        raise DriverError(f"no CUDA device {index}")
+    return DeviceFacts(
+        index=index,
+        name=f"Card {index}",
+        compute_capability=capabilities[index],
+        num_sms=100,
+        max_smem_bytes=1,
+    )
+
+
+def test_lists_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(driver, "device_facts", facts)
+    found = examine()
+    assert found["driver"].ok is True
+    assert "runs sm_90a kernels" in found["device 0"].found
+    assert found["device 1"].ok is None
+    assert "no kernels" in found["device 1"].found
+
+
+def test_an_old_driver_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "driver_version", lambda: (12, 8))
+    monkeypatch.setattr(driver, "device_facts", facts)
+    assert "cu12" in examine()["driver"].advice
+
+
+def test_a_driver_without_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(index: int) -> DeviceFacts:
+        raise DriverError("no CUDA-capable device")
+
+    monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(driver, "device_facts", none)
+    assert "no CUDA-capable device" in examine()["device"].found
+
+
+def test_looking_creates_no_cache(tmp_path: Path) -> None:
+    found = examine(cache_dir=tmp_path / "a" / "b")
+    assert "0 kernels" in found["cache"].found
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_home_is_no_fault() -> None:
+    assert examine()["cache"].ok is None
+
+
+def test_an_unsafe_cache_is_a_fault(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    finding = examine(cache_dir=tmp_path)["cache"]
+    assert finding.ok is False
+    assert "chmod" in finding.advice
+
+
+def test_a_bundle_without_kernels_is_worth_a_word(tmp_path: Path) -> None:
+    assert "JITATTN_PRECOMPILED" in examine(precompiled=(tmp_path,))["bundle"].advice
