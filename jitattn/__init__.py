@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
+    from jitattn.binding import BoundCache
+    from jitattn.cuda_backend import KernelInfo
     from jitattn.errors import (
         CacheError,
         CompileError,
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
         KernelNotFoundError,
     )
     from jitattn.pages import BlockTable
-    from jitattn.planner import AttentionPlanner, BoundCache, KernelInfo, Plan, build_info
+    from jitattn.planner import AttentionPlanner, Plan, build_info
     from jitattn.precompile import Report, precompile
     from jitattn.support import Config, Support, check_config, supported_configs
     from jitattn.workspace import Workspace
@@ -28,14 +30,14 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionPlanner": "planner",
     "BlockTable": "pages",
-    "BoundCache": "planner",
+    "BoundCache": "binding",
     "CacheError": "errors",
     "CompileError": "errors",
     "Config": "support",
     "ConfigError": "errors",
     "DriverError": "errors",
     "JitAttnError": "errors",
-    "KernelInfo": "planner",
+    "KernelInfo": "cuda_backend",
     "KernelNotFoundError": "errors",
     "Plan": "planner",
     "Report": "precompile",

@@ -34,6 +34,25 @@ class CacheView:
         return all(offset % _VECTOR_BYTES == 0 for offset in offsets)
 
 
+class BoundCache:
+    """A cache that a planner has checked; ``run`` takes it without looking again.
+
+    Attributes:
+        config: the configuration it was checked against.
+        k: K as [num_pages, page_size, num_kv_heads, head_dim].
+        v: V likewise.
+    """
+
+    __slots__ = ("config", "decode", "k", "v")
+
+    def __init__(self, config: PlannerConfig, k: CacheView, v: CacheView, decode: object) -> None:
+        """Made by ``AttentionPlanner.bind``."""
+        self.config = config
+        self.k = k
+        self.v = v
+        self.decode = decode
+
+
 def view_caches(
     kv_cache: Tensor | tuple[Tensor, Tensor], config: PlannerConfig, device: torch.device
 ) -> tuple[CacheView, CacheView]:
@@ -124,10 +143,14 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 def row_strides(tensor: Tensor) -> tuple[int, int]:
     """Return the strides of the first two dimensions; 0 for a dimension of size 1."""
-    return tuple(s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True))  # type: ignore[return-value]
+    return tuple(
+        s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True)
+    )  # type: ignore[return-value]
 
 
 def is_aligned(tensor: Tensor, num_elements: int) -> bool:
     """Whether every row of ``tensor`` starts at a multiple of ``num_elements`` elements."""
     num_bytes = num_elements * tensor.element_size()
-    return tensor.data_ptr() % num_bytes == 0 and all(s % num_elements == 0 for s in row_strides(tensor))
+    return tensor.data_ptr() % num_bytes == 0 and all(
+        s % num_elements == 0 for s in row_strides(tensor)
+    )

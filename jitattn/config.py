@@ -54,7 +54,9 @@ class PlannerConfig:
         reasons: list[str] = []
         for name, value in arguments.items():
             if name not in kinds:
-                reasons.append(f"{name}={value!r} is no planner argument; known: {', '.join(kinds)}")
+                reasons.append(
+                    f"{name}={value!r} is no planner argument; known: {', '.join(kinds)}"
+                )
                 continue
             try:
                 values[name] = _normalise(name, kinds[name], value)
@@ -89,7 +91,9 @@ class PlannerConfig:
             value = getattr(self, field.name)
             assert field.default is not MISSING  # every argument has a default
             if value != field.default:
-                parts.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
+                parts.append(
+                    f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
+                )
         return ",".join(parts) or f"head_dim={self.head_dim}"
 
     @property

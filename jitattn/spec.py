@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import ClassVar
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     """Element type of a tensor, named as in torch."""
 
     FLOAT16 = "float16"
@@ -23,14 +23,14 @@ class DType(str, Enum):
 _SHORT = {DType.FLOAT16: "f16", DType.BFLOAT16: "bf16", DType.FLOAT32: "f32"}
 
 
-class PageTable(str, Enum):
+class PageTable(StrEnum):
     """How a request's pages are listed."""
 
     SHARED = "shared"  # [rows, width]: one page id for K and V
     SEPARATE = "separate"  # [rows, 2, width]: row 0 K ids, row 1 V ids
 
 
-class Loader(str, Enum):
+class Loader(StrEnum):
     """How K and V reach shared memory."""
 
     VECTOR = "vector"  # 16-byte asynchronous copies; bases and strides are multiples of 16 bytes

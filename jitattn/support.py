@@ -56,9 +56,7 @@ class Rule:
     reason: Callable[[PlannerConfig], str]
 
 
-def _rule(
-    argument: str, allowed: str, holds: Callable[[PlannerConfig], bool], wanted: str
-) -> Rule:
+def _rule(argument: str, allowed: str, holds: Callable[[PlannerConfig], bool], wanted: str) -> Rule:
     def reason(config: PlannerConfig) -> str:
         return f"{argument}={getattr(config, argument)} {wanted}"
 
