@@ -5,7 +5,7 @@ JitAttnError
   + TemplateError             a template failed to render: a bug in templates/
   + CompileError              NVRTC rejected the rendered source                 (also RuntimeError)
   |   + CompilerMissingError  NVRTC cannot be loaded on this machine
-  + KernelNotFoundError       compiling is forbidden and no cache holds the kernel (also LookupError)
+  + KernelNotFoundError       JIT is off and no cache holds the kernel         (also LookupError)
   + CacheError                a cache or bundle that must not be used            (also OSError)
   + DriverError               the CUDA driver refused a call                     (also RuntimeError)
 

@@ -83,3 +83,12 @@ def _seconds(environ: Mapping[str, str], name: str, *, default: float) -> float:
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{name}={value!r}: expected a number of seconds, 0 or more")
     return seconds
+
+
+def library_search(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the variables that decide which NVRTC the CUDA bindings find, in a fixed order.
+
+    jitattn does not act on them; they only tell one toolchain from another.
+    """
+    names = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX")
+    return tuple(environ.get(name, "") for name in names)

@@ -1,0 +1,302 @@
+"""From a spec to a cubin: look in memory, bundles and the user's cache, else compile and store.
+
+Reading an entry does not load NVRTC, once the user's cache has a note of the compiler that this
+machine has; where compiling is forbidden (JITATTN_JIT=0) NVRTC is never touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from shlex import quote
+
+from jitattn import nvrtc
+from jitattn.cache import KernelCache, Meta, entry_name
+from jitattn.config import PlannerConfig
+from jitattn.errors import CacheError, CompilerMissingError, KernelNotFoundError
+from jitattn.knobs import Knobs
+from jitattn.render import headers, render
+from jitattn.spec import KernelSpec
+from jitattn.version import __version__
+
+logger = logging.getLogger("jitattn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A compiled kernel and where it came from."""
+
+    spec: KernelSpec
+    symbol: str
+    """Name of the function in the cubin."""
+    arch: str
+    cubin: bytes
+    origin: str
+    """``"memory"``, ``"disk"`` (the user's cache), ``"precompiled"`` (a bundle), ``"compiled"``."""
+    seconds: float
+    """What finding or compiling it took this time."""
+    registers: int
+    """Per thread."""
+    spill_bytes: int
+    """Spill stores and loads, per thread."""
+    smem_bytes: int
+    """Static shared memory per CTA."""
+    compiler: str
+    """The NVRTC build that made it, for example ``"V13.5.37 CL-39125733"``."""
+    entry: str
+    """Its name in a cache."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One kernel to find or make."""
+
+    spec: KernelSpec
+    arch: str
+    lineinfo: bool
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return nvrtc.options(self.arch, lineinfo=self.lineinfo)
+
+    def render(self) -> tuple[str, str]:
+        """Return the entry's name and the source that it covers."""
+        source = render(self.spec, self.arch)
+        fields = {"source": source.encode(), "options": "\0".join(self.options).encode()}
+        fields |= {f"header {name}": text.encode() for name, text in headers()}
+        return entry_name(self.arch, self.spec.symbol, fields), source
+
+
+class _Memory:
+    """This process's kernels, and one lock for each, so that threads compile a kernel once."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[tuple[_Job, Knobs], Kernel] = {}
+        self._locks: dict[tuple[_Job, Knobs], threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def lock(self, key: tuple[_Job, Knobs]) -> threading.Lock:
+        with self._guard:
+            return self._locks.setdefault(key, threading.Lock())
+
+    def forget_locks(self) -> None:
+        self._locks = {}
+        self._guard = threading.Lock()
+
+
+_memory = _Memory()
+# A lock that some thread held at a fork would never be released in the child.
+os.register_at_fork(after_in_child=_memory.forget_locks)
+
+_warned: set[str] = set()
+
+
+def build(spec: KernelSpec, arch: str, knobs: Knobs, *, hint: str = "") -> Kernel:
+    """Return the kernel of ``spec`` for ``arch``, compiling it at most once.
+
+    Bundles come first, whoever compiled them; of the user's cache only what this machine's compiler
+    made is used, unless there is no compiler to ask.
+
+    Args:
+        spec: what to build.
+        arch: for example ``"sm_90a"``.
+        knobs: where to look and whether to compile.
+        hint: the planner's arguments as ``jitattn precompile --config`` takes them, for the error.
+
+    Raises:
+        KernelNotFoundError: ``knobs.jit`` is off and the kernel is in no bundle or cache.
+        CompileError: the kernel does not compile, or there is no compiler.
+        CacheError: a bundle or the user's cache must not be used.
+    """
+    started = time.perf_counter()
+    key = (_Job(spec, arch, knobs.lineinfo), knobs)
+    origin = "memory"
+    if (kernel := _memory.kernels.get(key)) is None:
+        with _memory.lock(key):
+            if (kernel := _memory.kernels.get(key)) is None:
+                kernel = _find_or_compile(*key, hint)
+                _memory.kernels[key] = kernel
+                origin = kernel.origin
+    return replace(kernel, origin=origin, seconds=time.perf_counter() - started)
+
+
+def build_all(
+    specs: Sequence[KernelSpec], arch: str, knobs: Knobs, *, hint: str = ""
+) -> tuple[Kernel, ...]:
+    """Build several kernels, compiling them at the same time where necessary; see ``build``."""
+    if len(specs) < 2:
+        return tuple(build(spec, arch, knobs, hint=hint) for spec in specs)
+    workers = min(len(specs), os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, thread_name_prefix="jitattn-build") as pool:
+        return tuple(pool.map(lambda spec: build(spec, arch, knobs, hint=hint), specs))
+
+
+def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
+    """Put one kernel into the bundle ``folder`` unless it is there, and return it.
+
+    Its origin is ``"precompiled"`` or ``"compiled"``.
+
+    Raises:
+        CompileError: the kernel does not compile, or there is no compiler.
+        CacheError: the bundle must not be used.
+        OSError: the bundle cannot be written.
+    """
+    started = time.perf_counter()
+    bundle = KernelCache(folder, mode=0o755)
+    job = _Job(spec, arch, lineinfo=False)
+    entry, source = job.render()
+    if (stored := bundle.get(entry)) is not None:
+        kernel = _kernel(job, entry, stored.cubin, stored.meta, "precompiled")
+    else:
+        cubin, meta = _compile(job, source)
+        bundle.put(entry, cubin, source, meta)
+        kernel = _kernel(job, entry, cubin, meta, "compiled")
+    return replace(kernel, seconds=time.perf_counter() - started)
+
+
+def forget() -> None:
+    """Drop the kernels in this process's memory, so that the next ``build`` looks on disk again."""
+    _memory.kernels.clear()
+    _warned.clear()
+
+
+def _find_or_compile(job: _Job, knobs: Knobs, hint: str) -> Kernel:
+    entry, source = job.render()
+    for origin, cache in _places(knobs):
+        if (stored := cache.get(entry)) is not None:
+            logger.debug("%s comes from %s", entry, cache.root)
+            return _kernel(job, entry, stored.cubin, stored.meta, origin)
+    if not knobs.jit:
+        raise KernelNotFoundError(_not_found(job, knobs, hint))
+    return _compile_and_store(job, entry, source, knobs)
+
+
+def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
+    """Yield where to look, in order; the compiler is asked for after the bundles had nothing."""
+    for bundle in knobs.precompiled:
+        yield "precompiled", KernelCache(bundle)
+    if knobs.cache_dir is None:
+        return
+    cache = KernelCache(knobs.cache_dir)
+    cache.check()
+    if knobs.jit:
+        try:
+            compiler = _compiler(cache)
+        except CompilerMissingError:
+            pass  # then what any compiler made is better than nothing
+        else:
+            yield "disk", cache.division(compiler)
+            return
+    for division in cache.divisions():
+        yield "disk", division
+
+
+def _compiler(cache: KernelCache) -> str:
+    """Return ``nvrtc.toolchain()``; from a note, if possible, instead of loading NVRTC."""
+    key = nvrtc.search_digest()
+    noted, *libraries = (cache.recall(key) or "").splitlines() or [""]
+    if noted and libraries and nvrtc.still_there(libraries):
+        return noted
+    toolchain = nvrtc.toolchain()
+    if loaded := nvrtc.loaded_libraries():
+        cache.remember(key, "\n".join((toolchain, *loaded)))
+    return toolchain
+
+
+def _compile_and_store(job: _Job, entry: str, source: str, knobs: Knobs) -> Kernel:
+    if knobs.cache_dir is None:
+        _warn_once("there is no home folder, so compiled kernels stay in memory")
+        return _kernel(job, entry, *_compile(job, source), "compiled")
+    cache = KernelCache(knobs.cache_dir).division(nvrtc.toolchain())
+    with cache.locked(entry, knobs.lock_timeout):
+        # Another process may have compiled it while this one waited.
+        if (stored := cache.get(entry)) is not None:
+            return _kernel(job, entry, stored.cubin, stored.meta, "disk")
+        cubin, meta = _compile(job, source)
+        try:
+            cache.put(entry, cubin, source, meta)
+        except CacheError:
+            raise
+        except OSError as error:
+            _warn_once(f"compiled kernels stay in memory, because they cannot be stored: {error}")
+    return _kernel(job, entry, cubin, meta, "compiled")
+
+
+def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
+    started = time.perf_counter()
+    symbol = job.spec.symbol
+    compiled = nvrtc.compile_cubin(
+        source, name=f"{symbol}.cu", headers=dict(headers()), options=job.options
+    )
+    seconds = time.perf_counter() - started
+    logger.info("compiled %s for %s in %.2f s", symbol, job.arch, seconds)
+    resources = nvrtc.parse_resources(compiled.log, symbol)
+    # No clock, host or path in it: two machines with one compiler make equal bundles.
+    meta: Meta = {
+        "symbol": symbol,
+        "arch": job.arch,
+        "options": list(job.options),
+        "compiler": nvrtc.toolchain(),
+        "outside_headers": [],
+        "jitattn": __version__,
+        **asdict(resources),
+    }
+    return compiled.cubin, meta
+
+
+def _kernel(job: _Job, entry: str, cubin: bytes, meta: Meta, origin: str) -> Kernel:
+    return Kernel(
+        spec=job.spec,
+        symbol=job.spec.symbol,
+        arch=job.arch,
+        cubin=cubin,
+        origin=origin,
+        seconds=0.0,
+        registers=_count(meta, "registers"),
+        spill_bytes=_count(meta, "spill_bytes"),
+        smem_bytes=_count(meta, "smem_bytes"),
+        compiler=str(meta.get("compiler", "unknown")),
+        entry=entry,
+    )
+
+
+def _count(meta: Meta, name: str) -> int:
+    value = meta.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
+    places = [*knobs.precompiled, *([knobs.cache_dir] if knobs.cache_dir else [])]
+    searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
+    folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
+    config = quote(hint or _config_text(job.spec))
+    return (
+        f"{job.spec.symbol} for {job.arch} is not precompiled, and JITATTN_JIT=0 forbids compiling "
+        f"it. Searched: {searched}. Make it with\n"
+        f"    jitattn precompile --arch {job.arch} --config {config} -o {folder}\n"
+        f"and set JITATTN_PRECOMPILED={folder}"
+    )
+
+
+def _config_text(spec: KernelSpec) -> str:
+    """Return arguments that select ``spec``, for callers that have only the spec."""
+    known = {field.name for field in fields(PlannerConfig)}
+    chosen = {name: value for name, value in spec.context().items() if name in known}
+    return ",".join(f"{name}={value}" for name, value in chosen.items()) or "head_dim=128"
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"jitattn: {reason}; set JITATTN_CACHE_DIR to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,505 @@
+"""A folder of compiled kernels, safe to share between processes and to copy between machines.
+
+Layout, of a bundle and of each part of the user's cache::
+
+    <root>/<arch>-<symbol>-<digest>/{kernel.cubin, kernel.cu, meta.json}   an entry
+    <root>/<division>/...                                                  one compiler's entries
+    <root>/bundle.json                                                     what made a bundle
+    <root>/notes/<digest>                                                  see ``recall``
+    <root>/locks/<entry>.{lock, owner}                                     see ``locked``
+
+An entry appears whole or not at all: it is staged beside its place, synced and renamed, and never
+changes afterwards. It carries digests of everything in it; one that is damaged, altered or not what
+its name says counts as missing. This module knows nothing about CUDA.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jitattn.errors import CacheError
+
+# Part of every entry's name: bump it when the layout, or the meaning of a label, changes.
+FORMAT = 1
+
+# What a meta.json may say of itself; the values must survive JSON unchanged.
+Meta = Mapping[str, object]
+
+_ENTRY = re.compile(r"sm_\d+[a-z]?-\w+-[0-9a-f]{32}")
+_DIVISION = re.compile(r"V\d[\w.+-]*")
+_MANIFEST = "bundle.json"
+_STAGING = ".staging-"
+_STALE_STAGING_S = 3600.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An entry as it was read and verified."""
+
+    cubin: bytes
+    source: str
+    meta: Meta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a listing says about one entry."""
+
+    name: str
+    path: Path
+    arch: str
+    symbol: str
+    compiler: str
+    size_bytes: int
+    age_s: float
+    """Seconds since the entry was stored."""
+    idle_s: float
+    """Seconds since it was last read, as exactly as the file system keeps that."""
+    damage: str | None = field(default=None)
+    """Why the entry counts as missing, or None; only ``verify`` looks."""
+
+
+def digest(fields: Mapping[str, bytes]) -> str:
+    """Hash labelled fields; order does not matter, and no two mappings concatenate alike."""
+    hasher = hashlib.sha256()
+    for label, payload in sorted({"format": str(FORMAT).encode(), **fields}.items()):
+        for part in (label.encode(), payload):
+            hasher.update(len(part).to_bytes(8, "little"))
+            hasher.update(part)
+    return hasher.hexdigest()[:32]
+
+
+def entry_name(arch: str, symbol: str, fields: Mapping[str, bytes]) -> str:
+    """Return the name of the entry made from ``fields``, which are all that may change it."""
+    return f"{arch}-{symbol}-{digest({'arch': arch.encode(), **fields})}"
+
+
+@dataclass(frozen=True)
+class KernelCache:
+    """The kernels under one folder.
+
+    Attributes:
+        root: the folder; it need not exist before something is stored.
+        mode: permissions that ``root`` is created with. Entries are readable by everyone, so that
+            the folder alone decides who may use them.
+        parent: the cache that this one is a division of.
+    """
+
+    root: Path
+    mode: int = 0o700
+    parent: KernelCache | None = None
+
+    def division(self, name: str) -> KernelCache:
+        """Return the part of this cache that holds what the compiler ``name`` made."""
+        return KernelCache(self.root / re.sub(r"[^\w.+-]", "-", name), mode=0o755, parent=self)
+
+    def divisions(self) -> list[KernelCache]:
+        """Return the existing parts, newest compiler first."""
+        found = [p for p in self._folders() if _DIVISION.fullmatch(p.name)]
+        return [self.division(p.name) for p in sorted(found, key=_version_key, reverse=True)]
+
+    def get(self, name: str) -> Stored | None:
+        """Return the entry ``name``, or None when it is absent, damaged or someone else's.
+
+        Raises:
+            CacheError: the cache itself must not be used.
+        """
+        self.check()
+        try:
+            return _read(self.root / name)
+        except (OSError, ValueError):
+            return None
+
+    def put(self, name: str, cubin: bytes, source: str, meta: Meta) -> None:
+        """Store an entry; when another process stored it first and intact, keep theirs.
+
+        Raises:
+            CacheError: the cache itself must not be used.
+            OSError: the cache cannot be written.
+        """
+        self.create()
+        with self._staging() as staged:
+            source_bytes = source.encode()
+            record = {
+                **meta,
+                "entry": name,
+                "format": FORMAT,
+                "cubin_sha256": _sha256(cubin),
+                "source_sha256": _sha256(source_bytes),
+            }
+            record["meta_sha256"] = _sha256(_canonical(record))
+            _write(staged / "kernel.cubin", cubin)
+            _write(staged / "kernel.cu", source_bytes)
+            _write(staged / "meta.json", json.dumps(record, indent=2, sort_keys=True).encode())
+            staged.chmod(0o755)  # whatever the umask says: a bundle is for others to read
+            _sync_folder(staged)
+            self._publish(staged, name)
+
+    def check(self) -> None:
+        """Raise CacheError when the folder exists and must not be trusted or is no folder."""
+        if self.parent is not None:
+            self.parent.check()
+        try:
+            info = self.root.stat()
+        except OSError:
+            return  # missing or out of reach: nothing there can be read by mistake
+        if not stat.S_ISDIR(info.st_mode):
+            raise CacheError(f"{self.root} is not a folder: remove it or choose another path")
+        if reason := _distrust(info):
+            raise CacheError(f"{self.root} is refused as a kernel cache: it is {reason}")
+
+    def create(self) -> None:
+        """Create the folder if it is missing.
+
+        Raises:
+            CacheError: the cache itself must not be used.
+            OSError: the folder cannot be created.
+        """
+        self.check()
+        if self.parent is not None:
+            self.parent.create()
+        _make_folder(self.root, self.mode)
+
+    def write_manifest(self) -> None:
+        """Write bundle.json, which says what the entries are for and what made them."""
+        metas = [meta for entry in self.entries() if (meta := _meta(entry.path))]
+        headers = {str(header) for meta in metas for header in _list(meta, "outside_headers")}
+        manifest = {
+            "format": FORMAT,
+            "architectures": sorted({str(meta.get("arch")) for meta in metas}),
+            "compilers": sorted({str(meta.get("compiler")) for meta in metas}),
+            "outside_headers": sorted(headers),
+        }
+        with self._staging() as staged:
+            _write(staged / _MANIFEST, json.dumps(manifest, indent=2).encode())
+            (staged / _MANIFEST).rename(self.root / _MANIFEST)
+
+    def entries(self) -> list[Entry]:
+        """Return what is stored here and in the divisions, in the order of names.
+
+        Raises:
+            CacheError: the cache itself must not be used.
+        """
+        self.check()
+        own = [_describe(p) for p in self._folders() if _ENTRY.fullmatch(p.name)]
+        parts = [entry for part in self.divisions() for entry in part.entries()]
+        return sorted(own, key=lambda entry: entry.name) + parts
+
+    def verify(self) -> list[Entry]:
+        """Read every entry; return the damaged ones, with ``damage`` saying what is wrong."""
+        damaged = []
+        for entry in self.entries():
+            try:
+                _read(entry.path)
+            except (OSError, ValueError) as error:
+                damaged.append(_describe(entry.path, damage=str(error)))
+        return damaged
+
+    def prune(self, max_bytes: int) -> list[Entry]:
+        """Remove the entries idle for longest until at most ``max_bytes`` remain; return them."""
+        entries = sorted(self.entries(), key=lambda entry: entry.idle_s, reverse=True)
+        excess = sum(entry.size_bytes for entry in entries) - max_bytes
+        removed = []
+        for entry in entries:
+            if excess <= 0:
+                break
+            self._discard(entry.path)
+            excess -= entry.size_bytes
+            removed.append(entry)
+        for cache in (self, *self.divisions()):
+            cache._sweep(_STALE_STAGING_S)
+        return removed
+
+    def clear(self) -> list[Entry]:
+        """Remove every entry, and all else that jitattn put here; return the entries."""
+        removed = self.entries()
+        for cache in (*self.divisions(), self):
+            for entry in removed:
+                if entry.path.parent == cache.root:
+                    cache._discard(entry.path)
+            cache._sweep(0.0)
+            for name in ("notes", "locks"):
+                shutil.rmtree(cache.root / name, ignore_errors=True)
+            (cache.root / _MANIFEST).unlink(missing_ok=True)
+            if cache is not self:
+                with suppress(OSError):  # not empty: something that is not ours
+                    cache.root.rmdir()
+        return removed
+
+    def recall(self, key: str) -> str | None:
+        """Return what ``remember`` noted under ``key``, a digest of what the note depends on.
+
+        A note saves asking something slow again, such as which compiler this machine has. Losing
+        one costs time and nothing else.
+        """
+        self.check()
+        try:
+            return (self.root / "notes" / key).read_text()
+        except (OSError, ValueError):
+            return None
+
+    def remember(self, key: str, note: str) -> None:
+        """Note something for a later ``recall``, if the cache can be written."""
+        self.check()
+        with suppress(OSError):
+            self.create()
+            _make_folder(self.root / "notes", 0o755)
+            with self._staging() as staged:
+                _write(staged / key, note.encode())
+                (staged / key).rename(self.root / "notes" / key)
+
+    @contextmanager
+    def locked(self, name: str, timeout_s: float) -> Iterator[bool]:
+        """Hold the right to build the entry ``name``; the value says whether it was obtained.
+
+        The lock only saves work. Without it (a read-only folder, a file system without flock, an
+        owner that does not let go within ``timeout_s`` seconds, for which there is a warning) the
+        caller builds all the same, and renaming keeps the entry whole.
+        """
+        path = self._lock_file(name)
+        if path is None:
+            yield False
+            return
+
+        import filelock  # 20 ms or more, and only a compilation needs it
+
+        lock = filelock.FileLock(str(path))
+        owner = path.with_suffix(".owner")
+        try:
+            lock.acquire(timeout=timeout_s, poll_interval=0.02)
+        except filelock.Timeout:
+            warnings.warn(
+                f"gave up after {timeout_s:g} s (JITATTN_LOCK_TIMEOUT) on the lock {path}, held by "
+                f"{_read_owner(owner)}; compiling without it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            yield False
+            return
+        except OSError:
+            yield False
+            return
+        try:
+            with suppress(OSError):
+                owner.write_text(f"pid {os.getpid()} on {os.uname().nodename}")
+            yield True
+        finally:
+            owner.unlink(missing_ok=True)
+            lock.release()
+
+    def _lock_file(self, name: str) -> Path | None:
+        self.check()
+        folder = self.root / "locks"
+        try:
+            self.create()
+            _make_folder(folder, 0o755)
+        except OSError:
+            return None
+        # Without flock filelock falls back, silently in some versions, to a lock that is the file's
+        # existence, which a killed process leaves behind for ever.
+        return folder / f"{name}.lock" if _has_flock(folder) else None
+
+    @contextmanager
+    def _staging(self) -> Iterator[Path]:
+        import tempfile  # 10 ms, and only writing needs it
+
+        staged = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self.root))
+        try:
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _publish(self, staged: Path, name: str) -> None:
+        target = self.root / name
+        for _ in range(8):
+            try:
+                staged.rename(target)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+            else:
+                _sync_folder(self.root)
+                return
+            if self.get(name) is not None:
+                return  # entries of one name are equal, so theirs is as good
+            self._discard(target)
+        raise OSError(errno.EEXIST, "other processes keep replacing a damaged entry", str(target))
+
+    def _discard(self, path: Path) -> None:
+        # Renamed before it is deleted, so that no reader finds half of it.
+        with suppress(FileNotFoundError), self._staging() as staged:
+            path.rename(staged / path.name)
+
+    def _folders(self) -> list[Path]:
+        try:
+            return [path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink()]
+        except OSError:
+            return []
+
+    def _sweep(self, older_than_s: float) -> None:
+        for path in self._folders():
+            if path.name.startswith(_STAGING) and _age(path) >= older_than_s:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _read(path: Path) -> Stored:
+    """Return the entry at ``path``, or raise OSError or ValueError saying what is wrong."""
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+        raise ValueError("not a folder")
+    if reason := _distrust(info):
+        raise ValueError(f"the folder is {reason}")
+    meta = json.loads(_read_file(path / "meta.json"))
+    if not isinstance(meta, dict):
+        raise ValueError("meta.json is not an object")
+    claimed = meta.pop("meta_sha256", None)
+    if claimed != _sha256(_canonical(meta)):
+        raise ValueError("meta.json was altered")
+    if meta.get("entry") != path.name or meta.get("format") != FORMAT:
+        raise ValueError("meta.json belongs to another entry")
+    cubin = _read_file(path / "kernel.cubin")
+    if meta.get("cubin_sha256") != _sha256(cubin):
+        raise ValueError("kernel.cubin was altered")
+    source = _read_file(path / "kernel.cu")
+    if meta.get("source_sha256") != _sha256(source):
+        raise ValueError("kernel.cu was altered")
+    return Stored(cubin, source.decode(), meta)
+
+
+def _read_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        if reason := _distrust(os.fstat(file.fileno())):
+            raise ValueError(f"{path.name} is {reason}")
+        return file.read()
+
+
+def _describe(path: Path, damage: str | None = None) -> Entry:
+    arch, symbol, _ = path.name.split("-")
+    return Entry(
+        name=path.name,
+        path=path,
+        arch=arch,
+        symbol=symbol,
+        compiler=str(_meta(path).get("compiler", "unknown")),
+        size_bytes=sum(size for _, size in _files(path)),
+        age_s=_age(path),
+        idle_s=_idle(path),
+        damage=damage,
+    )
+
+
+def _meta(path: Path) -> Meta:
+    """Return what an entry says of itself, unverified; nothing when it cannot be read."""
+    with suppress(OSError, ValueError):
+        meta = json.loads((path / "meta.json").read_bytes())
+        if isinstance(meta, dict):
+            return meta
+    return {}
+
+
+def _list(meta: Meta, name: str) -> list[object]:
+    value = meta.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _files(path: Path) -> list[tuple[Path, int]]:
+    with suppress(OSError):
+        return [(file, file.lstat().st_size) for file in path.iterdir()]
+    return []
+
+
+def _age(path: Path) -> float:
+    with suppress(OSError):
+        return max(0.0, time.time() - path.lstat().st_mtime)
+    return 0.0
+
+
+def _idle(path: Path) -> float:
+    # Most systems update the time of the last reading once a day at most, some never.
+    with suppress(OSError):
+        info = (path / "kernel.cubin").lstat()
+        return max(0.0, time.time() - max(info.st_atime, info.st_mtime))
+    return float("inf")
+
+
+def _version_key(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+def _distrust(info: os.stat_result) -> str | None:
+    if info.st_uid not in (os.geteuid(), 0):
+        return f"owned by user {info.st_uid}, neither by this user ({os.geteuid()}) nor by root"
+    if info.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(info.st_mode)
+        return f"writable by group or others (mode {mode:04o}); chmod go-w makes it acceptable"
+    return None
+
+
+def _make_folder(path: Path, mode: int) -> None:
+    """Create ``path`` with exactly ``mode``; leave an existing folder as it is."""
+    if path.is_dir():
+        return
+    if mode == 0o755 and not path.parent.is_dir():
+        _make_folder(path.parent, mode)  # others must be able to reach the folder, too
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # another process was faster
+        path.mkdir(mode=mode)
+        path.chmod(mode)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems refuse
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _has_flock(folder: Path) -> bool:
+    import fcntl
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _read_owner(path: Path) -> str:
+    with suppress(OSError, ValueError):
+        return path.read_text().strip() or "an unknown process"
+    return "an unknown process"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _canonical(record: Meta) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,247 @@
+"""Compile CUDA source with NVRTC: the only module that calls the compiler. Needs no GPU.
+
+Importing this module loads neither NVRTC nor its binding; the first call that compiles does. No
+toolkit header is involved: a source includes nothing but what it is given in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jitattn import knobs
+from jitattn.errors import CompileError, CompilerMissingError
+
+_INSTALL = 'pip install cuda-python "nvidia-cuda-nvrtc>=13,<14"'
+
+# Where the wheels put the library, below a folder on sys.path, and the binding that chooses.
+_WHEEL_FILES = (
+    "nvidia/cu13/lib/libnvrtc.so.13",
+    "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+    "cuda/bindings/__init__.py",
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler returned: a cubin, and the log with ptxas' resource lines."""
+
+    cubin: bytes
+    log: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one kernel needs of an SM, as ptxas reported it."""
+
+    registers: int
+    """Per thread."""
+    spill_bytes: int
+    """Spill stores plus spill loads, per thread."""
+    smem_bytes: int
+    """Static shared memory per CTA; dynamic shared memory comes on top."""
+    stack_bytes: int
+    """Stack frame, per thread."""
+
+
+def options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
+    """Return the options of every compilation for ``arch``, for example ``"sm_90a"``.
+
+    ``lineinfo`` puts the working directory into the cubin, so bundles never use it.
+    """
+    # ptxas' report can change the cubin, so it is always on, and its numbers are kept.
+    always = (f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v")
+    return (*always, "-lineinfo") if lineinfo else always
+
+
+def compile_cubin(
+    source: str, *, name: str, headers: Mapping[str, str], options: Sequence[str]
+) -> Compiled:
+    """Compile ``source`` to machine code.
+
+    Args:
+        source: CUDA C++, complete except for ``headers``.
+        name: file name used in messages.
+        headers: text of every header that ``source`` includes, by the name it includes it under.
+            They are passed in memory, so no path on this machine can reach the cubin.
+        options: NVRTC options, architecture included.
+
+    Raises:
+        CompileError: NVRTC rejected the source; the source has been saved for inspection.
+        CompilerMissingError: NVRTC or its binding is not installed.
+    """
+    nvrtc = _binding()
+    texts = [text.encode() for text in headers.values()]
+    names = [header.encode() for header in headers]
+    program = _check(
+        nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(names), texts, names)
+    )
+    try:
+        flags = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        text = log.rstrip(b"\0 \n").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            text = _explain(text, status, options)
+            raise CompileError(name, text, source, _save(name, source))
+        return Compiled(_fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), text)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def toolchain() -> str:
+    """Identify the compiler build, for example ``"V13.5.37 CL-39125733"``.
+
+    ``version()`` stops at 13.5; the PTX of an empty program also names the patch and the build.
+    """
+    nvrtc = _binding()
+    program = _check(nvrtc.nvrtcCreateProgram(b"", b"empty.cu", 0, [], []))
+    try:
+        _check(nvrtc.nvrtcCompileProgram(program, 0, []))
+        ptx = _fetch(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    release = re.search(r"^//.*release.*\b(V[\d.]+)\s*$", ptx, re.MULTILINE)
+    build = re.search(r"^//.*Build ID:\s*(\S+)\s*$", ptx, re.MULTILINE)
+    major, minor = version()
+    return " ".join(
+        [
+            release[1] if release else f"V{major}.{minor}",
+            build[1] if build else "unknown-build",
+        ]
+    )
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """Return NVRTC's version, for example ``(13, 5)``."""
+    nvrtc = _binding()
+    status, major, minor = nvrtc.nvrtcVersion()
+    _check((status,))
+    return int(major), int(minor)
+
+
+def supported_archs() -> tuple[int, ...]:
+    """Return the compute capabilities that NVRTC has code for, as ``10 * major + minor``."""
+    nvrtc = _binding()
+    return tuple(int(arch) for arch in _check(nvrtc.nvrtcGetSupportedArchs()))
+
+
+def parse_resources(log: str, symbol: str) -> Resources:
+    """Read what ptxas said about the kernel ``symbol`` in the log of its compilation.
+
+    Raises:
+        ValueError: the log does not mention ``symbol``.
+    """
+    entries = re.split(r"Compiling entry function '([^']+)' for", log)
+    reports = dict(zip(entries[1::2], entries[2::2], strict=True))
+    if symbol not in reports:
+        raise ValueError(f"the compiler's log says nothing about {symbol}: {log!r}")
+    report = reports[symbol]
+    return Resources(
+        registers=_number(r"Used (\d+) registers", report),
+        spill_bytes=_number(r"(\d+) bytes spill stores", report)
+        + _number(r"(\d+) bytes spill loads", report),
+        smem_bytes=_number(r"(\d+) bytes smem", report),
+        stack_bytes=_number(r"(\d+) bytes stack frame", report),
+    )
+
+
+def loaded_libraries() -> tuple[str, ...]:
+    """Return path, size and time of every NVRTC library in this process."""
+    try:
+        maps = Path("/proc/self/maps").read_text(errors="replace")
+    except OSError:
+        return ()
+    paths = {line[line.index("/") :] for line in maps.splitlines() if "libnvrtc.so" in line}
+    return tuple(fact for path in sorted(paths) if (fact := _fact(path)))
+
+
+def still_there(libraries: Sequence[str]) -> bool:
+    """Say whether every library that ``loaded_libraries()`` described is what it was."""
+    return all(fact == _fact(fact.rpartition("|")[0].rpartition("|")[0]) for fact in libraries)
+
+
+def search_digest() -> str:
+    """Digest what decides which NVRTC the binding would load now, without loading it.
+
+    Loading NVRTC and asking for its build takes a third of a second. A cache that remembers the
+    answer under this digest can skip that when all it does is read an entry.
+    """
+    facts = [*knobs.library_search(), *loaded_libraries()]
+    facts += [_fact(os.path.join(root, file)) for root in sys.path for file in _WHEEL_FILES]  # noqa: PTH118
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+
+
+def _fact(path: str) -> str:
+    try:
+        info = os.stat(path)  # noqa: PTH116  # a Path for each candidate costs more than the call
+    except OSError:
+        return ""
+    return f"{path}|{info.st_size}|{info.st_mtime_ns}"
+
+
+@functools.cache
+def _binding() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # the binding looks for the library at its first call
+    except ImportError as error:
+        raise CompilerMissingError(
+            f"cuda.bindings.nvrtc is missing ({error}): {_INSTALL}"
+        ) from error
+    except RuntimeError as error:
+        # cuda.pathfinder lists every place it searched; its first line is enough.
+        reason = (str(error).splitlines() or ["not found"])[0]
+        raise CompilerMissingError(f"libnvrtc cannot be loaded ({reason}): {_INSTALL}") from error
+    return nvrtc
+
+
+def _explain(log: str, status: Any, options: Sequence[str]) -> str:
+    if "gpu-architecture" not in log:
+        return log or f"error: NVRTC returned {status.name} without a log"
+    major, minor = version()
+    archs = ", ".join(map(str, supported_archs()))
+    asked = next((o for o in options if "arch" in o), "no architecture")
+    return f"{log}\n{asked} was asked of NVRTC {major}.{minor}, which compiles for {archs}"
+
+
+def _save(name: str, source: str) -> Path | None:
+    import tempfile  # 10 ms, and only a failure needs it
+
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="jitattn-"))
+        path = folder / Path(name).name
+        path.write_text(source)
+    except OSError:
+        return None
+    return path
+
+
+def _fetch(size: Any, copy: Any, program: Any) -> bytes:
+    # The binding writes into the object. Zeros, because Python shares one-byte strings: a log of
+    # one NUL must not overwrite every b" " of the process.
+    buffer = bytes(_check(size(program)))
+    _check(copy(program, buffer))
+    return buffer
+
+
+def _check(result: Any) -> Any:
+    status, *values = result
+    if status.value != 0:
+        raise CompileError("NVRTC", f"error: a call returned {status.name}", "")
+    return values[0] if values else None
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0

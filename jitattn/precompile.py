@@ -1,0 +1,382 @@
+"""Fill a bundle: compile the kernels of many configurations, without a GPU and without torch.
+
+Each worker is a fresh Python process that reads jobs from a pipe. Forking would copy threads and
+locks of the caller; multiprocessing's other ways run the caller's main module again, which a
+script without a ``__main__`` guard does not survive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from jitattn.cache import KernelCache
+from jitattn.config import PlannerConfig
+from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
+from jitattn.spec import KernelSpec
+from jitattn.support import resolve
+
+_PAGE_SIZES = (16, 32, 64)
+_PAGE_TABLES = ("shared", "separate")
+
+# The caller's search path travels along: it knows where it found this package and the compiler.
+_WORKER = "import sys; sys.path[:] = {path!r}; from jitattn.precompile import serve; serve()"
+
+
+def _everyday(heads: str) -> tuple[str, ...]:
+    return tuple(
+        f"{heads},page_size={page_size},page_table={page_table}"
+        for page_size in _PAGE_SIZES
+        for page_table in _PAGE_TABLES
+    )
+
+
+PRESETS: Mapping[str, tuple[str, ...]] = {
+    "llama-3.1-8b": _everyday("num_qo_heads=32,num_kv_heads=8,head_dim=128"),
+    "llama-3.1-70b": _everyday("num_qo_heads=64,num_kv_heads=8,head_dim=128"),
+    "mistral-7b": _everyday("num_qo_heads=32,num_kv_heads=8,head_dim=128"),
+    "qwen2.5-7b": _everyday("num_qo_heads=28,num_kv_heads=4,head_dim=128"),
+    "qwen3-30b-a3b": _everyday("num_qo_heads=32,num_kv_heads=4,head_dim=128"),
+    "gemma-2-9b": _everyday("num_qo_heads=16,num_kv_heads=8,head_dim=256,logits_soft_cap=50.0"),
+    "gpt-oss-20b": _everyday("num_qo_heads=64,num_kv_heads=8,head_dim=64,use_sinks=true"),
+}
+"""Planner arguments of well-known models, for the usual page sizes and both page tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precompiled:
+    """One kernel of a bundle."""
+
+    entry: str
+    symbol: str
+    arch: str
+    origin: str
+    """``"compiled"`` now, or ``"precompiled"`` before."""
+    seconds: float
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    cubin_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A kernel that could not be put into the bundle."""
+
+    symbol: str
+    arch: str
+    error: Exception
+
+    def __str__(self) -> str:
+        """Name the kernel and say what happened."""
+        return f"{self.symbol} for {self.arch}: {self.error}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What ``precompile`` did."""
+
+    entries: tuple[Precompiled, ...]
+    """Every kernel asked for that the bundle now holds, in the order they were asked for."""
+    failures: tuple[Failure, ...]
+    seconds: float
+
+    @property
+    def compiled(self) -> int:
+        """How many entries were compiled now."""
+        return sum(entry.origin == "compiled" for entry in self.entries)
+
+    @property
+    def reused(self) -> int:
+        """How many entries the bundle held already."""
+        return len(self.entries) - self.compiled
+
+
+@dataclass(frozen=True)
+class _Job:
+    spec: KernelSpec
+    arch: str
+    folder: Path
+
+
+_Outcome = Precompiled | Failure
+Config = PlannerConfig | str | Mapping[str, object]
+
+
+def precompile(
+    configs: Config | Iterable[Config],
+    arch: str | Sequence[str],
+    out: str | os.PathLike[str],
+    jobs: int | None = None,
+    progress: bool = True,
+) -> Report:
+    """Put every kernel that planners of ``configs`` may need into the bundle ``out``.
+
+    Args:
+        configs: one or more sets of planner arguments: a mapping, a string as ``--config`` takes it
+            (``"head_dim=128,page_size=16"``), or a PlannerConfig.
+        arch: architectures, as a sequence or separated by commas: ``"sm_90a,sm_80"``.
+        out: the folder; created, readable by everyone, if it does not exist. Kernels that it holds
+            already are not compiled again.
+        jobs: worker processes; None: one for each CPU this process may use.
+        progress: show progress on stderr.
+
+    Returns:
+        What is in the bundle now, and what failed: one kernel that does not compile does not stop
+        the others.
+
+    Raises:
+        ConfigError: some arguments have no kernel; nothing has been compiled then.
+        CompilerMissingError: NVRTC or its binding is not installed.
+        CacheError: ``out`` is owned by someone else, or others may write to it.
+        OSError: ``out`` cannot be written.
+    """
+    started = time.perf_counter()
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs}: expected 1 or more, or None for one for each CPU")
+    folder = Path(out).absolute()
+    work = [_Job(spec, name, folder) for spec, name in _kernels(_configs(configs), _archs(arch))]
+    bundle = KernelCache(folder, mode=0o755)
+    bundle.create()
+    outcomes = _run(work, jobs or len(os.sched_getaffinity(0)), progress)
+    for outcome in outcomes:
+        if isinstance(outcome, Failure) and isinstance(outcome.error, CompilerMissingError):
+            raise outcome.error
+    bundle.write_manifest()
+    return Report(
+        entries=tuple(outcome for outcome in outcomes if isinstance(outcome, Precompiled)),
+        failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def from_model(path: str | os.PathLike[str]) -> list[PlannerConfig]:
+    """Return what planners of a model need, from its ``config.json`` as Hugging Face writes it.
+
+    The file says nothing about pages, so every usual page size and both page tables are included.
+
+    Raises:
+        ConfigError: the file describes no attention that planners know.
+        OSError: the file cannot be read.
+    """
+    try:
+        model = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([f"{path} is not JSON: {error}"]) from error
+    if not isinstance(model, dict):
+        raise ConfigError([f"{path} holds no JSON object"])
+    model = model | (model.get("text_config") or {})  # the language half of a multimodal model
+    if model.get("kv_lora_rank") is not None:
+        raise ConfigError([f"{path}: multi-head latent attention (kv_lora_rank) is not built yet"])
+    attention = _attention(model)
+    return [
+        PlannerConfig.from_arguments(
+            attention | {"window_left": window, "page_size": page_size, "page_table": page_table}
+        )
+        for window in _windows(model)
+        for page_size in _PAGE_SIZES
+        for page_table in _PAGE_TABLES
+    ]
+
+
+def serve() -> None:
+    """Be a worker: read pickled jobs from stdin until it ends, answer each on stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes the pipe
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Whatever else prints must not get between the answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(_fill(job), answers)
+        answers.flush()
+
+
+class _Worker:
+    """A process that compiles one kernel after another."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", _WORKER.format(path=sys.path)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self, job: _Job) -> _Outcome:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.flush()
+            answer: _Outcome = pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            error = JitAttnError(f"the worker process ended with status {self._process.wait()}")
+            return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
+        return answer
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Let the worker finish what it does, and end."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        self._process.wait()
+
+
+def _run(work: Sequence[_Job], jobs: int, progress: bool) -> list[_Outcome]:
+    count = min(jobs, len(work))
+    with _progress_bar(len(work), progress) as advance:
+        if count < 2:
+            return [advance(_fill(job)) for job in work]
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+
+        def run(job: _Job) -> _Outcome:
+            worker = idle.get()
+            outcome = worker.run(job)
+            idle.put(worker if worker.alive else _Worker())
+            return advance(outcome)
+
+        # One thread waits for each process.
+        pool = ThreadPoolExecutor(count, thread_name_prefix="jitattn-precompile")
+        try:
+            for _ in range(count):
+                idle.put(_Worker())
+            return list(pool.map(run, work))
+        finally:
+            pool.shutdown(cancel_futures=True)
+            while not idle.empty():
+                idle.get().close()
+
+
+def _fill(job: _Job) -> _Outcome:
+    from jitattn.build import fill  # imports Jinja, which --help and the like can do without
+
+    try:
+        kernel = fill(job.spec, job.arch, job.folder)
+    except (JitAttnError, OSError, ValueError) as error:
+        return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
+    return Precompiled(
+        entry=kernel.entry,
+        symbol=kernel.symbol,
+        arch=kernel.arch,
+        origin=kernel.origin,
+        seconds=kernel.seconds,
+        registers=kernel.registers,
+        spill_bytes=kernel.spill_bytes,
+        smem_bytes=kernel.smem_bytes,
+        cubin_bytes=len(kernel.cubin),
+    )
+
+
+@contextmanager
+def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outcome]]:
+    """Yield a function that counts an outcome and returns it."""
+    if not show:
+        yield lambda outcome: outcome
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("kernels", total=total, now="")
+
+        def advance(outcome: _Outcome) -> _Outcome:
+            bar.update(task, advance=1, now=f"{outcome.arch} {outcome.symbol}")
+            return outcome
+
+        yield advance
+
+
+def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig]:
+    one = isinstance(configs, (PlannerConfig, str, Mapping))
+    given: list[Config] = [configs] if one else list(configs)  # type: ignore[list-item, arg-type]
+    if not given:
+        raise ConfigError(["no configuration is given"])
+    return [_config(config) for config in given]
+
+
+def _config(config: Config) -> PlannerConfig:
+    if isinstance(config, PlannerConfig):
+        return config
+    if isinstance(config, str):
+        return PlannerConfig.parse(config)
+    return PlannerConfig.from_arguments(config)
+
+
+def _archs(arch: str | Sequence[str]) -> list[str]:
+    names = arch.split(",") if isinstance(arch, str) else arch
+    return list(dict.fromkeys(name.strip() for name in names))
+
+
+def _kernels(
+    configs: Sequence[PlannerConfig], archs: Sequence[str]
+) -> dict[tuple[KernelSpec, str], None]:
+    """Return each kernel once, in the order of first need, as the keys of a dict."""
+    kernels: dict[tuple[KernelSpec, str], None] = {}
+    reasons: dict[str, None] = {}
+    for arch in archs:
+        for config in configs:
+            try:
+                kernels |= {(spec, arch): None for spec in resolve(config, arch)}
+            except ConfigError as error:
+                reasons |= dict.fromkeys(error.reasons)
+    if reasons:
+        raise ConfigError(list(reasons))
+    return kernels
+
+
+def _attention(model: Mapping[str, object]) -> dict[str, object]:
+    heads = _integer(model, "num_attention_heads")
+    head_dim = model.get("head_dim") or _integer(model, "hidden_size") // heads
+    dtype = model.get("torch_dtype") or model.get("dtype") or "bfloat16"
+    scalar = model.get("query_pre_attn_scalar")
+    return {
+        "num_qo_heads": heads,
+        "num_kv_heads": model.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "q_dtype": dtype,
+        "kv_dtype": dtype,
+        "logits_soft_cap": model.get("attn_logit_softcapping") or 0.0,
+        "sm_scale": float(scalar) ** -0.5 if isinstance(scalar, (int, float)) else None,
+        "use_sinks": model.get("model_type") == "gpt_oss",
+    }
+
+
+def _integer(model: Mapping[str, object], name: str) -> int:
+    value = model.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError([f"the model's {name} is {value!r}: expected a positive integer"])
+    return value
+
+
+def _windows(model: Mapping[str, object]) -> list[int]:
+    """Return the values of window_left among the layers; -1 is full attention."""
+    size = model.get("sliding_window")
+    if not isinstance(size, int) or model.get("use_sliding_window") is False:
+        return [-1]
+    window = size - 1  # a model's window counts the token itself
+    kinds = model.get("layer_types")
+    if isinstance(kinds, list):
+        return sorted({window if "sliding" in str(kind) else -1 for kind in kinds})
+    mixed = "sliding_window_pattern" in model or model.get("model_type") == "gemma2"
+    return [-1, window] if mixed else [window]
