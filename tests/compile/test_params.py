@@ -1,0 +1,83 @@
+"""The host's launch structs and the kernels' agree, field by field, as the compiler lays them out."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+
+from jitattn import nvrtc, params, render, support
+from jitattn.config import PlannerConfig
+from jitattn.spec import DecodeSpec, PageTable, ScheduleSpec
+
+ARCH = "sm_90a"
+
+
+def _asserts(cuda_type: str, struct: type[ctypes.Structure], prefix: str = "") -> list[str]:
+    """One static_assert for the size of ``struct`` and one for the offset of each field."""
+    lines = []
+    for name, kind, *_ in struct._fields_:
+        offset = getattr(struct, name).offset
+        lines.append(
+            f"static_assert(__builtin_offsetof({cuda_type}, {prefix}{name}) == {offset},"
+            f' "{cuda_type}::{name}");'
+        )
+        lines.append(
+            f"static_assert(sizeof((({cuda_type}*)0)->{name}) == {ctypes.sizeof(kind)},"
+            f' "size of {cuda_type}::{name}");'
+        )
+    lines.append(f'static_assert(sizeof({cuda_type}) == {ctypes.sizeof(struct)}, "{cuda_type}");')
+    return lines
+
+
+def _compile(source: str) -> None:
+    nvrtc.compile_cubin(
+        source,
+        name="params.cu",
+        headers=dict(render.headers()),
+        options=[f"--gpu-architecture={ARCH}", "--std=c++17", "--ptxas-options=-v"],
+    )
+
+
+def _decode_source(layout: PageTable) -> str:
+    (spec, *_) = support.resolve(PlannerConfig(page_table=layout.value), ARCH)
+    assert isinstance(spec, DecodeSpec)
+    return render.render(spec, ARCH)
+
+
+@pytest.mark.parametrize("layout", list(PageTable))
+def test_decode_params_agree(layout: PageTable) -> None:
+    struct = params.KERNEL_PARAMS[layout]
+    lines = _asserts("jitattn::KernelParams", struct)
+    lines += _asserts("jitattn::DecodeParams", params.DecodeParams)
+    lines += _asserts("jitattn::Schedule", params.Schedule)
+    lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
+    _compile(_decode_source(layout) + "\n".join(lines) + "\n")
+
+
+def test_schedule_params_agree() -> None:
+    lines = _asserts("jitattn::ScheduleParams", params.ScheduleParams)
+    sizes = {
+        "ScheduleHeader": params.HEADER_BYTES,
+        "RequestWork": params.REQUEST_BYTES,
+        "SlotBoundary": params.BOUNDARY_BYTES,
+    }
+    lines += [f'static_assert(sizeof(jitattn::{k}) == {v}, "{k}");' for k, v in sizes.items()]
+    _compile(render.render(ScheduleSpec(), ARCH) + "\n".join(lines) + "\n")
+
+
+def test_float_codes_agree() -> None:
+    (header,) = (text for name, text in render.headers() if name == "jitattn/types.cuh")
+    codes = dict(re.findall(r"k(\w+) = (\d)", header))
+    assert {k.lower(): int(v) for k, v in codes.items()} == params.FLOAT_CODES
+
+
+def test_a_moved_field_is_seen() -> None:
+    class Moved(ctypes.Structure):
+        _fields_ = (("header", ctypes.c_void_p), ("boundaries", ctypes.c_void_p))
+
+    from jitattn.errors import CompileError
+
+    with pytest.raises(CompileError, match="boundaries"):
+        _compile(render.render(ScheduleSpec(), ARCH) + "\n".join(_asserts("jitattn::Schedule", Moved)))
