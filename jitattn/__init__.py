@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         JitAttnError,
         KernelNotFoundError,
     )
-    from jitattn.pages import BlockTable
+    from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
     from jitattn.precompile import Report, precompile
     from jitattn.support import Config, Support, check_config, supported_configs
@@ -35,13 +35,16 @@ _HOME = {
     "CompileError": "errors",
     "Config": "support",
     "ConfigError": "errors",
+    "CsrPages": "pages",
     "DriverError": "errors",
     "JitAttnError": "errors",
     "KernelInfo": "cuda_backend",
     "KernelNotFoundError": "errors",
     "Plan": "planner",
+    "RaggedKV": "pages",
     "Report": "precompile",
     "Support": "support",
+    "TokenTable": "pages",
     "Workspace": "workspace",
     "build_info": "planner",
     "check_config": "support",
@@ -57,13 +60,16 @@ __all__ = [
     "CompileError",
     "Config",
     "ConfigError",
+    "CsrPages",
     "DriverError",
     "JitAttnError",
     "KernelInfo",
     "KernelNotFoundError",
     "Plan",
+    "RaggedKV",
     "Report",
     "Support",
+    "TokenTable",
     "Workspace",
     "__version__",
     "build_info",

@@ -63,34 +63,53 @@ def view_caches(
         ValueError: a shape, stride or device that doesn't fit the planner.
     """
     if isinstance(kv_cache, Tensor):
-        _check_rank("kv_cache", kv_cache, config, num_dims=5)
-        if kv_cache.shape[1] != 2:
-            raise ValueError(
-                f"kv_cache has shape {list(kv_cache.shape)}: expected 2, K and V, as the second "
-                "dimension"
-            )
-        return _view("kv_cache", kv_cache[:, 0], config, device), _view(
-            "kv_cache", kv_cache[:, 1], config, device
-        )
+        return _view_halves(kv_cache, config, device)
     if not isinstance(kv_cache, (tuple, list)) or len(kv_cache) != 2:
         raise TypeError(
             f"kv_cache is a {type(kv_cache).__name__}: expected a tensor or (k_cache, v_cache)"
         )
-    k = _view("k_cache", kv_cache[0], config, device)
-    v = _view("v_cache", kv_cache[1], config, device)
-    if config.page_table == "shared" and k.tensor.shape[0] != v.tensor.shape[0]:
+    k = _view("k_cache", kv_cache[0], config, config.head_dim, device)
+    v = _view("v_cache", kv_cache[1], config, config.head_dim_vo or config.head_dim, device)
+    if config.page_table != "separate" and k.tensor.shape[0] != v.tensor.shape[0]:
+        what = "tokens" if config.page_table == "ragged" else "pages"
         raise ValueError(
-            f"k_cache has {k.tensor.shape[0]} pages and v_cache {v.tensor.shape[0]}: with a shared "
-            "page table one id stands for both"
+            f"k_cache has {k.tensor.shape[0]} {what} and v_cache {v.tensor.shape[0]}: with "
+            f"page_table={config.page_table!r} one id stands for both"
         )
     return k, v
 
 
-def _view(name: str, cache: Tensor, config: PlannerConfig, device: torch.device) -> CacheView:
-    _check_rank(name, cache, config, num_dims=4)
-    assert isinstance(config.page_size, int)
-    view = cache if config.kv_layout == "NHD" else cache.transpose(1, 2)
-    wanted = (config.page_size, config.num_kv_heads, config.head_dim)
+def _view_halves(
+    kv_cache: Tensor, config: PlannerConfig, device: torch.device
+) -> tuple[CacheView, CacheView]:
+    if config.page_table == "ragged":
+        raise ValueError("kv_cache is one tensor: ragged K and V are a pair (k, v)")
+    if config.head_dim_vo not in (None, config.head_dim):
+        raise ValueError(
+            f"kv_cache is one tensor: with head_dim={config.head_dim} and "
+            f"head_dim_vo={config.head_dim_vo} give a pair (k_cache, v_cache)"
+        )
+    _check_rank("kv_cache", kv_cache, config, num_dims=5)
+    if kv_cache.shape[1] != 2:
+        raise ValueError(
+            f"kv_cache has shape {list(kv_cache.shape)}: expected 2, K and V, as the second "
+            "dimension"
+        )
+    k = _view("kv_cache", kv_cache[:, 0], config, config.head_dim, device)
+    v = _view("kv_cache", kv_cache[:, 1], config, config.head_dim, device)
+    return k, v
+
+
+def _view(
+    name: str, cache: Tensor, config: PlannerConfig, head_dim: int, device: torch.device
+) -> CacheView:
+    is_ragged = config.page_table == "ragged"
+    _check_rank(name, cache, config, num_dims=3 if is_ragged else 4)
+    if is_ragged:
+        view = cache.unsqueeze(1)  # pages of one token
+    else:
+        view = cache if config.kv_layout == "NHD" else cache.transpose(1, 2)
+    wanted = (config.page_size or 1, config.num_kv_heads, head_dim)
     if tuple(view.shape[1:]) != wanted:
         raise ValueError(
             f"{name} has shape {list(cache.shape)} with kv_layout={config.kv_layout}: that is "
@@ -100,17 +119,22 @@ def _view(name: str, cache: Tensor, config: PlannerConfig, device: torch.device)
     check_last_stride(name, cache)
     sizes, strides = view.shape, view.stride()
     page, token, head = (strides[i] if sizes[i] > 1 else 0 for i in range(3))
-    return CacheView(view, page, token, head)
+    # Ragged tokens follow each other at the stride of their pages.
+    return CacheView(view, page, page if is_ragged else token, head)
 
 
 def _check_rank(name: str, cache: object, config: PlannerConfig, *, num_dims: int) -> None:
     check_tensor(name, cache, (getattr(torch, config.kv_dtype),))
     assert isinstance(cache, Tensor)
-    order = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"
-    pair = ", 2" if num_dims == 5 else ""
     if cache.dim() != num_dims:
+        page = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"
+        wanted = {
+            3: "num_kv_tokens, num_kv_heads",
+            4: f"num_pages, {page}",
+            5: f"num_pages, 2, {page}",
+        }
         raise ValueError(
-            f"{name} has shape {list(cache.shape)}: expected [num_pages{pair}, {order}, head_dim]"
+            f"{name} has shape {list(cache.shape)}: expected [{wanted[num_dims]}, head_dim]"
         )
 
 

@@ -17,7 +17,7 @@ from jitattn.build import Kernel, build_all
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts
 from jitattn.errors import ConfigError
-from jitattn.pages import BlockTable
+from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
@@ -33,6 +33,12 @@ from jitattn.tiling import DecodeTile, ScheduleTile, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
 _LOG2E = math.log2(math.e)
+_INT32_MAX = 2**31 - 1
+
+# Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
+# holds. More and shorter splits balance better and merge longer.
+_MAX_SPLITS = 16
+_MIN_SPLIT_TOKENS = 256
 
 # What a visit to a request costs a CTA, and the least that is worth a CTA, in tiles. Measured:
 # docs/perf-log.md.
@@ -137,7 +143,7 @@ class CudaPlan:
         kernels: KernelSet,
         sm_scale: float,
         workspace: Workspace | None,
-        pages: BlockTable,
+        pages: Pages,
         seq_lens: Tensor,
         limit: int,
     ) -> None:
@@ -145,6 +151,7 @@ class CudaPlan:
         self._kernels = kernels
         self._index = kernels.facts.index
         self._batch_size = pages.batch_size
+        self._max_splits = _MAX_SPLITS if config.batch_invariant else 0
         self._num_row_blocks = -(-config.group_size // kernels.spec.row_tile)
         self._num_head_blocks = config.num_kv_heads * self._num_row_blocks
         num_sms = min(config.num_sms or kernels.facts.num_sms, kernels.facts.num_sms)
@@ -158,12 +165,12 @@ class CudaPlan:
         self._seq_lens = seq_lens  # refresh() reads it again
         self._schedule_launch = Launch(
             kernels.schedule_kernel,
-            self._schedule_params(schedule, seq_lens, limit),
+            self._schedule_params(schedule, pages, seq_lens, limit),
             1,
             kernels.schedule_threads,
         )
         self._launches: dict[DecodeKernel, Launch] = {}
-        self._pages: BlockTable | None = None
+        self._pages: Pages | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -175,7 +182,7 @@ class CudaPlan:
         self,
         q: Tensor,
         kv: BoundCache,
-        pages: BlockTable,
+        pages: Pages,
         out: Tensor,
         lse: Tensor | None,
         sinks: Tensor | None,
@@ -237,10 +244,15 @@ class CudaPlan:
         base = memory.data_ptr()
         return memory, Schedule(*(base + offset for offset in offsets))
 
-    def _reserve(self, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    @property
+    def _num_partial_rows(self) -> int:
         rows = self._max_slots * 2 * self._num_head_blocks * self._kernels.spec.row_tile
+        return rows * max(self._max_splits, 1)
+
+    def _reserve(self, workspace: Workspace) -> tuple[Tensor, Tensor]:
         return workspace.reserve(
-            rows * (self._kernels.config.head_dim + 2), self._max_slots * self._num_head_blocks
+            self._num_partial_rows * (self._kernels.spec.head_dim_vo + 2),
+            self._max_slots * self._num_head_blocks,
         )
 
     def _decode_params(self, schedule: Schedule, sm_scale: float) -> ctypes.Structure:
@@ -248,21 +260,25 @@ class CudaPlan:
         params = KERNEL_PARAMS[PageTable(config.page_table)]()
         decode = params.decode
         partials, counters = self._buffers
-        rows = self._max_slots * 2 * self._num_head_blocks * self._kernels.spec.row_tile
+        num_values = self._num_partial_rows * self._kernels.spec.head_dim_vo
         decode.partials = partials.data_ptr()
-        decode.partial_sums = partials.data_ptr() + 4 * rows * config.head_dim
+        decode.partial_sums = partials.data_ptr() + 4 * num_values
         decode.counters = counters.data_ptr()
         decode.schedule = schedule
         decode.group_size = config.group_size
         decode.num_row_blocks = self._num_row_blocks
         decode.num_head_blocks = self._num_head_blocks
+        decode.max_splits = self._max_splits
         cap = config.logits_soft_cap
         decode.score_scale = sm_scale / cap if cap > 0 else sm_scale * _LOG2E
         decode.cap_log2 = cap * _LOG2E
         return params
 
-    def _schedule_params(self, schedule: Schedule, seq_lens: Tensor, limit: int) -> ScheduleParams:
-        return ScheduleParams(
+    def _schedule_params(
+        self, schedule: Schedule, pages: Pages, seq_lens: Tensor, limit: int
+    ) -> ScheduleParams:
+        tile_tokens = self._kernels.tile.tile_tokens
+        params = ScheduleParams(
             seq_lens=seq_lens.data_ptr(),
             schedule=schedule,
             seq_lens_stride=seq_lens.stride(0),
@@ -271,18 +287,39 @@ class CudaPlan:
             batch_size=self._batch_size,
             max_slots=self._max_slots,
             window_left=self._kernels.config.window_left,
-            tile_tokens=self._kernels.tile.tile_tokens,
+            tile_tokens=tile_tokens,
             request_cost=_REQUEST_COST,
             min_slot_cost=_MIN_SLOT_COST,
+            max_splits=self._max_splits,
+            min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
         )
+        if isinstance(pages, CsrPages | RaggedKV):
+            params.kv_indptr = pages.kv_indptr.data_ptr()
+            params.kv_indptr_stride = pages.kv_indptr.stride(0)
+            params.num_entries, params.entry_tokens = _INT32_MAX, 1
+        if isinstance(pages, CsrPages):
+            params.num_entries = pages.kv_indices.shape[0]
+            params.entry_tokens = self._kernels.config.page_size
+        return params
 
 
-def _write_pages(params: ctypes.Structure, pages: BlockTable) -> None:
-    table, rows = pages.table, pages.rows
+def _write_pages(params: ctypes.Structure, pages: Pages) -> None:
+    if isinstance(pages, BlockTable | TokenTable):
+        table = pages.table if isinstance(pages, BlockTable) else pages.slots
+        _write_table(params, table, pages.rows)
+    else:
+        params.kv_indptr = pages.kv_indptr.data_ptr()
+        params.indptr_stride = pages.kv_indptr.stride(0)
+        if isinstance(pages, CsrPages):
+            params.kv_indices = pages.kv_indices.data_ptr()
+            params.indices_stride = pages.kv_indices.stride(0)
+
+
+def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -> None:
     params.table = table.data_ptr()
     params.row_stride = table.stride(0)
     params.column_stride = table.stride(-1)
-    if pages.layout is PageTable.SEPARATE:
+    if table.dim() == 3:
         params.kv_stride = table.stride(1)
     params.rows = None if rows is None else rows.data_ptr()
     if rows is not None:

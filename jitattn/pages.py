@@ -1,6 +1,12 @@
-"""Page tables: values that hold their tensors, so that a layout needs no flag."""
+"""Page tables: values that hold their tensors, so that a layout needs no flag.
+
+A table has ``layout``, ``device``, ``batch_size`` and ``capacity(page_size)``, the most tokens that
+a request can have; the host knows it without reading the device.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -8,6 +14,7 @@ from torch import Tensor
 from jitattn.spec import PageTable
 
 _INTEGERS = (torch.int32, torch.int64)
+_INT32_MAX = 2**31 - 1
 
 
 class BlockTable:
@@ -53,11 +60,6 @@ class BlockTable:
         return f"BlockTable({self.layout.value}, table={list(self.table.shape)}{rows})"
 
     @property
-    def width(self) -> int:
-        """Pages that a row can hold."""
-        return int(self.table.shape[-1])
-
-    @property
     def batch_size(self) -> int:
         """Requests that the table lists."""
         return int((self.table if self.rows is None else self.rows).shape[0])
@@ -66,6 +68,170 @@ class BlockTable:
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self.table.device
+
+    def capacity(self, page_size: int) -> int:
+        """Return the most tokens of a request."""
+        return min(int(self.table.shape[-1]) * page_size, _INT32_MAX)
+
+
+class TokenTable:
+    """The slot of every token: a request-to-token pool. Layout "token".
+
+    Attributes:
+        slots: int32 [num_rows, width], page_id * page_size + place in the page. Any strides.
+            Entries past a request's last token are never read.
+        rows: int32 or int64 [batch_size], the row of each request, or None when request b uses
+            row b.
+    """
+
+    __slots__ = ("layout", "rows", "slots")
+
+    def __init__(self, slots: Tensor, *, rows: Tensor | None = None) -> None:
+        """Hold ``slots`` and ``rows``; nothing is copied.
+
+        Raises:
+            TypeError: an argument is no tensor or has another dtype.
+            ValueError: the rank or a device doesn't fit.
+        """
+        check_tensor("slots", slots, (torch.int32,))
+        if slots.dim() != 2:
+            raise ValueError(f"slots has shape {list(slots.shape)}: expected [rows, tokens]")
+        if rows is not None:
+            check_vector("rows", rows, device=slots.device)
+        self.slots = slots
+        self.rows = rows
+        self.layout = PageTable.TOKEN
+
+    def __repr__(self) -> str:
+        """Show the shapes."""
+        rows = "" if self.rows is None else f", rows={list(self.rows.shape)}"
+        return f"TokenTable(slots={list(self.slots.shape)}{rows})"
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that the table lists."""
+        return int((self.slots if self.rows is None else self.rows).shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.slots.device
+
+    def capacity(self, page_size: int) -> int:
+        """Return the most tokens of a request."""
+        del page_size  # an entry is a token
+        return min(int(self.slots.shape[1]), _INT32_MAX)
+
+
+class CsrPages:
+    """The pages of all requests, one request after the other. Layout "csr".
+
+    Attributes:
+        kv_indptr: int32 [batch_size + 1], where the pages of each request begin; entry b + 1
+            bounds what request b may read.
+        kv_indices: int32 [at least kv_indptr[-1]], page ids for K and V.
+    """
+
+    __slots__ = ("kv_indices", "kv_indptr", "layout")
+
+    def __init__(self, kv_indptr: Tensor, kv_indices: Tensor) -> None:
+        """Hold both; nothing is copied.
+
+        Raises:
+            TypeError: an argument is no tensor or has another dtype.
+            ValueError: a rank or device doesn't fit, or, on the CPU, ``kv_indptr`` is not a
+                rising row of offsets from 0 into ``kv_indices``.
+        """
+        check_indptr("kv_indptr", kv_indptr)
+        check_tensor("kv_indices", kv_indices, (torch.int32,))
+        if kv_indices.dim() != 1:
+            raise ValueError(f"kv_indices has shape {list(kv_indices.shape)}: expected [num_pages]")
+        check_device("kv_indices", kv_indices, kv_indptr.device)
+        if kv_indptr.device.type == "cpu" and int(kv_indptr[-1]) > kv_indices.shape[0]:
+            raise ValueError(
+                f"kv_indptr[-1] is {int(kv_indptr[-1])}: kv_indices has {kv_indices.shape[0]} "
+                "entries"
+            )
+        self.kv_indptr = kv_indptr
+        self.kv_indices = kv_indices
+        self.layout = PageTable.CSR
+
+    def __repr__(self) -> str:
+        """Show the shapes."""
+        return f"CsrPages({list(self.kv_indptr.shape)}, {list(self.kv_indices.shape)})"
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that the table lists."""
+        return int(self.kv_indptr.shape[0]) - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.kv_indptr.device
+
+    def capacity(self, page_size: int) -> int:
+        """Return the most tokens of a request: all pages there are."""
+        return min(int(self.kv_indices.shape[0]) * page_size, _INT32_MAX)
+
+
+class RaggedKV:
+    """K and V without pages: the tokens of all requests, one after the other. Layout "ragged".
+
+    Attributes:
+        kv_indptr: int32 [batch_size + 1], where the tokens of each request begin in K and V;
+            entry b + 1 bounds what request b may read.
+    """
+
+    __slots__ = ("kv_indptr", "layout")
+
+    def __init__(self, kv_indptr: Tensor) -> None:
+        """Hold ``kv_indptr``; nothing is copied.
+
+        Raises:
+            TypeError: no tensor, or another dtype.
+            ValueError: the rank doesn't fit, or, on the CPU, it is no rising row of offsets from 0.
+        """
+        check_indptr("kv_indptr", kv_indptr)
+        self.kv_indptr = kv_indptr
+        self.layout = PageTable.RAGGED
+
+    def __repr__(self) -> str:
+        """Show the shape."""
+        return f"RaggedKV({list(self.kv_indptr.shape)})"
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that the table lists."""
+        return int(self.kv_indptr.shape[0]) - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self.kv_indptr.device
+
+    def capacity(self, page_size: int) -> int:
+        """Return the most tokens of a request: only the device knows the offsets."""
+        del page_size
+        return _INT32_MAX
+
+
+Pages = BlockTable | TokenTable | CsrPages | RaggedKV
+
+
+def check_indptr(name: str, indptr: Tensor) -> None:
+    """Raise unless ``indptr`` is int32 [batch_size + 1], and on the CPU rises from 0."""
+    check_tensor(name, indptr, (torch.int32,))
+    if indptr.dim() != 1 or indptr.shape[0] == 0:
+        raise ValueError(f"{name} has shape {list(indptr.shape)}: expected [batch_size + 1]")
+    if indptr.device.type != "cpu":
+        return
+    values = indptr.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}[0] is {values[0]}: expected 0")
+    for b, (begin, end) in enumerate(itertools.pairwise(values)):
+        if end < begin:
+            raise ValueError(f"{name}[{b + 1}] is {end}, less than {name}[{b}], {begin}")
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -86,7 +252,7 @@ def check_vector(name: str, value: Tensor, *, device: torch.device) -> None:
     check_device(name, value, device)
 
 
-def check_device(name: str, value: Tensor, device: torch.device) -> None:
+def check_device(name: str, value: Tensor | Pages, device: torch.device) -> None:
     """Raise ValueError unless ``value`` is on ``device``."""
     if value.device != device:
         raise ValueError(f"{name} is on {value.device}: expected {device}, like the other tensors")

@@ -15,7 +15,7 @@ from jitattn.spec import PageTable
 FLOAT_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 # Bytes of the parts of a schedule: ScheduleHeader, RequestWork, SlotBoundary, a cost.
-HEADER_BYTES, REQUEST_BYTES, BOUNDARY_BYTES, COST_BYTES = 16, 16, 8, 8
+HEADER_BYTES, REQUEST_BYTES, BOUNDARY_BYTES, COST_BYTES = 16, 32, 8, 8
 
 
 class Schedule(ctypes.Structure):
@@ -35,8 +35,12 @@ class ScheduleParams(ctypes.Structure):
     _fields_ = (
         ("seq_lens", c_void_p),
         ("schedule", Schedule),
+        ("kv_indptr", c_void_p),
         ("seq_lens_stride", c_int64),
+        ("kv_indptr_stride", c_int64),
         ("max_kv_len", c_int64),
+        ("num_entries", c_int64),
+        ("entry_tokens", c_int32),
         ("seq_lens_are_int64", c_int32),
         ("batch_size", c_int32),
         ("max_slots", c_int32),
@@ -44,6 +48,8 @@ class ScheduleParams(ctypes.Structure):
         ("tile_tokens", c_int32),
         ("request_cost", c_int32),
         ("min_slot_cost", c_int32),
+        ("max_splits", c_int32),
+        ("min_split_tiles", c_int32),
     )
 
 
@@ -77,6 +83,7 @@ class DecodeParams(ctypes.Structure):
         ("group_size", c_int32),
         ("num_row_blocks", c_int32),
         ("num_head_blocks", c_int32),
+        ("max_splits", c_int32),
         ("sink_code", c_int32),
         ("q_is_aligned", c_int32),
         ("out_is_aligned", c_int32),
@@ -85,46 +92,58 @@ class DecodeParams(ctypes.Structure):
     )
 
 
-class SharedPages(ctypes.Structure):
-    """``struct PageTable`` of the layout "shared"."""
+_TABLE_ROWS = (
+    ("table", c_void_p),
+    ("rows", c_void_p),
+    ("row_stride", c_int64),
+    ("column_stride", c_int64),
+    ("rows_stride", c_int64),
+    ("rows_are_int64", c_int32),
+)
 
-    _fields_ = (
-        ("table", c_void_p),
-        ("rows", c_void_p),
-        ("row_stride", c_int64),
-        ("column_stride", c_int64),
-        ("rows_stride", c_int64),
-        ("rows_are_int64", c_int32),
-    )
+
+class TablePages(ctypes.Structure):
+    """``struct PageTable`` of the layouts "shared" and "token"."""
+
+    _fields_ = _TABLE_ROWS
 
 
 class SeparatePages(ctypes.Structure):
     """``struct PageTable`` of the layout "separate"."""
 
+    _fields_ = (*_TABLE_ROWS, ("kv_stride", c_int64))
+
+
+class CsrPages(ctypes.Structure):
+    """``struct PageTable`` of the layout "csr"."""
+
     _fields_ = (
-        ("table", c_void_p),
-        ("rows", c_void_p),
-        ("row_stride", c_int64),
-        ("kv_stride", c_int64),
-        ("column_stride", c_int64),
-        ("rows_stride", c_int64),
-        ("rows_are_int64", c_int32),
+        ("kv_indptr", c_void_p),
+        ("kv_indices", c_void_p),
+        ("indptr_stride", c_int64),
+        ("indices_stride", c_int64),
     )
 
 
-class SharedKernelParams(ctypes.Structure):
-    """``struct KernelParams`` of the layout "shared"."""
+class RaggedPages(ctypes.Structure):
+    """``struct PageTable`` of the layout "ragged"."""
 
-    _fields_ = (("decode", DecodeParams), ("pages", SharedPages))
-
-
-class SeparateKernelParams(ctypes.Structure):
-    """``struct KernelParams`` of the layout "separate"."""
-
-    _fields_ = (("decode", DecodeParams), ("pages", SeparatePages))
+    _fields_ = (("kv_indptr", c_void_p), ("indptr_stride", c_int64))
 
 
-KERNEL_PARAMS: dict[PageTable, type[ctypes.Structure]] = {
-    PageTable.SHARED: SharedKernelParams,
-    PageTable.SEPARATE: SeparateKernelParams,
+_PAGES: dict[PageTable, type[ctypes.Structure]] = {
+    PageTable.SHARED: TablePages,
+    PageTable.SEPARATE: SeparatePages,
+    PageTable.CSR: CsrPages,
+    PageTable.TOKEN: TablePages,
+    PageTable.RAGGED: RaggedPages,
 }
+
+
+def _kernel_params(layout: PageTable) -> type[ctypes.Structure]:
+    fields = (("decode", DecodeParams), ("pages", _PAGES[layout]))
+    return type(f"KernelParams_{layout.value}", (ctypes.Structure,), {"_fields_": fields})
+
+
+# ``struct KernelParams`` of each layout.
+KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in PageTable}

@@ -21,7 +21,7 @@ from jitattn.binding import (
 )
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
-from jitattn.pages import BlockTable, check_device, check_tensor, check_vector
+from jitattn.pages import Pages, check_device, check_tensor, check_vector
 from jitattn.reference_backend import ReferencePlan
 from jitattn.workspace import Workspace, canonical_device
 
@@ -33,7 +33,6 @@ Scale = float | Tensor
 
 _BACKENDS = ("auto", "cuda", "reference")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INT32_MAX = 2**31 - 1
 
 
 class AttentionPlanner:
@@ -80,13 +79,14 @@ class AttentionPlanner:
             num_qo_heads: query heads, a multiple of ``num_kv_heads``.
             num_kv_heads: heads of K and V.
             head_dim: elements of a head.
-            page_size: tokens of a page.
+            page_size: tokens of a page; None for ragged K and V.
             head_dim_vo: elements of a head of V and out; None is ``head_dim``.
             q_dtype: a torch dtype or its name.
             kv_dtype: likewise, of the cache.
             out_dtype: likewise, of out; None is ``q_dtype``.
             kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
-            page_table: "shared" or "separate", the layout of the tables that plans get.
+            page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+                that plans get.
             causal: with one query token a request, which is its last, both values mean the same.
             window_left: earlier tokens that a query sees besides itself; -1 is all.
             logits_soft_cap: score becomes cap * tanh(score / cap); 0 is off.
@@ -94,7 +94,7 @@ class AttentionPlanner:
             use_sinks: ``run`` gets ``sinks``.
             use_custom_mask: not built yet.
             variant: not built yet.
-            batch_invariant: not built yet.
+            batch_invariant: a request's bits depend on nothing but its own values and length.
             early_kv: not built yet.
             num_sms: multiprocessors to use; None is all.
             workspace: scratch memory; None is one for each device and stream.
@@ -149,8 +149,9 @@ class AttentionPlanner:
 
         Args:
             kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before
-                tokens), or a pair of such tensors without the second dimension. Any strides with
-                a contiguous last dimension.
+                tokens), or a pair of such tensors without the second dimension, or for "ragged" a
+                pair of [num_kv_tokens, num_kv_heads, head_dim]. Any strides with a contiguous
+                last dimension.
             k_scale: for quantised caches, which are not built yet.
             v_scale: likewise.
 
@@ -168,7 +169,7 @@ class AttentionPlanner:
 
     def plan(
         self,
-        pages: BlockTable,
+        pages: Pages,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,
@@ -220,13 +221,14 @@ class AttentionPlanner:
 class Plan:
     """A batch, split over the card. For one thread at a time, and one stream."""
 
-    def __init__(self, planner: AttentionPlanner, pages: BlockTable, backend: _Backend) -> None:
+    def __init__(self, planner: AttentionPlanner, pages: Pages, backend: _Backend) -> None:
         """Made by ``AttentionPlanner.plan``."""
         self._planner = planner
         self._pages = pages
         self._backend = backend
         config = planner.config
         self._q_shape = (pages.batch_size, config.num_qo_heads, config.head_dim)
+        self._out_shape = (*self._q_shape[:2], config.head_dim_vo or config.head_dim)
 
     def refresh(self) -> None:
         """Recompute the schedule from the length tensor the plan was given, on the stream."""
@@ -237,7 +239,7 @@ class Plan:
         q: Tensor,
         kv: BoundCache | KVCache,
         *,
-        pages: BlockTable | None = None,
+        pages: Pages | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -252,7 +254,7 @@ class Plan:
             q: [batch_size, num_qo_heads, head_dim], q_dtype; the last dimension contiguous.
             kv: from ``bind``, or a cache, which is bound on the spot.
             pages: a table to read instead of the plan's, of the same layout and size.
-            out: like q in out_dtype; allocated when None.
+            out: [batch_size, num_qo_heads, head_dim_vo], out_dtype; allocated when None.
             lse: float32 [batch_size, num_qo_heads], any strides; filled when given.
             return_lse: return lse as well, allocated when None.
             q_scale: for quantised queries, which are not built yet.
@@ -282,7 +284,7 @@ class Plan:
             raise ValueError(f"kv is on {bound.k.tensor.device}: expected {planner.device}")
         if pages is not None and pages is not self._pages:
             self._check_same_size(pages)
-        out = self._output("out", out, self._q_shape, planner._out_dtype)
+        out = self._output("out", out, self._out_shape, planner._out_dtype)
         check_last_stride("out", out)
         if lse is not None or return_lse:
             lse = self._output("lse", lse, self._q_shape[:2], torch.float32)
@@ -313,13 +315,17 @@ class Plan:
             )
         check_device("sinks", sinks, self._planner.device)
 
-    def _check_same_size(self, pages: BlockTable) -> None:
+    def _check_same_size(self, pages: Pages) -> None:
         planned = self._pages
         _check_pages(pages, self._planner.config, self._planner.device)
-        if (pages.batch_size, pages.width) != (planned.batch_size, planned.width):
+        page_size = self._planner.config.page_size or 1
+        given, wanted = (
+            (table.batch_size, table.capacity(page_size)) for table in (pages, planned)
+        )
+        if given != wanted:
             raise ValueError(
-                f"pages has {pages.batch_size} requests of {pages.width} pages: expected "
-                f"{planned.batch_size} of {planned.width}, like the plan's"
+                f"pages has {given[0]} requests of at most {given[1]} tokens: expected {wanted[0]} "
+                f"of at most {wanted[1]}, like the plan's"
             )
 
     def _output(
@@ -346,7 +352,7 @@ class _Backend(Protocol):
         self,
         q: Tensor,
         kv: BoundCache,
-        pages: BlockTable,
+        pages: Pages,
         out: Tensor,
         lse: Tensor | None,
         sinks: Tensor | None,
@@ -379,20 +385,22 @@ def _check_workspace(workspace: Workspace | None, device: torch.device) -> Works
     return workspace
 
 
-def _check_pages(pages: BlockTable, config: PlannerConfig, device: torch.device) -> None:
-    if not isinstance(pages, BlockTable):
-        raise TypeError(f"pages is a {type(pages).__name__}: expected jitattn.BlockTable")
+def _check_pages(pages: Pages, config: PlannerConfig, device: torch.device) -> None:
+    if not isinstance(pages, Pages):
+        raise TypeError(
+            f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
+            "RaggedKV"
+        )
     if pages.layout.value != config.page_table:
         raise ValueError(
-            f"pages has a table of shape {list(pages.table.shape)}, layout {pages.layout.value!r}: "
-            f"the planner has page_table={config.page_table!r}"
+            f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "
+            f"page_table={config.page_table!r}"
         )
-    check_device("pages.table", pages.table, device)
+    check_device("pages", pages, device)
 
 
-def _kv_limit(pages: BlockTable, config: PlannerConfig, max_kv_len: int | None) -> int:
-    assert config.page_size is not None
-    capacity = min(pages.width * config.page_size, _INT32_MAX)
+def _kv_limit(pages: Pages, config: PlannerConfig, max_kv_len: int | None) -> int:
+    capacity = pages.capacity(config.page_size or 1)
     if max_kv_len is None:
         return capacity
     if isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int):

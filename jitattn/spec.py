@@ -28,6 +28,9 @@ class PageTable(StrEnum):
 
     SHARED = "shared"  # [rows, width]: one page id for K and V
     SEPARATE = "separate"  # [rows, 2, width]: row 0 K ids, row 1 V ids
+    CSR = "csr"  # kv_indptr and kv_indices: one page id for K and V
+    TOKEN = "token"  # [rows, width]: the slot of every token
+    RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request follow each other
 
 
 class Loader(StrEnum):
@@ -53,7 +56,8 @@ class DecodeSpec:
     template: ClassVar[str] = "decode.cu.jinja"
 
     head_dim: int
-    page_size: int
+    head_dim_vo: int
+    page_size: int  # 1 for ragged K and V
     row_tile: int  # query rows of one KV head that a CTA handles: 8, 16 or 32
     q_dtype: DType
     kv_dtype: DType
@@ -66,7 +70,7 @@ class DecodeSpec:
     def symbol(self) -> str:
         """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
         parts = [
-            f"jitattn_decode_d{self.head_dim}_p{self.page_size}_r{self.row_tile}",
+            f"jitattn_decode_{self._dims}_p{self.page_size}_r{self.row_tile}",
             f"q{self.q_dtype.short}_kv{self.kv_dtype.short}_o{self.out_dtype.short}",
             self.page_table.value,
             self.loader.value,
@@ -74,6 +78,11 @@ class DecodeSpec:
         if self.use_logits_soft_cap:
             parts.append("softcap")
         return "_".join(parts)
+
+    @property
+    def _dims(self) -> str:
+        same = self.head_dim == self.head_dim_vo
+        return f"d{self.head_dim}" if same else f"d{self.head_dim}x{self.head_dim_vo}"
 
     def context(self) -> dict[str, object]:
         """The template variables of this spec: its fields and its symbol."""

@@ -81,6 +81,12 @@ def _not_built(argument: str, default: object, what: str) -> Rule:
     )
 
 
+def _page_size_fits(config: PlannerConfig) -> bool:
+    if config.page_table == PageTable.RAGGED:
+        return config.page_size is None
+    return config.page_size is not None and 1 <= config.page_size <= 2**20
+
+
 RULES = (
     _rule(
         "num_qo_heads",
@@ -97,15 +103,15 @@ RULES = (
     ),
     _rule(
         "head_dim_vo",
-        "None or head_dim",
-        lambda c: c.head_dim_vo in (None, c.head_dim),
-        "differs from head_dim: kernels with two head dims are not built yet",
+        "None (head_dim), multiples of 16 from 16 to 256",
+        lambda c: c.head_dim_vo is None or c.head_dim_vo in HEAD_DIMS,
+        "is not a multiple of 16 from 16 to 256",
     ),
     _rule(
         "page_size",
-        "1 and up, any integer",
-        lambda c: c.page_size is not None and 1 <= c.page_size <= 2**20,
-        "is not from 1 to 2**20 tokens (None, for ragged K/V without pages, is not built yet)",
+        "1 and up, any integer; None with page_table=ragged",
+        _page_size_fits,
+        "does not fit page_table: ragged K/V have page_size=None, pages 1 to 2**20 tokens",
     ),
     _one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
     _rule(
@@ -121,7 +127,7 @@ RULES = (
         f"is not one of {', '.join(OUT_DTYPES)}",
     ),
     _one_of("kv_layout", KV_LAYOUTS),
-    _one_of("page_table", PAGE_TABLES, " (csr, token and ragged are not built yet)"),
+    _one_of("page_table", PAGE_TABLES),
     _rule(
         "window_left",
         "-1 (off), 0 and up",
@@ -142,11 +148,15 @@ RULES = (
     ),
     _not_built("use_custom_mask", False, "custom masks are"),
     _not_built("variant", None, "variants are"),
-    _not_built("batch_invariant", False, "batch-invariant decoding is"),
     _not_built("early_kv", False, "loading keys before the previous kernel has finished is"),
 )
 # Both values of these work in every kernel.
-_ANY = {"causal": "True, False", "sm_scale": "any finite number", "use_sinks": "True, False"}
+_ANY = {
+    "causal": "True, False",
+    "sm_scale": "any finite number",
+    "use_sinks": "True, False",
+    "batch_invariant": "True, False",
+}
 
 
 def arch_for(major: int, minor: int) -> str | None:
@@ -196,12 +206,13 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     """
     _check_arch(arch)
     check_rules(config)
-    assert config.page_size is not None  # check_rules refuses it
+    head_dim_vo = config.head_dim_vo or config.head_dim
     decode = tuple(
         DecodeSpec(
             head_dim=config.head_dim,
-            page_size=config.page_size,
-            row_tile=row_tile_for(config.head_dim, config.group_size),
+            head_dim_vo=head_dim_vo,
+            page_size=config.page_size or 1,
+            row_tile=row_tile_for(config.head_dim, head_dim_vo, config.group_size),
             q_dtype=DType(config.q_dtype),
             kv_dtype=DType(config.kv_dtype),
             out_dtype=DType(config.out_dtype or config.q_dtype),
@@ -223,6 +234,7 @@ def _check_arch(arch: str) -> None:
 # smaller than a warp's slice, a multiple of it that is no power of two, powers of two.
 _SAMPLE: dict[str, tuple[object, ...]] = {
     "head_dim": HEAD_DIMS,
+    "head_dim_vo": HEAD_DIMS,
     "page_size": (1, 3, 8, 16, 48, 64, 128),
     "row_tile": (8, 16, 32),
     "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
@@ -271,10 +283,11 @@ def _pairs(row: dict[str, object]) -> Iterator[tuple[tuple[str, object], tuple[s
 
 
 def _can_meet(row: dict[str, object]) -> bool:
-    head_dim, row_tile = row.get("head_dim", 16), row.get("row_tile", 8)
-    assert isinstance(head_dim, int)
-    assert isinstance(row_tile, int)
-    return row_tile_for(head_dim, row_tile) == row_tile
+    dims = row.get("head_dim", 16), row.get("head_dim_vo", 16)
+    row_tile = row.get("row_tile", 8)
+    if row.get("page_table") == PageTable.RAGGED and row.get("page_size", 1) != 1:
+        return False
+    return row_tile_for(*dims, row_tile) == row_tile  # type: ignore[arg-type]
 
 
 def _spec_of(row: dict[str, object]) -> DecodeSpec:

@@ -55,17 +55,16 @@ class ScheduleTile:
 Tile = DecodeTile | ScheduleTile
 
 
-def max_row_tile(head_dim: int) -> int:
-    """Return the most query rows whose accumulator, ``head_dim`` wide, fits the registers."""
-    return 32 if head_dim <= 64 else 16 if head_dim <= 128 else 8
+def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
+    """Return the most query rows whose query and accumulator fit the registers."""
+    widest = max(head_dim, head_dim_vo)
+    return 32 if widest <= 64 else 16 if widest <= 128 else 8
 
 
-def row_tile_for(head_dim: int, group_size: int) -> int:
+def row_tile_for(head_dim: int, head_dim_vo: int, group_size: int) -> int:
     """Return the row tile for a group of query heads; larger groups take several row blocks."""
-    return next(
-        (rows for rows in (8, 16, 32) if rows >= group_size and rows <= max_row_tile(head_dim)),
-        max_row_tile(head_dim),
-    )
+    most = max_row_tile(head_dim, head_dim_vo)
+    return next((rows for rows in (8, 16, 32) if group_size <= rows <= most), most)
 
 
 def tile_for(spec: KernelSpec, arch: str) -> Tile:
@@ -80,19 +79,20 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
 
 
 def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
-    warp_tokens = 32 if spec.head_dim <= 64 else 16
-    row_bytes = 2 * spec.head_dim
-    step_bytes = 2 * num_warps * warp_tokens * row_bytes
-    num_stages = max(2, min(4, _RING_BYTES // step_bytes))
+    warp_tokens = 32 if max(spec.head_dim, spec.head_dim_vo) <= 64 else 16
+    step_tokens = num_warps * warp_tokens
+    row_bytes = 2 * (spec.head_dim + spec.head_dim_vo)
+    num_stages = max(2, min(4, _RING_BYTES // (step_tokens * row_bytes)))
     # One vector of padding a row puts the eight rows of an ldmatrix into different banks.
-    padded_step_bytes = 2 * num_warps * warp_tokens * (row_bytes + _VECTOR_BYTES)
-    merge_dims = min(_MERGE_BYTES // (4 * num_warps * spec.row_tile), spec.head_dim)
+    ring_bytes = num_stages * step_tokens * (row_bytes + 2 * _VECTOR_BYTES)
+    merge_dims = min(_MERGE_BYTES // (4 * num_warps * spec.row_tile), spec.head_dim_vo)
     merge_bytes = 4 * num_warps * spec.row_tile * (merge_dims + 4)
+    query_bytes = spec.row_tile * (2 * spec.head_dim + _VECTOR_BYTES)
     return DecodeTile(
         num_warps=num_warps,
         warp_tokens=warp_tokens,
         num_stages=num_stages,
-        ctas_per_sm=2 if spec.head_dim <= 128 else 1,
+        ctas_per_sm=2 if max(spec.head_dim, spec.head_dim_vo) <= 128 else 1,
         merge_dims=merge_dims,
-        smem_bytes=num_stages * padded_step_bytes + merge_bytes,
+        smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )

@@ -10,11 +10,11 @@ struct DecodeParams {
   const uint16_t* q;     // [batch_size, num_qo_heads, head_dim]
   const uint16_t* k;     // [num_pages, page_size, num_kv_heads, head_dim], any strides
   const uint16_t* v;     // like k
-  void* out;             // [batch_size, num_qo_heads, head_dim]
+  void* out;             // [batch_size, num_qo_heads, head_dim_vo]
   float* lse;            // [batch_size, num_qo_heads], may be null
   const void* sinks;     // [num_qo_heads], may be null
-  float* partials;       // [max_slots, 2, num_head_blocks, kRowTile, kHeadDim]
-  float2* partial_sums;  // [max_slots, 2, num_head_blocks, kRowTile]: maximum (log2), sum
+  float* partials;       // [max_slots, 2, splits, num_head_blocks, kRowTile, kValueDim]
+  float2* partial_sums;  // [max_slots, 2, splits, num_head_blocks, kRowTile]: maximum (log2), sum
   int32_t* counters;     // [max_slots, num_head_blocks], zero between launches
   Schedule schedule;
 
@@ -36,6 +36,7 @@ struct DecodeParams {
   int32_t group_size;
   int32_t num_row_blocks;   // row tiles that the group of a KV head takes
   int32_t num_head_blocks;  // num_kv_heads * num_row_blocks
+  int32_t max_splits;       // batch-invariant: partial rows of a request; else 0
   FloatCode sink_code;
   int32_t q_is_aligned;    // two elements of q can be loaded at once
   int32_t out_is_aligned;  // four elements of out can be stored at once

@@ -2,8 +2,11 @@
 //
 // The KV of a batch is cut into tiles; the tiles of all requests, one request after the other, are
 // dealt to `num_slots` slots as contiguous ranges of equal cost. A slot is served by one CTA for
-// each head block, so neighbouring CTAs read the same tokens at the same time. A request that lies
-// in several slots has one split in each, merged in slot order.
+// each head block, so neighbouring CTAs read the same tokens at the same time. What a slot holds
+// of a request is one split of it; the splits are merged in order.
+//
+// A batch-invariant schedule cuts each request into splits whose length depends on that request
+// alone, and deals whole splits to slots.
 #pragma once
 
 #include "jitattn/prelude.cuh"
@@ -13,9 +16,12 @@ namespace jitattn {
 // One request. Tokens [kv_begin, kv_end) are visible; kv_end = 0 means none are.
 struct alignas(16) RequestWork {
   int32_t kv_begin;
-  int32_t kv_end;      // kInvalidLength: longer than its table, to be answered with NaN
-  int32_t first_slot;  // the slot of its first tile
-  int32_t num_splits;  // slots that hold a tile of it
+  int32_t kv_end;       // kInvalidLength: longer than its table, to be answered with NaN
+  int32_t first_slot;   // the slots of its first and last split
+  int32_t last_slot;
+  int32_t num_splits;
+  int32_t split_tiles;  // batch-invariant: tiles of a split; else 0
+  int32_t unused[2];
 };
 constexpr int32_t kInvalidLength = -1;
 
