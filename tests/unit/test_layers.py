@@ -18,7 +18,7 @@ LAYERS = (
     {"spec", "config", "cache", "nvrtc", "driver", "params"},
     {"support", "tiling"},
     {"render"},
-    {"build", "binding", "pages", "workspace", "reference"},
+    {"build", "pages", "workspace", "binding", "reference", "reference_backend", "cuda_backend"},
     {"planner", "precompile"},
     {"__init__", "__main__", "cli", "doctor", "demo"},
 )
@@ -27,13 +27,22 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 SAME_LAYER = (
     ("spec", "config", "params"),
     ("tiling", "support"),
-    ("pages", "workspace", "binding"),
+    ("build", "pages", "workspace", "binding", "reference", "reference_backend", "cuda_backend"),
     ("version", "demo", "doctor", "__init__", "cli", "__main__"),
 )
 DOORS = {
     "jinja2": {"render"},
     "cuda": {"nvrtc", "driver"},
-    "torch": {"planner", "binding", "pages", "workspace", "reference", "demo"},
+    "torch": {
+        "pages",
+        "workspace",
+        "binding",
+        "reference",
+        "reference_backend",
+        "cuda_backend",
+        "planner",
+        "demo",
+    },
     "filelock": {"cache", "build"},
     "platformdirs": {"knobs"},
     "rich": {"cli", "demo", "precompile"},

@@ -91,7 +91,9 @@ def test_no_print_and_no_catch_all_names() -> None:
         path.name
         for path, tree in PACKAGE.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
     ]
     assert prints == []
 
@@ -141,7 +143,14 @@ def test_todos_name_an_issue() -> None:
 def test_text_files_end_with_one_newline() -> None:
     files = [
         path
-        for pattern in ("*.md", "*.toml", "*.txt", "jitattn/*.py", "templates/**/*", "tests/**/*.py")
+        for pattern in (
+            "*.md",
+            "*.toml",
+            "*.txt",
+            "jitattn/*.py",
+            "templates/**/*",
+            "tests/**/*.py",
+        )
         for path in ROOT.glob(pattern)
         if path.is_file() and path.stat().st_size
     ]
