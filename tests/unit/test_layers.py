@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import jitattn
+
 PACKAGE = Path(__file__).parents[2] / "jitattn"
 
 LAYERS = (
@@ -84,6 +86,11 @@ def test_imports_point_down(module: str) -> None:
             assert chain.index(imported) < chain.index(module), f"{module} imports {imported}"
         else:
             assert LAYER_OF[imported] < LAYER_OF[module], f"{module} imports {imported}"
+
+
+def test_no_public_name_is_also_a_module() -> None:
+    # Importing a submodule puts it on the package, over a function of the same name.
+    assert not set(MODULES) & set(jitattn.__all__)
 
 
 @pytest.mark.parametrize("package", DOORS)
