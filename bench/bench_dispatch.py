@@ -142,9 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     operations = jitattn_operations(batch, "shared") + jitattn_operations(batch, "separate")
     if options.rivals:
         operations += _rival_operations(batch)
-    rows = [
-        (op, host_time(op, batch, options.blocks), synchronises(op, batch)) for op in operations
-    ]
+    timings = [host_time(operation, batch, options.blocks) for operation in operations]
+    # Afterwards: the check breaks off what it catches, and may leave a rival's plan half made.
+    waits = [synchronises(operation, batch) for operation in operations]
+    rows = list(zip(operations, timings, waits, strict=True))
     env = records.environment()
     records.append_json(
         options.json,

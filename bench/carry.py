@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path, PurePosixPath
 
 MAX_ARCHIVE_BYTES = 15 << 20
-MAX_ARCHIVES = 6
+MAX_ARCHIVES = 4
 _PREBUILT = PurePosixPath("flashinfer/data/aot")
 
 
