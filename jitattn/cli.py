@@ -209,7 +209,7 @@ def support_groups(archs: Iterable[str]) -> list[tuple[support.Config, dict[str,
 
 
 def _model_configs(model: Path, archs: Sequence[str], *, as_json: bool) -> int:
-    from jitattn.precompile import from_model
+    from jitattn.bundles import from_model
 
     rows = []
     for config in from_model(model):
@@ -256,7 +256,7 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from jitattn.precompile import PRESETS, from_model, precompile
+    from jitattn.bundles import PRESETS, from_model, precompile
 
     if args.preset is not None and args.preset not in PRESETS:
         known = ", ".join(PRESETS)

@@ -21,7 +21,7 @@ LAYERS = (
     {"support", "tiling"},
     {"render"},
     {"build", "pages", "workspace", "binding", "reference", "reference_backend", "cuda_backend"},
-    {"planner", "precompile"},
+    {"planner", "bundles"},
     {"__init__", "__main__", "cli", "doctor", "demo"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
@@ -47,7 +47,7 @@ DOORS = {
     },
     "filelock": {"cache", "build"},
     "platformdirs": {"knobs"},
-    "rich": {"cli", "demo", "precompile"},
+    "rich": {"cli", "demo", "bundles"},
 }
 
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}

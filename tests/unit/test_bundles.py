@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from jitattn import build
+from jitattn.bundles import PRESETS, Failure, Precompiled, Report, from_model
 from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import (
@@ -26,12 +27,11 @@ from jitattn.errors import (
     JitAttnError,
 )
 from jitattn.knobs import Knobs
-from jitattn.precompile import PRESETS, Failure, Precompiled, Report, from_model
 from jitattn.spec import KernelSpec, ScheduleSpec
 from jitattn.support import ARCHITECTURES, resolve
 
-# "from jitattn import precompile" is the public function of that name.
-precompile = importlib.import_module("jitattn.precompile")
+# The module, for what it keeps to itself.
+precompile = importlib.import_module("jitattn.bundles")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -113,7 +113,7 @@ import sys
 sys.modules["torch"] = None
 import importlib
 from jitattn.spec import ScheduleSpec
-module = importlib.import_module("jitattn.precompile")
+module = importlib.import_module("jitattn.bundles")
 module.resolve = lambda config, arch: (ScheduleSpec(),)
 report = module.precompile("", arch="sm_80,sm_90a", out=sys.argv[1], jobs=2, progress=False)
 print(report.compiled, [str(failure) for failure in report.failures])
@@ -232,7 +232,7 @@ def test_a_worker_that_dies_is_a_failure_and_replaced(
 ) -> None:
     dies_on_sm_80 = (
         "import os, sys; sys.path[:] = {path!r}; from jitattn import build\n"
-        "from jitattn.precompile import serve\n"
+        "from jitattn.bundles import serve\n"
         "real = build.fill\n"
         "build.fill = lambda s, arch, f: os._exit(9) if arch == 'sm_80' else real(s, arch, f)\n"
         "serve()"

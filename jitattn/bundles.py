@@ -31,7 +31,7 @@ _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
 
 # The caller's search path travels along: it knows where it found this package and the compiler.
-_WORKER = "import sys; sys.path[:] = {path!r}; from jitattn.precompile import serve; serve()"
+_WORKER = "import sys; sys.path[:] = {path!r}; from jitattn.bundles import serve; serve()"
 
 
 def _everyday(heads: str) -> tuple[str, ...]:
