@@ -12,6 +12,7 @@ from jitattn.version import __version__
 
 if TYPE_CHECKING:
     from jitattn.binding import BoundCache
+    from jitattn.bundles import Report, precompile
     from jitattn.cuda_backend import KernelInfo
     from jitattn.errors import (
         CacheError,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     )
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
-    from jitattn.precompile import Report, precompile
     from jitattn.support import Config, Support, check_config, supported_configs
     from jitattn.workspace import Workspace
 
@@ -42,13 +42,13 @@ _HOME = {
     "KernelNotFoundError": "errors",
     "Plan": "planner",
     "RaggedKV": "pages",
-    "Report": "precompile",
+    "Report": "bundles",
     "Support": "support",
     "TokenTable": "pages",
     "Workspace": "workspace",
     "build_info": "planner",
     "check_config": "support",
-    "precompile": "precompile",
+    "precompile": "bundles",
     "supported_configs": "support",
 }
 

@@ -117,25 +117,29 @@ def build(spec: KernelSpec, arch: str, knobs: Knobs, *, hint: str = "") -> Kerne
     """
     started = time.perf_counter()
     key = (_Job(spec, arch, knobs.lineinfo), knobs)
-    origin = "memory"
-    if (kernel := _memory.kernels.get(key)) is None:
+    kernel = _find(*key)
+    if kernel is None:
         with _memory.lock(key):
-            if (kernel := _memory.kernels.get(key)) is None:
-                kernel = _find_or_compile(*key, hint)
-                _memory.kernels[key] = kernel
-                origin = kernel.origin
-    return replace(kernel, origin=origin, seconds=time.perf_counter() - started)
+            kernel = _find(*key) or _make(*key, hint)
+    return replace(kernel, seconds=time.perf_counter() - started)
 
 
 def build_all(
     specs: Sequence[KernelSpec], arch: str, knobs: Knobs, *, hint: str = ""
 ) -> tuple[Kernel, ...]:
-    """Build several kernels, compiling them at the same time where necessary; see ``build``."""
-    if len(specs) < 2:
-        return tuple(build(spec, arch, knobs, hint=hint) for spec in specs)
-    workers = min(len(specs), os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, thread_name_prefix="jitattn-build") as pool:
-        return tuple(pool.map(lambda spec: build(spec, arch, knobs, hint=hint), specs))
+    """Build several kernels, those to compile at the same time; see ``build``."""
+    found: dict[KernelSpec, Kernel] = {}
+    for spec in specs:
+        started = time.perf_counter()
+        if (kernel := _find(_Job(spec, arch, knobs.lineinfo), knobs)) is not None:
+            found[spec] = replace(kernel, seconds=time.perf_counter() - started)
+    missing = [spec for spec in specs if spec not in found]
+    if missing:  # threads only delay reading, but NVRTC lets them work side by side
+        workers = min(len(missing), os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers, thread_name_prefix="jitattn-build") as pool:
+            made = pool.map(lambda spec: build(spec, arch, knobs, hint=hint), missing)
+            found |= zip(missing, made, strict=True)
+    return tuple(found[spec] for spec in specs)
 
 
 def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
@@ -167,15 +171,26 @@ def forget() -> None:
     _warned.clear()
 
 
-def _find_or_compile(job: _Job, knobs: Knobs, hint: str) -> Kernel:
-    entry, source = job.render()
+def _find(job: _Job, knobs: Knobs) -> Kernel | None:
+    """Return the kernel from memory, a bundle or the user's cache."""
+    if (kernel := _memory.kernels.get((job, knobs))) is not None:
+        return replace(kernel, origin="memory")
+    entry, _ = job.render()
     for origin, cache in _places(knobs):
         if (stored := cache.get(entry)) is not None:
             logger.debug("%s comes from %s", entry, cache.root)
-            return _kernel(job, entry, stored.cubin, stored.meta, origin)
+            kernel = _kernel(job, entry, stored.cubin, stored.meta, origin)
+            _memory.kernels[job, knobs] = kernel
+            return kernel
+    return None
+
+
+def _make(job: _Job, knobs: Knobs, hint: str) -> Kernel:
     if not knobs.jit:
         raise KernelNotFoundError(_not_found(job, knobs, hint))
-    return _compile_and_store(job, entry, source, knobs)
+    kernel = _compile_and_store(job, knobs)
+    _memory.kernels[job, knobs] = kernel
+    return kernel
 
 
 def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
@@ -210,7 +225,8 @@ def _compiler(cache: KernelCache) -> str:
     return toolchain
 
 
-def _compile_and_store(job: _Job, entry: str, source: str, knobs: Knobs) -> Kernel:
+def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
+    entry, source = job.render()
     if knobs.cache_dir is None:
         _warn_once("there is no home folder, so compiled kernels stay in memory")
         return _kernel(job, entry, *_compile(job, source), "compiled")

@@ -74,8 +74,8 @@ class Entry:
 
 def digest(fields: Mapping[str, bytes]) -> str:
     """Hash labelled fields; order does not matter, and no two mappings concatenate alike."""
-    hasher = hashlib.sha256()
-    for label, payload in sorted({"format": str(FORMAT).encode(), **fields}.items()):
+    hasher = hashlib.sha256(FORMAT.to_bytes(8, "little"))
+    for label, payload in sorted(fields.items()):
         for part in (label.encode(), payload):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)

@@ -181,7 +181,8 @@ def _configs(args: argparse.Namespace) -> int:
         return 0
     console = _console()
     for config, tested_on in support_groups(args.arch):
-        table = _table(f"{config.kernel}: supported planner arguments", "argument", "values")
+        title = f"{config.kernel}: supported planner arguments"
+        table = _table(console, title, "argument", "values")
         for argument, values in config.fields.items():
             table.add_row(argument, values)
         console.print(table)
@@ -208,7 +209,7 @@ def support_groups(archs: Iterable[str]) -> list[tuple[support.Config, dict[str,
 
 
 def _model_configs(model: Path, archs: Sequence[str], *, as_json: bool) -> int:
-    from jitattn.precompile import from_model
+    from jitattn.bundles import from_model
 
     rows = []
     for config in from_model(model):
@@ -218,10 +219,12 @@ def _model_configs(model: Path, archs: Sequence[str], *, as_json: bool) -> int:
     if as_json:
         _print_json(rows)
     else:
-        table = _table(f"{model}: what its attention needs", "arch", "config", "kernel, or why not")
+        console = _console()
+        title = f"{model}: what its attention needs"
+        table = _table(console, title, "arch", "config", "kernel, or why not")
         for row in rows:
             table.add_row(row["arch"], row["config"], row["kernel"] or "; ".join(row["reasons"]))
-        _console().print(table)
+        console.print(table)
     return 0 if all(row["supported"] for row in rows) else 1
 
 
@@ -253,17 +256,17 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from jitattn import precompile
+    from jitattn.bundles import PRESETS, from_model, precompile
 
-    if args.preset is not None and args.preset not in precompile.PRESETS:
-        known = ", ".join(precompile.PRESETS)
+    if args.preset is not None and args.preset not in PRESETS:
+        known = ", ".join(PRESETS)
         raise UsageError(f"--preset {args.preset}: known presets are {known}")
     configs: Sequence[PlannerConfig | str]
     if args.model is not None:
-        configs = precompile.from_model(args.model)
+        configs = from_model(args.model)
     else:
-        configs = args.config or precompile.PRESETS[args.preset]
-    report = precompile.precompile(configs, arch=args.arch, out=args.out, jobs=args.jobs)
+        configs = args.config or PRESETS[args.preset]
+    report = precompile(configs, arch=args.arch, out=args.out, jobs=args.jobs)
     console = _console()
     console.print(
         f"{args.out}: {len(report.entries)} kernels, {report.compiled} compiled and "
@@ -278,14 +281,15 @@ def _doctor(args: argparse.Namespace) -> int:
     from jitattn import doctor
 
     findings = doctor.examine(_knobs())
-    table = _table(f"jitattn {__version__}", "", "what", "found")
+    console = _console()
+    table = _table(console, f"jitattn {__version__}", "", "what", "found")
     marks = {True: "[green]ok[/]", False: "[red]no[/]", None: "[yellow]--[/]"}
     for finding in findings:
         table.add_row(marks[finding.ok], finding.what, finding.found)
-    _console().print(table)
+    console.print(table)
     for finding in findings:
         if finding.advice:
-            _console().print(f"{finding.what}: {finding.advice}")
+            console.print(f"{finding.what}: {finding.advice}", markup=False)
     return 1 if any(finding.ok is False for finding in findings) else 0
 
 
@@ -296,13 +300,14 @@ def _cache_path(args: argparse.Namespace) -> int:
 
 def _cache_list(args: argparse.Namespace) -> int:
     cache = _cache(args)
-    table = _table(f"{cache.root}", "arch", "kernel", "compiler", "size", "age", "idle")
+    console = _console()
     entries = cache.entries()
+    table = _table(console, f"{cache.root}", "arch", "kernel", "compiler", "bytes", "age", "idle")
     for entry in entries:
-        size, age, idle = map(str, (entry.size_bytes, _days(entry.age_s), _days(entry.idle_s)))
+        size, age, idle = f"{entry.size_bytes:,}", _days(entry.age_s), _days(entry.idle_s)
         table.add_row(entry.arch, entry.symbol, entry.compiler, size, age, idle)
-    _console().print(table)
-    _console().print(f"{len(entries)} kernels, {sum(e.size_bytes for e in entries):,} bytes")
+    console.print(table)
+    console.print(f"{len(entries)} kernels, {sum(e.size_bytes for e in entries):,} bytes")
     return 0
 
 
@@ -360,10 +365,11 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(console: Console, title: str, *columns: str) -> Table:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold")
+    console.print(title, style="bold")  # as a table's own title it would wrap at its width
+    table = Table()
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

@@ -157,8 +157,10 @@ def make_batch(seq_lens: Sequence[int], device: torch.device) -> Batch:
 
 def _table(pages: Tensor, counts: Sequence[int]) -> Tensor:
     table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=pages.device)
-    for row, ids in zip(table, pages.to(torch.int32).split(list(counts)), strict=True):
-        row[: len(ids)] = ids
+    start = 0
+    for row, count in zip(table, counts, strict=True):
+        row[:count] = pages[start : start + count]
+        start += count
     return table
 
 
@@ -246,11 +248,11 @@ def _torch_oracle(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # torch's attention does not define a row without keys; the contract does: 0 and -inf.
     if not len(k):
         return torch.zeros_like(q, dtype=torch.float64), torch.full(q.shape[:2], -math.inf)
-    heads = [x.double().transpose(0, 1) for x in (q, k, v)]
-    group_size = heads[0].shape[0] // heads[1].shape[0]
-    heads[1:] = [x.repeat_interleave(group_size, dim=0) for x in heads[1:]]
-    out = torch.nn.functional.scaled_dot_product_attention(*heads)
-    scores = heads[0] @ heads[1].transpose(1, 2) * HEAD_DIM**-0.5
+    group_size = q.shape[1] // k.shape[1]
+    q = q.double().transpose(0, 1)
+    k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    scores = q @ k.transpose(1, 2) * HEAD_DIM**-0.5
     return out.transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
 
 
@@ -258,13 +260,15 @@ def time_on_gpu(call: Callable[[], object], repeats: int = 20) -> float:
     """Return the median seconds of ``call`` on the current stream."""
     for _ in range(3):
         call()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, stop in events:
+    event = functools.partial(torch.cuda.Event, enable_timing=True)
+    pairs = [(event(), event()) for _ in range(repeats)]
+    for start, stop in pairs:
         start.record()
         call()
         stop.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events) / 1e3
+    milliseconds: float = statistics.median(start.elapsed_time(stop) for start, stop in pairs)
+    return milliseconds / 1e3
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -325,7 +329,7 @@ def _cross_compiled_row(kernel: Kernel) -> KernelRow:
 
 
 def _print_kernels(console: Console, title: str, rows: Sequence[KernelRow]) -> None:
-    table = _new_table(title, "kernel", "arch", "from")
+    table = _new_table(console, title, "kernel", "arch", "from")
     for heading in ("ms", "registers", "spill B", "shared B"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -342,7 +346,7 @@ def _print_kernels(console: Console, title: str, rows: Sequence[KernelRow]) -> N
 
 
 def _print_checks(console: Console, against: str, checks: dict[str, tuple[Check, Check]]) -> bool:
-    table = _new_table(f"Errors against {against}", "page table", "what")
+    table = _new_table(console, f"Errors against {against}", "page table", "what")
     for heading in ("max error", "tolerance"):
         table.add_column(heading, justify="right")
     table.add_column("")
@@ -355,7 +359,7 @@ def _print_checks(console: Console, against: str, checks: dict[str, tuple[Check,
 
 
 def _print_timings(console: Console, batch: Batch, seconds: dict[str, float], copy: float) -> None:
-    table = _new_table(f"Speed; this card copies {copy / 1e9:,.0f} GB/s", "page table")
+    table = _new_table(console, f"Speed; this card copies {copy / 1e9:,.0f} GB/s", "page table")
     for heading in ("us", "GB/s", "of copy"):
         table.add_column(heading, justify="right")
     for layout, s in seconds.items():
@@ -364,8 +368,9 @@ def _print_timings(console: Console, batch: Batch, seconds: dict[str, float], co
     console.print(table)
 
 
-def _new_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _new_table(console: Console, title: str, *columns: str) -> Table:
+    console.print(f"[bold]{title}[/]")  # as a table's own title it would wrap at its width
+    table = Table()
     for column in columns:
         table.add_column(column, no_wrap=True)
     return table

@@ -31,6 +31,10 @@ _PACKAGES = (
     "rich",
 )
 _CUDA_13 = (13, 0)
+_OLD_DRIVER = (
+    "it cannot load what CUDA 13 compiles: pip install 'jitattn[cu12]' && "
+    "pip uninstall nvidia-cuda-nvrtc, which would be preferred"
+)
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,11 @@ def _devices() -> Iterator[Finding]:
     if version is None or version == (0, 0):
         yield no_driver
         return
-    old = version < _CUDA_13
-    advice = "older than CUDA 13: pip install 'jitattn[cu12]' for a compiler it understands"
     found = f"CUDA {version[0]}.{version[1]}"
-    yield Finding("driver", found, None if old else True, advice if old else "")
+    if version < _CUDA_13:
+        yield Finding("driver", found, None, _OLD_DRIVER)
+    else:
+        yield Finding("driver", found)
     yield from _cards()
 
 

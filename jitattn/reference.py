@@ -97,7 +97,7 @@ def gather(cache: Tensor, page_ids: Tensor, kv_len: int, *, start: int = 0) -> T
         [max(kv_len, 0), num_kv_heads, head_dim], contiguous. Tokens of pages wholly before
         ``start`` are NaN.
     """
-    num_pages, page_size, num_kv_heads, head_dim = cache.shape
+    _, page_size, num_kv_heads, head_dim = cache.shape
     kv_len = max(kv_len, 0)
     first_page, last_page = start // page_size, -(-kv_len // page_size)
     if last_page > page_ids.shape[0]:

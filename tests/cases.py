@@ -110,7 +110,7 @@ class Kernel:
     out_dtype: str | None = None
     page_table: str = "shared"
     soft_cap: bool = False
-    row_tile: int = 8  # 8, 16 or 32 query rows; see GROUPS
+    band: int = 8  # of group sizes, a key of GROUPS
 
 
 GROUPS = {
@@ -118,7 +118,7 @@ GROUPS = {
     16: (9, 10, 12, 13, 16),
     32: (17, 20, 24, 32, 40, 48, 64, 71),
 }
-"""Group sizes that take each row tile; head_dim above 128 has no tile of 32 and loops over 16."""
+"""Bands of group sizes, by the row tile that holds them whole; a smaller tile takes row blocks."""
 
 
 def _kernel(
@@ -126,7 +126,7 @@ def _kernel(
     page_size: int,
     dtype: str,
     page_table: str,
-    row_tile: int,
+    band: int,
     *,
     soft_cap: bool = False,
     out: str | None = None,
@@ -138,12 +138,12 @@ def _kernel(
         out_dtype=out,
         page_table=page_table,
         soft_cap=soft_cap,
-        row_tile=row_tile,
+        band=band,
     )
 
 
 # Every head_dim, page sizes of every kind (1, odd, even, powers of two, larger than a tile), both
-# dtypes, all outputs, both tables, all row tiles. The first five also serve the handed cases.
+# dtypes, all outputs, both tables, all bands. The first five also serve the handed cases.
 KERNELS: tuple[Kernel, ...] = (
     _kernel(128, 16, "bf16", "shared", 8),
     _kernel(128, 16, "bf16", "separate", 8),
@@ -267,7 +267,7 @@ def _decks(rng: random.Random) -> dict[str, _Deck]:
         "rows": (None, "int32", None, "int64"),
         "lengths_dtype": ("int32", "int64"),
         "call": ("buffers", "buffers", "returned"),
-    } | {f"group {tile}": sizes for tile, sizes in GROUPS.items()}
+    } | {f"group {band}": sizes for band, sizes in GROUPS.items()}
     return {name: _Deck(cards, random.Random(rng.random())) for name, cards in axes.items()}
 
 
@@ -291,7 +291,7 @@ def _deal(kernel: Kernel, decks: dict[str, _Deck], rng: random.Random, seed: int
         out_dtype=kernel.out_dtype,
         page_table=kernel.page_table,
         logits_soft_cap=decks["soft cap"].deal() if kernel.soft_cap else 0.0,
-        group_size=decks[f"group {kernel.row_tile}"].deal(),
+        group_size=decks[f"group {kernel.band}"].deal(),
         cache=decks[f"cache {kernel.page_table}"].deal(),
         lengths=lengths_of(str(decks["lengths"].deal()), kernel.page_size, rng),
         seed=seed,

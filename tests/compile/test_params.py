@@ -1,4 +1,4 @@
-"""The host's launch structs and the kernels' agree, field by field, as the compiler lays them out."""
+"""The launch structs of the host and of the kernels agree, as the compiler lays them out."""
 
 from __future__ import annotations
 
@@ -80,4 +80,6 @@ def test_a_moved_field_is_seen() -> None:
     from jitattn.errors import CompileError
 
     with pytest.raises(CompileError, match="boundaries"):
-        _compile(render.render(ScheduleSpec(), ARCH) + "\n".join(_asserts("jitattn::Schedule", Moved)))
+        _compile(
+            render.render(ScheduleSpec(), ARCH) + "\n".join(_asserts("jitattn::Schedule", Moved))
+        )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import jitattn
+
 PACKAGE = Path(__file__).parents[2] / "jitattn"
 
 LAYERS = (
@@ -18,8 +20,8 @@ LAYERS = (
     {"spec", "config", "cache", "nvrtc", "driver", "params"},
     {"support", "tiling"},
     {"render"},
-    {"build", "binding", "pages", "workspace", "reference"},
-    {"planner", "precompile"},
+    {"build", "pages", "workspace", "binding", "reference", "reference_backend", "cuda_backend"},
+    {"planner", "bundles"},
     {"__init__", "__main__", "cli", "doctor", "demo"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
@@ -27,16 +29,25 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 SAME_LAYER = (
     ("spec", "config", "params"),
     ("tiling", "support"),
-    ("pages", "workspace", "binding"),
+    ("build", "pages", "workspace", "binding", "reference", "reference_backend", "cuda_backend"),
     ("version", "demo", "doctor", "__init__", "cli", "__main__"),
 )
 DOORS = {
     "jinja2": {"render"},
     "cuda": {"nvrtc", "driver"},
-    "torch": {"planner", "binding", "pages", "workspace", "reference", "demo"},
+    "torch": {
+        "pages",
+        "workspace",
+        "binding",
+        "reference",
+        "reference_backend",
+        "cuda_backend",
+        "planner",
+        "demo",
+    },
     "filelock": {"cache", "build"},
     "platformdirs": {"knobs"},
-    "rich": {"cli", "demo", "precompile"},
+    "rich": {"cli", "demo", "bundles"},
 }
 
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
@@ -75,6 +86,11 @@ def test_imports_point_down(module: str) -> None:
             assert chain.index(imported) < chain.index(module), f"{module} imports {imported}"
         else:
             assert LAYER_OF[imported] < LAYER_OF[module], f"{module} imports {imported}"
+
+
+def test_no_public_name_is_also_a_module() -> None:
+    # Importing a submodule puts it on the package, over a function of the same name.
+    assert not set(MODULES) & set(jitattn.__all__)
 
 
 @pytest.mark.parametrize("package", DOORS)

@@ -17,7 +17,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, b
                : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until at most `kPending` of this thread's youngest groups are still under way.
 template <int kPending>

@@ -16,8 +16,8 @@ namespace jitattn {
 // One request. Tokens [kv_begin, kv_end) are visible; kv_end = 0 means none are.
 struct alignas(16) RequestWork {
   int32_t kv_begin;
-  int32_t kv_end;       // kInvalidLength: longer than its table, to be answered with NaN
-  int32_t first_slot;   // the slots of its first and last split
+  int32_t kv_end;      // kInvalidLength: longer than its table, to be answered with NaN
+  int32_t first_slot;  // the slots of its first and last split
   int32_t last_slot;
   int32_t num_splits;
   int32_t split_tiles;  // batch-invariant: tiles of a split; else 0

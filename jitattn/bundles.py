@@ -31,7 +31,7 @@ _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
 
 # The caller's search path travels along: it knows where it found this package and the compiler.
-_WORKER = "import sys; sys.path[:] = {path!r}; from jitattn.precompile import serve; serve()"
+_WORKER = "import sys; sys.path[:] = {path!r}; from jitattn.bundles import serve; serve()"
 
 
 def _everyday(heads: str) -> tuple[str, ...]:
@@ -247,7 +247,10 @@ def _run(work: Sequence[_Job], jobs: int, progress: bool) -> list[_Outcome]:
         def run(job: _Job) -> _Outcome:
             worker = idle.get()
             outcome = worker.run(job)
-            idle.put(worker if worker.alive else _Worker())
+            if not worker.alive:
+                worker.close()
+                worker = _Worker()
+            idle.put(worker)
             return advance(outcome)
 
         # One thread waits for each process.
@@ -325,6 +328,8 @@ def _config(config: Config) -> PlannerConfig:
 
 def _archs(arch: str | Sequence[str]) -> list[str]:
     names = arch.split(",") if isinstance(arch, str) else arch
+    if not names:
+        raise ConfigError(["no arch is given"])
     return list(dict.fromkeys(name.strip() for name in names))
 
 

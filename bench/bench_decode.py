@@ -1,0 +1,262 @@
+"""jitattn's decode beside every rival that can be imported: same inputs, same process, same clock.
+
+    python -m bench.bench_decode --table --json bench/results/decode.jsonl
+
+Ceilings of the card are measured in the same run. Every output is compared with the float64
+reference before and, inside a graph, after capture; a wrong or absent contender is reported and
+not timed. The contenders take turns for several rounds, so that a drifting clock hits them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench import ceilings, records, report
+from bench.ceilings import Ceilings
+from bench.contenders import Contender, JitAttn, Prepared, SkipError
+from bench.oracle import Oracle
+from bench.rivals import all_rivals
+from bench.timing import GRAPH_BELOW_S, Call, L2Flush, L2Policy, Timer, Timing, l2_bytes, summarize
+from bench.workloads import Batch, Case, make_batch, num_copies, select
+
+
+class WrongError(Exception):
+    """An output is not the reference's."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one contender on one case.
+
+    Attributes:
+        contender: its name.
+        status: "timed", "skipped" (absent or refused), "failed" (raised) or "wrong".
+        reason: why it wasn't timed.
+        timing: seconds per run; None unless timed.
+        error: largest relative error against the reference.
+        facts: how it was planned, kernels and the like.
+    """
+
+    contender: str
+    status: str
+    reason: str = ""
+    timing: Timing | None = None
+    error: float | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a case is timed, the same for everyone.
+
+    Attributes:
+        kind: "graph" or "events".
+        num_runs: runs inside a graph; 1 between a pair of events.
+        rounds: turns that every contender gets.
+    """
+
+    kind: str
+    num_runs: int
+    rounds: int
+
+
+@dataclass
+class _Entry:
+    """A contender on its way through a case."""
+
+    result: Result
+    prepared: Prepared | None = None
+    call: Call | None = None
+    samples: list[float] = field(default_factory=list)
+
+
+def choose_method(case: Case, kind: str, read: float, num_runs: int, rounds: int) -> Method:
+    """Return how to time ``case``.
+
+    Args:
+        case: the case.
+        kind: "graph", "events", or "auto": a graph where the bytes alone take under 100 us.
+        read: bytes per second of a streaming read.
+        num_runs: runs inside a graph.
+        rounds: turns of every contender.
+    """
+    if kind == "auto":
+        kind = "graph" if case.floor_s(read) < GRAPH_BELOW_S else "events"
+    return Method(kind, num_runs if kind == "graph" else 1, rounds)
+
+
+def bench_case(
+    batch: Batch, contenders: Sequence[Contender], method: Method, timer: Timer
+) -> list[Result]:
+    """Check and time every contender on ``batch``, in turns."""
+    oracle = Oracle(batch)
+    entries = [_set_up(contender, batch, method, timer, oracle) for contender in contenders]
+    for _ in range(method.rounds):
+        for entry in entries:
+            if entry.call is not None:
+                samples = timer.samples(entry.call)
+                entry.samples += [seconds / method.num_runs for seconds in samples]
+    same_bits = _same_bits(entries)
+    return [_finish(entry, same_bits) for entry in entries]
+
+
+def _set_up(
+    contender: Contender, batch: Batch, method: Method, timer: Timer, oracle: Oracle
+) -> _Entry:
+    """Prepare and check one contender; whatever it raises becomes its result."""
+    name = contender.name
+    try:
+        contender.version()
+        prepared = contender.prepare(batch)
+        error = _check(prepared, prepared.runs, oracle)
+        call: Call = prepared.runs[0]
+        if method.kind == "graph":
+            call = timer.capture(prepared.plan, prepared.runs, method.num_runs)
+            error = max(error, _check(prepared, [call], oracle))
+    except SkipError as reason:
+        return _Entry(Result(name, "skipped", str(reason)))
+    except WrongError as reason:
+        return _Entry(Result(name, "wrong", str(reason)))
+    except Exception as reason:  # a rival may raise anything, and the others still have their turn
+        return _Entry(Result(name, "failed", f"{type(reason).__name__}: {reason}"))
+    result = Result(name, "timed", error=error, facts=prepared.facts)
+    return _Entry(result, prepared, call)
+
+
+def _check(prepared: Prepared, calls: Sequence[Call], oracle: Oracle) -> float:
+    """Return the error of what ``calls`` write over NaN, or raise WrongError."""
+    prepared.outs.fill_(float("nan"))
+    for call in calls:
+        call()
+    error = oracle.error(prepared.outs)
+    if error > oracle.limit:
+        raise WrongError(f"relative error {error:.1e}, at most {oracle.limit:.0e} is right")
+    return error
+
+
+def _same_bits(entries: Sequence[_Entry]) -> bool | None:
+    """Say whether the two page tables gave the same bits; None unless both ran."""
+    outs = [
+        entry.prepared.outs
+        for entry in entries
+        if entry.prepared is not None and entry.result.contender.startswith("jitattn-")
+    ]
+    return torch.equal(outs[0], outs[1]) if len(outs) == 2 else None
+
+
+def _finish(entry: _Entry, same_bits: bool | None) -> Result:
+    result = entry.result
+    if not entry.samples:
+        return result
+    facts = dict(result.facts)
+    if same_bits is not None and result.contender.startswith("jitattn-"):
+        facts["same_bits_for_both_tables"] = same_bits
+    return dataclasses.replace(result, timing=summarize(entry.samples), facts=facts)
+
+
+def to_record(
+    result: Result,
+    case: Case,
+    method: Method,
+    limits: Ceilings,
+    l2: L2Policy,
+    env: Mapping[str, object],
+) -> dict[str, object]:
+    """Return the JSON record of one result."""
+    figures: dict[str, object] = {}
+    if result.timing is not None:
+        bandwidth = case.num_bytes / result.timing.median_s
+        figures = dataclasses.asdict(result.timing) | {
+            "gb_per_s": bandwidth / 1e9,
+            "copy_fraction": bandwidth / limits.copy,
+        }
+    return records.record(
+        "decode",
+        env,
+        case=case.name,
+        contender=result.contender,
+        status=result.status,
+        reason=result.reason,
+        method=method.kind,
+        num_runs=method.num_runs,
+        l2_policy=l2.value,
+        num_bytes=case.num_bytes,
+        floor_s=case.floor_s(limits.read),
+        ceilings=dataclasses.asdict(limits),
+        error=result.error,
+        **figures,
+        **result.facts,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the selected cases; the exit status is 1 when an output was wrong."""
+    contenders = (*all_rivals(), JitAttn("shared"), JitAttn("separate"))
+    options = _parse(argv, [contender.name for contender in contenders])
+    if not torch.cuda.is_available():
+        print("bench_decode needs a CUDA device", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    chosen = [c for c in contenders if c.name in options.contenders.split(",")]
+    env = records.environment({c.name: _version(c) for c in chosen})
+    limits = ceilings.measure(device)
+    report.print_head(env, limits)
+    timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
+    rows: list[tuple[Case, list[Result]]] = []
+    for case in select(options.cases):
+        method = choose_method(case, options.method, limits.read, options.runs, options.rounds)
+        copies = num_copies(case, l2_bytes(device), options.runs) if method.num_runs > 1 else 1
+        results = bench_case(make_batch(case, copies, device), chosen, method, timer)
+        records.append_json(
+            options.json, [to_record(r, case, method, limits, options.l2, env) for r in results]
+        )
+        report.print_case(case, method.kind, results)
+        rows.append((case, results))
+        torch.cuda.empty_cache()
+    if options.table:
+        report.print_table(rows, limits)
+    return int(any(result.status == "wrong" for _, results in rows for result in results))
+
+
+def _version(contender: Contender) -> str:
+    try:
+        return contender.version()
+    except Exception as error:  # the reason is the record
+        return f"absent: {error}"
+
+
+def _parse(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.bench_decode",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--cases", default="figures", help="groups and name patterns, comma-separated")
+    add("--contenders", default=",".join(names), help="comma-separated; default: %(default)s")
+    add("--method", choices=("auto", "graph", "events"), default="auto")
+    add("--runs", type=int, default=32, help="runs inside a graph")
+    add("--rounds", type=int, default=3, help="turns of every contender")
+    add("--repeats", type=int, default=20, help="timed calls a turn")
+    add("--l2", type=L2Policy, default=L2Policy.WRITE, help="write, read or keep")
+    add("--table", action="store_true", help="print the table at the end")
+    add("--json", type=Path, help="file to which records are appended")
+    options = parser.parse_args(argv)
+    if unknown := set(options.contenders.split(",")) - set(names):
+        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    try:
+        select(options.cases)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

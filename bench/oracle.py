@@ -1,0 +1,71 @@
+"""The right answer, and how far an output may be from it. What is wrong is never timed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bench.workloads import Batch
+from jitattn.reference import attention, gather
+
+_LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2}
+"""Largest relative error of a request, by cache dtype. Rounding an output to bfloat16 costs 2e-3;
+losing one of 8192 random keys 1e-2. Rivals quantise q and the probabilities to the cache's FP8."""
+
+
+class Oracle:
+    """Expected outputs of a batch, computed once for each copy that is asked for."""
+
+    def __init__(self, batch: Batch) -> None:
+        """Remember the batch; nothing is computed yet."""
+        self.batch = batch
+        self.limit = _LIMITS[batch.case.kv_dtype]
+        self._expected: dict[int, Tensor] = {}
+
+    def error(self, outs: Tensor) -> float:
+        """Return the largest relative error of a request in the first and the last copy.
+
+        Args:
+            outs: [num_copies, batch_size, num_qo_heads, head_dim]; what was never written should
+                hold NaN, which makes the error infinite.
+        """
+        copies = {0, self.batch.num_copies - 1}
+        return max(relative_error(outs[copy], self._of(copy)) for copy in copies)
+
+    def _of(self, copy: int) -> Tensor:
+        if copy not in self._expected:
+            self._expected[copy] = reference(self.batch, copy)
+        return self._expected[copy]
+
+
+def reference(batch: Batch, copy: int) -> Tensor:
+    """Return [batch_size, num_qo_heads, head_dim] float64, a request at a time."""
+    case = batch.case
+    rows = []
+    for b, length in enumerate(case.seq_lens):
+        k, v = (gather(batch.kv[copy][:, i], batch.block_table[b], length) for i in (0, 1))
+        out, _ = attention(
+            batch.q[copy, b : b + 1],
+            k,
+            v,
+            [0, 1],
+            [0, length],
+            causal=True,
+            window_left=-1,
+            logits_soft_cap=0.0,
+            sm_scale=case.head_dim**-0.5,
+        )
+        rows.append(out)
+    return torch.cat(rows)
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Return the largest |out - expected| / |expected| of a request; infinite where not finite.
+
+    Args:
+        out: [batch_size, num_qo_heads, head_dim].
+        expected: like out, float64.
+    """
+    difference = (out.double() - expected).flatten(1).norm(dim=1)
+    worst = float((difference / expected.flatten(1).norm(dim=1)).max())
+    return worst if worst < float("inf") else float("inf")

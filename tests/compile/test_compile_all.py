@@ -1,0 +1,148 @@
+"""Compile a pairwise sample of the support table for every architecture. Needs NVRTC and no GPU.
+
+A kernel must not spill, must multiply on tensor cores, must fit the shared memory of its
+architecture, and must stay within a budget of machine code, since code costs time to compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import files
+from pathlib import Path
+
+import pytest
+
+from jitattn import nvrtc
+from jitattn.render import headers, render
+from jitattn.spec import DecodeSpec, KernelSpec, ScheduleSpec
+from jitattn.support import ARCHITECTURES, sample_specs
+from jitattn.tiling import SMEM_LIMIT, max_row_tile, tile_for
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel to compile, and whether to read its machine code too."""
+
+    spec: KernelSpec
+    arch: str
+    disassemble: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.spec.symbol.removeprefix('jitattn_')}"
+
+
+def jobs() -> Iterator[Job]:
+    """The whole sample for sm_90a; of the others a sixth each, and what needs most registers."""
+    for i, arch in enumerate(ARCHITECTURES):
+        yield Job(ScheduleSpec(), arch)
+        for n, spec in enumerate(sample_specs(arch)):
+            if arch == "sm_90a" or n % 6 == i or is_heavy(spec):
+                yield Job(spec, arch, disassemble=n % 9 == i)
+
+
+def is_heavy(spec: DecodeSpec) -> bool:
+    return spec.head_dim in (128, 240) and spec.row_tile == max_row_tile(spec.head_dim)
+
+
+JOBS = tuple(jobs())
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[Job, Future[nvrtc.Compiled]]]:
+    """Compile everything on as many threads as there are; NVRTC works outside the GIL."""
+    with ThreadPoolExecutor() as pool:
+        yield {job: pool.submit(compile_job, job) for job in JOBS}
+        pool.shutdown(cancel_futures=True)
+
+
+def compile_job(job: Job) -> nvrtc.Compiled:
+    return nvrtc.compile_cubin(
+        render(job.spec, job.arch),
+        name=f"{job.spec.symbol}.cu",
+        headers=dict(headers()),
+        options=nvrtc.options(job.arch),
+    )
+
+
+def code_bytes(cubin: bytes, symbol: str) -> int:
+    """The size of a kernel's machine code, from the section headers of the ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    names = sections[names_index][4]
+    for name, _, _, _, _, num_bytes in sections:
+        start = names + name
+        if cubin[start : cubin.index(b"\0", start)].decode() == f".text.{symbol}":
+            return num_bytes
+    raise AssertionError(f"no code for {symbol}")
+
+
+def code_budget(spec: KernelSpec) -> int:
+    """Bytes of machine code a kernel may have: some 10 % above what the largest ones have.
+
+    Machine code grows with the unrolled products, which are proportional to head_dim, and costs
+    about 10 ms of ptxas per KiB. Raise it knowingly.
+    """
+    if isinstance(spec, ScheduleSpec):
+        return 24 * 1024
+    return 56 * 1024 + 288 * spec.head_dim
+
+
+@functools.cache
+def nvdisasm() -> Path:
+    """The disassembler of the wheel nvidia-cuda-nvdisasm, which is not on PATH."""
+    found = [file for file in files("nvidia-cuda-nvdisasm") or () if file.name == "nvdisasm"]
+    return Path(str(found[0].locate()))
+
+
+def opcodes(cubin: bytes, folder: Path) -> list[str]:
+    """The opcodes of a cubin in order, as nvdisasm names them: ``"HMMA.16816.F32.BF16"``."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    done = subprocess.run(
+        [nvdisasm(), "-c", path], capture_output=True, text=True, check=True, encoding="utf-8"
+    )
+    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path: Path) -> None:
+    result = compiled[job].result()
+    resources = nvrtc.parse_resources(result.log, job.spec.symbol)
+    assert resources.spill_bytes == 0
+    assert resources.stack_bytes == 0
+    assert resources.registers <= 255
+    smem_bytes = resources.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
+    assert smem_bytes <= SMEM_LIMIT[job.arch]
+    assert code_bytes(result.cubin, job.spec.symbol) <= code_budget(job.spec)
+    if job.disassemble:
+        assert isinstance(job.spec, DecodeSpec)
+        check_machine_code(job.spec, opcodes(result.cubin, tmp_path))
+
+
+def check_machine_code(spec: DecodeSpec, found: list[str]) -> None:
+    products = [op for op in found if op.startswith("HMMA.16816.F32")]
+    if spec.q_dtype == "bfloat16":
+        assert all("BF16" in op for op in products)
+    # The accumulator of V^T P lives in registers, so its products are unrolled: head_dim / 16
+    # blocks of 16 columns times row_tile / 8 blocks of 8 rows. K Q^T adds one product at least.
+    assert len(products) >= (spec.head_dim // 16 + 1) * (spec.row_tile // 8)
+    assert not [op for op in found if op.startswith(("LDL", "STL"))]
+    # Vectors go around the registers into shared memory; single elements can't.
+    assert any(op.startswith("LDGSTS") for op in found) == (spec.loader == "vector")
+
+
+def test_sample_has_every_pair() -> None:
+    specs = sample_specs("sm_90a")
+    for head_dim in range(16, 257, 16):
+        assert {s.loader for s in specs if s.head_dim == head_dim} == {"vector", "plain"}
+        assert {s.page_table for s in specs if s.head_dim == head_dim} == {"shared", "separate"}
+    assert len(set(specs)) == len(specs)
+    assert {s.row_tile for s in specs} == {8, 16, 32}
+    assert {s.page_size for s in specs} >= {1, 3, 16, 64, 128}

@@ -1,0 +1,53 @@
+"""The same spec gives the same cubin, wherever and whenever it is compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jitattn import nvrtc
+from jitattn.render import headers, render
+from jitattn.spec import KernelSpec, ScheduleSpec
+from jitattn.support import sample_specs
+
+SPECS: tuple[KernelSpec, ...] = (*sample_specs("sm_90a")[3:60:28], ScheduleSpec())
+ROOT = Path(__file__).parents[2]
+
+
+def cubin_digest(spec: KernelSpec, arch: str) -> str:
+    compiled = nvrtc.compile_cubin(
+        render(spec, arch),
+        name=f"{spec.symbol}.cu",
+        headers=dict(headers()),
+        options=nvrtc.options(arch),
+    )
+    return hashlib.sha256(compiled.cubin).hexdigest()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.symbol)
+def test_twice_in_one_process(spec: KernelSpec) -> None:
+    assert cubin_digest(spec, "sm_90a") == cubin_digest(spec, "sm_90a")
+
+
+def test_in_another_process_folder_and_environment(tmp_path: Path) -> None:
+    script = (
+        "from tests.compile.test_reproducible import SPECS, cubin_digest\n"
+        "import sys\n"
+        "sys.stdout.write(' '.join(cubin_digest(spec, 'sm_90a') for spec in SPECS))\n"
+    )
+    environ = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONHASHSEED="7", TZ="Asia/Tokyo")
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [cubin_digest(spec, "sm_90a") for spec in SPECS]
+
+
+def test_architectures_differ() -> None:
+    spec = SPECS[0]
+    assert len({cubin_digest(spec, arch) for arch in ("sm_80", "sm_90a", "sm_120f")}) == 3

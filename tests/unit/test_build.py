@@ -1,0 +1,510 @@
+"""Finding or compiling a kernel, with tiny kernels in place of the real ones."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from jitattn import build, knobs, nvrtc
+from jitattn.cache import KernelCache
+from jitattn.errors import (
+    CacheError,
+    CompileError,
+    CompilerMissingError,
+    KernelNotFoundError,
+)
+from jitattn.knobs import Knobs
+from jitattn.spec import ScheduleSpec
+
+REPOSITORY = Path(__file__).parents[2]
+ARCH = "sm_90a"
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """Stands in for a kernel's spec: it renders to one line."""
+
+    symbol: str = "tiny"
+    body: str = "*x = one();"
+
+    def context(self) -> dict[str, object]:
+        return {"symbol": self.symbol, "head_dim": 64, "page_size": 16, "row_tile": 8}
+
+
+class Compilations:
+    """Counts calls of the compiler, and can make them fail."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.real = nvrtc.compile_cubin
+        self.fails = False
+
+    def __call__(self, source: str, **arguments: object) -> nvrtc.Compiled:
+        self.count += 1
+        if self.fails:
+            raise AssertionError("compiled although forbidden")
+        return self.real(source, **arguments)  # type: ignore[arg-type]
+
+
+def tiny_render(spec: TinySpec, arch: str) -> str:
+    signature = f'extern "C" __global__ void {spec.symbol}(float* x)'
+    return f'#include "one.cuh"\n{signature} {{ {spec.body} }}\n'
+
+
+def tiny_headers() -> tuple[tuple[str, str], ...]:
+    return (("one.cuh", "__device__ float one() { return 1.f; }\n"),)
+
+
+@pytest.fixture(autouse=True)
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
+    counter = Compilations()
+    monkeypatch.setattr(build, "render", tiny_render)
+    monkeypatch.setattr(build, "headers", tiny_headers)
+    monkeypatch.setattr(nvrtc, "compile_cubin", counter)
+    build.forget()
+    yield counter
+    build.forget()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Knobs:
+    return Knobs(cache_dir=tmp_path / "cache")
+
+
+def get(settings: Knobs, spec: TinySpec | None = None, **arguments: str) -> build.Kernel:
+    return build.build(spec or TinySpec(), ARCH, settings, **arguments)  # type: ignore[arg-type]
+
+
+def fresh(settings: Knobs, spec: TinySpec | None = None) -> build.Kernel:
+    """Build as a new process would."""
+    build.forget()
+    return get(settings, spec)
+
+
+def off(settings: Knobs) -> Knobs:
+    return replace(settings, jit=False)
+
+
+# ---------------------------------------------------------------------------- names
+
+
+def test_the_name_covers_source_headers_architecture_and_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def name(arch: str = ARCH, lineinfo: bool = False, body: str = "*x = one();") -> str:
+        return build._Job(TinySpec(body=body), arch, lineinfo).render()[0]  # type: ignore[arg-type]
+
+    names = {name(), name("sm_80"), name(lineinfo=True), name(body="*x = 2.f;")}
+    monkeypatch.setattr(build, "headers", lambda: (("one.cuh", "// changed"),))
+    names.add(name())
+    monkeypatch.setattr(build, "headers", lambda: (("two.cuh", "// changed"),))
+    names.add(name())
+    assert len(names) == 6
+
+
+def test_the_name_covers_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Knobs
+) -> None:
+    entry = get(settings).entry
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "5.2;7.0;9.0+PTX")
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: "V1.0.0 CL-1")
+    other = Knobs(cache_dir=tmp_path / "other", lock_timeout=1.0, check=True)
+    assert fresh(other).entry == entry
+
+
+# ---------------------------------------------------------------------------- origins
+
+
+def test_compiled_then_memory_then_disk(settings: Knobs, compilations: Compilations) -> None:
+    first = get(settings)
+    assert first.origin == "compiled"
+    assert first.cubin.startswith(b"\x7fELF")
+    assert (first.symbol, first.arch) == ("tiny", ARCH)
+    assert first.registers > 0
+    assert first.compiler == nvrtc.toolchain()
+    second, third = get(settings), fresh(settings)
+    assert (second.origin, third.origin) == ("memory", "disk")
+    assert compilations.count == 1
+    same = {"origin": "", "seconds": 0.0}
+    assert replace(first, **same) == replace(second, **same) == replace(third, **same)
+
+
+def test_a_bundle_comes_before_the_cache(settings: Knobs, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    made = build.fill(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
+    again = build.fill(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
+    assert (made.origin, again.origin) == ("compiled", "precompiled")
+    get(settings)
+    found = fresh(replace(settings, precompiled=(tmp_path / "missing", bundle)))
+    assert found.origin == "precompiled"
+    assert found.cubin == made.cubin
+
+
+def test_a_complete_bundle_asks_nothing_of_compiler_or_cache(
+    settings: Knobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.fill(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
+    for name in ("toolchain", "compile_cubin", "search_digest", "_binding"):
+        monkeypatch.setattr(nvrtc, name, None)
+    found = fresh(replace(settings, precompiled=(tmp_path / "bundle",)))
+    assert found.origin == "precompiled"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_bundles_are_equal_byte_for_byte(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        build.fill(TinySpec(), ARCH, tmp_path / folder)  # type: ignore[arg-type]
+    files = [p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file()]
+    assert len(files) == 3
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_the_cache_is_divided_by_compiler_and_bundles_are_not(
+    settings: Knobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get(settings)
+    build.fill(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
+    monkeypatch.setattr(nvrtc, "search_digest", lambda: "another-environment")
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: "V99.0.1 CL-1")
+    with_bundle = replace(settings, precompiled=(tmp_path / "bundle",))
+    assert fresh(with_bundle).origin == "precompiled"
+    assert fresh(settings).origin == "compiled"
+    assert len(KernelCache(tmp_path / "cache").divisions()) == 2
+
+
+def test_reading_asks_a_note_instead_of_the_compiler(
+    settings: Knobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get(settings)
+    compiler = nvrtc.toolchain()
+    monkeypatch.setattr(nvrtc, "toolchain", None)
+    assert fresh(settings).origin == "disk"
+    # A note about a library that has changed since is no answer.
+    monkeypatch.setattr(nvrtc, "still_there", lambda libraries: False)
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: compiler)
+    assert fresh(settings).origin == "disk"
+
+
+@pytest.mark.parametrize("note", ["", "\n", "V1.0 CL-1", "../../x\n/missing|1|1", "\n\n\n"])
+def test_a_damaged_note_does_not_matter(settings: Knobs, note: str) -> None:
+    get(settings)
+    assert settings.cache_dir is not None
+    (path,) = (settings.cache_dir / "notes").iterdir()
+    path.write_text(note)
+    assert fresh(settings).origin == "disk"
+
+
+def test_lineinfo_is_another_kernel(settings: Knobs) -> None:
+    plain = get(settings)
+    with_lines = get(replace(settings, lineinfo=True))
+    assert with_lines.origin == "compiled"
+    assert with_lines.entry != plain.entry
+
+
+def test_a_damaged_entry_is_rebuilt(settings: Knobs) -> None:
+    entry = get(settings).entry
+    assert settings.cache_dir is not None
+    (cubin,) = settings.cache_dir.rglob(f"{entry}/*.cubin")
+    cubin.write_bytes(b"damaged")
+    assert fresh(settings).origin == "compiled"
+    assert fresh(settings).origin == "disk"
+
+
+# ---------------------------------------------------------------------------- JIT off
+
+
+def test_without_jit_the_users_cache_is_still_read(
+    settings: Knobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get(settings)
+    for name in ("toolchain", "compile_cubin", "search_digest", "_binding"):
+        monkeypatch.setattr(nvrtc, name, None)
+    assert fresh(off(settings)).origin == "disk"
+
+
+def test_without_jit_a_missing_kernel_names_the_command(tmp_path: Path) -> None:
+    bundle = tmp_path / "a bundle"
+    bundle.mkdir()
+    places = (bundle, tmp_path / "nowhere")
+    settings = Knobs(cache_dir=tmp_path / "cache", precompiled=places, jit=False)
+    with pytest.raises(KernelNotFoundError) as caught:
+        get(settings, hint="head_dim=128,page_size=16")
+    message = str(caught.value)
+    command = f"jitattn precompile --arch sm_90a --config head_dim=128,page_size=16 -o '{bundle}'"
+    assert command in message
+    assert f"{tmp_path / 'nowhere'} (missing)" in message
+    assert "JITATTN_JIT=0" in message
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_a_hint_the_command_comes_from_the_spec(tmp_path: Path) -> None:
+    with pytest.raises(KernelNotFoundError, match="--config head_dim=64,page_size=16 -o DIR"):
+        get(Knobs(cache_dir=None, jit=False))
+    with pytest.raises(KernelNotFoundError, match="Searched: nowhere"):
+        get(Knobs(cache_dir=None, jit=False))
+
+
+def test_without_jit_nothing_is_compiled(settings: Knobs, compilations: Compilations) -> None:
+    compilations.fails = True
+    with pytest.raises(KernelNotFoundError):
+        build.build_all(
+            [TinySpec("a"), TinySpec("b")],  # type: ignore[list-item]
+            ARCH,
+            off(settings),
+        )
+
+
+# ---------------------------------------------------------------------------- no compiler
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object, **kwargs: object) -> str:
+        raise CompilerMissingError("pip install it")
+
+    monkeypatch.setattr(nvrtc, "toolchain", missing)
+    monkeypatch.setattr(nvrtc, "compile_cubin", missing)
+    monkeypatch.setattr(nvrtc, "search_digest", lambda: "machine-without-a-compiler")
+
+
+def test_without_a_compiler_any_cached_kernel_serves(
+    settings: Knobs, request: pytest.FixtureRequest
+) -> None:
+    get(settings)
+    request.getfixturevalue("no_compiler")
+    assert fresh(settings).origin == "disk"
+    with pytest.raises(CompilerMissingError, match="pip install"):
+        get(settings, TinySpec("other"))
+
+
+BLOCKED = """
+import sys
+sys.modules["cuda.bindings.nvrtc"] = None
+from jitattn import build, knobs
+from jitattn.spec import ScheduleSpec
+kernel = build.build(ScheduleSpec(), "sm_90a", knobs.load())
+print(kernel.origin, len(kernel.cubin), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("jit", ["0", "1"])
+def test_a_bundle_works_where_nvrtc_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jit: str
+) -> None:
+    render = importlib.import_module("jitattn.render")
+    monkeypatch.setattr(build, "render", render.render)
+    monkeypatch.setattr(build, "headers", render.headers)
+    kernel = build.fill(ScheduleSpec(), ARCH, tmp_path / "bundle")
+    (tmp_path / "bundle").rename(tmp_path / "moved")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "JITATTN_JIT": jit,
+        "JITATTN_PRECOMPILED": str(tmp_path / "moved"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == f"precompiled {len(kernel.cubin)} False\n", done.stderr
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+def test_a_compile_error_has_log_and_source(settings: Knobs) -> None:
+    with pytest.raises(CompileError, match=r'tiny\.cu does not compile.*"oops"') as caught:
+        get(settings, TinySpec(body="*x = oops;"))
+    assert caught.value.source_path is not None
+    assert "oops" in caught.value.source_path.read_text()
+    with pytest.raises(CompileError):
+        get(settings, TinySpec(body="*x = oops;"))
+
+
+def test_an_unsafe_cache_or_bundle_is_refused(settings: Knobs, tmp_path: Path) -> None:
+    for folder in (tmp_path / "cache", tmp_path / "bundle"):
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(CacheError, match="cache is refused"):
+        get(settings)
+    with pytest.raises(CacheError, match="bundle is refused"):
+        get(Knobs(cache_dir=None, precompiled=(tmp_path / "bundle",)))
+
+
+# ---------------------------------------------------------------------------- bad cache folders
+
+
+def test_an_unwritable_cache_warns_once_and_keeps_kernels_in_memory(
+    compilations: Compilations,
+) -> None:
+    settings = Knobs(cache_dir=Path("/proc/jitattn"))
+    with pytest.warns(RuntimeWarning, match="stay in memory.*JITATTN_CACHE_DIR") as caught:
+        assert get(settings).origin == "compiled"
+        assert get(settings).origin == "memory"
+        assert get(settings, TinySpec("other")).origin == "compiled"
+    assert len(caught) == 1
+    assert compilations.count == 2
+
+
+def test_without_a_home_kernels_stay_in_memory() -> None:
+    settings = Knobs(cache_dir=None)
+    with pytest.warns(RuntimeWarning, match="no home folder.*JITATTN_CACHE_DIR"):
+        assert get(settings).origin == "compiled"
+    assert get(settings).origin == "memory"
+
+
+def test_a_read_only_cache_serves_hits_without_lock_or_write(
+    settings: Knobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get(settings)
+
+    def read_only(*args: object, **kwargs: object) -> str:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", read_only)
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    monkeypatch.setattr(KernelCache, "locked", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fresh(settings).origin == "disk"
+    monkeypatch.undo()
+
+
+def test_a_full_disk_warns_and_serves(settings: Knobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(RuntimeWarning, match="no space left"):
+        assert get(settings).origin == "compiled"
+    assert settings.cache_dir is not None
+    assert not list(settings.cache_dir.rglob(".staging-*"))
+
+
+def test_a_stuck_lock_delays_and_warns_only(settings: Knobs) -> None:
+    assert settings.cache_dir is not None
+    division = KernelCache(settings.cache_dir).division(nvrtc.toolchain())
+    entry, _ = build._Job(TinySpec(), ARCH, False).render()  # type: ignore[arg-type]
+    owner = f"pid {os.getpid()} on"
+    with (
+        division.locked(entry, 1.0),
+        pytest.warns(RuntimeWarning, match=rf"locks/{entry}\.lock, held by {owner}"),
+    ):
+        assert get(replace(settings, lock_timeout=0.05)).origin == "compiled"
+    assert fresh(settings).origin == "disk"
+
+
+# ---------------------------------------------------------------------------- many at once
+
+
+def test_build_all_keeps_the_order(settings: Knobs, compilations: Compilations) -> None:
+    specs = [TinySpec(name) for name in ("a", "b", "c")]
+    get(settings, specs[1])
+    kernels = build.build_all(specs, ARCH, settings)  # type: ignore[arg-type]
+    assert [kernel.symbol for kernel in kernels] == ["a", "b", "c"]
+    assert [kernel.origin for kernel in kernels] == ["compiled", "memory", "compiled"]
+    assert compilations.count == 3
+    assert build.build_all([], ARCH, settings) == ()
+
+
+def test_build_all_reports_a_failure(settings: Knobs) -> None:
+    specs = [TinySpec("a"), TinySpec("b", body="oops")]
+    with pytest.raises(CompileError, match=r"b\.cu does not compile"):
+        build.build_all(specs, ARCH, settings)  # type: ignore[arg-type]
+
+
+def test_threads_compile_a_kernel_once(settings: Knobs, compilations: Compilations) -> None:
+    barrier = threading.Barrier(8)
+    kernels: list[build.Kernel] = []
+
+    def work() -> None:
+        barrier.wait()
+        kernels.append(get(settings))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compilations.count == 1
+    assert len({kernel.cubin for kernel in kernels}) == 1
+    assert sorted(kernel.origin for kernel in kernels)[0] == "compiled"
+
+
+RACER = textwrap.dedent("""
+    import sys, time
+    from pathlib import Path
+    from jitattn import build, knobs, nvrtc
+    from jitattn.spec import ScheduleSpec
+
+    nvrtc.version()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(build.build(ScheduleSpec(), "sm_90a", knobs.load()).origin)
+""")
+
+
+def test_processes_compile_a_kernel_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment["JITATTN_CACHE_DIR"] = str(tmp_path / "cache")
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(6)
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    origins = [racer.communicate()[0].strip() for racer in racers]
+    assert [racer.returncode for racer in racers] == [0] * 6
+    assert sorted(origins) == ["compiled"] + ["disk"] * 5
+    kernels = KernelCache(tmp_path / "cache")
+    assert len(kernels.entries()) == 1
+    assert not kernels.verify()
+    assert not list((tmp_path / "cache").rglob(".staging-*"))
+
+
+def _build_in_child(settings: Knobs, results: object) -> None:
+    results.put(get(settings, TinySpec("child")).origin)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_lock_held_at_a_fork_is_free_in_the_child(settings: Knobs) -> None:
+    key = (build._Job(TinySpec("child"), ARCH, False), settings)  # type: ignore[arg-type]
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    with build._memory.lock(key):
+        child = context.Process(target=_build_in_child, args=(settings, results))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    assert results.get() == "compiled"
+
+
+def test_settings_come_from_the_environment(tmp_path: Path) -> None:
+    settings = knobs.load({"JITATTN_CACHE_DIR": str(tmp_path / "elsewhere")})
+    get(settings)
+    assert len(KernelCache(tmp_path / "elsewhere").entries()) == 1

@@ -1,0 +1,189 @@
+"""The compiler: what it is given, what it returns, and what is said when it is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jitattn import nvrtc
+from jitattn.errors import CompileError, CompilerMissingError
+
+REPOSITORY = Path(__file__).parents[2]
+OPTIONS = nvrtc.options("sm_90a")
+
+LOG = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'k_one' for 'sm_90a'
+ptxas info    : Function properties for k_one
+ptxas         .     160 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 160 bytes cumulative stack size, 256 bytes smem
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Function properties for k
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, 400 bytes cmem[0]
+"""
+
+
+def kernel(body: str, name: str = "k") -> str:
+    return f'extern "C" __global__ void {name}(float* x) {{ {body} }}\n'
+
+
+def test_a_cubin_comes_with_its_resources() -> None:
+    source = kernel("__shared__ float s[64]; s[threadIdx.x] = *x; __syncthreads(); *x = s[0];")
+    compiled = nvrtc.compile_cubin(source, name="k.cu", headers={}, options=OPTIONS)
+    assert compiled.cubin.startswith(b"\x7fELF")
+    resources = nvrtc.parse_resources(compiled.log, "k")
+    assert resources.registers > 0
+    assert (resources.spill_bytes, resources.smem_bytes, resources.stack_bytes) == (0, 256, 0)
+
+
+def test_headers_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/x:/y")
+    source = '#include "a/one.cuh"\n' + kernel("*x = one();")
+    headers = {"a/one.cuh": "__device__ float one() { return 1.f; }\n"}
+    nvrtc.compile_cubin(source, name="k.cu", headers=headers, options=OPTIONS)
+
+
+def test_the_cubin_depends_on_the_source_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = kernel("*x = 2.f;")
+    first = nvrtc.compile_cubin(source, name="a.cu", headers={}, options=OPTIONS)
+    monkeypatch.chdir(tmp_path)
+    second = nvrtc.compile_cubin(source, name="b.cu", headers={}, options=OPTIONS)
+    assert first.cubin == second.cubin
+
+
+def test_errors_have_template_lines_and_keep_the_source() -> None:
+    source = '#line 38 "decode.cu.jinja"\n' + kernel("*x = oops;")
+    with pytest.raises(CompileError) as caught:
+        nvrtc.compile_cubin(source, name="k.cu", headers={}, options=OPTIONS)
+    error = caught.value
+    assert error.first_error == 'decode.cu.jinja(38): error: identifier "oops" is undefined'
+    assert error.source == source
+    assert error.source_path is not None
+    assert error.source_path.read_text() == source
+    assert str(error.source_path) in str(error)
+
+
+def test_an_unwritable_temporary_folder_does_not_hide_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
+    with pytest.raises(CompileError, match="oops") as caught:
+        nvrtc.compile_cubin(kernel("oops"), name="k.cu", headers={}, options=OPTIONS)
+    assert caught.value.source_path is None
+
+
+def test_an_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(CompileError, match=r"arch.*sm_999.*compiles for 75, .*90, "):
+        nvrtc.compile_cubin(
+            kernel("*x = 1.f;"), name="k.cu", headers={}, options=nvrtc.options("sm_999")
+        )
+
+
+def test_options_change_with_lineinfo_only() -> None:
+    assert nvrtc.options("sm_80", lineinfo=True) == (*nvrtc.options("sm_80"), "-lineinfo")
+    assert "--gpu-architecture=sm_80" in nvrtc.options("sm_80")
+    assert not [o for o in OPTIONS if o.startswith("-I") or "include" in o]
+
+
+def test_the_toolchain_is_more_exact_than_the_version() -> None:
+    major, minor = nvrtc.version()
+    release, build = nvrtc.toolchain().split(" ")
+    assert release.startswith(f"V{major}.{minor}.")
+    assert build.startswith("CL-")
+    assert {80, 90, 120} <= set(nvrtc.supported_archs())
+
+
+def test_resources_are_those_of_the_kernel_asked_for() -> None:
+    assert nvrtc.parse_resources(LOG, "k_one") == nvrtc.Resources(
+        registers=168, spill_bytes=28, smem_bytes=256, stack_bytes=160
+    )
+    assert nvrtc.parse_resources(LOG, "k") == nvrtc.Resources(
+        registers=8, spill_bytes=0, smem_bytes=0, stack_bytes=0
+    )
+    with pytest.raises(ValueError, match="says nothing about other"):
+        nvrtc.parse_resources(LOG, "other")
+
+
+def test_the_loaded_library_is_found_and_recognised(tmp_path: Path) -> None:
+    nvrtc.version()
+    libraries = nvrtc.loaded_libraries()
+    assert libraries
+    assert nvrtc.still_there(libraries)
+    path = tmp_path / "libnvrtc|odd.so.13"
+    path.write_text("one")
+    fact = nvrtc._fact(str(path))
+    assert nvrtc.still_there([fact])
+    path.write_text("other")
+    assert not nvrtc.still_there([fact])
+    path.unlink()
+    assert not nvrtc.still_there([fact])
+
+
+def test_the_search_digest_sees_variables_and_wheels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = nvrtc.search_digest()
+    assert before == nvrtc.search_digest()
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere/else")
+    with_variable = nvrtc.search_digest()
+    assert with_variable != before
+    monkeypatch.syspath_prepend(tmp_path)
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert nvrtc.search_digest() != with_variable
+
+
+BLOCK = """
+import sys
+sys.modules[{module!r}] = None
+from jitattn import nvrtc
+from jitattn.errors import CompilerMissingError
+try:
+    nvrtc.toolchain()
+except CompilerMissingError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("module", ["cuda.bindings.nvrtc", "cuda.bindings", "cuda"])
+def test_a_missing_binding_says_what_to_install(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK.format(module=module)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert 'pip install cuda-python "nvidia-cuda-nvrtc>=13,<14"' in done.stdout, done.stderr
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import nvrtc as binding
+
+    def fail() -> None:
+        raise RuntimeError('Failure finding "libnvrtc.so": searched\n  here\n  there')
+
+    monkeypatch.setattr(binding, "nvrtcVersion", fail)
+    nvrtc._binding.cache_clear()
+    try:
+        with pytest.raises(CompilerMissingError, match=r"libnvrtc\.so.*searched\): pip install"):
+            nvrtc._binding()
+    finally:
+        nvrtc._binding.cache_clear()
+
+
+def test_importing_does_not_load_the_compiler() -> None:
+    code = "import sys, jitattn.nvrtc, jitattn.build; print('cuda.bindings' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.stdout == "False\n", done.stderr
