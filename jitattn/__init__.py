@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         JitAttnError,
         KernelNotFoundError,
     )
+    from jitattn.functional import attention
+    from jitattn.merge import merge_states
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
     from jitattn.support import Config, Support, check_config, supported_configs
@@ -46,8 +48,10 @@ _HOME = {
     "Support": "support",
     "TokenTable": "pages",
     "Workspace": "workspace",
+    "attention": "functional",
     "build_info": "planner",
     "check_config": "support",
+    "merge_states": "merge",
     "precompile": "bundles",
     "supported_configs": "support",
 }
@@ -72,8 +76,10 @@ __all__ = [
     "TokenTable",
     "Workspace",
     "__version__",
+    "attention",
     "build_info",
     "check_config",
+    "merge_states",
     "precompile",
     "supported_configs",
 ]

@@ -80,7 +80,7 @@ class KernelSet:
         self.config = config
         self.device = device
         self.facts = device_facts(device.index)
-        self.arch = _arch_of(self.facts)
+        self.arch = arch_of(self.facts)
         self._lock = threading.Lock()
         self._built: list[tuple[Kernel, int]] = []
         self._decode: dict[Loader, DecodeKernel] = {}
@@ -339,7 +339,12 @@ def _write_cache(decode: ctypes.Structure, kv: BoundCache) -> None:
     decode.v_head_stride = v.head_stride
 
 
-def _arch_of(facts: DeviceFacts) -> str:
+def arch_of(facts: DeviceFacts) -> str:
+    """Return the architecture whose code a device runs.
+
+    Raises:
+        ConfigError: no kernel runs on it.
+    """
     major, minor = facts.compute_capability
     arch = support.arch_for(major, minor)
     if arch is None:

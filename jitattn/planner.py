@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from jitattn import support
+from jitattn import knobs, support
 from jitattn.binding import (
     BoundCache,
     check_last_stride,
@@ -19,6 +19,7 @@ from jitattn.binding import (
     check_writable,
     view_caches,
 )
+from jitattn.checks import check_lengths, check_page_ids
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
 from jitattn.pages import Pages, check_device, check_tensor, check_vector
@@ -136,6 +137,7 @@ class AttentionPlanner:
         self._q_dtype: torch.dtype = getattr(torch, self.config.q_dtype)
         self._out_dtype: torch.dtype = getattr(torch, self.config.out_dtype or self.config.q_dtype)
         self._sm_scale = head_dim**-0.5 if self.config.sm_scale is None else self.config.sm_scale
+        self._checks = knobs.load().check
         self._kernels: KernelSet | None = None
         if self.backend == "cuda":
             from jitattn.cuda_backend import KernelSet
@@ -206,6 +208,8 @@ class AttentionPlanner:
                 "each request of pages"
             )
         limit = _kv_limit(pages, self.config, max_kv_len)
+        if self._checks:
+            check_lengths(pages, seq_lens, limit, self.config)
         backend: _Backend
         if self._kernels is None:
             backend = ReferencePlan(self.config, self._sm_scale, pages, seq_lens, limit)
@@ -215,16 +219,21 @@ class AttentionPlanner:
             backend = CudaPlan(
                 self._kernels, self._sm_scale, self._workspace, pages, seq_lens, limit
             )
-        return Plan(self, pages, backend)
+        return Plan(self, pages, seq_lens, backend)
 
 
 class Plan:
     """A batch, split over the card. For one thread at a time, and one stream."""
 
-    def __init__(self, planner: AttentionPlanner, pages: Pages, backend: _Backend) -> None:
+    def __init__(
+        self, planner: AttentionPlanner, pages: Pages, seq_lens: Tensor, backend: _Backend
+    ) -> None:
         """Made by ``AttentionPlanner.plan``."""
         self._planner = planner
         self._pages = pages
+        # The lengths that the schedule was made from, while the caller's may move on.
+        self._checked_lens = seq_lens.clone() if planner._checks else None
+        self._seq_lens = seq_lens
         self._backend = backend
         config = planner.config
         self._q_shape = (pages.batch_size, config.num_qo_heads, config.head_dim)
@@ -232,6 +241,8 @@ class Plan:
 
     def refresh(self) -> None:
         """Recompute the schedule from the length tensor the plan was given, on the stream."""
+        if self._checked_lens is not None:
+            self._checked_lens = self._seq_lens.clone()
         self._backend.refresh()
 
     def run(
@@ -288,7 +299,10 @@ class Plan:
         check_last_stride("out", out)
         if lse is not None or return_lse:
             lse = self._output("lse", lse, self._q_shape[:2], torch.float32)
-        self._backend.run(q, bound, self._pages if pages is None else pages, out, lse, sinks)
+        pages = self._pages if pages is None else pages
+        if self._checked_lens is not None and not _is_capturing(planner.device):
+            check_page_ids(pages, self._checked_lens, bound, planner.config)
+        self._backend.run(q, bound, pages, out, lse, sinks)
         if return_lse:
             assert lse is not None
             return out, lse
@@ -357,6 +371,11 @@ class _Backend(Protocol):
         lse: Tensor | None,
         sinks: Tensor | None,
     ) -> None: ...
+
+
+def _is_capturing(device: torch.device) -> bool:
+    # A capture can't wait for the device, so JITATTN_CHECK sees eager calls only.
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # --- checks of arguments

@@ -106,4 +106,23 @@ class ScheduleSpec:
         return {"symbol": self.symbol}
 
 
-KernelSpec = DecodeSpec | ScheduleSpec
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeSpec:
+    """The kernel that merges attention states of one dtype."""
+
+    family: ClassVar[str] = "merge"
+    template: ClassVar[str] = "merge.cu.jinja"
+
+    dtype: DType
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return f"jitattn_merge_{self.dtype.short}"
+
+    def context(self) -> dict[str, object]:
+        """The template variables of this spec: its fields and its symbol."""
+        return {"dtype": self.dtype.value, "symbol": self.symbol}
+
+
+KernelSpec = DecodeSpec | ScheduleSpec | MergeSpec

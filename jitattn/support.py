@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
-from jitattn.spec import DecodeSpec, DType, KernelSpec, Loader, PageTable, ScheduleSpec
+from jitattn.spec import (
+    DecodeSpec,
+    DType,
+    KernelSpec,
+    Loader,
+    MergeSpec,
+    PageTable,
+    ScheduleSpec,
+)
 from jitattn.tiling import SMEM_LIMIT, row_tile_for
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
@@ -199,7 +207,7 @@ def check_rules(config: PlannerConfig) -> None:
 
 
 def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
-    """Return every kernel that a planner of ``config`` may launch on ``arch``, the main one first.
+    """Return every kernel that users of a planner of ``config`` launch, the main one first.
 
     Raises:
         ConfigError: with every reason why there is none.
@@ -207,6 +215,7 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     _check_arch(arch)
     check_rules(config)
     head_dim_vo = config.head_dim_vo or config.head_dim
+    out_dtype = DType(config.out_dtype or config.q_dtype)
     decode = tuple(
         DecodeSpec(
             head_dim=config.head_dim,
@@ -215,14 +224,14 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
             row_tile=row_tile_for(config.head_dim, head_dim_vo, config.group_size),
             q_dtype=DType(config.q_dtype),
             kv_dtype=DType(config.kv_dtype),
-            out_dtype=DType(config.out_dtype or config.q_dtype),
+            out_dtype=out_dtype,
             page_table=PageTable(config.page_table),
             loader=loader,
             use_logits_soft_cap=config.logits_soft_cap > 0.0,
         )
         for loader in Loader
     )
-    return (*decode, ScheduleSpec())
+    return (*decode, ScheduleSpec(), MergeSpec(dtype=out_dtype))
 
 
 def _check_arch(arch: str) -> None:

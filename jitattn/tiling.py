@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jitattn.spec import DecodeSpec, KernelSpec, ScheduleSpec
+from jitattn.spec import DecodeSpec, KernelSpec, MergeSpec, ScheduleSpec
 
 # Shared memory one CTA may use, in bytes. sm_80 code also runs on compute capability 8.6 and 8.9,
 # whose limit is the smaller one.
@@ -52,7 +52,20 @@ class ScheduleTile:
     smem_bytes: int = 0
 
 
-Tile = DecodeTile | ScheduleTile
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeTile:
+    """The shape of a CTA that merges states: a warp per row."""
+
+    num_threads: int = 128
+    smem_bytes: int = 0
+
+    @property
+    def num_warps(self) -> int:
+        """Rows of a CTA."""
+        return self.num_threads // 32
+
+
+Tile = DecodeTile | ScheduleTile | MergeTile
 
 
 def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
@@ -71,6 +84,8 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
     """Return the tile of ``spec`` on ``arch``, one of ``SMEM_LIMIT``."""
     if isinstance(spec, ScheduleSpec):
         return ScheduleTile()
+    if isinstance(spec, MergeSpec):
+        return MergeTile()
     return next(
         tile
         for num_warps in (4, 2)

@@ -41,7 +41,12 @@ def _compile(source: str) -> None:
 
 
 def _decode_source(layout: PageTable) -> str:
-    (spec, *_) = support.resolve(PlannerConfig(page_table=layout.value, page_size=None if layout is PageTable.RAGGED else 16), ARCH)
+    (spec, *_) = support.resolve(
+        PlannerConfig(
+            page_table=layout.value, page_size=None if layout is PageTable.RAGGED else 16
+        ),
+        ARCH,
+    )
     assert isinstance(spec, DecodeSpec)
     return render.render(spec, ARCH)
 

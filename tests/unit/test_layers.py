@@ -20,8 +20,18 @@ LAYERS = (
     {"spec", "config", "cache", "nvrtc", "driver", "params"},
     {"support", "tiling"},
     {"render"},
-    {"build", "pages", "workspace", "binding", "reference", "reference_backend", "cuda_backend"},
-    {"planner", "bundles"},
+    {
+        "build",
+        "pages",
+        "workspace",
+        "binding",
+        "checks",
+        "reference",
+        "reference_backend",
+        "cuda_backend",
+        "merge",
+    },
+    {"planner", "functional", "bundles"},
     {"__init__", "__main__", "cli", "doctor", "demo"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
@@ -29,7 +39,18 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 SAME_LAYER = (
     ("spec", "config", "params"),
     ("tiling", "support"),
-    ("build", "pages", "workspace", "binding", "reference", "reference_backend", "cuda_backend"),
+    (
+        "build",
+        "pages",
+        "workspace",
+        "binding",
+        "checks",
+        "reference",
+        "reference_backend",
+        "cuda_backend",
+        "merge",
+    ),
+    ("planner", "functional"),
     ("version", "demo", "doctor", "__init__", "cli", "__main__"),
 )
 DOORS = {
@@ -42,7 +63,10 @@ DOORS = {
         "reference",
         "reference_backend",
         "cuda_backend",
+        "checks",
+        "merge",
         "planner",
+        "functional",
         "demo",
     },
     "filelock": {"cache", "build"},

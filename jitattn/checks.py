@@ -1,0 +1,106 @@
+"""What ``JITATTN_CHECK=1`` verifies on the device before a launch: lengths, offsets and page ids.
+
+Everything here reads the device and waits for it, so nothing calls it unless the check is on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jitattn.binding import BoundCache
+from jitattn.config import PlannerConfig
+from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
+
+
+def check_lengths(pages: Pages, seq_lens: Tensor, limit: int, config: PlannerConfig) -> None:
+    """Raise ValueError for a length beyond the table, a row outside it, or offsets that fall.
+
+    Raises:
+        ValueError: naming the first request that is wrong, and its value.
+    """
+    limits = torch.full_like(seq_lens, limit, dtype=torch.int64)
+    if isinstance(pages, CsrPages | RaggedKV):
+        indptr = pages.kv_indptr.long()
+        entries = indptr.diff()
+        _refuse_first(
+            entries < 0, indptr[1:], "kv_indptr[{}] + 1 is {}, less than the entry before"
+        )
+        size = (config.page_size or 1) if isinstance(pages, CsrPages) else 1
+        limits = torch.minimum(limits, entries * size)
+        if isinstance(pages, CsrPages):
+            _refuse_first(
+                indptr[1:] > pages.kv_indices.shape[0],
+                indptr[1:],
+                f"kv_indptr of request {{}} ends at {{}}: kv_indices has "
+                f"{pages.kv_indices.shape[0]} entries",
+            )
+    elif pages.rows is not None:
+        num_rows = (pages.table if isinstance(pages, BlockTable) else pages.slots).shape[0]
+        outside = (pages.rows < 0) | (pages.rows >= num_rows)
+        _refuse_first(outside, pages.rows, f"rows[{{}}] is {{}}: the table has {num_rows} rows")
+    _refuse_first(
+        seq_lens.long() > limits,
+        seq_lens,
+        "seq_lens[{}] is {}, longer than its table or max_kv_len allows",
+    )
+
+
+def check_page_ids(pages: Pages, seq_lens: Tensor, kv: BoundCache, config: PlannerConfig) -> None:
+    """Raise ValueError for an entry of a visible token that lies outside the cache.
+
+    Raises:
+        ValueError: naming the first request with such an entry, and the entry.
+    """
+    page_size = config.page_size or 1
+    num_pages = {"K": kv.k.tensor.shape[0], "V": kv.v.tensor.shape[0]}
+    lens = seq_lens.long().clamp(min=0)
+    first = torch.zeros_like(lens)
+    if config.window_left >= 0:
+        first = (lens - 1 - config.window_left).clamp(min=0)
+    if isinstance(pages, RaggedKV):
+        ends = pages.kv_indptr[:-1].long() + lens
+        _refuse_first(ends > num_pages["K"], ends, "request {} ends at token {} of K and V")
+        return
+    if isinstance(pages, TokenTable):
+        slots = _rows(pages.slots, pages.rows)
+        _check_entries("K", slots, first, lens, num_pages["K"] * page_size)
+        return
+    first, last = first // page_size, (lens + page_size - 1) // page_size
+    if isinstance(pages, CsrPages):
+        _check_csr(pages, first, last, num_pages["K"])
+        return
+    table = _rows(pages.table, pages.rows)
+    for which, name in enumerate(("K", "V")):
+        ids = table if table.dim() == 2 else table[:, which]
+        _check_entries(name, ids, first, last, num_pages[name])
+
+
+def _check_csr(pages: CsrPages, first: Tensor, last: Tensor, num_pages: int) -> None:
+    width = int(last.max()) if last.numel() else 0
+    columns = torch.arange(width, device=last.device)
+    entries = pages.kv_indptr[:-1].long()[:, None] + columns
+    entries = entries.clamp(max=max(pages.kv_indices.shape[0] - 1, 0))
+    _check_entries("K", pages.kv_indices[entries], first, last, num_pages)
+
+
+def _check_entries(name: str, ids: Tensor, first: Tensor, last: Tensor, end: int) -> None:
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    is_read = (columns >= first[:, None]) & (columns < last[:, None])
+    wrong = is_read & ((ids < 0) | (ids >= end))
+    worst = wrong.int().argmax(dim=1, keepdim=True) if ids.shape[1] else first[:, None]
+    _refuse_first(
+        wrong.any(dim=1),
+        ids.gather(1, worst)[:, 0] if ids.shape[1] else first,
+        f"request {{}} has the entry {{}} for {name}: the cache ends at {end}",
+    )
+
+
+def _rows(table: Tensor, rows: Tensor | None) -> Tensor:
+    return table if rows is None else table[rows.long()]
+
+
+def _refuse_first(wrong: Tensor, values: Tensor, message: str) -> None:
+    if bool(wrong.any()):
+        request = int(wrong.int().argmax())
+        raise ValueError("JITATTN_CHECK: " + message.format(request, int(values[request])))
