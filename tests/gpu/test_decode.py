@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -158,6 +161,18 @@ def test_layers_share_a_plan() -> None:
         check(case, *result, expected(layer))
 
 
+@contextmanager
+def forbid_waiting() -> Iterator[None]:
+    """Make torch raise when something copies to the host or waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_nothing_waits_for_the_device() -> None:
     if DEVICE != "cuda":
         pytest.skip("there is no device to wait for")
@@ -166,15 +181,12 @@ def test_nothing_waits_for_the_device() -> None:
     want = attend(inputs)
     planner = planner_for(case, DEVICE)
     out, lse = inputs.new_out(), inputs.new_lse()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waiting():
         pages = jitattn.BlockTable(inputs.table, rows=inputs.rows)
         plan = planner.plan(pages, inputs.seq_lens)
         kv = planner.bind(inputs.cache)
         plan.refresh()
         plan.run(inputs.q, kv, out=out, lse=lse, sinks=inputs.sinks)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert same_bits(out, want[0])
     assert same_bits(lse, want[1])
 
