@@ -73,12 +73,11 @@ class Check:
 def run(console: Console, knobs: Knobs) -> bool:
     """Print the demo's tables; return whether every check passed."""
     if torch.cuda.is_available():
-        return _run_on_gpu(console)
+        return _run_on_gpu(console, torch.device("cuda", torch.cuda.current_device()))
     return _run_on_cpu(console, knobs)
 
 
-def _run_on_gpu(console: Console) -> bool:
-    device = torch.device("cuda", torch.cuda.current_device())
+def _run_on_gpu(console: Console, device: torch.device) -> bool:
     memory = torch.cuda.mem_get_info(device)[0]
     # Some 2.2 GB of keys and values, far more than any L2; an eighth of it on a small card.
     batch = make_batch(mixed_lengths(64 if memory > 12 * 2**30 else 8, longest=16384), device)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jitattn.config import PlannerConfig
+from jitattn.spec import KernelSpec
+from jitattn.support import resolve
 
 CASES_PER_KERNEL = 12
 
@@ -311,3 +313,39 @@ def _fit(case: Case) -> Case:
         case = replace(case, num_kv_heads=1)
     heavy = max(case.lengths) * case.group_size * case.num_kv_heads > 2_000_000
     return replace(case, num_kv_heads=1) if heavy else case
+
+
+# --- cases of the other GPU tests -----------------------------------------------------------------
+
+# C01 to C29 of the handed cases run on these kernels, whatever else they change.
+D64 = Case(head_dim=64)
+D128 = Case(head_dim=128)
+D128_SEPARATE = Case(head_dim=128, page_table="separate")
+D128_PAGE_32 = Case(head_dim=128, page_size=32)
+D128_FP16 = Case(head_dim=128, dtype="float16")
+D128_PAGE_3 = Case(head_dim=128, page_size=3, dtype="float16", page_table="separate")
+D256 = Case(head_dim=256)
+PAGE_1 = Case(head_dim=256, page_size=1, page_table="separate")
+SOFT_CAP = Case(
+    head_dim=64, page_size=1, dtype="float16", page_table="separate", logits_soft_cap=5.0
+)
+WIDE = Case(head_dim=128, group_size=16)
+
+TWINS = (D128, D128_FP16, replace(D128_PAGE_3, page_table="shared"), D256, WIDE)
+"""Cases that test_bits.py runs with both page-table layouts."""
+
+
+def all_cases() -> tuple[Case, ...]:
+    """One case at least for every kernel that the GPU tests launch."""
+    named = (D64, D128, D128_SEPARATE, D128_PAGE_32, D128_FP16, D128_PAGE_3, D256, PAGE_1)
+    twins = (replace(case, page_table=table) for case in TWINS for table in ("shared", "separate"))
+    return (*decode_cases(), *named, SOFT_CAP, WIDE, *twins)
+
+
+def kernel_configs(arch: str) -> tuple[PlannerConfig, ...]:
+    """The planner arguments that cover every kernel of the GPU tests, none twice."""
+    configs: dict[tuple[KernelSpec, ...], PlannerConfig] = {}
+    for case in all_cases():
+        config = case.config()
+        configs.setdefault(resolve(config, arch), config)
+    return tuple(configs.values())

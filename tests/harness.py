@@ -39,12 +39,13 @@ def tolerance(dtype: str, out_dtype: str | None = None) -> Tolerance:
     place of its maximum, hence sharper on long contexts. Scores, exponentials and sums are
     float32: with scores below 2**7 they add some 2**-16 of a, for which one part in 2**13 is
     granted. That also covers fp16 probabilities below 2**-14, whose rounding is absolute (2**-25
-    each, of random sign); an fp16 result below 2**-14 is rounded by up to 2**-25 likewise. The
-    same float32 arithmetic leaves lse, of magnitude 2**7 at most in the tests, within 1e-3 as the
-    contract promises, the fast tanh of the soft cap included.
+    each, of random sign); an fp16 result below 2**-14 is rounded by up to 2**-25 likewise, and
+    beside a large sink float32 weights underflow to 0. The same float32 arithmetic leaves lse, of
+    magnitude 2**8 at most in the tests, within 1e-3 as the contract promises, the fast tanh of the
+    soft cap included.
     """
     rounding = UNIT_ROUNDOFF[dtype] + UNIT_ROUNDOFF[out_dtype or dtype]
-    floor = 2.0**-25 if (out_dtype or dtype) == "float16" else 0.0
+    floor = 2.0**-25 if (out_dtype or dtype) == "float16" else 2.0**-120
     return Tolerance(out_relative=rounding + 2.0**-13, out_absolute=floor, lse_absolute=1e-3)
 
 

@@ -25,6 +25,7 @@ from tests.cases import Case
 Pair = tuple[Tensor, Tensor]
 Tokens = tuple[Tensor, Tensor, Tensor]  # q [B, Hq, D], k and v [total, Hkv, D]
 CANARY = -1234.0
+DEAD_PAGES = 3
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     num_pages = -(-lengths // case.page_size)
     total_pages = int(num_pages.sum())
     pool = Pool(
-        num_pages=total_pages + 3,
+        num_pages=total_pages + DEAD_PAGES,
         page_size=case.page_size,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
@@ -354,15 +355,18 @@ def first_visible(case: Case, device: torch.device) -> Tensor:
 
 
 def _deal_pages(case: Case, pool: Pool, rng: torch.Generator) -> Pair:
-    """Page ids in random order for K and V; those past the live ones are of dead pages."""
+    """Page ids in random order for K and V; the last ones are live in neither."""
 
-    def shuffled() -> Tensor:
-        return torch.randperm(pool.num_pages, generator=rng, device=pool.device)
+    def shuffled(num_ids: int) -> Tensor:
+        return torch.randperm(num_ids, generator=rng, device=pool.device)
 
-    k_ids = shuffled()
+    k_ids = shuffled(pool.num_pages)
     if case.cache == "twice":
         return 2 * k_ids, 2 * k_ids + 1
-    return k_ids, shuffled() if case.page_table == "separate" else k_ids
+    if case.page_table == "shared":
+        return k_ids, k_ids
+    num_live = pool.num_pages - DEAD_PAGES
+    return k_ids, torch.cat((k_ids[shuffled(num_live)], k_ids[num_live:]))
 
 
 def _scatter(case: Case, tokens: Tensor, cache: Tensor, ids: Tensor, num_pages: Tensor) -> None:

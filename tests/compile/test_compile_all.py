@@ -22,7 +22,7 @@ from jitattn import nvrtc
 from jitattn.render import headers, render
 from jitattn.spec import DecodeSpec, KernelSpec, ScheduleSpec
 from jitattn.support import ARCHITECTURES, sample_specs
-from jitattn.tiling import SMEM_LIMIT, max_row_tile, tile_for
+from jitattn.tiling import SMEM_LIMIT, tile_for
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def jobs() -> Iterator[Job]:
 
 
 def is_heavy(spec: DecodeSpec) -> bool:
-    return spec.head_dim in (128, 240) and spec.row_tile == max_row_tile(spec.head_dim)
+    """Many accumulators, and several pages of a warp's slice to address at once."""
+    return spec.head_dim in (128, 224, 240, 256) and spec.page_size < 16
 
 
 JOBS = tuple(jobs())

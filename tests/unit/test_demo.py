@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from jitattn import cli, demo
 from jitattn.demo import Check
@@ -24,6 +25,28 @@ def test_runs_without_a_gpu(
         assert re.search(rf"jitattn_decode_\w*{layout}", printed)
     assert "jitattn_schedule" in printed
     assert printed.count("compiled") >= 5
+
+
+@pytest.mark.gpu
+def test_runs_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo"]) == 0
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"\bpass\b", printed)) == 4
+    assert "GB/s" in printed
+
+
+def test_the_report_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The same steps as on a GPU, with the reference backend in the place of the kernels.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33, 2**34))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Card")
+    monkeypatch.setattr(demo, "mixed_lengths", lambda num_requests, longest: (1, 40, 16))
+    monkeypatch.setattr(demo, "time_on_gpu", lambda call: (call(), 1e-3)[1])
+    assert demo._run_on_gpu(Console(width=120), torch.device("cpu"))
+    printed = capsys.readouterr().out
+    assert "this card copies 1,074 GB/s" in printed
+    assert re.search(r"separate\D+1,000.0", printed)
 
 
 def test_a_wrong_result_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Run tests/gpu/test_sanitizer_subset.py under compute-sanitizer: memcheck, then racecheck.
+# Ends with 0 only when both are clean and memcheck finds a planted fault.
+# Usage, from the repository root: tests/gpu/sanitize.sh [memcheck racecheck synccheck ...]
+set -uo pipefail
+
+tools=("$@")
+[[ ${#tools[@]} -gt 0 ]] || tools=(memcheck racecheck)
+python=${PYTHON:-python3}
+
+# Instrument our kernels only; the option has had two names.
+filter=()
+help=$(compute-sanitizer --help) || exit 2
+for option in --kernel-name --kernel-regex; do
+  if grep -q -e "$option" <<<"$help"; then
+    filter=("$option" kns=jitattn)
+    break
+  fi
+done
+
+# Without torch's caching allocator every tensor is an allocation of its own, with known ends.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+sanitize() {
+  compute-sanitizer --tool "$1" "${filter[@]}" --error-exitcode 86 "${@:2}"
+}
+
+status=0
+echo "control: memcheck must report a planted fault"
+if sanitize memcheck "$python" -m tests.gpu.sanitizer_control >/tmp/jitattn-sanitizer.$$ 2>&1; then
+  echo "control: FAILED, nothing was reported"
+  status=1
+else
+  grep -m1 "Invalid __global__ read" /tmp/jitattn-sanitizer.$$ || {
+    echo "control: FAILED, another error:"
+    tail -20 /tmp/jitattn-sanitizer.$$
+    status=1
+  }
+fi
+rm -f /tmp/jitattn-sanitizer.$$
+
+for tool in "${tools[@]}"; do
+  echo "$tool:"
+  sanitize "$tool" "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_sanitizer_subset.py ||
+    status=1
+done
+exit $status

@@ -1,0 +1,26 @@
+"""A planted fault: one table entry is a page past the pool. memcheck must report it.
+
+Shows that tests/gpu/sanitize.sh instruments the kernels it calls clean. The result is not looked
+at; run it under compute-sanitizer only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tests.cases import D128
+from tests.harness import attend
+from tests.inputs import make_inputs
+
+
+def main() -> None:
+    inputs = make_inputs(replace(D128, lengths=(100, 5)), "cuda")
+    inputs.table[0, 2] = 2**24  # far beyond every allocation
+    attend(inputs)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

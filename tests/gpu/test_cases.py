@@ -1,0 +1,488 @@
+"""The handed cases, reduced from public bug reports: each with the answer that was wrong.
+
+Names and numbers follow the list of cases; every one is varied beyond the numbers of its report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitattn
+from tests.cases import (
+    D64,
+    D128,
+    D128_FP16,
+    D128_PAGE_3,
+    D128_PAGE_32,
+    D128_SEPARATE,
+    D256,
+    PAGE_1,
+    SOFT_CAP,
+    Case,
+)
+from tests.gpu.device import DEVICE
+from tests.harness import attend, check, expected, planner_for, same_bits, target_rows
+from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
+
+Result = tuple[Tensor, Tensor]
+
+
+def assert_same(got: Result, want: Result) -> None:
+    assert same_bits(got[0], want[0]), "out differs"
+    assert same_bits(got[1], want[1]), "lse differs"
+
+
+def uniform(case: Case) -> tuple[Inputs, Tensor, Tensor]:
+    """Inputs, out and lse of a uniform probe."""
+    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
+    return inputs, *attend(inputs)
+
+
+# --- C01: K and V interleaved inside each page ----------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [0, 15, 16, 36])
+@pytest.mark.parametrize("cache", ["interleaved", "layer_inside", "one_hnd", "unequal", "packed"])
+def test_c01_interleaved_pools(cache: str, target: int) -> None:
+    case = replace(D64, cache=cache, lengths=(37,), seed=target)
+    tokens = address_probe(case, DEVICE, [target])
+    inputs = make_inputs(case, DEVICE, tokens)
+    result = attend(inputs)
+    assert torch.equal(result[0], target_rows(inputs, [target]))
+    plain = replace(case, cache="pair_nhd")
+    assert_same(result, attend(make_inputs(plain, DEVICE, tokens)))
+
+
+# --- C02: int64 where int32 is expected -----------------------------------------------------------
+
+
+def test_c02_two_requests_with_int64_lengths() -> None:
+    case = replace(D128, lengths=(5, 9))
+    tokens = random_tokens(case, DEVICE)
+    want = attend(make_inputs(case, DEVICE, tokens))
+    wide = replace(case, lengths_dtype="int64", rows="int64")
+    assert_same(attend(make_inputs(wide, DEVICE, tokens)), want)
+    with pytest.raises(TypeError, match="int64"):
+        jitattn.BlockTable(torch.zeros(2, 1, dtype=torch.int64, device=DEVICE))
+
+
+# --- C04: size-1 dimensions with arbitrary strides ------------------------------------------------
+
+
+@pytest.mark.parametrize("head_stride", [64, 0, 3, 2**40])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_c04_one_kv_head(kv_layout: str, head_stride: int) -> None:
+    case = replace(D64, num_kv_heads=1, lengths=(50, 16, 7), kv_layout=kv_layout)
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    head = 1 if kv_layout == "HND" else 2
+    strange = []
+    for cache in inputs.cache:
+        strides = list(cache.stride())
+        strides[head] = head_stride
+        strange.append(cache.as_strided(cache.shape, strides))
+    inputs.cache = tuple(strange)
+    assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("stride", [7, 2**40])
+def test_c04_one_token_pages(stride: int) -> None:
+    inputs = make_inputs(replace(PAGE_1, lengths=(50, 1, 7)), DEVICE)
+    want = attend(inputs)
+    page, _, head, dim = inputs.cache[0].stride()
+    inputs.cache = tuple(x.as_strided(x.shape, (page, stride, head, dim)) for x in inputs.cache)
+    assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("stride", [0, 7, 2**40])
+def test_c04_a_pool_of_one_page(stride: int) -> None:
+    inputs = make_inputs(replace(D128, lengths=(11,)), DEVICE)
+    want = attend(inputs)
+    live = int(inputs.table[0, 0])
+    cache = tuple(x[live : live + 1] for x in inputs.cache)
+    inputs.cache = tuple(
+        x.as_strided(x.shape, (stride, *x.stride()[1:]), x.storage_offset()) for x in cache
+    )
+    inputs.table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_c04_q_of_a_fused_projection(batch_size: int) -> None:
+    case = replace(D128, num_kv_heads=8, lengths=(77,) * batch_size)
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    fused = torch.full((batch_size, 4608), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    fused[:, :4096] = inputs.q.flatten(1)
+    inputs.q = fused.as_strided((batch_size, 32, 128), (4608, 128, 1))
+    assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("strides", [(4608, 128, 1), (1, 3, 1), (0, 0, 1), (2**40, 2**41, 1)])
+def test_c04_one_token_and_one_head(strides: tuple[int, int, int]) -> None:
+    case = replace(D128, num_kv_heads=1, group_size=1, lengths=(40,))
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    inputs.q = inputs.q.as_strided(inputs.q.shape, strides)
+    out = torch.full_like(want[0], math.nan).as_strided(want[0].shape, strides)
+    assert_same(attend(inputs, out=out), want)
+
+
+def test_c04_one_table_row_and_one_length() -> None:
+    inputs = make_inputs(replace(D128, lengths=(50,)), DEVICE)
+    want = attend(inputs)
+    inputs.table = inputs.table.contiguous()[:, :4].as_strided((1, 4), (123, 1))
+    inputs.seq_lens = inputs.seq_lens.as_strided((1,), (77,))
+    assert_same(attend(inputs), want)
+
+
+# --- C07: page offsets beyond 32 bits -------------------------------------------------------------
+
+EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements
+
+
+@pytest.fixture(scope="module")
+def large_pool() -> Iterator[Tensor]:
+    """8.6 GB: pages of 16 tokens, 8 heads and 128 columns, K and V interleaved."""
+    num_pages, page = 131_074, (2, 16, 8, 128)
+    needed = num_pages * 2 * math.prod(page)
+    if DEVICE != "cuda":
+        pytest.skip("8.6 GB for one test is for a GPU")
+    if torch.cuda.mem_get_info()[0] < needed + 2**30:
+        pytest.skip(f"needs {needed / 1e9:.1f} GB of device memory")
+    pool = torch.empty((num_pages, *page), dtype=torch.bfloat16, device=DEVICE)
+    yield pool
+    del pool
+    torch.cuda.empty_cache()
+
+
+def large_case(batch_size: int) -> Case:
+    return replace(D128, num_kv_heads=8, group_size=4, lengths=(32,) * batch_size)
+
+
+@pytest.mark.parametrize("naming", ["one tensor", "pair"])
+@pytest.mark.parametrize("target", [3, 16, 31])
+def test_c07_high_page_ids(large_pool: Tensor, target: int, naming: str) -> None:
+    """Request b holds page EDGES[b], then page 2 + b: the target is in either."""
+    case = large_case(len(EDGES))
+    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, [target] * len(EDGES)))
+    second = [2 + b for b in range(len(EDGES))]
+    for i, dense in enumerate((inputs.k, inputs.v)):
+        pages = dense.view(len(EDGES), 2, 16, 8, 128)
+        large_pool[list(EDGES), i] = pages[:, 0]
+        large_pool[second, i] = pages[:, 1]
+    ids = torch.tensor([EDGES, second], dtype=torch.int32, device=DEVICE).T.contiguous()
+    inputs.table = ids
+    inputs.cache = large_pool if naming == "one tensor" else large_pool.unbind(1)
+    out, _ = attend(inputs)
+    assert torch.equal(out, target_rows(inputs, [target] * len(EDGES)))
+
+
+def test_c07_few_pages_far_apart(large_pool: Tensor) -> None:
+    """8 pages with a page stride of 2**29 + 64 elements: one layer's view of a large allocation."""
+    case = large_case(4)
+    targets = [1, 15, 16, 30]
+    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
+    stride = 2**29 + 64
+    shape, strides = (8, 16, 8, 128), (stride, 8 * 128, 128, 1)
+    flat = large_pool.flatten()
+    k, v = flat.as_strided(shape, strides), flat[2**20 :].as_strided(shape, strides)
+    ids = torch.tensor([[7, 0], [5, 4], [3, 6], [2, 1]], dtype=torch.int32, device=DEVICE)
+    for dense, cache in ((inputs.k, k), (inputs.v, v)):
+        cache[ids.flatten().long()] = dense.view(8, 16, 8, 128)
+    inputs.table, inputs.cache = ids, (k, v)
+    out, _ = attend(inputs)
+    assert torch.equal(out, target_rows(inputs, targets))
+
+
+# --- C08: garbage in unused table entries ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("window_left", [-1, 30])
+@pytest.mark.parametrize("lengths", [(1, 16, 17, 95), (1, 9000, 17, 4099)], ids=["report", "split"])
+@pytest.mark.parametrize("case", [D128, D128_SEPARATE, D128_PAGE_3], ids=str)
+def test_c08_unused_entries(case: Case, lengths: tuple[int, ...], window_left: int) -> None:
+    case = replace(case, lengths=lengths, window_left=window_left)
+    inputs = make_inputs(case, DEVICE)
+    for cache in inputs.cache:  # a page of Inf, which no request owns
+        cache[inputs.dead_page] = torch.inf
+    table = inputs.table
+    inputs.table = table.masked_fill(inputs.garbage, 0)
+    want = attend(inputs)
+    check(case, *want, expected(inputs))
+    pool_size = inputs.cache[0].shape[0]
+    for garbage in (-1, 2**31 - 1, pool_size, inputs.dead_page):
+        inputs.table = table.masked_fill(inputs.garbage, garbage)
+        assert_same(attend(inputs), want)
+
+
+# --- C10: separate K and V page tables ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["pair_nhd", "twice"])
+def test_c10_out_is_the_v_id(cache: str) -> None:
+    """V page p holds p in every element; one live page a request."""
+    case = replace(D128_SEPARATE, lengths=(16, 1, 13), num_kv_heads=2, cache=cache)
+    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
+    v = inputs.cache[1]
+    live = inputs.table[:, 1, 0].long()
+    v[live] = live.to(v.dtype)[:, None, None, None].expand(-1, *v.shape[1:])
+    if cache == "pair_nhd":  # in a shared pool these pages hold keys
+        v[inputs.table[:, 0, 0].long()[~torch.isin(inputs.table[:, 0, 0].long(), live)]] = math.nan
+    out, lse = attend(inputs)
+    assert torch.equal(out, live.to(out.dtype)[:, None, None].expand_as(out))
+    torch.testing.assert_close(lse.exp()[:, 0], inputs.seq_lens.float())
+
+
+@pytest.mark.parametrize("cache", ["pair_nhd", "twice", "one_hnd"])
+def test_c10_batch_stride(cache: str) -> None:
+    """B 3, M 5, strides (17, 6, 1) cut out of a larger table."""
+    case = replace(D128_SEPARATE, lengths=(70, 1, 33), num_kv_heads=2, cache=cache)
+    inputs = make_inputs(case, DEVICE)
+    large = torch.full((60,), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+    cut = large.as_strided((3, 2, 5), (17, 6, 1), 2)
+    cut.copy_(inputs.table[..., :5])
+    inputs.table = cut
+    check(case, *attend(inputs), expected(inputs))
+
+
+def test_c10_rank_decides() -> None:
+    case = replace(D128_SEPARATE, lengths=(20, 30))
+    inputs = make_inputs(case, DEVICE)
+    inputs.table = inputs.table[..., :2].contiguous()  # [2, 2, 2]
+    check(case, *attend(inputs), expected(inputs))
+    shared = planner_for(replace(case, page_table="shared"), DEVICE)
+    with pytest.raises(ValueError, match="page_table"):
+        shared.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
+    separate = planner_for(case, DEVICE)
+    with pytest.raises(ValueError, match="page_table"):
+        separate.plan(jitattn.BlockTable(inputs.table[:, 0]), inputs.seq_lens)
+
+
+# --- C12: lanes after the end enter the softmax ---------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", [D128, D128_FP16, D64, D256], ids=str)
+def test_c12_lengths_that_are_no_multiple(case: Case, causal: bool) -> None:
+    lengths = (1, 17, 63, 64, 65, 127, 129, 255, 257, 1023, 1025, 8193)
+    case = replace(case, lengths=lengths, causal=causal, num_kv_heads=2)
+    q, k, v = uniform_probe(case, DEVICE)
+    out, lse = attend(make_inputs(case, DEVICE, (q, k, torch.ones_like(v))))
+    assert bool((out == 1).all())
+    counts = torch.tensor(lengths, dtype=torch.float32, device=DEVICE)
+    torch.testing.assert_close(lse.exp(), counts[:, None].expand_as(lse), rtol=1e-4, atol=0)
+
+
+# --- C13: NaN in slots that must not count --------------------------------------------------------
+
+
+def dead_slots(inputs: Inputs, value: float) -> None:
+    """Fill everything that is NaN in the caches with a value."""
+    inputs.cache = tuple(
+        torch.where(torch.isnan(cache), torch.full_like(cache, value), cache)
+        for cache in inputs.cache
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(D128_PAGE_3, lengths=(13, 1, 8)),  # (a) in the last of small pages
+        replace(D128, lengths=(17, 1, 31)),  # (b)
+        replace(D128, lengths=(17, 9001), sinks="float32"),  # split
+        replace(SOFT_CAP, lengths=(63, 65, 1000)),
+        replace(D256, lengths=(17, 250, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_c13_dead_slots(case: Case, poison: float) -> None:
+    inputs = make_inputs(case, DEVICE)
+    poisoned = inputs.cache
+    dead_slots(inputs, 0.0)
+    want = attend(inputs)
+    assert bool(torch.isfinite(want[0]).all())
+    inputs.cache = poisoned
+    dead_slots(inputs, poison)
+    assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("dead", [slice(256, 257), slice(0, 257), slice(0, 256)])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_c13_tokens_that_left_the_window(dead: slice, poison: float) -> None:
+    """(c) 4095 of 4352 keys are visible; the first, 257, shares page and tile with dead ones."""
+    case = replace(D128_PAGE_32, lengths=(4352,), num_kv_heads=2)
+    inputs = make_inputs(case, DEVICE)  # without a window, so that every token is in the cache
+    inputs.case = replace(case, window_left=4094)
+    pages = inputs.table[0].long()
+    positions = torch.arange(dead.start, dead.stop, device=DEVICE)
+    results = []
+    for value in (0.0, poison):
+        for cache in inputs.cache:
+            cache[pages[positions // 32], positions % 32] = value
+        results.append(attend(inputs))
+    assert_same(results[1], results[0])
+    check(inputs.case, *results[1], expected(inputs))
+
+
+# --- C15: sinks with a tiny window, and their dtype -----------------------------------------------
+
+
+@pytest.mark.parametrize("num_sms", [None, 1, 4])
+@pytest.mark.parametrize("window_left", [-1, 0, 3, 127])
+def test_c15_every_score_is_minus_200(window_left: int, num_sms: int | None) -> None:
+    lengths = (1, 5, 200, 4000)
+    case = replace(
+        D64,
+        lengths=lengths,
+        window_left=window_left,
+        sm_scale=0.125,
+        num_kv_heads=2,
+        sinks="float32",
+    )
+    q, k, v = random_tokens(case, DEVICE)
+    inputs = make_inputs(case, DEVICE, (torch.full_like(q, 5), torch.full_like(k, -5), v))
+    inputs.sinks = torch.tensor([-100, -5, 0, 5, 50, 80, -torch.inf, 5], device=DEVICE)
+    out, lse = attend(inputs, planner_for(case, DEVICE, num_sms=num_sms))
+    check(case, out, lse, expected(inputs))
+    assert bool(torch.isfinite(out).all())
+    assert float(out[:, 3].abs().max()) < 1e-30
+    torch.testing.assert_close(lse[:, 3], torch.full_like(lse[:, 3], 5.0), rtol=0, atol=1e-5)
+    counts = [n if window_left < 0 else min(n, window_left + 1) for n in lengths]
+    without_sink = torch.tensor([math.log(n) - 200 for n in counts], device=DEVICE)
+    torch.testing.assert_close(lse[:, 6], without_sink, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "bfloat16-column"])
+def test_c15_sink_dtypes_are_converted_exactly(dtype: str) -> None:
+    inputs = make_inputs(replace(D64, lengths=(40, 0, 3), sinks=dtype), DEVICE)
+    got = attend(inputs)
+    inputs.sinks = inputs.sinks.float().contiguous()
+    assert_same(attend(inputs), got)
+    check(inputs.case, *got, expected(inputs))
+
+
+def test_c15_minus_infinity_is_no_sink() -> None:
+    inputs = make_inputs(replace(D64, lengths=(40, 9000, 0), sinks="float32"), DEVICE)
+    inputs.sinks = torch.full_like(inputs.sinks, -torch.inf)
+    got = attend(inputs)
+    inputs.case, inputs.sinks = replace(inputs.case, sinks=None), None
+    assert_same(attend(inputs), got)
+
+
+# --- C16: what window_left means ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "window_left", [-1, 0, 1, 15, 16, 63, 64, 127, 128, 298, 299, 300, 10**9, 2**31 - 1, 2**31]
+)
+@pytest.mark.parametrize("case", [D128, D64, D128_PAGE_3], ids=str)
+def test_c16_visible_keys(case: Case, window_left: int) -> None:
+    case = replace(case, lengths=(300, 1, 64), window_left=window_left)
+    inputs, out, lse = uniform(case)
+    for row, length in zip(lse, case.lengths, strict=True):
+        count = length if window_left < 0 else min(length - 1, window_left) + 1
+        counted = row.double().exp()
+        torch.testing.assert_close(counted, torch.full_like(counted, count), rtol=1e-5, atol=0)
+    if window_left == 0:
+        assert torch.equal(out, target_rows(inputs, [length - 1 for length in case.lengths]))
+
+
+@pytest.mark.parametrize("window_left", [-2, -(2**31)])
+def test_c16_negative_windows(window_left: int) -> None:
+    with pytest.raises(ValueError, match="window_left"):
+        planner_for(replace(D128, window_left=window_left), DEVICE)
+
+
+# --- C18: causal alignment, with one query --------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [D128, D128_SEPARATE, D256], ids=str)
+def test_c18_the_query_is_the_last_token(case: Case) -> None:
+    lengths = (128, 5, 2, 1, 65, 129, 0)
+    inputs, out, lse = uniform(replace(case, lengths=lengths))
+    counts = torch.tensor(lengths, dtype=torch.float64, device=DEVICE)[:, None].expand_as(lse)
+    torch.testing.assert_close(lse.double().exp(), counts, rtol=1e-5, atol=0)
+    assert bool((out[-1] == 0).all())
+    assert bool((lse[-1] == -torch.inf).all())
+    check(inputs.case, out, lse, expected(inputs))
+
+
+# --- C20: the base of lse -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sms", [None, 1])
+@pytest.mark.parametrize("case", [D128, D128_SEPARATE, D64, SOFT_CAP], ids=str)
+def test_c20_lse_is_natural(case: Case, num_sms: int | None) -> None:
+    case = replace(case, lengths=(1, 10, 1600))
+    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
+    _, lse = attend(inputs, planner_for(case, DEVICE, num_sms=num_sms))
+    for row, want in zip(lse.tolist(), (0.0, 2.302585, 7.377759), strict=True):
+        assert row == pytest.approx([want] * len(row), abs=1e-5)
+
+
+def test_c20_two_parts_merge_to_the_whole() -> None:
+    """Prefix of 4096 tokens and suffix of 64, merged by their lse, against one pass."""
+    case = replace(D128, lengths=(4160,), out_dtype=None)
+    inputs = make_inputs(case, DEVICE)
+    whole = attend(inputs)
+    parts = []
+    for table, length in ((inputs.table[:, :256], 4096), (inputs.table[:, 256:260], 64)):
+        part = replace(case, lengths=(length,))
+        planner = planner_for(part, DEVICE)
+        lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        plan = planner.plan(jitattn.BlockTable(table), lengths)
+        parts.append(plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True))
+    lse = torch.logaddexp(parts[0][1].double(), parts[1][1].double())
+    out = sum(o.double() * (part - lse).exp()[..., None] for o, part in parts)
+    torch.testing.assert_close(lse, whole[1].double(), rtol=0, atol=1e-3)
+    torch.testing.assert_close(out, whole[0].double(), rtol=0, atol=2**-6)
+
+
+# --- C28: several devices -------------------------------------------------------------------------
+
+
+def test_c28_tensors_of_another_device() -> None:
+    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    inputs = make_inputs(replace(D128, lengths=(9, 5000)), f"{DEVICE}:1")
+    check(inputs.case, *attend(inputs), expected(inputs))
+    assert torch.cuda.current_device() == 0
+
+
+# --- C29: the caller's stream ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("case", [D128, D128_SEPARATE], ids=str)
+def test_c29_side_stream(case: Case, external: bool) -> None:
+    """The values are written on the side stream behind a long wait: only that stream sees them."""
+    case = replace(case, lengths=(3000, 17, 0, 800))
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    planner = planner_for(case, DEVICE)
+    filled = [x.clone() for x in (inputs.q, *inputs.cache, inputs.table, inputs.seq_lens)]
+    for tensor in (inputs.q, *inputs.cache, inputs.table, inputs.seq_lens):
+        tensor.zero_()
+    own_stream = stream = torch.cuda.Stream()
+    if external:
+        stream = torch.cuda.ExternalStream(own_stream.cuda_stream)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        attend(inputs)  # allocates the stream's workspace, which may wait for the device
+        torch.cuda._sleep(100_000_000)  # 50 ms and more
+        targets = (inputs.q, *inputs.cache, inputs.table, inputs.seq_lens)
+        for tensor, value in zip(targets, filled, strict=True):
+            tensor.copy_(value)
+        kv = planner.bind(inputs.cache)
+        plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
+        result = plan.run(inputs.q, kv, return_lse=True)
+    stream.synchronize()
+    assert_same(result, want)
