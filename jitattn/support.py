@@ -243,7 +243,7 @@ def _check_arch(arch: str) -> None:
 # smaller than a warp's slice, a multiple of it that is no power of two, powers of two.
 _SAMPLE: dict[str, tuple[object, ...]] = {
     "head_dim": HEAD_DIMS,
-    "head_dim_vo": HEAD_DIMS,
+    "head_dim_vo": (None, 64, 128, 256),  # None: head_dim
     "page_size": (1, 3, 8, 16, 48, 64, 128),
     "row_tile": (8, 16, 32),
     "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
@@ -292,12 +292,13 @@ def _pairs(row: dict[str, object]) -> Iterator[tuple[tuple[str, object], tuple[s
 
 
 def _can_meet(row: dict[str, object]) -> bool:
-    dims = row.get("head_dim", 16), row.get("head_dim_vo", 16)
-    row_tile = row.get("row_tile", 8)
+    head_dim, row_tile = row.get("head_dim", 16), row.get("row_tile", 8)
+    dims = head_dim, row.get("head_dim_vo") or head_dim
     if row.get("page_table") == PageTable.RAGGED and row.get("page_size", 1) != 1:
         return False
     return row_tile_for(*dims, row_tile) == row_tile  # type: ignore[arg-type]
 
 
 def _spec_of(row: dict[str, object]) -> DecodeSpec:
+    row = row | {"head_dim_vo": row["head_dim_vo"] or row["head_dim"]}
     return DecodeSpec(**row, kv_dtype=row["q_dtype"])  # type: ignore[arg-type]
