@@ -1,7 +1,8 @@
 """From a spec to a cubin: look in memory, bundles and the user's cache, else compile and store.
 
-Reading an entry does not load NVRTC, once the user's cache has a note of the compiler that this
-machine has; where compiling is forbidden (JITATTN_JIT=0) NVRTC is never touched.
+Reading an entry loads neither NVRTC nor Jinja, once the user's cache has notes of the compiler that
+this machine has and of what the templates render to; where compiling is forbidden (JITATTN_JIT=0)
+NVRTC is never touched.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pathlib import Path
 from shlex import quote
 
 from jitattn import nvrtc
-from jitattn.cache import KernelCache, Meta, entry_name
+from jitattn.cache import KernelCache, Meta, digest, entry_name
 from jitattn.config import PlannerConfig
 from jitattn.errors import CacheError, CompilerMissingError, KernelNotFoundError
 from jitattn.knobs import Knobs
-from jitattn.render import headers, render
+from jitattn.sources import headers, inputs
 from jitattn.spec import KernelSpec
 from jitattn.version import __version__
 
@@ -68,10 +69,17 @@ class _Job:
 
     def render(self) -> tuple[str, str]:
         """Return the entry's name and the source that it covers."""
+        from jitattn.render import render  # imports Jinja, which reading an entry can do without
+
         source = render(self.spec, self.arch)
         fields = {"source": source.encode(), "options": "\0".join(self.options).encode()}
         fields |= {f"header {name}": text.encode() for name, text in headers()}
         return entry_name(self.arch, self.spec.symbol, fields), source
+
+    def note_key(self) -> str:
+        """Return what the entry's name is noted under: a digest of all that it depends on."""
+        options = "\0".join(self.options).encode()
+        return digest({"options": options, **inputs(self.spec, self.arch)})
 
 
 class _Memory:
@@ -175,14 +183,39 @@ def _find(job: _Job, knobs: Knobs) -> Kernel | None:
     """Return the kernel from memory, a bundle or the user's cache."""
     if (kernel := _memory.kernels.get((job, knobs))) is not None:
         return replace(kernel, origin="memory")
-    entry, _ = job.render()
+    noted = _noted_entry(job, knobs)
+    kernel = _look_up(job, noted, knobs) if noted else None
+    if kernel is None:
+        entry, _ = job.render()
+        if entry != noted and (kernel := _look_up(job, entry, knobs)) and kernel.origin == "disk":
+            _note_entry(job, entry, knobs)
+    if kernel is not None:
+        _memory.kernels[job, knobs] = kernel
+    return kernel
+
+
+def _look_up(job: _Job, entry: str, knobs: Knobs) -> Kernel | None:
     for origin, cache in _places(knobs):
         if (stored := cache.get(entry)) is not None:
             logger.debug("%s comes from %s", entry, cache.root)
-            kernel = _kernel(job, entry, stored.cubin, stored.meta, origin)
-            _memory.kernels[job, knobs] = kernel
-            return kernel
+            return _kernel(job, entry, stored.cubin, stored.meta, origin)
     return None
+
+
+def _noted_entry(job: _Job, knobs: Knobs) -> str | None:
+    """Return the entry's name from an earlier process's note."""
+    if knobs.cache_dir is None:
+        return None
+    try:
+        entry = KernelCache(knobs.cache_dir).recall(job.note_key())
+    except CacheError:
+        return None  # a bundle may have the kernel, and then the cache does not matter
+    return entry if entry and entry.startswith(f"{job.arch}-{job.spec.symbol}-") else None
+
+
+def _note_entry(job: _Job, entry: str, knobs: Knobs) -> None:
+    if knobs.cache_dir is not None:
+        KernelCache(knobs.cache_dir).remember(job.note_key(), entry)
 
 
 def _make(job: _Job, knobs: Knobs, hint: str) -> Kernel:
@@ -205,16 +238,28 @@ def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
         try:
             compiler = _compiler(cache)
         except CompilerMissingError:
-            pass  # then what any compiler made is better than nothing
+            pass  # then what any other compiler made is better than nothing
         else:
             yield "disk", cache.division(compiler)
             return
     for division in cache.divisions():
-        yield "disk", division
+        if not nvrtc.why_refused(division.root.name):
+            yield "disk", division
 
 
 def _compiler(cache: KernelCache) -> str:
-    """Return ``nvrtc.toolchain()``; from a note, if possible, instead of loading NVRTC."""
+    """Return ``nvrtc.toolchain()``; from a note, if possible, instead of loading NVRTC.
+
+    Raises:
+        CompilerMissingError: there is none, or the driver cannot load what it makes.
+    """
+    compiler = _noted_compiler(cache)
+    if reason := nvrtc.why_refused(compiler):
+        raise CompilerMissingError(reason)
+    return compiler
+
+
+def _noted_compiler(cache: KernelCache) -> str:
     key = nvrtc.search_digest()
     noted, *libraries = (cache.recall(key) or "").splitlines() or [""]
     if noted and libraries and nvrtc.still_there(libraries):
@@ -227,10 +272,13 @@ def _compiler(cache: KernelCache) -> str:
 
 def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
     entry, source = job.render()
+    compiler = nvrtc.toolchain()
+    if reason := nvrtc.why_refused(compiler):
+        raise CompilerMissingError(reason)
     if knobs.cache_dir is None:
         _warn_once("there is no home folder, so compiled kernels stay in memory")
         return _kernel(job, entry, *_compile(job, source), "compiled")
-    cache = KernelCache(knobs.cache_dir).division(nvrtc.toolchain())
+    cache = KernelCache(knobs.cache_dir).division(compiler)
     with cache.locked(entry, knobs.lock_timeout):
         # Another process may have compiled it while this one waited.
         if (stored := cache.get(entry)) is not None:
@@ -242,6 +290,8 @@ def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
             raise
         except OSError as error:
             _warn_once(f"compiled kernels stay in memory, because they cannot be stored: {error}")
+        else:
+            _note_entry(job, entry, knobs)
     return _kernel(job, entry, cubin, meta, "compiled")
 
 

@@ -6,7 +6,7 @@ Layout, of a bundle and of each part of the user's cache::
     <root>/<division>/...                                                  one compiler's entries
     <root>/bundle.json                                                     what made a bundle
     <root>/notes/<digest>                                                  see ``recall``
-    <root>/locks/<entry>.{lock, owner}                                     see ``locked``
+    <root>/locks/<entry>.lock                                              see ``locked``
 
 An entry appears whole or not at all: it is staged beside its place, synced and renamed, and never
 changes afterwards. It carries digests of everything in it; one that is damaged, altered or not what
@@ -23,13 +23,13 @@ import re
 import shutil
 import stat
 import time
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jitattn.errors import CacheError
+from jitattn.locks import hold
 
 # Part of every entry's name: bump it when the layout, or the meaning of a label, changes.
 FORMAT = 1
@@ -42,6 +42,7 @@ _DIVISION = re.compile(r"V\d[\w.+-]*")
 _MANIFEST = "bundle.json"
 _STAGING = ".staging-"
 _STALE_STAGING_S = 3600.0
+_ATTEMPTS = 8
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -104,7 +105,7 @@ class KernelCache:
 
     def division(self, name: str) -> KernelCache:
         """Return the part of this cache that holds what the compiler ``name`` made."""
-        return KernelCache(self.root / re.sub(r"[^\w.+-]", "-", name), mode=0o755, parent=self)
+        return KernelCache(self.root / _division_name(name), mode=0o755, parent=self)
 
     def divisions(self) -> list[KernelCache]:
         """Return the existing parts, newest compiler first."""
@@ -119,7 +120,7 @@ class KernelCache:
         """
         self.check()
         try:
-            return _read(self.root / name)
+            return self._read(name)
         except (OSError, ValueError):
             return None
 
@@ -130,23 +131,18 @@ class KernelCache:
             CacheError: the cache itself must not be used.
             OSError: the cache cannot be written.
         """
-        self.create()
-        with self._staging() as staged:
-            source_bytes = source.encode()
-            record = {
-                **meta,
-                "entry": name,
-                "format": FORMAT,
-                "cubin_sha256": _sha256(cubin),
-                "source_sha256": _sha256(source_bytes),
-            }
-            record["meta_sha256"] = _sha256(_canonical(record))
-            _write(staged / "kernel.cubin", cubin)
-            _write(staged / "kernel.cu", source_bytes)
-            _write(staged / "meta.json", json.dumps(record, indent=2, sort_keys=True).encode())
-            staged.chmod(0o755)  # whatever the umask says: a bundle is for others to read
-            _sync_folder(staged)
-            self._publish(staged, name)
+        for attempt in range(_ATTEMPTS):
+            self.create()
+            try:
+                with self._staging() as staged:
+                    _write_entry(staged, name, cubin, source.encode(), meta)
+                    self._publish(staged, name)
+            except FileNotFoundError:  # another process cleared the cache meanwhile
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                self._sweep(_STALE_STAGING_S)
+                return
 
     def check(self) -> None:
         """Raise CacheError when the folder exists and must not be trusted or is no folder."""
@@ -194,18 +190,19 @@ class KernelCache:
             CacheError: the cache itself must not be used.
         """
         self.check()
-        own = [_describe(p) for p in self._folders() if _ENTRY.fullmatch(p.name)]
-        parts = [entry for part in self.divisions() for entry in part.entries()]
-        return sorted(own, key=lambda entry: entry.name) + parts
+        return [entry for cache in (self, *self.divisions()) for entry in cache._own_entries()]
 
     def verify(self) -> list[Entry]:
         """Read every entry; return the damaged ones, with ``damage`` saying what is wrong."""
+        self.check()
         damaged = []
-        for entry in self.entries():
-            try:
-                _read(entry.path)
-            except (OSError, ValueError) as error:
-                damaged.append(_describe(entry.path, damage=str(error)))
+        for cache in (self, *self.divisions()):
+            for entry in cache._own_entries():
+                try:
+                    cache._read(entry.name)
+                except (OSError, ValueError) as error:
+                    if entry.path.exists():  # nobody has removed it meanwhile
+                        damaged.append(replace(entry, damage=str(error)))
         return damaged
 
     def prune(self, max_bytes: int) -> list[Entry]:
@@ -243,13 +240,14 @@ class KernelCache:
         """Return what ``remember`` noted under ``key``, a digest of what the note depends on.
 
         A note saves asking something slow again, such as which compiler this machine has. Losing
-        one costs time and nothing else.
+        one costs time and nothing else; a damaged one, or another's, is none.
         """
         self.check()
         try:
-            return (self.root / "notes" / key).read_text()
+            proof, _, note = _read_file(self.root / "notes" / key).decode().partition("\n")
         except (OSError, ValueError):
             return None
+        return note if proof == _note_proof(key, note) else None
 
     def remember(self, key: str, note: str) -> None:
         """Note something for a later ``recall``, if the cache can be written."""
@@ -258,59 +256,37 @@ class KernelCache:
             self.create()
             _make_folder(self.root / "notes", 0o755)
             with self._staging() as staged:
-                _write(staged / key, note.encode())
+                _write(staged / key, f"{_note_proof(key, note)}\n{note}".encode(), sync=False)
                 (staged / key).rename(self.root / "notes" / key)
 
-    @contextmanager
-    def locked(self, name: str, timeout_s: float) -> Iterator[bool]:
+    def locked(self, name: str, timeout_s: float) -> AbstractContextManager[bool]:
         """Hold the right to build the entry ``name``; the value says whether it was obtained.
 
         The lock only saves work. Without it (a read-only folder, a file system without flock, an
         owner that does not let go within ``timeout_s`` seconds, for which there is a warning) the
         caller builds all the same, and renaming keeps the entry whole.
         """
-        path = self._lock_file(name)
-        if path is None:
-            yield False
-            return
-
-        import filelock  # 20 ms or more, and only a compilation needs it
-
-        lock = filelock.FileLock(str(path))
-        owner = path.with_suffix(".owner")
-        try:
-            lock.acquire(timeout=timeout_s, poll_interval=0.02)
-        except filelock.Timeout:
-            warnings.warn(
-                f"gave up after {timeout_s:g} s (JITATTN_LOCK_TIMEOUT) on the lock {path}, held by "
-                f"{_read_owner(owner)}; compiling without it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            yield False
-            return
-        except OSError:
-            yield False
-            return
-        try:
-            with suppress(OSError):
-                owner.write_text(f"pid {os.getpid()} on {os.uname().nodename}")
-            yield True
-        finally:
-            owner.unlink(missing_ok=True)
-            lock.release()
-
-    def _lock_file(self, name: str) -> Path | None:
         self.check()
         folder = self.root / "locks"
         try:
             self.create()
             _make_folder(folder, 0o755)
         except OSError:
-            return None
-        # Without flock filelock falls back, silently in some versions, to a lock that is the file's
-        # existence, which a killed process leaves behind for ever.
-        return folder / f"{name}.lock" if _has_flock(folder) else None
+            return nullcontext(False)
+        return hold(folder / f"{name}.lock", timeout_s)
+
+    def _own_entries(self) -> list[Entry]:
+        names = sorted(path.name for path in self._folders() if _ENTRY.fullmatch(path.name))
+        return [_describe(self.root / name) for name in names]
+
+    def _read(self, name: str) -> Stored:
+        """Return the entry ``name``, or raise OSError or ValueError saying what is wrong."""
+        stored = _read(self.root / name)
+        if self.parent is not None:
+            compiler = str(stored.meta.get("compiler"))
+            if _division_name(compiler) != self.root.name:
+                raise ValueError(f"it was made by another compiler, {compiler}")
+        return stored
 
     @contextmanager
     def _staging(self) -> Iterator[Path]:
@@ -324,7 +300,7 @@ class KernelCache:
 
     def _publish(self, staged: Path, name: str) -> None:
         target = self.root / name
-        for _ in range(8):
+        for attempt in range(_ATTEMPTS):
             try:
                 staged.rename(target)
             except OSError as error:
@@ -333,9 +309,14 @@ class KernelCache:
             else:
                 _sync_folder(self.root)
                 return
-            if self.get(name) is not None:
+            try:
+                self._read(name)
                 return  # entries of one name are equal, so theirs is as good
-            self._discard(target)
+            except (OSError, ValueError):
+                if _exists(target):
+                    self._discard(target)
+                else:  # a network file system that has not noticed yet
+                    time.sleep(0.02 * 2**attempt)
         raise OSError(errno.EEXIST, "other processes keep replacing a damaged entry", str(target))
 
     def _discard(self, path: Path) -> None:
@@ -380,13 +361,18 @@ def _read(path: Path) -> Stored:
 
 
 def _read_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        if reason := _distrust(os.fstat(file.fileno())):
+    # A link would lead out of the entry, and opening a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:  # noqa: PTH123
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(f"{path.name} is not a file")
+        if reason := _distrust(info):
             raise ValueError(f"{path.name} is {reason}")
         return file.read()
 
 
-def _describe(path: Path, damage: str | None = None) -> Entry:
+def _describe(path: Path) -> Entry:
     arch, symbol, _ = path.name.split("-")
     return Entry(
         name=path.name,
@@ -397,7 +383,6 @@ def _describe(path: Path, damage: str | None = None) -> Entry:
         size_bytes=sum(size for _, size in _files(path)),
         age_s=_age(path),
         idle_s=_idle(path),
-        damage=damage,
     )
 
 
@@ -435,6 +420,18 @@ def _idle(path: Path) -> float:
     return float("inf")
 
 
+def _exists(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError:
+        return False
+    return True
+
+
+def _division_name(compiler: str) -> str:
+    return re.sub(r"[^\w.+-]", "-", compiler)
+
+
 def _version_key(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path.name)]
 
@@ -460,12 +457,29 @@ def _make_folder(path: Path, mode: int) -> None:
         path.chmod(mode)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_entry(folder: Path, name: str, cubin: bytes, source: bytes, meta: Meta) -> None:
+    record = {
+        **meta,
+        "entry": name,
+        "format": FORMAT,
+        "cubin_sha256": _sha256(cubin),
+        "source_sha256": _sha256(source),
+    }
+    record["meta_sha256"] = _sha256(_canonical(record))
+    _write(folder / "kernel.cubin", cubin)
+    _write(folder / "kernel.cu", source)
+    _write(folder / "meta.json", json.dumps(record, indent=2, sort_keys=True).encode())
+    folder.chmod(0o755)  # whatever the umask says: a bundle is for others to read
+    _sync_folder(folder)
+
+
+def _write(path: Path, data: bytes, *, sync: bool = True) -> None:
     with path.open("wb") as file:
         os.fchmod(file.fileno(), 0o644)
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:
@@ -479,26 +493,12 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _has_flock(folder: Path) -> bool:
-    import fcntl
-    import tempfile
-
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _read_owner(path: Path) -> str:
-    with suppress(OSError, ValueError):
-        return path.read_text().strip() or "an unknown process"
-    return "an unknown process"
-
-
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _note_proof(key: str, note: str) -> str:
+    return _sha256(f"{key}\0{note}".encode())
 
 
 def _canonical(record: Meta) -> bytes:

@@ -2,16 +2,21 @@
 
 Importing this module loads neither NVRTC nor its binding; the first call that compiles does. No
 toolkit header is involved: a source includes nothing but what it is given in memory.
+
+A driver loads what a compiler of its own CUDA major version made, or of an older one. So NVRTC 12
+is taken where the driver is older than CUDA 13 (580), if it is installed, and else NVRTC 13.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +25,11 @@ from jitattn import knobs
 from jitattn.errors import CompileError, CompilerMissingError
 
 _INSTALL = 'pip install cuda-python "nvidia-cuda-nvrtc>=13,<14"'
+_INSTALL_12 = "pip install 'jitattn[cu12]'"
 
 # Where the wheels put the library, below a folder on sys.path, and the binding that chooses.
-_WHEEL_FILES = (
-    "nvidia/cu13/lib/libnvrtc.so.13",
-    "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
-    "cuda/bindings/__init__.py",
-)
+_WHEEL_OF_12 = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+_WHEEL_FILES = ("nvidia/cu13/lib/libnvrtc.so.13", _WHEEL_OF_12, "cuda/bindings/__init__.py")
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,41 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def driver_version() -> tuple[int, int] | None:
+    """Return the newest CUDA version that this machine's driver knows; None without a driver.
+
+    Asking starts no context and costs a millisecond at most.
+    """
+    version = ctypes.c_int(0)
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    if status != 0 or version.value == 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def why_refused(compiler: str) -> str:
+    """Return why this machine's driver cannot load what ``compiler`` makes; empty when it can.
+
+    Args:
+        compiler: as ``toolchain()`` names it, for example ``"V13.5.37 CL-39125733"``.
+    """
+    driver = driver_version()
+    release = re.match(r"V(\d+)", compiler)
+    if driver is None or release is None or int(release[1]) <= driver[0]:
+        return ""
+    if driver[0] < 12:
+        advice = "update the driver: NVRTC 12 needs version 525 or newer, NVRTC 13 580 or newer"
+    else:
+        advice = f"{_INSTALL_12} for NVRTC 12, or update the driver to version 580 or newer"
+    return (
+        f"the driver knows CUDA up to {driver[0]}.{driver[1]} and cannot load what NVRTC "
+        f"{compiler} compiles: {advice}"
+    )
+
+
 def supported_archs() -> tuple[int, ...]:
     """Return the compute capabilities that NVRTC has code for, as ``10 * major + minor``."""
     nvrtc = _binding()
@@ -176,7 +214,7 @@ def search_digest() -> str:
     Loading NVRTC and asking for its build takes a third of a second. A cache that remembers the
     answer under this digest can skip that when all it does is read an entry.
     """
-    facts = [*knobs.library_search(), *loaded_libraries()]
+    facts = [*knobs.library_search(), *loaded_libraries(), str(driver_version())]
     facts += [_fact(os.path.join(root, file)) for root in sys.path for file in _WHEEL_FILES]  # noqa: PTH118
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
 
@@ -191,6 +229,7 @@ def _fact(path: str) -> str:
 
 @functools.cache
 def _binding() -> Any:
+    _prefer_what_the_driver_accepts()
     try:
         from cuda.bindings import nvrtc
 
@@ -204,6 +243,18 @@ def _binding() -> Any:
         reason = (str(error).splitlines() or ["not found"])[0]
         raise CompilerMissingError(f"libnvrtc cannot be loaded ({reason}): {_INSTALL}") from error
     return nvrtc
+
+
+def _prefer_what_the_driver_accepts() -> None:
+    """Load NVRTC 12 where the driver is too old for 13: the binding takes what is loaded."""
+    driver = driver_version()
+    if driver is None or driver[0] >= 13 or loaded_libraries():
+        return
+    wheels = [os.path.join(folder, _WHEEL_OF_12) for folder in sys.path]  # noqa: PTH118
+    for path in (*wheels, "libnvrtc.so.12"):  # the last is for the loader to find
+        with suppress(OSError):
+            ctypes.CDLL(path)
+            return
 
 
 def _explain(log: str, status: Any, options: Sequence[str]) -> str:

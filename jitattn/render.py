@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import jinja2
 from jinja2.ext import Extension
 from jinja2.lexer import Token, TokenStream
 
 from jitattn.errors import TemplateError
+from jitattn.sources import TEMPLATES, headers
 from jitattn.spec import KernelSpec
 from jitattn.tiling import tile_for
 
-# A wheel carries the templates inside the package, a checkout beside it. The checkout wins, so
-# that an editable install never reads a stale copy.
-_CHECKOUT = Path(__file__).parents[1] / "templates"
-_IS_CHECKOUT = (_CHECKOUT / "decode.cu.jinja").is_file()
-TEMPLATES = _CHECKOUT if _IS_CHECKOUT else Path(__file__).parent / "templates"
+__all__ = ["TEMPLATES", "LineMarkers", "environment", "headers", "render"]
 
 _CUDA_TYPE = {"float16": "Half", "bfloat16": "BFloat16", "float32": "Float"}
 
@@ -71,14 +67,6 @@ def render(spec: KernelSpec, arch: str) -> str:
         return _banner(spec) + environment().get_template(spec.template).render(context)
     except jinja2.TemplateError as error:
         raise TemplateError(f"cannot render {spec}: {error}") from error
-
-
-@functools.cache
-def headers() -> tuple[tuple[str, str], ...]:
-    """Return (name it is included by, text) of every header, which NVRTC gets in memory."""
-    include = TEMPLATES / "include"
-    paths = sorted(include.rglob("*.cuh"))
-    return tuple((path.relative_to(include).as_posix(), path.read_text()) for path in paths)
 
 
 def _banner(spec: KernelSpec) -> str:

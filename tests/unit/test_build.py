@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import multiprocessing
 import os
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import build, knobs, nvrtc
+from jitattn import build, knobs, nvrtc, render
 from jitattn.cache import KernelCache
 from jitattn.errors import (
     CacheError,
@@ -64,6 +63,10 @@ def tiny_render(spec: TinySpec, arch: str) -> str:
     return f'#include "one.cuh"\n{signature} {{ {spec.body} }}\n'
 
 
+def tiny_inputs(spec: TinySpec, arch: str) -> dict[str, bytes]:
+    return {"source": tiny_render(spec, arch).encode()}
+
+
 def tiny_headers() -> tuple[tuple[str, str], ...]:
     return (("one.cuh", "__device__ float one() { return 1.f; }\n"),)
 
@@ -71,8 +74,9 @@ def tiny_headers() -> tuple[tuple[str, str], ...]:
 @pytest.fixture(autouse=True)
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
     counter = Compilations()
-    monkeypatch.setattr(build, "render", tiny_render)
+    monkeypatch.setattr(render, "render", tiny_render)
     monkeypatch.setattr(build, "headers", tiny_headers)
+    monkeypatch.setattr(build, "inputs", tiny_inputs)
     monkeypatch.setattr(nvrtc, "compile_cubin", counter)
     build.forget()
     yield counter
@@ -204,8 +208,10 @@ def test_reading_asks_a_note_instead_of_the_compiler(
 def test_a_damaged_note_does_not_matter(settings: Knobs, note: str) -> None:
     get(settings)
     assert settings.cache_dir is not None
-    (path,) = (settings.cache_dir / "notes").iterdir()
-    path.write_text(note)
+    paths = list((settings.cache_dir / "notes").iterdir())
+    assert len(paths) == 2  # of the compiler and of the entry
+    for path in paths:
+        path.write_text(note)
     assert fresh(settings).origin == "disk"
 
 
@@ -306,9 +312,7 @@ print(kernel.origin, len(kernel.cubin), "torch" in sys.modules)
 def test_a_bundle_works_where_nvrtc_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jit: str
 ) -> None:
-    render = importlib.import_module("jitattn.render")
-    monkeypatch.setattr(build, "render", render.render)
-    monkeypatch.setattr(build, "headers", render.headers)
+    monkeypatch.undo()
     kernel = build.fill(ScheduleSpec(), ARCH, tmp_path / "bundle")
     (tmp_path / "bundle").rename(tmp_path / "moved")
     environment = {
@@ -376,7 +380,6 @@ def test_a_read_only_cache_serves_hits_without_lock_or_write(
         raise OSError(errno.EROFS, "read-only file system")
 
     monkeypatch.setattr(tempfile, "mkdtemp", read_only)
-    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
     monkeypatch.setattr(KernelCache, "locked", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import multiprocessing
 import os
@@ -37,7 +36,8 @@ NAME = name_of()
 
 
 def put(kernels: KernelCache, name: str = NAME, cubin: bytes = b"cubin") -> Path:
-    kernels.put(name, cubin, "source", META)
+    made_by = {} if kernels.parent is None else {"compiler": kernels.root.name}
+    kernels.put(name, cubin, "source", META | made_by)
     return kernels.root / name
 
 
@@ -386,10 +386,10 @@ def test_the_manifest_says_what_made_the_entries(kernels: KernelCache) -> None:
 
 
 def test_entries_say_what_they_are(kernels: KernelCache) -> None:
-    path = put(kernels.division("V13.5.37 CL-1"))
+    path = put(kernels.division("V13.5.37-CL-1"))
     (entry,) = kernels.entries()
     assert (entry.name, entry.path, entry.arch, entry.symbol) == (NAME, path, "sm_90a", "k")
-    assert entry.compiler == "V13.5.37 CL-1"
+    assert entry.compiler == "V13.5.37-CL-1"
     assert entry.size_bytes == sum(file.stat().st_size for file in path.iterdir())
     assert 0 <= entry.age_s < 3600
     assert entry.damage is None
@@ -469,13 +469,13 @@ def holder(kernels: KernelCache) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_lock_is_held_and_its_owner_recorded(kernels: KernelCache) -> None:
-    owner = kernels.root / "locks" / f"{NAME}.owner"
+    lock = kernels.root / "locks" / f"{NAME}.lock"
     with kernels.locked(NAME, 1.0) as held:
         assert held
-        assert owner.read_text() == f"pid {os.getpid()} on {os.uname().nodename}"
+        assert lock.read_text() == f"pid {os.getpid()} on {os.uname().nodename}"
         with kernels.locked(name_of("other"), 1.0) as other:
             assert other
-    assert not owner.exists()
+    assert not lock.exists()
 
 
 def test_a_stuck_owner_is_named(kernels: KernelCache, holder: subprocess.Popen[str]) -> None:
@@ -511,7 +511,7 @@ def test_without_flock_there_is_no_lock_at_all(
     def missing(*args: object) -> None:
         raise OSError(errno.ENOSYS, "no flock here")
 
-    monkeypatch.setattr(fcntl, "flock", missing)
+    monkeypatch.setattr("fcntl.flock", missing)
     with kernels.locked(NAME, 1.0) as held:
         assert not held
     assert not list((kernels.root / "locks").iterdir())

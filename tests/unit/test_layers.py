@@ -17,9 +17,9 @@ PACKAGE = Path(__file__).parents[2] / "jitattn"
 LAYERS = (
     {"errors", "version"},
     {"knobs"},
-    {"spec", "config", "cache", "nvrtc", "driver", "params"},
+    {"spec", "config", "locks", "cache", "nvrtc", "driver", "params"},
     {"support", "tiling"},
-    {"render"},
+    {"render", "sources"},
     {
         "build",
         "pages",
@@ -31,14 +31,16 @@ LAYERS = (
         "cuda_backend",
         "merge",
     },
-    {"planner", "functional", "bundles"},
+    {"planner", "functional", "bundles", "explain"},
     {"__init__", "__main__", "cli", "doctor", "demo"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 # Modules of one layer that may import each other, downwards in this order.
 SAME_LAYER = (
     ("spec", "config", "params"),
+    ("locks", "cache"),
     ("tiling", "support"),
+    ("sources", "render"),
     (
         "build",
         "pages",
@@ -69,7 +71,6 @@ DOORS = {
         "functional",
         "demo",
     },
-    "filelock": {"cache", "build"},
     "platformdirs": {"knobs"},
     "rich": {"cli", "demo", "bundles"},
 }
