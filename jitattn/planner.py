@@ -144,6 +144,17 @@ class AttentionPlanner:
 
             self._kernels = KernelSet(self.config, self.device)
 
+    def __getattr__(self, name: str) -> object:
+        """Read an argument of the configuration under its name."""
+        if name in PlannerConfig.__slots__ and "config" in self.__dict__:
+            return getattr(self.config, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def workspace(self) -> Workspace | None:
+        """The workspace given, or None for one of each device and stream."""
+        return self._workspace
+
     def bind(
         self, kv_cache: KVCache, *, k_scale: Scale | None = None, v_scale: Scale | None = None
     ) -> BoundCache:
