@@ -21,6 +21,7 @@ from shlex import quote
 from jitattn import nvrtc
 from jitattn.cache import KernelCache, Meta, digest, entry_name
 from jitattn.config import PlannerConfig
+from jitattn.cubin import resources_of
 from jitattn.errors import CacheError, CompilerMissingError, KernelNotFoundError
 from jitattn.knobs import Knobs
 from jitattn.sources import headers, inputs
@@ -303,7 +304,7 @@ def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
     )
     seconds = time.perf_counter() - started
     logger.info("compiled %s for %s in %.2f s", symbol, job.arch, seconds)
-    resources = nvrtc.parse_resources(compiled.log, symbol)
+    resources = resources_of(compiled.cubin, symbol, job.arch)
     # No clock, host or path in it: two machines with one compiler make equal bundles.
     meta: Meta = {
         "symbol": symbol,

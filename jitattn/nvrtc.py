@@ -34,24 +34,10 @@ _WHEEL_FILES = ("nvidia/cu13/lib/libnvrtc.so.13", _WHEEL_OF_12, "cuda/bindings/_
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler returned: a cubin, and the log with ptxas' resource lines."""
+    """What the compiler returned: a cubin, and its log, which may be empty."""
 
     cubin: bytes
     log: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
-    """What one kernel needs of an SM, as ptxas reported it."""
-
-    registers: int
-    """Per thread."""
-    spill_bytes: int
-    """Spill stores plus spill loads, per thread."""
-    smem_bytes: int
-    """Static shared memory per CTA; dynamic shared memory comes on top."""
-    stack_bytes: int
-    """Stack frame, per thread."""
 
 
 def options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
@@ -173,26 +159,6 @@ def supported_archs() -> tuple[int, ...]:
     return tuple(int(arch) for arch in _check(nvrtc.nvrtcGetSupportedArchs()))
 
 
-def parse_resources(log: str, symbol: str) -> Resources:
-    """Read what ptxas said about the kernel ``symbol`` in the log of its compilation.
-
-    Raises:
-        ValueError: the log does not mention ``symbol``.
-    """
-    entries = re.split(r"Compiling entry function '([^']+)' for", log)
-    reports = dict(zip(entries[1::2], entries[2::2], strict=True))
-    if symbol not in reports:
-        raise ValueError(f"the compiler's log says nothing about {symbol}: {log!r}")
-    report = reports[symbol]
-    return Resources(
-        registers=_number(r"Used (\d+) registers", report),
-        spill_bytes=_number(r"(\d+) bytes spill stores", report)
-        + _number(r"(\d+) bytes spill loads", report),
-        smem_bytes=_number(r"(\d+) bytes smem", report),
-        stack_bytes=_number(r"(\d+) bytes stack frame", report),
-    )
-
-
 def loaded_libraries() -> tuple[str, ...]:
     """Return path, size and time of every NVRTC library in this process."""
     try:
@@ -291,8 +257,3 @@ def _check(result: Any) -> Any:
     if status.value != 0:
         raise CompileError("NVRTC", f"error: a call returned {status.name}", "")
     return values[0] if values else None
-
-
-def _number(pattern: str, text: str) -> int:
-    match = re.search(pattern, text)
-    return int(match[1]) if match else 0

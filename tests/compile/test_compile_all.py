@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import struct
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from jitattn import nvrtc
+from jitattn.cubin import resources_of
 from jitattn.render import headers, render
 from jitattn.spec import DecodeSpec, KernelSpec, ScheduleSpec
 from jitattn.support import ARCHITECTURES, sample_specs
@@ -71,19 +71,6 @@ def compile_job(job: Job) -> nvrtc.Compiled:
     )
 
 
-def code_bytes(cubin: bytes, symbol: str) -> int:
-    """The size of a kernel's machine code, from the section headers of the ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    names = sections[names_index][4]
-    for name, _, _, _, _, num_bytes in sections:
-        start = names + name
-        if cubin[start : cubin.index(b"\0", start)].decode() == f".text.{symbol}":
-            return num_bytes
-    raise AssertionError(f"no code for {symbol}")
-
-
 def code_budget(spec: KernelSpec) -> int:
     """Bytes of machine code a kernel may have: some 10 % above what the largest ones have.
 
@@ -115,13 +102,12 @@ def opcodes(cubin: bytes, folder: Path) -> list[str]:
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path: Path) -> None:
     result = compiled[job].result()
-    resources = nvrtc.parse_resources(result.log, job.spec.symbol)
+    resources = resources_of(result.cubin, job.spec.symbol, job.arch)
     assert resources.spill_bytes == 0
-    assert resources.stack_bytes == 0
     assert resources.registers <= 255
     smem_bytes = resources.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
     assert smem_bytes <= SMEM_LIMIT[job.arch]
-    assert code_bytes(result.cubin, job.spec.symbol) <= code_budget(job.spec)
+    assert resources.code_bytes <= code_budget(job.spec)
     if job.disassemble:
         assert isinstance(job.spec, DecodeSpec)
         check_machine_code(job.spec, opcodes(result.cubin, tmp_path))

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "jitattn"
 LAYERS = (
     {"errors", "version"},
     {"knobs"},
-    {"spec", "config", "locks", "cache", "nvrtc", "driver", "params"},
+    {"spec", "config", "locks", "cache", "cubin", "nvrtc", "driver", "params"},
     {"support", "tiling"},
     {"render", "sources"},
     {
