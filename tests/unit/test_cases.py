@@ -17,7 +17,7 @@ def test_there_are_enough_cases_and_few_kernels() -> None:
     assert len(CASES) >= 400
     assert len({str(case) for case in CASES}) == len(CASES)
     specs = {spec for config in kernel_configs("sm_90a") for spec in resolve(config, "sm_90a")}
-    assert len(specs) <= 90
+    assert len(specs) <= 230
     assert decode_cases() == CASES
 
 
