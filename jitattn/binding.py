@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jitattn.config import PlannerConfig
-from jitattn.pages import check_device, check_tensor
+from jitattn.pages import Pages, check_device, check_tensor
 
 _VECTOR_BYTES = 16
 
@@ -43,14 +43,14 @@ class BoundCache:
         v: V likewise.
     """
 
-    __slots__ = ("config", "decode", "k", "v")
+    __slots__ = ("config", "k", "kernels", "v")
 
-    def __init__(self, config: PlannerConfig, k: CacheView, v: CacheView, decode: object) -> None:
+    def __init__(self, config: PlannerConfig, k: CacheView, v: CacheView, kernels: object) -> None:
         """Made by ``AttentionPlanner.bind``."""
         self.config = config
         self.k = k
         self.v = v
-        self.decode = decode
+        self.kernels = kernels
 
 
 def view_caches(
@@ -136,6 +136,96 @@ def _check_rank(name: str, cache: object, config: PlannerConfig, *, num_dims: in
         raise ValueError(
             f"{name} has shape {list(cache.shape)}: expected [{wanted[num_dims]}, head_dim]"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A custom mask, in one of its forms.
+
+    ``layout`` is "bool" (bool [num_tokens, width]), "packed" (uint8 [num_tokens, width / 8], bits
+    from the lowest up), both over the last ``width`` keys of each request, or "ragged" (uint8
+    bytes over all keys, ``indptr`` [batch_size + 1] says in bytes where each request begins).
+    """
+
+    layout: str
+    values: Tensor
+    width: int
+    indptr: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a plan is made of, checked.
+
+    ``max_kv_len`` and ``max_q_len`` bound the requests; ``qo_indptr`` is None for one query token
+    a request.
+    """
+
+    pages: Pages
+    seq_lens: Tensor
+    qo_indptr: Tensor | None
+    max_kv_len: int
+    max_q_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The tensors of one ``run``, checked."""
+
+    q: Tensor
+    kv: BoundCache
+    pages: Pages
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    mask: Mask | None
+
+
+def view_mask(
+    custom_mask: Tensor | tuple[Tensor, Tensor],
+    num_tokens: int,
+    batch_size: int,
+    device: torch.device,
+) -> Mask:
+    """Check a custom mask.
+
+    Raises:
+        TypeError: neither a bool or uint8 tensor nor a pair (packed, mask_indptr).
+        ValueError: a shape, stride or device doesn't fit.
+    """
+    if isinstance(custom_mask, (tuple, list)):
+        return _view_ragged_mask(custom_mask, batch_size, device)
+    check_tensor("custom_mask", custom_mask, (torch.bool, torch.uint8))
+    if custom_mask.dim() != 2 or custom_mask.shape[0] != num_tokens:
+        raise ValueError(
+            f"custom_mask has shape {list(custom_mask.shape)}: expected [{num_tokens}, width] bool "
+            f"or [{num_tokens}, width / 8] uint8"
+        )
+    check_device("custom_mask", custom_mask, device)
+    check_last_stride("custom_mask", custom_mask)
+    if custom_mask.dtype == torch.bool:
+        return Mask("bool", custom_mask, custom_mask.shape[1], None)
+    return Mask("packed", custom_mask, 8 * custom_mask.shape[1], None)
+
+
+def _view_ragged_mask(
+    custom_mask: tuple[Tensor, Tensor] | list[Tensor], batch_size: int, device: torch.device
+) -> Mask:
+    if len(custom_mask) != 2:
+        raise TypeError("custom_mask is no pair (packed, mask_indptr)")
+    packed, indptr = custom_mask
+    check_tensor("custom_mask[0]", packed, (torch.uint8,))
+    check_tensor("custom_mask[1]", indptr, (torch.int32,))
+    if packed.dim() != 1:
+        raise ValueError(f"custom_mask[0] has shape {list(packed.shape)}: expected one dimension")
+    check_last_stride("custom_mask[0]", packed)
+    if tuple(indptr.shape) != (batch_size + 1,):
+        raise ValueError(
+            f"custom_mask[1] has shape {list(indptr.shape)}: expected [{batch_size + 1}]"
+        )
+    check_device("custom_mask[0]", packed, device)
+    check_device("custom_mask[1]", indptr, device)
+    return Mask("ragged", packed, 0, indptr)
 
 
 def check_last_stride(name: str, tensor: Tensor) -> None:

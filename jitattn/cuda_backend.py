@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jitattn import knobs, support
-from jitattn.binding import BoundCache, CacheView, is_aligned
+from jitattn.binding import Batch, BoundCache, CacheView, Call, Mask, is_aligned
 from jitattn.build import Kernel, build_all
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts
@@ -24,25 +24,32 @@ from jitattn.params import (
     FLOAT_CODES,
     HEADER_BYTES,
     KERNEL_PARAMS,
+    MASK_BOOL,
+    MASK_PACKED,
+    MASK_RAGGED,
     REQUEST_BYTES,
+    UNIT_BEGIN_BYTES,
+    UNIT_BYTES,
     Schedule,
     ScheduleParams,
 )
-from jitattn.spec import DecodeSpec, Loader, PageTable, ScheduleSpec
-from jitattn.tiling import DecodeTile, ScheduleTile, tile_for
+from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable, PrefillSpec, ScheduleSpec
+from jitattn.tiling import DecodeTile, PrefillTile, decode_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
 _LOG2E = math.log2(math.e)
 _INT32_MAX = 2**31 - 1
+
+_MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
 
 # Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
 # holds. More and shorter splits balance better and merge longer.
 _MAX_SPLITS = 16
 _MIN_SPLIT_TOKENS = 256
 
-# What a visit to a request costs a CTA, and the least that is worth a CTA, in tiles. Measured:
+# What a visit to a unit costs a CTA, and the least that is worth a CTA, in tiles. Measured:
 # docs/perf-log.md.
-_REQUEST_COST = 1
+_UNIT_COST = 1
 _MIN_SLOT_COST = 3
 
 
@@ -65,15 +72,24 @@ class KernelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeKernel:
-    """A decode kernel on a device, and the tile it was rendered with."""
+class AttentionKernel:
+    """An attention kernel on a device, and the tile it was rendered with."""
 
     kernel: LoadedKernel
-    tile: DecodeTile
+    tile: DecodeTile | PrefillTile
+    row_tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundKernels:
+    """The kernels whose loader suits a bound cache."""
+
+    decode: AttentionKernel
+    prefill: AttentionKernel
 
 
 class KernelSet:
-    """The kernels of a configuration on a device; the plain loader's is loaded when needed."""
+    """The kernels of a configuration on a device; the plain loader's are loaded when needed."""
 
     def __init__(self, config: PlannerConfig, device: torch.device) -> None:
         assert device.index is not None
@@ -83,28 +99,35 @@ class KernelSet:
         self.arch = arch_of(self.facts)
         self._lock = threading.Lock()
         self._built: list[tuple[Kernel, int]] = []
-        self._decode: dict[Loader, DecodeKernel] = {}
-        specs = support.resolve(config, self.arch)
-        self._specs = {spec.loader: spec for spec in specs if isinstance(spec, DecodeSpec)}
-        decode_spec, schedule_spec = self._specs[Loader.VECTOR], ScheduleSpec()
-        decode, schedule = self._build([decode_spec, schedule_spec])
-        self._decode[Loader.VECTOR] = decode_kernel = self._load_decode(decode, decode_spec)
-        self.tile = decode_kernel.tile
+        self._specs = support.resolve(config, self.arch)
+        schedule_spec = ScheduleSpec()
         schedule_tile = tile_for(schedule_spec, self.arch)
-        assert isinstance(schedule_tile, ScheduleTile)
+        decode_spec, prefill_spec = self._attention_specs(Loader.VECTOR)
+        built = self._build((decode_spec, prefill_spec, schedule_spec))
+        self.kernels = self._load_attention((decode_spec, prefill_spec), built[:2])
+        self._bound = {Loader.VECTOR: self.kernels}
+        self.schedule_kernel = self._load(built[2], schedule_tile.smem_bytes)
         self.schedule_threads = schedule_tile.num_threads
-        self.schedule_kernel = self._load(schedule, schedule_tile.smem_bytes)
-        self.spec = decode_spec
 
-    def decode_for(self, k: CacheView, v: CacheView) -> DecodeKernel:
-        """Return the decode kernel whose loader the strides of ``k`` and ``v`` allow."""
+    def kernels_for(self, k: CacheView, v: CacheView) -> BoundKernels:
+        """Return the kernels whose loader the strides of ``k`` and ``v`` allow."""
         aligned = k.is_vector_aligned and v.is_vector_aligned
         loader = Loader.VECTOR if aligned else Loader.PLAIN
         with self._lock:
-            if loader not in self._decode:
-                spec = self._specs[loader]
-                self._decode[loader] = self._load_decode(self._build([spec])[0], spec)
-            return self._decode[loader]
+            if loader not in self._bound:
+                specs = self._attention_specs(loader)
+                self._bound[loader] = self._load_attention(specs, self._build(specs))
+            return self._bound[loader]
+
+    def _attention_specs(self, loader: Loader) -> tuple[DecodeSpec, PrefillSpec]:
+        decode, prefill = (
+            spec
+            for spec in self._specs
+            if isinstance(spec, DecodeSpec | PrefillSpec) and spec.loader is loader
+        )
+        assert isinstance(decode, DecodeSpec)
+        assert isinstance(prefill, PrefillSpec)
+        return decode, prefill
 
     def infos(self) -> list[KernelInfo]:
         """Return the kernels built so far."""
@@ -122,13 +145,22 @@ class KernelSet:
             for kernel, dynamic_bytes in self._built
         ]
 
-    def _build(self, specs: Sequence[DecodeSpec | ScheduleSpec]) -> tuple[Kernel, ...]:
+    def _build(self, specs: Sequence[KernelSpec]) -> tuple[Kernel, ...]:
         return build_all(specs, self.arch, knobs.load(), hint=self.config.arguments_text())
 
-    def _load_decode(self, kernel: Kernel, spec: DecodeSpec) -> DecodeKernel:
-        tile = tile_for(spec, self.arch)
-        assert isinstance(tile, DecodeTile)
-        return DecodeKernel(self._load(kernel, tile.smem_bytes), tile)
+    def _load_attention(
+        self, specs: tuple[DecodeSpec, PrefillSpec], built: Sequence[Kernel]
+    ) -> BoundKernels:
+        decode_tile = decode_tile_for(specs[0], self.arch)
+        prefill_tile = prefill_tile_for(specs[1], self.arch)
+        return BoundKernels(
+            AttentionKernel(
+                self._load(built[0], decode_tile.smem_bytes), decode_tile, specs[0].row_tile
+            ),
+            AttentionKernel(
+                self._load(built[1], prefill_tile.smem_bytes), prefill_tile, prefill_tile.row_tile
+            ),
+        )
 
     def _load(self, kernel: Kernel, smem_bytes: int) -> LoadedKernel:
         self._built.append((kernel, smem_bytes))
@@ -139,85 +171,43 @@ class CudaPlan:
     """The schedule of a batch on the device, and the launches that use it."""
 
     def __init__(
-        self,
-        kernels: KernelSet,
-        sm_scale: float,
-        workspace: Workspace | None,
-        pages: Pages,
-        seq_lens: Tensor,
-        limit: int,
+        self, kernels: KernelSet, sm_scale: float, workspace: Workspace | None, batch: Batch
     ) -> None:
-        config = kernels.config
-        self._kernels = kernels
         self._index = kernels.facts.index
-        self._batch_size = pages.batch_size
-        self._max_splits = _MAX_SPLITS if config.batch_invariant else 0
-        self._num_row_blocks = -(-config.group_size // kernels.spec.row_tile)
-        self._num_head_blocks = config.num_kv_heads * self._num_row_blocks
-        num_sms = min(config.num_sms or kernels.facts.num_sms, kernels.facts.num_sms)
-        self._max_slots = max(1, num_sms * kernels.tile.ctas_per_sm // self._num_head_blocks)
-        self._memory, schedule = self._allocate_schedule()
+        self._is_empty = batch.pages.batch_size == 0
         if workspace is None:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             workspace = default_workspace(kernels.device, stream)
-        self._buffers = self._reserve(workspace)
-        self._params = self._decode_params(schedule, sm_scale)
-        self._seq_lens = seq_lens  # refresh() reads it again
-        self._schedule_launch = Launch(
-            kernels.schedule_kernel,
-            self._schedule_params(schedule, pages, seq_lens, limit),
-            1,
-            kernels.schedule_threads,
-        )
-        self._launches: dict[DecodeKernel, Launch] = {}
-        self._pages: Pages | None = None
+        # Without requests of many rows the prefill kernel would have nothing to do.
+        num_rows = batch.max_q_len * kernels.config.group_size
+        has_prefill = batch.max_q_len > 1 and num_rows > kernels.kernels.decode.row_tile
+        self._parts = [
+            _Part(kernels, workspace, batch, sm_scale, is_prefill=is_prefill)
+            for is_prefill in ([False, True] if has_prefill else [False])
+        ]
         self.refresh()
 
     def refresh(self) -> None:
-        """Launch the schedule kernel."""
-        if self._batch_size > 0:
-            self._launch(self._schedule_launch)
+        """Launch the schedule kernels."""
+        if not self._is_empty:
+            for part in self._parts:
+                self._launch(part.schedule_launch)
 
-    def run(
-        self,
-        q: Tensor,
-        kv: BoundCache,
-        pages: Pages,
-        out: Tensor,
-        lse: Tensor | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def check_num_tokens(self, num_tokens: int) -> None:
+        """Accept any: only the device knows the offsets, and rows that q lacks are left out."""
+
+    def run(self, call: Call) -> None:
         """Patch the parameters of a call that was checked, and launch."""
-        if self._batch_size == 0:
+        if self._is_empty:
+            call.out.zero_()
+            if call.lse is not None:
+                call.lse.fill_(-math.inf)
             return
-        if pages is not self._pages:
-            _write_pages(self._params.pages, pages)
-            self._pages = pages
-        decode = self._params.decode
-        _write_cache(decode, kv)
-        decode.q = q.data_ptr()
-        decode.q_token_stride, decode.q_head_stride = q.stride()[:2]
-        decode.q_is_aligned = is_aligned(q, 2)
-        decode.out = out.data_ptr()
-        decode.out_token_stride, decode.out_head_stride = out.stride()[:2]
-        decode.out_is_aligned = is_aligned(out, 4)
-        decode.lse = None if lse is None else lse.data_ptr()
-        if lse is not None:
-            decode.lse_token_stride, decode.lse_head_stride = lse.stride()
-        if sinks is not None:
-            decode.sinks = sinks.data_ptr()
-            decode.sink_stride = sinks.stride(0)
-            decode.sink_code = FLOAT_CODES[str(sinks.dtype).removeprefix("torch.")]
-        assert isinstance(kv.decode, DecodeKernel)  # bound by a planner of this backend
-        self._launch(self._launch_of(kv.decode))
-
-    def _launch_of(self, decode: DecodeKernel) -> Launch:
-        if decode not in self._launches:
-            grid = self._max_slots * self._num_head_blocks
-            self._launches[decode] = Launch(
-                decode.kernel, self._params, grid, decode.tile.num_threads
-            )
-        return self._launches[decode]
+        kernels = call.kv.kernels
+        assert isinstance(kernels, BoundKernels)  # bound by a planner of this backend
+        for part, kernel in zip(self._parts, (kernels.decode, kernels.prefill), strict=False):
+            part.patch(call)
+            self._launch(part.launch_of(kernel))
 
     def _launch(self, launch: Launch) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -227,14 +217,94 @@ class CudaPlan:
             with torch.cuda.device(self._index):
                 launch(stream)
 
+
+class _Part:
+    """One of the two kernels of a plan: its schedule, its parameters and its launches."""
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        workspace: Workspace,
+        batch: Batch,
+        sm_scale: float,
+        *,
+        is_prefill: bool,
+    ) -> None:
+        self._kernels = kernels
+        self._batch = batch
+        self._is_prefill = is_prefill
+        config = kernels.config
+        kernel = kernels.kernels.prefill if is_prefill else kernels.kernels.decode
+        self._kernel = kernel
+        self._max_splits = _MAX_SPLITS if config.batch_invariant else 0
+        self._num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
+        head_dim_vo = config.head_dim_vo or config.head_dim
+        num_value_blocks = head_dim_vo // kernel.tile.value_dim
+        self._num_head_blocks = config.num_kv_heads * self._num_row_blocks * num_value_blocks
+        num_sms = min(config.num_sms or kernels.facts.num_sms, kernels.facts.num_sms)
+        self._max_slots = max(1, num_sms * kernel.tile.ctas_per_sm // self._num_head_blocks)
+        self._memory, schedule = self._allocate_schedule()
+        rows = self._max_slots * 2 * max(self._max_splits, 1)
+        self._num_partial_rows = rows * self._num_head_blocks * kernel.row_tile
+        self._buffers = workspace.reserve(
+            self._num_partial_rows * (kernel.tile.value_dim + 2),
+            self._max_slots * self._num_head_blocks,
+        )
+        self._params = self._attention_params(schedule, sm_scale)
+        self.schedule_launch = Launch(
+            kernels.schedule_kernel, self._schedule_params(schedule), 1, kernels.schedule_threads
+        )
+        self._launches: dict[AttentionKernel, Launch] = {}
+        self._pages: Pages | None = None
+
+    def launch_of(self, kernel: AttentionKernel) -> Launch:
+        """Return the launch of ``kernel``, this part's or its twin with another loader."""
+        if kernel not in self._launches:
+            grid = self._max_slots * self._num_head_blocks
+            self._launches[kernel] = Launch(
+                kernel.kernel, self._params, grid, kernel.tile.num_threads
+            )
+        return self._launches[kernel]
+
+    def patch(self, call: Call) -> None:
+        """Write the tensors of a call into the parameters."""
+        if call.pages is not self._pages:
+            _write_pages(self._params.pages, call.pages)
+            self._pages = call.pages
+        params, q, out, lse = self._params.attention, call.q, call.out, call.lse
+        _write_cache(params, call.kv)
+        params.num_tokens = q.shape[0]
+        params.q = q.data_ptr()
+        params.q_token_stride, params.q_head_stride = q.stride()[:2]
+        params.q_is_aligned = is_aligned(q, 8)
+        params.out = out.data_ptr()
+        params.out_token_stride, params.out_head_stride = out.stride()[:2]
+        params.out_is_aligned = is_aligned(out, 4)
+        params.lse = None if lse is None else lse.data_ptr()
+        if lse is not None:
+            params.lse_token_stride, params.lse_head_stride = lse.stride()
+        if call.sinks is not None:
+            params.sinks = call.sinks.data_ptr()
+            params.sink_stride = call.sinks.stride(0)
+            params.sink_code = FLOAT_CODES[str(call.sinks.dtype).removeprefix("torch.")]
+        if call.mask is not None:
+            _write_mask(params, call.mask)
+
     def _allocate_schedule(self) -> tuple[Tensor, Schedule]:
         """Allocate the parts of ``struct Schedule``, in order, each a multiple of 16 bytes."""
-        batch_size, max_slots = self._batch_size, self._max_slots
+        batch_size = self._batch.pages.batch_size
+        units_a_request = 1
+        if self._is_prefill:
+            num_rows = self._batch.max_q_len * self._kernels.config.group_size
+            units_a_request = -(-num_rows // self._kernel.row_tile)
+        max_units = batch_size * units_a_request
         parts = (
             HEADER_BYTES,
             REQUEST_BYTES * batch_size,
-            BOUNDARY_BYTES * (max_slots + 1),
-            COST_BYTES * (batch_size + 1),
+            UNIT_BYTES * max_units,
+            BOUNDARY_BYTES * (self._max_slots + 1),
+            UNIT_BEGIN_BYTES * (batch_size + 1),
+            COST_BYTES * (max_units + 1),
         )
         offsets, total = [], 0
         for part in parts:
@@ -244,62 +314,62 @@ class CudaPlan:
         base = memory.data_ptr()
         return memory, Schedule(*(base + offset for offset in offsets))
 
-    @property
-    def _num_partial_rows(self) -> int:
-        rows = self._max_slots * 2 * self._num_head_blocks * self._kernels.spec.row_tile
-        return rows * max(self._max_splits, 1)
-
-    def _reserve(self, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        return workspace.reserve(
-            self._num_partial_rows * (self._kernels.spec.head_dim_vo + 2),
-            self._max_slots * self._num_head_blocks,
-        )
-
-    def _decode_params(self, schedule: Schedule, sm_scale: float) -> ctypes.Structure:
+    def _attention_params(self, schedule: Schedule, sm_scale: float) -> ctypes.Structure:
         config = self._kernels.config
         params = KERNEL_PARAMS[PageTable(config.page_table)]()
-        decode = params.decode
+        attention = params.attention
         partials, counters = self._buffers
-        num_values = self._num_partial_rows * self._kernels.spec.head_dim_vo
-        decode.partials = partials.data_ptr()
-        decode.partial_sums = partials.data_ptr() + 4 * num_values
-        decode.counters = counters.data_ptr()
-        decode.schedule = schedule
-        decode.group_size = config.group_size
-        decode.num_row_blocks = self._num_row_blocks
-        decode.num_head_blocks = self._num_head_blocks
-        decode.max_splits = self._max_splits
+        num_values = self._num_partial_rows * self._kernel.tile.value_dim
+        attention.partials = partials.data_ptr()
+        attention.partial_sums = partials.data_ptr() + 4 * num_values
+        attention.counters = counters.data_ptr()
+        attention.schedule = schedule
+        attention.num_qo_heads = config.num_qo_heads
+        attention.group_size = config.group_size
+        attention.num_row_blocks = self._num_row_blocks
+        attention.num_head_blocks = self._num_head_blocks
+        attention.max_splits = self._max_splits
+        attention.is_causal = config.causal
+        attention.window_left = config.window_left
         cap = config.logits_soft_cap
-        decode.score_scale = sm_scale / cap if cap > 0 else sm_scale * _LOG2E
-        decode.cap_log2 = cap * _LOG2E
+        attention.score_scale = sm_scale / cap if cap > 0 else sm_scale * _LOG2E
+        attention.cap_log2 = cap * _LOG2E
         return params
 
-    def _schedule_params(
-        self, schedule: Schedule, pages: Pages, seq_lens: Tensor, limit: int
-    ) -> ScheduleParams:
-        tile_tokens = self._kernels.tile.tile_tokens
+    def _schedule_params(self, schedule: Schedule) -> ScheduleParams:
+        config, batch = self._kernels.config, self._batch
+        pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
+        tile_tokens = self._kernel.tile.tile_tokens
         params = ScheduleParams(
             seq_lens=seq_lens.data_ptr(),
             schedule=schedule,
             seq_lens_stride=seq_lens.stride(0),
-            max_kv_len=limit,
+            max_kv_len=batch.max_kv_len,
             seq_lens_are_int64=seq_lens.dtype == torch.int64,
-            batch_size=self._batch_size,
+            batch_size=pages.batch_size,
+            max_q_len=batch.max_q_len,
+            is_causal=config.causal,
+            window_left=config.window_left,
+            group_size=config.group_size,
+            decode_rows=self._kernels.kernels.decode.row_tile,
+            prefill_rows=self._kernel.row_tile if self._is_prefill else 0,
             max_slots=self._max_slots,
-            window_left=self._kernels.config.window_left,
             tile_tokens=tile_tokens,
-            request_cost=_REQUEST_COST,
+            unit_cost=_UNIT_COST,
             min_slot_cost=_MIN_SLOT_COST,
             max_splits=self._max_splits,
             min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
         )
+        if qo_indptr is not None:
+            params.qo_indptr = qo_indptr.data_ptr()
+            params.qo_indptr_stride = qo_indptr.stride(0)
         if isinstance(pages, CsrPages | RaggedKV):
             params.kv_indptr = pages.kv_indptr.data_ptr()
             params.kv_indptr_stride = pages.kv_indptr.stride(0)
             params.num_entries, params.entry_tokens = _INT32_MAX, 1
         if isinstance(pages, CsrPages):
             params.num_entries = pages.kv_indices.shape[0]
-            params.entry_tokens = self._kernels.config.page_size
+            params.entry_tokens = config.page_size
         return params
 
 
@@ -327,16 +397,27 @@ def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -
         params.rows_are_int64 = rows.dtype == torch.int64
 
 
-def _write_cache(decode: ctypes.Structure, kv: BoundCache) -> None:
+def _write_cache(params: ctypes.Structure, kv: BoundCache) -> None:
     k, v = kv.k, kv.v
-    decode.k = k.tensor.data_ptr()
-    decode.k_page_stride = k.page_stride
-    decode.k_token_stride = k.token_stride
-    decode.k_head_stride = k.head_stride
-    decode.v = v.tensor.data_ptr()
-    decode.v_page_stride = v.page_stride
-    decode.v_token_stride = v.token_stride
-    decode.v_head_stride = v.head_stride
+    params.k = k.tensor.data_ptr()
+    params.k_page_stride = k.page_stride
+    params.k_token_stride = k.token_stride
+    params.k_head_stride = k.head_stride
+    params.v = v.tensor.data_ptr()
+    params.v_page_stride = v.page_stride
+    params.v_token_stride = v.token_stride
+    params.v_head_stride = v.head_stride
+
+
+def _write_mask(params: ctypes.Structure, mask: Mask) -> None:
+    params.mask = mask.values.data_ptr()
+    params.mask_kind = _MASK_KINDS[mask.layout]
+    if mask.indptr is not None:
+        params.mask_indptr = mask.indptr.data_ptr()
+        params.mask_indptr_stride = mask.indptr.stride(0)
+    else:
+        params.mask_row_stride = mask.values.stride(0)
+        params.mask_width = mask.width
 
 
 def arch_of(facts: DeviceFacts) -> str:

@@ -1,6 +1,6 @@
 """Launch arguments as the kernels lay them out.
 
-Twins: templates/include/jitattn/{schedule,schedule_params,decode_params}.cuh and
+Twins: templates/include/jitattn/{schedule,schedule_params,attention_params}.cuh and
 templates/page_table.cuh.jinja. tests/compile/test_params.py has the compiler compare both.
 """
 
@@ -14,8 +14,12 @@ from jitattn.spec import PageTable
 # Codes of floating-point types that a caller may choose at launch: FloatCode in types.cuh.
 FLOAT_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
-# Bytes of the parts of a schedule: ScheduleHeader, RequestWork, SlotBoundary, a cost.
-HEADER_BYTES, REQUEST_BYTES, BOUNDARY_BYTES, COST_BYTES = 16, 32, 8, 8
+# Custom masks: MaskKind in attention_params.cuh.
+MASK_BOOL, MASK_PACKED, MASK_RAGGED = 0, 1, 2
+
+# Bytes of the entries of a schedule: ScheduleHeader, Request, Unit, SlotBoundary, and the scans.
+HEADER_BYTES, REQUEST_BYTES, UNIT_BYTES, BOUNDARY_BYTES = 16, 16, 32, 8
+UNIT_BEGIN_BYTES, COST_BYTES = 4, 8
 
 
 class Schedule(ctypes.Structure):
@@ -24,7 +28,9 @@ class Schedule(ctypes.Structure):
     _fields_ = (
         ("header", c_void_p),
         ("requests", c_void_p),
+        ("units", c_void_p),
         ("boundaries", c_void_p),
+        ("unit_begin", c_void_p),
         ("cost_begin", c_void_p),
     )
 
@@ -34,27 +40,34 @@ class ScheduleParams(ctypes.Structure):
 
     _fields_ = (
         ("seq_lens", c_void_p),
-        ("schedule", Schedule),
         ("kv_indptr", c_void_p),
+        ("qo_indptr", c_void_p),
+        ("schedule", Schedule),
         ("seq_lens_stride", c_int64),
         ("kv_indptr_stride", c_int64),
+        ("qo_indptr_stride", c_int64),
         ("max_kv_len", c_int64),
         ("num_entries", c_int64),
         ("entry_tokens", c_int32),
         ("seq_lens_are_int64", c_int32),
         ("batch_size", c_int32),
-        ("max_slots", c_int32),
+        ("max_q_len", c_int32),
+        ("is_causal", c_int32),
         ("window_left", c_int32),
+        ("group_size", c_int32),
+        ("decode_rows", c_int32),
+        ("prefill_rows", c_int32),
+        ("max_slots", c_int32),
         ("tile_tokens", c_int32),
-        ("request_cost", c_int32),
+        ("unit_cost", c_int32),
         ("min_slot_cost", c_int32),
         ("max_splits", c_int32),
         ("min_split_tiles", c_int32),
     )
 
 
-class DecodeParams(ctypes.Structure):
-    """Argument of a decode kernel, but for its page table."""
+class AttentionParams(ctypes.Structure):
+    """Argument of an attention kernel, but for its page table."""
 
     _fields_ = (
         ("q", c_void_p),
@@ -66,6 +79,8 @@ class DecodeParams(ctypes.Structure):
         ("partials", c_void_p),
         ("partial_sums", c_void_p),
         ("counters", c_void_p),
+        ("mask", c_void_p),
+        ("mask_indptr", c_void_p),
         ("schedule", Schedule),
         ("q_token_stride", c_int64),
         ("q_head_stride", c_int64),
@@ -80,10 +95,18 @@ class DecodeParams(ctypes.Structure):
         ("lse_token_stride", c_int64),
         ("lse_head_stride", c_int64),
         ("sink_stride", c_int64),
+        ("mask_row_stride", c_int64),
+        ("mask_indptr_stride", c_int64),
+        ("num_tokens", c_int32),
+        ("num_qo_heads", c_int32),
         ("group_size", c_int32),
         ("num_row_blocks", c_int32),
         ("num_head_blocks", c_int32),
         ("max_splits", c_int32),
+        ("is_causal", c_int32),
+        ("window_left", c_int32),
+        ("mask_kind", c_int32),
+        ("mask_width", c_int32),
         ("sink_code", c_int32),
         ("q_is_aligned", c_int32),
         ("out_is_aligned", c_int32),
@@ -162,7 +185,7 @@ _PAGES: dict[PageTable, type[ctypes.Structure]] = {
 
 
 def _kernel_params(layout: PageTable) -> type[ctypes.Structure]:
-    fields = (("decode", DecodeParams), ("pages", _PAGES[layout]))
+    fields = (("attention", AttentionParams), ("pages", _PAGES[layout]))
     return type(f"KernelParams_{layout.value}", (ctypes.Structure,), {"_fields_": fields})
 
 

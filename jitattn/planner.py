@@ -13,16 +13,20 @@ from torch import Tensor
 
 from jitattn import knobs, support
 from jitattn.binding import (
+    Batch,
     BoundCache,
+    Call,
+    Mask,
     check_last_stride,
     check_rows,
     check_writable,
     view_caches,
+    view_mask,
 )
 from jitattn.checks import check_lengths, check_page_ids
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
-from jitattn.pages import Pages, check_device, check_tensor, check_vector
+from jitattn.pages import Pages, check_device, check_indptr, check_tensor, check_vector
 from jitattn.reference_backend import ReferencePlan
 from jitattn.workspace import Workspace, canonical_device
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
 KVCache = Tensor | tuple[Tensor, Tensor]
 Scale = float | Tensor
+CustomMask = Tensor | tuple[Tensor, Tensor]
 
 _BACKENDS = ("auto", "cuda", "reference")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -88,12 +93,12 @@ class AttentionPlanner:
             kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
             page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
                 that plans get.
-            causal: with one query token a request, which is its last, both values mean the same.
+            causal: query tokens see no later ones; the last of a request is its last key.
             window_left: earlier tokens that a query sees besides itself; -1 is all.
             logits_soft_cap: score becomes cap * tanh(score / cap); 0 is off.
             sm_scale: multiplies q.k; None is ``head_dim ** -0.5``.
             use_sinks: ``run`` gets ``sinks``.
-            use_custom_mask: not built yet.
+            use_custom_mask: ``run`` gets ``custom_mask``.
             variant: not built yet.
             batch_invariant: a request's bits depend on nothing but its own values and length.
             early_kv: not built yet.
@@ -177,8 +182,8 @@ class AttentionPlanner:
                     f"{name} is given, but a cache of {self.config.kv_dtype} is not quantised"
                 )
         k, v = view_caches(kv_cache, self.config, self.device)
-        decode = None if self._kernels is None else self._kernels.decode_for(k, v)
-        return BoundCache(self.config, k, v, decode)
+        kernels = None if self._kernels is None else self._kernels.kernels_for(k, v)
+        return BoundCache(self.config, k, v, kernels)
 
     def plan(
         self,
@@ -199,18 +204,15 @@ class AttentionPlanner:
             seq_lens: int32 or int64 [batch_size], KV tokens of each request, this step's included.
                 Zero and less is padding. A request longer than its table or ``max_kv_len`` gets
                 NaN (the reference backend on the CPU raises ValueError).
-            qo_indptr: not built yet: every request has one query token.
-            max_q_len: None or 1.
+            qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin in q;
+                None is one query token a request. Rows of q past its last entry are padding.
+            max_q_len: the most query tokens of a request; needed with ``qo_indptr``. A request
+                with more gets NaN (ValueError on the CPU).
             max_kv_len: the longest length that occurs; None is what the table can hold.
 
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner.
-            ConfigError: ``qo_indptr`` or another ``max_q_len``.
         """
-        if qo_indptr is not None or max_q_len not in (None, 1):
-            raise ConfigError(
-                ["qo_indptr is refused: more than one query token a request is not built yet"]
-            )
         _check_pages(pages, self.config, self.device)
         check_vector("seq_lens", seq_lens, device=self.device)
         if seq_lens.shape[0] != pages.batch_size:
@@ -218,42 +220,40 @@ class AttentionPlanner:
                 f"seq_lens has {seq_lens.shape[0]} entries: expected {pages.batch_size}, one for "
                 "each request of pages"
             )
-        limit = _kv_limit(pages, self.config, max_kv_len)
+        batch = Batch(
+            pages,
+            seq_lens,
+            qo_indptr,
+            max_kv_len=_kv_limit(pages, self.config, max_kv_len),
+            max_q_len=_query_limit(pages, qo_indptr, max_q_len),
+        )
         if self._checks:
-            check_lengths(pages, seq_lens, limit, self.config)
+            check_lengths(pages, seq_lens, batch.max_kv_len, self.config)
         backend: _Backend
         if self._kernels is None:
-            backend = ReferencePlan(self.config, self._sm_scale, pages, seq_lens, limit)
+            backend = ReferencePlan(self.config, self._sm_scale, batch)
         else:
             from jitattn.cuda_backend import CudaPlan
 
-            backend = CudaPlan(
-                self._kernels, self._sm_scale, self._workspace, pages, seq_lens, limit
-            )
-        return Plan(self, pages, seq_lens, backend)
+            backend = CudaPlan(self._kernels, self._sm_scale, self._workspace, batch)
+        return Plan(self, batch, backend)
 
 
 class Plan:
     """A batch, split over the card. For one thread at a time, and one stream."""
 
-    def __init__(
-        self, planner: AttentionPlanner, pages: Pages, seq_lens: Tensor, backend: _Backend
-    ) -> None:
+    def __init__(self, planner: AttentionPlanner, batch: Batch, backend: _Backend) -> None:
         """Made by ``AttentionPlanner.plan``."""
         self._planner = planner
-        self._pages = pages
-        # The lengths that the schedule was made from, while the caller's may move on.
-        self._checked_lens = seq_lens.clone() if planner._checks else None
-        self._seq_lens = seq_lens
+        self._batch = batch
         self._backend = backend
-        config = planner.config
-        self._q_shape = (pages.batch_size, config.num_qo_heads, config.head_dim)
-        self._out_shape = (*self._q_shape[:2], config.head_dim_vo or config.head_dim)
+        # The lengths that the schedule was made from, while the caller's may move on.
+        self._checked_lens = batch.seq_lens.clone() if planner._checks else None
 
     def refresh(self) -> None:
-        """Recompute the schedule from the length tensor the plan was given, on the stream."""
+        """Recompute the schedule from the tensors the plan was given, on the current stream."""
         if self._checked_lens is not None:
-            self._checked_lens = self._seq_lens.clone()
+            self._checked_lens = self._batch.seq_lens.clone()
         self._backend.refresh()
 
     def run(
@@ -268,56 +268,95 @@ class Plan:
         q_scale: Scale | None = None,
         out_scale: Scale | None = None,
         sinks: Tensor | None = None,
-        custom_mask: Tensor | None = None,
+        custom_mask: CustomMask | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend each request's query token to its pages, on the current stream.
+        """Attend the query tokens of each request to its pages, on the current stream.
 
         Args:
-            q: [batch_size, num_qo_heads, head_dim], q_dtype; the last dimension contiguous.
+            q: [num_tokens, num_qo_heads, head_dim], q_dtype; the last dimension contiguous. Without
+                ``qo_indptr`` num_tokens is batch_size.
             kv: from ``bind``, or a cache, which is bound on the spot.
             pages: a table to read instead of the plan's, of the same layout and size.
-            out: [batch_size, num_qo_heads, head_dim_vo], out_dtype; allocated when None.
-            lse: float32 [batch_size, num_qo_heads], any strides; filled when given.
+            out: [num_tokens, num_qo_heads, head_dim_vo], out_dtype; allocated when None.
+            lse: float32 [num_tokens, num_qo_heads], any strides; filled when given.
             return_lse: return lse as well, allocated when None.
             q_scale: for quantised queries, which are not built yet.
             out_scale: for quantised outputs, which are not built yet.
             sinks: [num_qo_heads], any float dtype and stride, with ``use_sinks``.
-            custom_mask: not built yet.
+            custom_mask: with ``use_custom_mask``, combined with causal and window by AND: bool
+                [num_tokens, width] or packed uint8 [num_tokens, width / 8] (the lowest bit first)
+                over the last ``width`` keys of each request, or (packed, mask_indptr) over all
+                keys, the rows of request b from byte mask_indptr[b] on, each padded to bytes.
 
         Returns:
             out, or (out, lse) with ``return_lse``. lse is the natural logarithm of the sum of
-            exp(score) over visible keys, plus exp(sink). A request without keys has out 0 and lse
-            -inf, or its sink.
+            exp(score) over visible keys, plus exp(sink). A row without visible keys has out 0 and
+            lse -inf, or its sink; rows past the last request have out 0 and lse -inf.
 
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
         Defined by: jitattn/reference.py::attention.
         """
-        planner = self._planner
-        self._refuse(q_scale=q_scale, out_scale=out_scale, custom_mask=custom_mask)
+        planner, batch = self._planner, self._batch
+        self._refuse(q_scale=q_scale, out_scale=out_scale)
         self._check_sinks(sinks)
-        check_rows("q", q, self._q_shape, planner._q_dtype, planner.device)
+        self._check_q(q)
+        bound = self._bound(kv)
+        if pages is not None and pages is not batch.pages:
+            self._check_same_size(pages)
+        shape = q.shape[0], planner.config.num_qo_heads
+        head_dim_vo = planner.config.head_dim_vo or planner.config.head_dim
+        out = self._output("out", out, (*shape, head_dim_vo), planner._out_dtype)
+        check_last_stride("out", out)
+        if lse is not None or return_lse:
+            lse = self._output("lse", lse, shape, torch.float32)
+        pages = batch.pages if pages is None else pages
+        mask = self._mask(custom_mask, shape[0])
+        if self._checked_lens is not None and not _is_capturing(planner.device):
+            check_page_ids(pages, self._checked_lens, bound, planner.config)
+        self._backend.run(Call(q, bound, pages, out, lse, sinks, mask))
+        if return_lse:
+            assert lse is not None
+            return out, lse
+        return out
+
+    def _check_q(self, q: Tensor) -> None:
+        planner, config = self._planner, self._planner.config
+        check_tensor("q", q, (planner._q_dtype,))
+        one_each = self._batch.qo_indptr is None
+        num_tokens = self._batch.pages.batch_size if one_each else q.shape[0] if q.dim() else 0
+        check_rows(
+            "q",
+            q,
+            (num_tokens, config.num_qo_heads, config.head_dim),
+            planner._q_dtype,
+            planner.device,
+        )
         check_last_stride("q", q)
+        self._backend.check_num_tokens(num_tokens)
+
+    def _bound(self, kv: BoundCache | KVCache) -> BoundCache:
+        planner = self._planner
         bound = kv if isinstance(kv, BoundCache) else planner.bind(kv)
         if bound.config is not planner.config and bound.config != planner.config:
             raise ValueError("kv was bound by a planner of another configuration")
         if bound.k.tensor.device != planner.device:
             raise ValueError(f"kv is on {bound.k.tensor.device}: expected {planner.device}")
-        if pages is not None and pages is not self._pages:
-            self._check_same_size(pages)
-        out = self._output("out", out, self._out_shape, planner._out_dtype)
-        check_last_stride("out", out)
-        if lse is not None or return_lse:
-            lse = self._output("lse", lse, self._q_shape[:2], torch.float32)
-        pages = self._pages if pages is None else pages
-        if self._checked_lens is not None and not _is_capturing(planner.device):
-            check_page_ids(pages, self._checked_lens, bound, planner.config)
-        self._backend.run(q, bound, pages, out, lse, sinks)
-        if return_lse:
-            assert lse is not None
-            return out, lse
-        return out
+        return bound
+
+    def _mask(self, custom_mask: CustomMask | None, num_tokens: int) -> Mask | None:
+        config = self._planner.config
+        if (custom_mask is not None) != config.use_custom_mask:
+            given = "given" if custom_mask is not None else "not given"
+            raise ValueError(
+                f"custom_mask is {given}, but the planner has "
+                f"use_custom_mask={config.use_custom_mask}"
+            )
+        if custom_mask is None:
+            return None
+        batch_size = self._batch.pages.batch_size
+        return view_mask(custom_mask, num_tokens, batch_size, self._planner.device)
 
     def _refuse(self, **arguments: object) -> None:
         for name, value in arguments.items():
@@ -341,7 +380,7 @@ class Plan:
         check_device("sinks", sinks, self._planner.device)
 
     def _check_same_size(self, pages: Pages) -> None:
-        planned = self._pages
+        planned = self._batch.pages
         _check_pages(pages, self._planner.config, self._planner.device)
         page_size = self._planner.config.page_size or 1
         given, wanted = (
@@ -373,15 +412,9 @@ class _Backend(Protocol):
 
     def refresh(self) -> None: ...
 
-    def run(
-        self,
-        q: Tensor,
-        kv: BoundCache,
-        pages: Pages,
-        out: Tensor,
-        lse: Tensor | None,
-        sinks: Tensor | None,
-    ) -> None: ...
+    def check_num_tokens(self, num_tokens: int) -> None: ...
+
+    def run(self, call: Call) -> None: ...
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -438,3 +471,21 @@ def _kv_limit(pages: Pages, config: PlannerConfig, max_kv_len: int | None) -> in
     if max_kv_len < 0:
         raise ValueError(f"max_kv_len is {max_kv_len}: expected at least 0")
     return min(capacity, max_kv_len)
+
+
+def _query_limit(pages: Pages, qo_indptr: Tensor | None, max_q_len: int | None) -> int:
+    if max_q_len is not None and (isinstance(max_q_len, bool) or not isinstance(max_q_len, int)):
+        raise TypeError(f"max_q_len is a {type(max_q_len).__name__}: expected an int")
+    if qo_indptr is None:
+        if max_q_len not in (None, 1):
+            raise ValueError(f"max_q_len is {max_q_len}: without qo_indptr a request has one token")
+        return 1
+    check_indptr("qo_indptr", qo_indptr)
+    check_device("qo_indptr", qo_indptr, pages.device)
+    if qo_indptr.shape[0] != pages.batch_size + 1:
+        raise ValueError(
+            f"qo_indptr has {qo_indptr.shape[0]} entries: expected {pages.batch_size + 1}"
+        )
+    if max_q_len is None or max_q_len < 0:
+        raise ValueError(f"max_q_len is {max_q_len}: qo_indptr needs the most tokens of a request")
+    return max_q_len

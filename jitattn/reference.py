@@ -35,6 +35,7 @@ def attention(
     logits_soft_cap: float,
     sm_scale: float,
     sinks: Tensor | None = None,
+    masks: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend every query of a ragged batch to the keys of its request.
 
@@ -49,6 +50,7 @@ def attention(
         logits_soft_cap: 0 is off.
         sm_scale: multiplies q.k.
         sinks: [num_qo_heads], logits that enter the denominator only.
+        masks: for each request bool [q_len, kv_len], which keys a query may see besides.
 
     Returns:
         out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads] (natural
@@ -78,6 +80,8 @@ def attention(
                 causal,
                 window_left,
             )
+            if masks is not None:
+                visible &= masks[b][start - q_start : stop - q_start, low:high].to(q.device)
             scores = _scores(q[start:stop], k[keys], sm_scale, logits_soft_cap)
             out[start:stop], lse[start:stop] = _softmax(scores, visible, v[keys], sink)
     return out, lse

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
-from jitattn.binding import BoundCache
+from jitattn.binding import Batch, Call, Mask
 from jitattn.config import PlannerConfig
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.reference import attention, first_visible, gather
@@ -15,87 +16,118 @@ from jitattn.reference import attention, first_visible, gather
 class ReferencePlan:
     """Plans and runs by the definition, in float64 torch."""
 
-    def __init__(
-        self,
-        config: PlannerConfig,
-        sm_scale: float,
-        pages: Pages,
-        seq_lens: Tensor,
-        limit: int,
-    ) -> None:
+    def __init__(self, config: PlannerConfig, sm_scale: float, batch: Batch) -> None:
+        """Made by ``AttentionPlanner.plan``."""
         self._config = config
         self._sm_scale = sm_scale
-        self._seq_lens = seq_lens
-        self._pages = pages
-        self._limit = limit
-        self._limits: list[int] = []
+        self._batch = batch
         self._lens: list[int] = []
+        self._starts: list[int] = []
+        self._is_invalid: list[bool] = []
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the lengths; on the CPU, refuse those beyond the table.
+        """Read the lengths and offsets; on the CPU, refuse those beyond the table or the maxima.
 
         Raises:
-            ValueError: a length on the CPU that the table can't hold.
+            ValueError: a length on the CPU that is too long.
         """
-        lens = [max(int(n), 0) for n in self._seq_lens.tolist()]
-        self._limits = [min(self._limit, self._entries(b)) for b in range(len(lens))]
-        if self._seq_lens.device.type == "cpu":
-            for b, (kv_len, limit) in enumerate(zip(lens, self._limits, strict=True)):
-                if kv_len > limit:
-                    raise ValueError(
-                        f"seq_lens[{b}] is {kv_len}: the table or max_kv_len ends at {limit}"
-                    )
-        self._lens = lens
+        batch = self._batch
+        self._lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
+        if batch.qo_indptr is None:
+            self._starts = list(range(len(self._lens) + 1))
+        else:
+            self._starts = [int(n) for n in batch.qo_indptr.tolist()]
+        wrongs = [self._what_is_wrong(b) for b in range(len(self._lens))]
+        if batch.seq_lens.device.type == "cpu":
+            for wrong in filter(None, wrongs):
+                raise ValueError(wrong)
+        self._is_invalid = [bool(wrong) for wrong in wrongs]
 
-    def _entries(self, request: int) -> int:
-        """The most tokens that ``kv_indptr`` allows a request."""
-        pages = self._pages
+    def _what_is_wrong(self, request: int) -> str:
+        kv_len, limit = self._lens[request], self._limit(request)
+        if kv_len > limit:
+            return f"seq_lens[{request}] is {kv_len}: the table or max_kv_len ends at {limit}"
+        q_len, max_q_len = self._q_len(request), self._batch.max_q_len
+        if q_len > max_q_len:
+            return f"request {request} has {q_len} query tokens: max_q_len is {max_q_len}"
+        return ""
+
+    def _q_len(self, request: int) -> int:
+        return max(self._starts[request + 1] - self._starts[request], 0)
+
+    def _limit(self, request: int) -> int:
+        """The most tokens that a request may have."""
+        pages, limit = self._batch.pages, self._batch.max_kv_len
         if not isinstance(pages, CsrPages | RaggedKV):
-            return self._limit
+            return limit
         begin, end = (int(n) for n in pages.kv_indptr[request : request + 2])
         if isinstance(pages, RaggedKV):
-            return end - begin
-        return (min(end, pages.kv_indices.shape[0]) - begin) * (self._config.page_size or 1)
+            return min(limit, end - begin)
+        entries = min(end, pages.kv_indices.shape[0]) - begin
+        return min(limit, entries * (self._config.page_size or 1))
 
-    def run(
-        self,
-        q: Tensor,
-        kv: BoundCache,
-        pages: Pages,
-        out: Tensor,
-        lse: Tensor | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def check_num_tokens(self, num_tokens: int) -> None:
+        """Refuse a q with fewer rows than the requests have query tokens.
+
+        Raises:
+            ValueError: naming both numbers.
+        """
+        if num_tokens < self._starts[-1]:
+            raise ValueError(f"q has {num_tokens} rows: qo_indptr[-1] is {self._starts[-1]}")
+
+    def run(self, call: Call) -> None:
         """Compute a call that was checked."""
-        for b, kv_len in enumerate(self._lens):
-            if kv_len > self._limits[b]:
-                out[b] = math.nan
-                if lse is not None:
-                    lse[b] = math.nan
-                continue
-            row_out, row_lse = self._attend(q[b : b + 1], kv, pages, b, sinks)
-            out[b] = row_out[0].to(out.dtype)
-            if lse is not None:
-                lse[b] = row_lse[0].to(lse.dtype)
+        call.out[self._starts[-1] :] = 0.0
+        if call.lse is not None:
+            call.lse[self._starts[-1] :] = -math.inf
+        for b in range(len(self._lens)):
+            rows = slice(self._starts[b], self._starts[b] + self._q_len(b))
+            if self._is_invalid[b]:
+                out = lse = math.nan
+            else:
+                out, lse = self._attend(call, rows, b)  # type: ignore[assignment]
+            call.out[rows] = out
+            if call.lse is not None:
+                call.lse[rows] = lse
 
-    def _attend(
-        self, q: Tensor, kv: BoundCache, pages: Pages, request: int, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        kv_len = self._lens[request]
-        start = first_visible(kv_len, 1, self._config.window_left)
-        return attention(
-            q,
-            _gather(kv.k.tensor, pages, request, kv_len, start, which=0),
-            _gather(kv.v.tensor, pages, request, kv_len, start, which=1),
-            [0, 1],
+    def _attend(self, call: Call, rows: slice, request: int) -> tuple[Tensor, Tensor]:
+        kv_len, q_len = self._lens[request], rows.stop - rows.start
+        start = first_visible(kv_len, q_len, self._config.window_left)
+        out, lse = attention(
+            call.q[rows],
+            _gather(call.kv.k.tensor, call.pages, request, kv_len, start, which=0),
+            _gather(call.kv.v.tensor, call.pages, request, kv_len, start, which=1),
+            [0, q_len],
             [0, kv_len],
             causal=self._config.causal,
             window_left=self._config.window_left,
             logits_soft_cap=self._config.logits_soft_cap,
             sm_scale=self._sm_scale,
-            sinks=sinks,
+            sinks=call.sinks,
+            masks=None if call.mask is None else [_mask(call.mask, rows, request, kv_len)],
         )
+        return out.to(call.out.dtype), lse.float()
+
+
+def _mask(mask: Mask, rows: slice, request: int, kv_len: int) -> Tensor:
+    """Return bool [q_len, kv_len]."""
+    q_len = rows.stop - rows.start
+    if mask.indptr is not None:
+        begin, width = int(mask.indptr[request]), -(-kv_len // 8)
+        packed = mask.values[begin : begin + q_len * width].view(q_len, width)
+        return _unpack(packed)[:, :kv_len]
+    bits = mask.values[rows] if mask.layout == "bool" else _unpack(mask.values[rows])
+    seen = torch.ones((q_len, kv_len), dtype=torch.bool, device=bits.device)
+    covered = min(kv_len, mask.width)
+    if covered > 0:
+        seen[:, kv_len - covered :] = bits[:, mask.width - covered :]
+    return seen
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, :, None] >> shifts & 1).bool().flatten(1)
 
 
 def _gather(

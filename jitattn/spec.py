@@ -45,48 +45,73 @@ def _plain(value: object) -> object:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeSpec:
-    """Everything that changes the machine code of a decode kernel, and nothing else.
+class AttentionSpec:
+    """What the decode and the prefill kernel are both specialised on.
 
-    Batch size, lengths, head counts, strides, window, scales and sinks are launch arguments. The
-    group size (query heads per KV head) only selects ``row_tile``.
+    Batch size, lengths, head counts, strides, window, scales and sinks are launch arguments.
     """
-
-    family: ClassVar[str] = "decode"
-    template: ClassVar[str] = "decode.cu.jinja"
 
     head_dim: int
     head_dim_vo: int
     page_size: int  # 1 for ragged K and V
-    row_tile: int  # query rows of one KV head that a CTA handles: 8, 16 or 32
     q_dtype: DType
     kv_dtype: DType
     out_dtype: DType
     page_table: PageTable
     loader: Loader
     use_logits_soft_cap: bool
+    use_custom_mask: bool
 
     @property
-    def symbol(self) -> str:
-        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+    def _suffix(self) -> str:
+        """The part of the symbol that follows the kernel's own."""
+        same = self.head_dim == self.head_dim_vo
         parts = [
-            f"jitattn_decode_{self._dims}_p{self.page_size}_r{self.row_tile}",
+            f"d{self.head_dim}" if same else f"d{self.head_dim}x{self.head_dim_vo}",
+            f"p{self.page_size}",
             f"q{self.q_dtype.short}_kv{self.kv_dtype.short}_o{self.out_dtype.short}",
             self.page_table.value,
             self.loader.value,
         ]
-        if self.use_logits_soft_cap:
-            parts.append("softcap")
+        parts += ["softcap"] * self.use_logits_soft_cap + ["mask"] * self.use_custom_mask
         return "_".join(parts)
 
     @property
-    def _dims(self) -> str:
-        same = self.head_dim == self.head_dim_vo
-        return f"d{self.head_dim}" if same else f"d{self.head_dim}x{self.head_dim_vo}"
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        raise NotImplementedError
 
     def context(self) -> dict[str, object]:
         """The template variables of this spec: its fields and its symbol."""
         return {k: _plain(v) for k, v in asdict(self).items()} | {"symbol": self.symbol}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeSpec(AttentionSpec):
+    """The kernel of requests with few query rows; the group size only selects ``row_tile``."""
+
+    family: ClassVar[str] = "decode"
+    template: ClassVar[str] = "decode.cu.jinja"
+
+    row_tile: int  # query rows of one KV head that a CTA handles: 8, 16 or 32
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        return f"jitattn_decode_r{self.row_tile}_{self._suffix}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillSpec(AttentionSpec):
+    """The kernel of requests with many query rows."""
+
+    family: ClassVar[str] = "prefill"
+    template: ClassVar[str] = "prefill.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        return f"jitattn_prefill_{self._suffix}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,4 +150,4 @@ class MergeSpec:
         return {"dtype": self.dtype.value, "symbol": self.symbol}
 
 
-KernelSpec = DecodeSpec | ScheduleSpec | MergeSpec
+KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec

@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
 from jitattn.spec import (
+    AttentionSpec,
     DecodeSpec,
     DType,
     KernelSpec,
     Loader,
     MergeSpec,
     PageTable,
+    PrefillSpec,
     ScheduleSpec,
 )
 from jitattn.tiling import SMEM_LIMIT, row_tile_for
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
 
-HEAD_DIMS = tuple(range(16, 257, 16))
+HEAD_DIMS = (*range(16, 257, 16), 512)
 Q_DTYPES = ("bfloat16", "float16")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 KV_LAYOUTS = ("NHD", "HND")
@@ -105,15 +107,15 @@ RULES = (
     _rule("num_kv_heads", "1 and up", lambda c: c.num_kv_heads >= 1, "is not at least 1"),
     _rule(
         "head_dim",
-        "multiples of 16 from 16 to 256",
+        "multiples of 16 from 16 to 256, and 512",
         lambda c: c.head_dim in HEAD_DIMS,
-        "is not a multiple of 16 from 16 to 256",
+        "is not a multiple of 16 from 16 to 256, nor 512",
     ),
     _rule(
         "head_dim_vo",
-        "None (head_dim), multiples of 16 from 16 to 256",
+        "None (head_dim), multiples of 16 from 16 to 256, and 512",
         lambda c: c.head_dim_vo is None or c.head_dim_vo in HEAD_DIMS,
-        "is not a multiple of 16 from 16 to 256",
+        "is not a multiple of 16 from 16 to 256, nor 512",
     ),
     _rule(
         "page_size",
@@ -154,7 +156,6 @@ RULES = (
         lambda c: c.num_sms is None or c.num_sms >= 1,
         "is not at least 1",
     ),
-    _not_built("use_custom_mask", False, "custom masks are"),
     _not_built("variant", None, "variants are"),
     _not_built("early_kv", False, "loading keys before the previous kernel has finished is"),
 )
@@ -163,6 +164,7 @@ _ANY = {
     "causal": "True, False",
     "sm_scale": "any finite number",
     "use_sinks": "True, False",
+    "use_custom_mask": "True, False",
     "batch_invariant": "True, False",
 }
 
@@ -195,8 +197,17 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
     """
     _check_arch(arch)
     ranges = {rule.argument: rule.allowed for rule in RULES} | _ANY
-    ranges["query tokens per request"] = "1"
-    return [Config(kernel=DecodeSpec.family, tested_on=TESTED_ON[arch], fields=ranges)]
+    return [
+        Config(
+            kernel=family,
+            tested_on=TESTED_ON[arch],
+            fields=ranges | {"query tokens per request": queries},
+        )
+        for family, queries in (
+            (DecodeSpec.family, "1, and as many as fill one row tile"),
+            (PrefillSpec.family, "2 and up"),
+        )
+    ]
 
 
 def check_rules(config: PlannerConfig) -> None:
@@ -216,22 +227,24 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     check_rules(config)
     head_dim_vo = config.head_dim_vo or config.head_dim
     out_dtype = DType(config.out_dtype or config.q_dtype)
-    decode = tuple(
-        DecodeSpec(
-            head_dim=config.head_dim,
-            head_dim_vo=head_dim_vo,
-            page_size=config.page_size or 1,
-            row_tile=row_tile_for(config.head_dim, head_dim_vo, config.group_size),
-            q_dtype=DType(config.q_dtype),
-            kv_dtype=DType(config.kv_dtype),
-            out_dtype=out_dtype,
-            page_table=PageTable(config.page_table),
-            loader=loader,
-            use_logits_soft_cap=config.logits_soft_cap > 0.0,
-        )
-        for loader in Loader
+    row_tile = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
+    fields = {
+        "head_dim": config.head_dim,
+        "head_dim_vo": head_dim_vo,
+        "page_size": config.page_size or 1,
+        "q_dtype": DType(config.q_dtype),
+        "kv_dtype": DType(config.kv_dtype),
+        "out_dtype": out_dtype,
+        "page_table": PageTable(config.page_table),
+        "use_logits_soft_cap": config.logits_soft_cap > 0.0,
+        "use_custom_mask": config.use_custom_mask,
+    }
+    return (
+        *(DecodeSpec(row_tile=row_tile, loader=loader, **fields) for loader in Loader),  # type: ignore[arg-type]
+        *(PrefillSpec(loader=loader, **fields) for loader in Loader),  # type: ignore[arg-type]
+        ScheduleSpec(),
+        MergeSpec(dtype=out_dtype),
     )
-    return (*decode, ScheduleSpec(), MergeSpec(dtype=out_dtype))
 
 
 def _check_arch(arch: str) -> None:
@@ -245,17 +258,18 @@ _SAMPLE: dict[str, tuple[object, ...]] = {
     "head_dim": HEAD_DIMS,
     "head_dim_vo": (None, 64, 128, 256),  # None: head_dim
     "page_size": (1, 3, 8, 16, 48, 64, 128),
-    "row_tile": (8, 16, 32),
+    "row_tile": (8, 16, 32, None),  # None: the prefill kernel
     "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
     "out_dtype": (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
     "page_table": tuple(PageTable),
     "loader": tuple(Loader),
     "use_logits_soft_cap": (False, True),
+    "use_custom_mask": (False, True),
 }
 
 
-def sample_specs(arch: str) -> list[DecodeSpec]:
-    """Return decode specs in which every pair of field values that can meet does meet."""
+def sample_specs(arch: str) -> list[AttentionSpec]:
+    """Return attention specs in which every pair of field values that can meet does meet."""
     _check_arch(arch)
     names = list(_SAMPLE)
     wanted = {
@@ -296,9 +310,15 @@ def _can_meet(row: dict[str, object]) -> bool:
     dims = head_dim, row.get("head_dim_vo") or head_dim
     if row.get("page_table") == PageTable.RAGGED and row.get("page_size", 1) != 1:
         return False
-    return row_tile_for(*dims, row_tile) == row_tile  # type: ignore[arg-type]
+    return row_tile is None or row_tile_for(*dims, row_tile) == row_tile  # type: ignore[arg-type]
 
 
-def _spec_of(row: dict[str, object]) -> DecodeSpec:
-    row = row | {"head_dim_vo": row["head_dim_vo"] or row["head_dim"]}
-    return DecodeSpec(**row, kv_dtype=row["q_dtype"])  # type: ignore[arg-type]
+def _spec_of(row: dict[str, object]) -> AttentionSpec:
+    fields = row | {
+        "head_dim_vo": row["head_dim_vo"] or row["head_dim"],
+        "kv_dtype": row["q_dtype"],
+    }
+    row_tile = fields.pop("row_tile")
+    if row_tile is None:
+        return PrefillSpec(**fields)  # type: ignore[arg-type]
+    return DecodeSpec(row_tile=row_tile, **fields)  # type: ignore[arg-type]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jitattn.spec import DecodeSpec, KernelSpec, MergeSpec, ScheduleSpec
+from jitattn.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    KernelSpec,
+    MergeSpec,
+    PrefillSpec,
+    ScheduleSpec,
+)
 
 # Shared memory one CTA may use, in bytes. sm_80 code also runs on compute capability 8.6 and 8.9,
 # whose limit is the smaller one.
@@ -20,17 +27,24 @@ SMEM_LIMIT = {
 _RING_BYTES = 64 * 1024
 _MERGE_BYTES = 8 * 1024
 _VECTOR_BYTES = 16
+# Static shared memory of the attention kernels, with room to spare.
+_STATIC_BYTES = 2 * 1024
+# Query rows of a prefill CTA, 16 a warp.
+_PREFILL_ROWS = 64
+# Columns of V whose accumulator fits the registers; wider V takes several CTAs.
+_MAX_VALUE_DIM = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeTile:
-    """The shape of a decode CTA. Its fields are template variables."""
+class AttentionTile:
+    """The shape of a CTA of an attention kernel. Its fields are template variables."""
 
     num_warps: int
-    warp_tokens: int  # KV tokens a warp consumes per step
-    num_stages: int  # steps of K and V in each warp's ring
+    tile_tokens: int  # KV tokens of one step of all warps, and of one tile of the schedule
+    num_stages: int  # steps of K and V in a ring
+    shares_tiles: bool  # all warps read every token of a tile, not only those they loaded
     ctas_per_sm: int
-    merge_dims: int  # columns of the output that warps merge at a time
+    value_dim: int  # columns of V and out that a CTA computes
     smem_bytes: int  # dynamic shared memory of a CTA
 
     @property
@@ -38,10 +52,19 @@ class DecodeTile:
         """Threads of a CTA."""
         return 32 * self.num_warps
 
-    @property
-    def tile_tokens(self) -> int:
-        """KV tokens of one scheduling tile: one step of all warps."""
-        return self.num_warps * self.warp_tokens
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeTile(AttentionTile):
+    """The shape of a decode CTA."""
+
+    merge_dims: int  # columns of the output that warps merge at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillTile(AttentionTile):
+    """The shape of a prefill CTA."""
+
+    row_tile: int  # query rows of a CTA: 16 a warp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +82,12 @@ class MergeTile:
     num_threads: int = 128
     smem_bytes: int = 0
 
-    @property
-    def num_warps(self) -> int:
-        """Rows of a CTA."""
-        return self.num_threads // 32
 
-
-Tile = DecodeTile | ScheduleTile | MergeTile
+Tile = DecodeTile | PrefillTile | ScheduleTile | MergeTile
 
 
 def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
-    """Return the most query rows whose query and accumulator fit the registers."""
+    """Return the most query rows whose query and accumulator fit a decode warp's registers."""
     widest = max(head_dim, head_dim_vo)
     return 32 if widest <= 64 else 16 if widest <= 128 else 8
 
@@ -86,28 +104,78 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
         return ScheduleTile()
     if isinstance(spec, MergeSpec):
         return MergeTile()
+    if isinstance(spec, PrefillSpec):
+        return prefill_tile_for(spec, arch)
+    return decode_tile_for(spec, arch)
+
+
+def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
+    """Return the decode tile of ``spec``: as many warps as its shared memory allows."""
+    tiles = (_decode_tile(spec, num_warps) for num_warps in (4, 2, 1))
+    return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch])
+
+
+def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
+    """Return the prefill tile of ``spec``: long tiles first, then two stages."""
+    tiles = (
+        _prefill_tile(spec, tile_tokens, num_stages)
+        for tile_tokens, num_stages in ((64, 2), (32, 2), (64, 1), (32, 1), (16, 1))
+    )
+    limit = min(SMEM_LIMIT[arch], _PREFILL_SMEM[arch])
+    return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= limit)
+
+
+# Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
+_PREFILL_SMEM = {
+    "sm_80": 99 * 1024,
+    "sm_90a": 113 * 1024,
+    "sm_100f": 113 * 1024,
+    "sm_120f": 99 * 1024,
+}
+
+
+def _value_dim(spec: AttentionSpec, most: int) -> int:
+    """Return the columns of V that a CTA computes: all, or an even part of at most ``most``."""
     return next(
-        tile
-        for num_warps in (4, 2)
-        if (tile := _decode_tile(spec, num_warps)).smem_bytes <= SMEM_LIMIT[arch]
+        spec.head_dim_vo // blocks for blocks in (1, 2, 4) if spec.head_dim_vo // blocks <= most
     )
 
 
 def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
+    value_dim = _value_dim(spec, _MAX_VALUE_DIM)
     warp_tokens = 32 if max(spec.head_dim, spec.head_dim_vo) <= 64 else 16
-    step_tokens = num_warps * warp_tokens
-    row_bytes = 2 * (spec.head_dim + spec.head_dim_vo)
-    num_stages = max(2, min(4, _RING_BYTES // (step_tokens * row_bytes)))
+    tile_tokens = num_warps * warp_tokens
+    row_bytes = 2 * (spec.head_dim + value_dim)
+    num_stages = max(2, min(4, _RING_BYTES // (tile_tokens * row_bytes)))
     # One vector of padding a row puts the eight rows of an ldmatrix into different banks.
-    ring_bytes = num_stages * step_tokens * (row_bytes + 2 * _VECTOR_BYTES)
-    merge_dims = min(_MERGE_BYTES // (4 * num_warps * spec.row_tile), spec.head_dim_vo)
+    ring_bytes = num_stages * tile_tokens * (row_bytes + 2 * _VECTOR_BYTES)
+    merge_dims = min(_MERGE_BYTES // (4 * num_warps * spec.row_tile), value_dim)
     merge_bytes = 4 * num_warps * spec.row_tile * (merge_dims + 4)
     query_bytes = spec.row_tile * (2 * spec.head_dim + _VECTOR_BYTES)
     return DecodeTile(
         num_warps=num_warps,
-        warp_tokens=warp_tokens,
+        tile_tokens=tile_tokens,
         num_stages=num_stages,
+        shares_tiles=False,
         ctas_per_sm=2 if max(spec.head_dim, spec.head_dim_vo) <= 128 else 1,
+        value_dim=value_dim,
         merge_dims=merge_dims,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
+    )
+
+
+def _prefill_tile(spec: PrefillSpec, tile_tokens: int, num_stages: int) -> PrefillTile:
+    # A wide key leaves registers for half the accumulator.
+    value_dim = _value_dim(spec, _MAX_VALUE_DIM if spec.head_dim <= 256 else _MAX_VALUE_DIM // 2)
+    row_bytes = 2 * (spec.head_dim + value_dim) + 2 * _VECTOR_BYTES
+    query_bytes = _PREFILL_ROWS * (2 * spec.head_dim + _VECTOR_BYTES)
+    return PrefillTile(
+        num_warps=_PREFILL_ROWS // 16,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=True,
+        ctas_per_sm=2 if value_dim <= 192 else 1,
+        value_dim=value_dim,
+        row_tile=_PREFILL_ROWS,
+        smem_bytes=num_stages * tile_tokens * row_bytes + query_bytes,
     )

@@ -55,7 +55,7 @@ def _decode_source(layout: PageTable) -> str:
 def test_decode_params_agree(layout: PageTable) -> None:
     struct = params.KERNEL_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
-    lines += _asserts("jitattn::DecodeParams", params.DecodeParams)
+    lines += _asserts("jitattn::AttentionParams", params.AttentionParams)
     lines += _asserts("jitattn::Schedule", params.Schedule)
     lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
     _compile(_decode_source(layout) + "\n".join(lines) + "\n")
@@ -65,7 +65,8 @@ def test_schedule_params_agree() -> None:
     lines = _asserts("jitattn::ScheduleParams", params.ScheduleParams)
     sizes = {
         "ScheduleHeader": params.HEADER_BYTES,
-        "RequestWork": params.REQUEST_BYTES,
+        "Request": params.REQUEST_BYTES,
+        "Unit": params.UNIT_BYTES,
         "SlotBoundary": params.BOUNDARY_BYTES,
     }
     lines += [f'static_assert(sizeof(jitattn::{k}) == {v}, "{k}");' for k, v in sizes.items()]

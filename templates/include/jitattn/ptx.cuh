@@ -27,14 +27,18 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Eight 16-bit elements, wherever they lie.
+__device__ __forceinline__ uint4 load_16(const uint16_t* source) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = source[2 * i] | uint32_t(source[2 * i + 1]) << 16;
+  return {words[0], words[1], words[2], words[3]};
+}
+
 __device__ __forceinline__ void st_shared_16(uint32_t smem, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(value.x), "r"(value.y),
                "r"(value.z), "r"(value.w)
                : "memory");
-}
-
-__device__ __forceinline__ void st_shared_4(uint32_t smem, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
 }
 
 // Two 8 x 8 matrices of 16-bit elements; lane l < 16 names row l % 8 of matrix l / 8.

@@ -1,48 +1,62 @@
 // What the schedule kernel writes and the attention kernels read. Twin: jitattn/params.py.
 //
-// The KV of a batch is cut into tiles; the tiles of all requests, one request after the other, are
-// dealt to `num_slots` slots as contiguous ranges of equal cost. A slot is served by one CTA for
-// each head block, so neighbouring CTAs read the same tokens at the same time. What a slot holds
-// of a request is one split of it; the splits are merged in order.
+// Work comes in units: the query rows of a request for the decode kernel, a block of them for the
+// prefill kernel, packed token by token, head by head of a KV head's group. The KV that a unit sees
+// is cut into tiles; the tiles of all units, one unit after the other, are dealt to `num_slots`
+// slots as contiguous ranges of equal cost. A slot is served by one CTA for each head block, so
+// neighbouring CTAs read the same tokens at the same time. What a slot holds of a unit is one split
+// of it; the splits are merged in order.
 //
-// A batch-invariant schedule cuts each request into splits whose length depends on that request
-// alone, and deals whole splits to slots.
+// A batch-invariant schedule cuts each unit into splits whose length depends on that unit alone,
+// and deals whole splits to slots.
 #pragma once
 
 #include "jitattn/prelude.cuh"
 
 namespace jitattn {
 
-// One request. Tokens [kv_begin, kv_end) are visible; kv_end = 0 means none are.
-struct alignas(16) RequestWork {
+struct alignas(16) Request {
+  int32_t q_begin;  // first row of q
+  int32_t q_len;    // 0 when the other kernel serves the request
+  int32_t kv_len;
+  int32_t is_invalid;  // a length exceeds what was planned
+};
+
+// A block of query rows. Tokens [kv_begin, kv_end) are visible to one of them at least; kv_end = 0
+// means none are.
+struct alignas(16) Unit {
+  int32_t request;
+  int32_t first_row;  // packed row of the request
   int32_t kv_begin;
-  int32_t kv_end;      // kInvalidLength: longer than its table, to be answered with NaN
+  int32_t kv_end;      // kInvalidLength: a length exceeds what was planned: to be answered with NaN
   int32_t first_slot;  // the slots of its first and last split
   int32_t last_slot;
   int32_t num_splits;
   int32_t split_tiles;  // batch-invariant: tiles of a split; else 0
-  int32_t unused[2];
 };
 constexpr int32_t kInvalidLength = -1;
 
-// Where a slot begins, and where its predecessor ends: at tile `tile` of request `request`.
+// Where a slot begins, and where its predecessor ends: at tile `tile` of unit `unit`.
 struct alignas(8) SlotBoundary {
-  int32_t request;
+  int32_t unit;
   int32_t tile;
 };
 
 struct alignas(16) ScheduleHeader {
   int32_t num_slots;
-  int32_t batch_size;
-  int32_t unused[2];
+  int32_t num_units;
+  int32_t q_end;  // rows of q that requests own; the others are padding
+  int32_t unused;
 };
 
 // Pointers into one allocation, in this order; each part is 16-byte aligned.
 struct Schedule {
   ScheduleHeader* header;    // [1]
-  RequestWork* requests;     // [batch_size]
+  Request* requests;         // [batch_size]
+  Unit* units;               // [max_units]
   SlotBoundary* boundaries;  // [max_slots + 1]
-  int64_t* cost_begin;       // [batch_size + 1], read by the schedule kernel only
+  int32_t* unit_begin;       // [batch_size + 1]; this and the next only the schedule kernel reads
+  int64_t* cost_begin;       // [max_units + 1]
 };
 
 }  // namespace jitattn

@@ -6,22 +6,29 @@
 namespace jitattn {
 
 struct ScheduleParams {
-  const void* seq_lens;  // [batch_size], int32 or int64
-  Schedule schedule;
+  const void* seq_lens;      // [batch_size], int32 or int64
   const int32_t* kv_indptr;  // [batch_size + 1], may be null: entries a request may read
+  const int32_t* qo_indptr;  // [batch_size + 1], may be null: one query token a request
+  Schedule schedule;
   int64_t seq_lens_stride;
   int64_t kv_indptr_stride;
+  int64_t qo_indptr_stride;
   int64_t max_kv_len;    // of any request, in tokens
   int64_t num_entries;   // with kv_indptr: all there are
   int32_t entry_tokens;  // with kv_indptr: tokens of an entry
   int32_t seq_lens_are_int64;
   int32_t batch_size;
-  int32_t max_slots;
+  int32_t max_q_len;
+  int32_t is_causal;
   int32_t window_left;  // -1: all
+  int32_t group_size;
+  int32_t decode_rows;   // requests of more rows, and of more than one query token, are prefill
+  int32_t prefill_rows;  // rows of a unit of the prefill kernel; 0: the schedule is for decode
+  int32_t max_slots;
   int32_t tile_tokens;
-  int32_t request_cost;     // cost of visiting a request, in tiles
+  int32_t unit_cost;        // cost of visiting a unit, in tiles
   int32_t min_slot_cost;    // no slot gets less, in tiles
-  int32_t max_splits;       // batch-invariant: most splits of a request; else 0
+  int32_t max_splits;       // batch-invariant: most splits of a unit; else 0
   int32_t min_split_tiles;  // batch-invariant: no split but the last is shorter
 };
 

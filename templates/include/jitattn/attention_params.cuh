@@ -1,0 +1,66 @@
+// The launch argument of an attention kernel, but for its page table. Twin: jitattn/params.py.
+#pragma once
+
+#include "jitattn/schedule.cuh"
+#include "jitattn/types.cuh"
+
+namespace jitattn {
+
+// Custom masks, by how a row of the mask is found. Twin: jitattn/params.py.
+enum class MaskKind : int32_t {
+  kBool = 0,    // one byte a key, over the last `mask_width` keys of a request
+  kPacked = 1,  // one bit a key, likewise
+  kRagged = 2,  // one bit a key, over all keys; rows of whole bytes from mask_indptr[request] on
+};
+
+struct AttentionParams {
+  const uint16_t* q;     // [num_tokens, num_qo_heads, head_dim]
+  const uint16_t* k;     // [num_pages, page_size, num_kv_heads, head_dim], any strides
+  const uint16_t* v;     // likewise, head_dim_vo
+  void* out;             // [num_tokens, num_qo_heads, head_dim_vo]
+  float* lse;            // [num_tokens, num_qo_heads], may be null
+  const void* sinks;     // [num_qo_heads], may be null
+  float* partials;       // [max_slots, 2, splits, num_head_blocks, kRowTile, kValueDim]
+  float2* partial_sums;  // [max_slots, 2, splits, num_head_blocks, kRowTile]: maximum (log2), sum
+  int32_t* counters;     // [max_slots, num_head_blocks], zero between launches
+  const uint8_t* mask;   // by mask_kind
+  const int32_t* mask_indptr;  // [batch_size + 1], in bytes
+  Schedule schedule;
+
+  // Strides in elements; the last dimension is contiguous.
+  int64_t q_token_stride;
+  int64_t q_head_stride;
+  int64_t k_page_stride;
+  int64_t k_token_stride;
+  int64_t k_head_stride;
+  int64_t v_page_stride;
+  int64_t v_token_stride;
+  int64_t v_head_stride;
+  int64_t out_token_stride;
+  int64_t out_head_stride;
+  int64_t lse_token_stride;
+  int64_t lse_head_stride;
+  int64_t sink_stride;
+  int64_t mask_row_stride;  // in bytes
+  int64_t mask_indptr_stride;
+
+  int32_t num_tokens;  // rows of q and out
+  int32_t num_qo_heads;
+  int32_t group_size;
+  int32_t num_row_blocks;   // decode: row tiles that the group of a KV head takes
+  int32_t num_head_blocks;  // num_kv_heads * num_row_blocks * kNumValueBlocks
+  int32_t max_splits;       // batch-invariant: partial rows of a unit; else 0
+  int32_t is_causal;
+  int32_t window_left;  // -1: all
+  MaskKind mask_kind;
+  int32_t mask_width;
+  FloatCode sink_code;
+  int32_t q_is_aligned;    // eight elements of q can be loaded at once
+  int32_t out_is_aligned;  // four elements of out can be stored at once
+  // Without a soft cap: scores in log2 units are q.k * score_scale. With one they are
+  // cap_log2 * tanh(q.k * score_scale).
+  float score_scale;
+  float cap_log2;
+};
+
+}  // namespace jitattn
