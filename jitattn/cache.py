@@ -189,17 +189,15 @@ class KernelCache:
         Raises:
             CacheError: the cache itself must not be used.
         """
-        self.check()
-        return [entry for cache in (self, *self.divisions()) for entry in cache._own_entries()]
+        return [entry for part in self._parts() for entry in part._own_entries()]
 
     def verify(self) -> list[Entry]:
         """Read every entry; return the damaged ones, with ``damage`` saying what is wrong."""
-        self.check()
         damaged = []
-        for cache in (self, *self.divisions()):
-            for entry in cache._own_entries():
+        for part in self._parts():
+            for entry in part._own_entries():
                 try:
-                    cache._read(entry.name)
+                    part._read(entry.name)
                 except (OSError, ValueError) as error:
                     if entry.path.exists():  # nobody has removed it meanwhile
                         damaged.append(replace(entry, damage=str(error)))
@@ -216,8 +214,8 @@ class KernelCache:
             self._discard(entry.path)
             excess -= entry.size_bytes
             removed.append(entry)
-        for cache in (self, *self.divisions()):
-            cache._sweep(_STALE_STAGING_S)
+        for part in self._parts():
+            part._sweep(_STALE_STAGING_S)
         return removed
 
     def clear(self) -> list[Entry]:
@@ -274,6 +272,12 @@ class KernelCache:
         except OSError:
             return nullcontext(False)
         return hold(folder / f"{name}.lock", timeout_s)
+
+    def _parts(self) -> list[KernelCache]:
+        parts = [self, *self.divisions()]
+        for part in parts:
+            part.check()
+        return parts
 
     def _own_entries(self) -> list[Entry]:
         names = sorted(path.name for path in self._folders() if _ENTRY.fullmatch(path.name))
@@ -389,7 +393,7 @@ def _describe(path: Path) -> Entry:
 def _meta(path: Path) -> Meta:
     """Return what an entry says of itself, unverified; nothing when it cannot be read."""
     with suppress(OSError, ValueError):
-        meta = json.loads((path / "meta.json").read_bytes())
+        meta = json.loads(_read_file(path / "meta.json"))
         if isinstance(meta, dict):
             return meta
     return {}

@@ -6,6 +6,7 @@ Only ``demo`` imports torch; every command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jitattn.cache import Entry, KernelCache
+    from jitattn.spec import KernelSpec
 
 _DEFAULT_ARCH = "sm_90a"
 _PIPE_WIDTH = 160  # of tables that go to a file or a pipe, where no terminal says how wide to be
@@ -37,6 +39,8 @@ class UsageError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 for a failure, 2 for wrong usage."""
     args = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths are bytes, and need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = args.command(args)
         sys.stdout.flush()
@@ -86,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     render.add_argument("-o", "--out", type=Path, metavar="DIR", help="write all of them to DIR")
     render.set_defaults(command=_render)
 
+    explain = commands.add_parser("explain", help="registers, occupancy, instructions of a kernel")
+    explain.add_argument("--config", default="", metavar="k=v,...", help=_CONFIG_HELP)
+    explain.add_argument("--arch", default=_DEFAULT_ARCH, choices=support.ARCHITECTURES)
+    explain.add_argument("--symbol", help="which kernel of the planner (default: the main one)")
+    explain.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    explain.set_defaults(command=_explain)
+
     _add_precompile(commands)
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.set_defaults(command=_doctor)
@@ -124,6 +135,8 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             action.add_argument(
                 "--max-size", type=_size, required=True, help="bytes to keep, such as 500M or 2G"
             )
+        if name == "list":
+            action.add_argument("--json", action="store_true", help="print JSON instead of a table")
         action.add_argument("folder", nargs="?", type=Path, help="default: the user's cache")
         action.set_defaults(command=command)
 
@@ -239,19 +252,47 @@ def _support(config: PlannerConfig, arch: str) -> support.Support:
 def _render(args: argparse.Namespace) -> int:
     from jitattn.render import render
 
+    if args.out is not None:
+        specs = support.resolve(PlannerConfig.parse(args.config), args.arch)
+        args.out.mkdir(parents=True, exist_ok=True)
+        for spec in specs:
+            (args.out / f"{spec.symbol}.cu").write_text(render(spec, args.arch))
+        sys.stdout.writelines(f"{args.out / spec.symbol}.cu\n" for spec in specs)
+        return 0
+    sys.stdout.write(render(_chosen_spec(args), args.arch))
+    return 0
+
+
+def _chosen_spec(args: argparse.Namespace) -> KernelSpec:
     specs = {
         spec.symbol: spec for spec in support.resolve(PlannerConfig.parse(args.config), args.arch)
     }
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for symbol, spec in specs.items():
-            (args.out / f"{symbol}.cu").write_text(render(spec, args.arch))
-        sys.stdout.writelines(f"{args.out / symbol}.cu\n" for symbol in specs)
-        return 0
     symbol = args.symbol or next(iter(specs))
     if symbol not in specs:
         raise UsageError(f"--symbol {symbol}: this planner has {', '.join(specs)}")
-    sys.stdout.write(render(specs[symbol], args.arch))
+    return specs[symbol]
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from jitattn.explain import INSTALL, explain
+
+    found = explain(_chosen_spec(args), args.arch, _knobs())
+    if args.json:
+        _print_json(asdict(found) | {"mix": found.mix})
+        return 0
+    console = _console()
+    table = _table(console, f"{found.symbol} for {found.arch}", "what", "value")
+    for name, value in found.facts().items():
+        table.add_row(name, value)
+    console.print(table)
+    if found.opcodes is None:
+        console.print(f"The instruction mix needs nvdisasm: {INSTALL}", markup=False)
+        return 0
+    total = sum(found.mix.values())
+    table = _table(console, f"{total:,} instructions", "kind", "count", "share", "most frequent")
+    for kind, count in found.mix.items():
+        table.add_row(kind, f"{count:,}", f"{count / total:.1%}", found.most_frequent(kind))
+    console.print(table)
     return 0
 
 
@@ -294,14 +335,19 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _cache_path(args: argparse.Namespace) -> int:
-    sys.stdout.write(f"{_cache(args).root}\n")
+    # As bytes, so that a script can use whatever path it is.
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(_cache(args).root) + b"\n")
     return 0
 
 
 def _cache_list(args: argparse.Namespace) -> int:
     cache = _cache(args)
-    console = _console()
     entries = cache.entries()
+    if args.json:
+        _print_json([_entry_record(entry) for entry in entries])
+        return 0
+    console = _console()
     table = _table(console, f"{cache.root}", "arch", "kernel", "compiler", "bytes", "age", "idle")
     for entry in entries:
         size, age, idle = f"{entry.size_bytes:,}", _days(entry.age_s), _days(entry.idle_s)
@@ -309,6 +355,13 @@ def _cache_list(args: argparse.Namespace) -> int:
     console.print(table)
     console.print(f"{len(entries)} kernels, {sum(e.size_bytes for e in entries):,} bytes")
     return 0
+
+
+def _entry_record(entry: Entry) -> dict[str, object]:
+    unknown = entry.idle_s == float("inf")  # which JSON cannot say
+    record = asdict(entry) | {"path": str(entry.path), "idle_s": None if unknown else entry.idle_s}
+    del record["damage"]  # `cache verify` looks for it
+    return record
 
 
 def _days(seconds: float) -> str:
@@ -368,12 +421,14 @@ def _console() -> Console:
 def _table(console: Console, title: str, *columns: str) -> Table:
     from rich.table import Table
 
-    console.print(title, style="bold")  # as a table's own title it would wrap at its width
+    console.print(
+        title, style="bold", markup=False
+    )  # as a table's own title it would wrap at its width
     table = Table()
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _print_json(rows: Sequence[object]) -> None:
-    sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")

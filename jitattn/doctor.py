@@ -24,17 +24,24 @@ _PACKAGES = (
     "torch",
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-nvdisasm",
     "nvidia-cutlass",
     "jinja2",
-    "filelock",
     "platformdirs",
     "rich",
 )
-_CUDA_13 = (13, 0)
-_OLD_DRIVER = (
-    "it cannot load what CUDA 13 compiles: pip install 'jitattn[cu12]' && "
-    "pip uninstall nvidia-cuda-nvrtc, which would be preferred"
-)
+# Running from a bundle needs neither compiler nor headers, and a build box no torch. NVRTC 12 is
+# for old drivers, and the disassembler for `jitattn explain`.
+_OPTIONAL = {
+    "torch",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-nvdisasm",
+    "nvidia-cutlass",
+}
+# Worth a line only where it is installed, since most machines do without.
+_SILENT = {"nvidia-cuda-nvrtc-cu12"}
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,9 @@ def _packages() -> Iterator[Finding]:
         try:
             yield Finding(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            # Running from a bundle needs neither compiler nor headers, and a build box no torch.
-            optional = name in ("torch", "nvidia-cuda-nvrtc", "nvidia-cutlass")
-            yield Finding(name, "not installed", None if optional else False, f"pip install {name}")
+            if name not in _SILENT:
+                ok = None if name in _OPTIONAL else False
+                yield Finding(name, "not installed", ok, f"pip install {name}")
 
 
 def _compiler(knobs: Knobs) -> Iterator[Finding]:
@@ -81,7 +88,9 @@ def _compiler(knobs: Knobs) -> Iterator[Finding]:
         yield Finding("NVRTC", "cannot be used", False, str(error))
         return
     archs = ", ".join(f"{number // 10}.{number % 10}" for number in nvrtc.supported_archs())
-    yield Finding("NVRTC", f"{toolchain}, for compute capabilities {archs}")
+    found = f"{toolchain}, for compute capabilities {archs}"
+    reason = nvrtc.why_refused(toolchain)
+    yield Finding("NVRTC", found, not reason, reason)
 
 
 def _devices() -> Iterator[Finding]:
@@ -90,26 +99,20 @@ def _devices() -> Iterator[Finding]:
         "none: kernels can be compiled here, and the reference backend computes",
         None,
     )
-    try:
-        from jitattn import driver
-    except ImportError as error:
-        yield Finding("driver", f"cannot be asked: {error}", False, "pip install cuda-python")
-        return
-    version = driver.driver_version()
-    if version is None or version == (0, 0):
+    version = nvrtc.driver_version()
+    if version is None:
         yield no_driver
         return
-    found = f"CUDA {version[0]}.{version[1]}"
-    if version < _CUDA_13:
-        yield Finding("driver", found, None, _OLD_DRIVER)
-    else:
-        yield Finding("driver", found)
+    yield Finding("driver", f"knows CUDA up to {version[0]}.{version[1]}")
     yield from _cards()
 
 
 def _cards() -> Iterator[Finding]:
-    from jitattn import driver
-
+    try:
+        from jitattn import driver
+    except ImportError as error:
+        yield Finding("device", f"cannot be asked: {error}", False, "pip install cuda-python")
+        return
     index = 0
     while True:
         try:
@@ -147,11 +150,24 @@ def _cache(what: str, folder: Path, *, writable: bool) -> Finding:
         return Finding(what, "refused", False, str(error))
     num_bytes = sum(entry.size_bytes for entry in entries)
     found = f"{folder}: {len(entries)} kernels, {num_bytes:,} bytes"
-    if writable and not os.access(_nearest(folder), os.W_OK | os.X_OK):
-        return Finding(what, f"{found}; cannot be written", None, "set JITATTN_CACHE_DIR")
-    if not writable and not entries:
-        return Finding(what, found, None, "JITATTN_PRECOMPILED names a folder without kernels")
+    if not writable:
+        empty = "" if entries else "JITATTN_PRECOMPILED names a folder without kernels"
+        return Finding(what, found, None if empty else True, empty)
+    if reason := _why_not_writable(_nearest(folder)):
+        advice = "kernels stay in memory: set JITATTN_CACHE_DIR to a folder that can be written"
+        return Finding(what, f"{found}; cannot be written ({reason})", None, advice)
     return Finding(what, found)
+
+
+def _why_not_writable(folder: Path) -> str:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "permission denied"
+    status = os.statvfs(folder)
+    if status.f_flag & os.ST_RDONLY:  # which permission bits, and root, do not see
+        return "its file system is read-only"
+    if status.f_bavail == 0:
+        return "its file system is full"
+    return ""
 
 
 def _nearest(folder: Path) -> Path:

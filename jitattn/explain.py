@@ -65,6 +65,13 @@ class Occupancy:
     limited_by: str
     """``"registers"``, ``"shared memory"``, ``"warps"`` or ``"CTAs"``."""
 
+    def __str__(self) -> str:
+        """Say it in words."""
+        return (
+            f"{self.ctas} CTAs an SM, {self.warps} of {self.max_warps} warps "
+            f"({self.warps / self.max_warps:.0%}), limited by {self.limited_by}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
@@ -93,6 +100,30 @@ class Explanation:
         for opcode, count in (self.opcodes or {}).items():
             kinds[kind_of(opcode)] += count
         return dict(kinds.most_common())
+
+    def facts(self) -> dict[str, str]:
+        """Return what is not about instructions, as text, by name."""
+        dynamic, static = f"{self.dynamic_smem_bytes:,}", f"{self.static_smem_bytes:,}"
+        per_cta = f"{self.dynamic_smem_bytes + self.static_smem_bytes:,}"
+        return {
+            "spec": _fields(self.spec),
+            "tile": _fields(self.tile),
+            "threads": f"{self.num_threads} a CTA",
+            "registers": f"{self.registers} a thread, {self.spill_bytes} bytes spilled",
+            "shared memory": f"{per_cta} bytes a CTA: {dynamic} dynamic, {static} static",
+            **{f"occupancy on {o.capability}": str(o) for o in self.occupancy},
+            "compiler": self.compiler,
+            "entry": f"{self.entry} ({self.origin})",
+        }
+
+    def most_frequent(self, kind: str) -> str:
+        """Return the opcodes of ``kind`` with their counts, the most frequent ones."""
+        of_kind = {op: n for op, n in (self.opcodes or {}).items() if kind_of(op) == kind}
+        return ", ".join(f"{op} {n:,}" for op, n in list(of_kind.items())[:6])
+
+
+def _fields(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 _KINDS = (

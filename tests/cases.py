@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jitattn.config import PlannerConfig
-from jitattn.spec import KernelSpec
+from jitattn.spec import KernelSpec, PageTable
 from jitattn.support import resolve
 
-CASES_PER_KERNEL = 12
+CASES_PER_KERNEL = 10
+LAYOUTS = tuple(table.value for table in PageTable)
+TABLES = ("shared", "separate", "csr", "token")
+"""The layouts that have pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +31,19 @@ class Case:
         kv_layout: the order in which the cache's dimensions are named, whatever their strides.
         q_view, out_view: how q and out lie in memory; see `tests.inputs.ROW_VIEWS`.
         sinks: their dtype, or None; a name ending in "-column" is a strided column of a matrix.
-        rows: the dtype of BlockTable's row indices, or None for table row b = request b.
+        page_size: tokens of a page, and 1 with page_table "ragged".
+        rows: the dtype of the row indices of a block or token table, or None for row b = request b.
         call: "buffers" gives out= and lse=; "returned" lets the call allocate out and lse.
     """
 
     head_dim: int = 128
+    head_dim_vo: int | None = None
     page_size: int = 16
     dtype: str = "bfloat16"
     out_dtype: str | None = None
     page_table: str = "shared"
     logits_soft_cap: float = 0.0
+    batch_invariant: bool = False
     num_kv_heads: int = 2
     group_size: int = 4
     lengths: tuple[int, ...] = (37,)
@@ -63,13 +69,24 @@ class Case:
         """sm_scale with its default filled in."""
         return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
+    @property
+    def value_dim(self) -> int:
+        """head_dim_vo with its default filled in."""
+        return self.head_dim_vo or self.head_dim
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the layout is a table of rows, which `rows` may select."""
+        return self.page_table not in ("csr", "ragged")
+
     def planner_arguments(self) -> dict[str, object]:
         """The arguments of AttentionPlanner but for device objects."""
         return {
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "page_size": self.page_size,
+            "head_dim_vo": self.head_dim_vo,
+            "page_size": None if self.page_table == "ragged" else self.page_size,
             "q_dtype": self.dtype,
             "kv_dtype": self.dtype,
             "out_dtype": self.out_dtype,
@@ -80,14 +97,19 @@ class Case:
             "logits_soft_cap": self.logits_soft_cap,
             "sm_scale": self.sm_scale,
             "use_sinks": self.sinks is not None,
+            "batch_invariant": self.batch_invariant,
         }
 
     def config(self) -> PlannerConfig:
         return PlannerConfig.from_arguments(self.planner_arguments())
 
+    @property
+    def _dims(self) -> str:
+        return f"d{self.head_dim}" + (f"x{self.head_dim_vo}" if self.head_dim_vo else "")
+
     def __str__(self) -> str:
         parts = [
-            f"d{self.head_dim}-p{self.page_size}-{self.dtype}-{self.page_table}",
+            f"{self._dims}-p{self.page_size}-{self.dtype}-{self.page_table}",
             f"g{self.group_size}x{self.num_kv_heads}-{self.cache}-{self.kv_layout}",
             f"b{len(self.lengths)}-max{max(self.lengths)}",
         ]
@@ -99,6 +121,8 @@ class Case:
             parts.append(f"sinks_{self.sinks}")
         if self.rows:
             parts.append("rows")
+        if self.batch_invariant:
+            parts.append("invariant")
         return "-".join(parts) + f"-s{self.seed}"
 
 
@@ -108,6 +132,7 @@ class Kernel:
 
     head_dim: int
     page_size: int
+    head_dim_vo: int | None = None
     dtype: str = "bfloat16"
     out_dtype: str | None = None
     page_table: str = "shared"
@@ -132,9 +157,11 @@ def _kernel(
     *,
     soft_cap: bool = False,
     out: str | None = None,
+    vo: int | None = None,
 ) -> Kernel:
     return Kernel(
         head_dim=head_dim,
+        head_dim_vo=vo,
         page_size=page_size,
         dtype={"bf16": "bfloat16", "fp16": "float16"}[dtype],
         out_dtype=out,
@@ -145,7 +172,7 @@ def _kernel(
 
 
 # Every head_dim, page sizes of every kind (1, odd, even, powers of two, larger than a tile), both
-# dtypes, all outputs, both tables, all bands. The first five also serve the handed cases.
+# dtypes, all outputs, every layout, all bands. The named cases below use some of them.
 KERNELS: tuple[Kernel, ...] = (
     _kernel(128, 16, "bf16", "shared", 8),
     _kernel(128, 16, "bf16", "separate", 8),
@@ -187,6 +214,46 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(256, 3, "fp16", "separate", 16, soft_cap=True),
     _kernel(256, 16, "bf16", "shared", 8),
     _kernel(256, 64, "bf16", "shared", 16, out="float32"),
+    # CSR
+    _kernel(128, 16, "bf16", "csr", 8),
+    _kernel(128, 16, "fp16", "csr", 8),
+    _kernel(128, 16, "bf16", "csr", 16),
+    _kernel(128, 3, "fp16", "csr", 8),
+    _kernel(256, 16, "bf16", "csr", 8),
+    _kernel(64, 16, "bf16", "csr", 8),
+    _kernel(64, 1, "fp16", "csr", 32, soft_cap=True),
+    _kernel(96, 5, "bf16", "csr", 16),
+    _kernel(48, 128, "fp16", "csr", 32, out="float32"),
+    _kernel(192, 64, "bf16", "csr", 8, vo=128),
+    _kernel(64, 24, "fp16", "csr", 16, vo=256),
+    # Token tables
+    _kernel(128, 16, "bf16", "token", 8),
+    _kernel(128, 16, "fp16", "token", 8),
+    _kernel(128, 16, "bf16", "token", 16),
+    _kernel(128, 3, "fp16", "token", 8),
+    _kernel(256, 16, "bf16", "token", 8),
+    _kernel(64, 16, "bf16", "token", 8),
+    _kernel(128, 1, "bf16", "token", 8, soft_cap=True),
+    _kernel(32, 8, "fp16", "token", 32),
+    _kernel(224, 24, "fp16", "token", 16),
+    _kernel(192, 1, "bf16", "token", 8, vo=128),
+    _kernel(128, 64, "bf16", "token", 32, vo=64, out="float32"),
+    # Ragged K and V
+    _kernel(128, 1, "bf16", "ragged", 8),
+    _kernel(128, 1, "fp16", "ragged", 16),
+    _kernel(64, 1, "bf16", "ragged", 32),
+    _kernel(16, 1, "fp16", "ragged", 8, soft_cap=True),
+    _kernel(80, 1, "bf16", "ragged", 8, out="float32"),
+    _kernel(256, 1, "bf16", "ragged", 8),
+    _kernel(192, 1, "bf16", "ragged", 16, vo=128),
+    _kernel(64, 1, "fp16", "ragged", 8, vo=256),
+    # K and V of different widths
+    _kernel(192, 16, "bf16", "shared", 8, vo=128),
+    _kernel(128, 16, "bf16", "shared", 8, vo=64),
+    _kernel(64, 16, "fp16", "shared", 16, vo=256, soft_cap=True),
+    _kernel(192, 32, "bf16", "separate", 16, vo=128),
+    _kernel(16, 3, "bf16", "separate", 32, vo=64),
+    _kernel(256, 1, "fp16", "separate", 8, vo=16, out="bfloat16"),
 )
 
 CACHES_SHARED = (
@@ -208,6 +275,8 @@ CACHES_SHARED = (
     "size_1",
 )
 CACHES_SEPARATE = (*CACHES_SHARED, "twice")
+# One tensor with K and V halves holds one head_dim and is never ragged: the rest takes pairs of
+# views of it.
 LENGTHS = ("page_edges", "tile_edges", "ragged", "padding", "single", "many", "long", "longest")
 
 
@@ -250,9 +319,10 @@ class _Deck:
 
 def _decks(rng: random.Random) -> dict[str, _Deck]:
     axes: dict[str, Sequence[object]] = {
-        "cache shared": CACHES_SHARED,
+        **{f"cache {layout}": CACHES_SHARED for layout in LAYOUTS},
         "cache separate": CACHES_SEPARATE,
         "lengths": LENGTHS,
+        "batch_invariant": (False, False, True),
         "num_kv_heads": (1, 2, 3, 8),
         "kv_layout": ("NHD", "HND"),
         "q_view": ("contiguous", "qkv", "padded", "odd"),
@@ -288,6 +358,7 @@ def _deal(kernel: Kernel, decks: dict[str, _Deck], rng: random.Random, seed: int
     same = {name: decks[name].deal() for name in _SAME_NAME}
     return Case(
         head_dim=kernel.head_dim,
+        head_dim_vo=kernel.head_dim_vo,
         page_size=kernel.page_size,
         dtype=kernel.dtype,
         out_dtype=kernel.out_dtype,
@@ -303,7 +374,7 @@ def _deal(kernel: Kernel, decks: dict[str, _Deck], rng: random.Random, seed: int
 
 _SAME_NAME = (
     *("num_kv_heads", "kv_layout", "q_view", "out_view", "window_left", "causal"),
-    *("sm_scale", "sinks", "rows", "lengths_dtype", "call"),
+    *("sm_scale", "sinks", "rows", "lengths_dtype", "call", "batch_invariant"),
 )
 
 
@@ -311,35 +382,48 @@ def _fit(case: Case) -> Case:
     """Make the case possible, and small enough for a float64 reference in milliseconds."""
     if case.cache == "size_1":
         case = replace(case, num_kv_heads=1)
+    if not case.has_rows:
+        case = replace(case, rows=None)
     heavy = max(case.lengths) * case.group_size * case.num_kv_heads > 2_000_000
     return replace(case, num_kv_heads=1) if heavy else case
 
 
 # --- cases of the other GPU tests -----------------------------------------------------------------
 
-# C01 to C29 of the handed cases run on these kernels, whatever else they change.
+# The other tests run on these kernels, whatever else they change.
 D64 = Case(head_dim=64)
 D128 = Case(head_dim=128)
 D128_SEPARATE = Case(head_dim=128, page_table="separate")
+D128_CSR = Case(head_dim=128, page_table="csr")
+D128_TOKEN = Case(head_dim=128, page_table="token")
+RAGGED = Case(head_dim=128, page_table="ragged", page_size=1)
 D128_PAGE_32 = Case(head_dim=128, page_size=32)
 D128_FP16 = Case(head_dim=128, dtype="float16")
 D128_PAGE_3 = Case(head_dim=128, page_size=3, dtype="float16", page_table="separate")
 D256 = Case(head_dim=256)
+D192X128 = Case(head_dim=192, head_dim_vo=128)
 PAGE_1 = Case(head_dim=256, page_size=1, page_table="separate")
 SOFT_CAP = Case(
     head_dim=64, page_size=1, dtype="float16", page_table="separate", logits_soft_cap=5.0
 )
 WIDE = Case(head_dim=128, group_size=16)
 
-TWINS = (D128, D128_FP16, replace(D128_PAGE_3, page_table="shared"), D256, WIDE)
-"""Cases that test_bits.py runs with both page-table layouts."""
+EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
+"""One case of each layout."""
+
+TWINS = (D128, D128_FP16, replace(D128_PAGE_3, page_table="shared"), D256, WIDE, D64)
+"""Cases that run with every table layout, to the same bits."""
+
+
+def twins_of(case: Case) -> tuple[Case, ...]:
+    """The case through every layout that has pages."""
+    return tuple(replace(case, page_table=table) for table in TABLES)
 
 
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
-    named = (D64, D128, D128_SEPARATE, D128_PAGE_32, D128_FP16, D128_PAGE_3, D256, PAGE_1)
-    twins = (replace(case, page_table=table) for case in TWINS for table in ("shared", "separate"))
-    return (*decode_cases(), *named, SOFT_CAP, WIDE, *twins)
+    named = (D128_PAGE_32, D128_PAGE_3, D192X128, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
+    return (*decode_cases(), *named, *(twin for case in TWINS for twin in twins_of(case)))
 
 
 def kernel_configs(arch: str) -> tuple[PlannerConfig, ...]:

@@ -75,7 +75,7 @@ def expected(inputs: Inputs) -> Expected:
         sm_scale=case.scale,
         sinks=inputs.sinks,
     )
-    return Expected(out[..., : case.head_dim], lse, out[..., case.head_dim :])
+    return Expected(out[..., : case.value_dim], lse, out[..., case.value_dim :])
 
 
 def planner_for(
@@ -97,8 +97,7 @@ def attend(
     """Out and lse of the public API; ``changes`` replace arguments of run."""
     case = inputs.case
     planner = planner or planner_for(case, inputs.device)
-    pages = jitattn.BlockTable(inputs.table, rows=inputs.rows)
-    plan = planner.plan(pages, inputs.seq_lens)
+    plan = planner.plan(inputs.pages(), inputs.seq_lens)
     kv = planner.bind(inputs.cache)
     if case.call == "returned":
         arguments = {"return_lse": True, "sinks": inputs.sinks} | changes

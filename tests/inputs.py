@@ -4,8 +4,9 @@
   strides, and with a window the tokens that have left it.
 * Table entries past a request's last page, and with a window those wholly before its first
   visible key, are -1, 2**31 - 1, ids past the pool or ids of pages full of NaN.
-* Pages are dealt in random order; out and lse start as NaN; memory around a strided out carries a
-  canary.
+* Pages are dealt in random order, and a token table's tokens one by one; requests of CSR pages and
+  of ragged K and V have room to spare between them.
+* out and lse start as NaN; memory around a strided out carries a canary.
 
 The dense tokens from which the cache was filled are kept, so the reference reads neither tables
 nor strides.
@@ -20,10 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import jitattn
+from jitattn.pages import Pages
 from tests.cases import Case
 
 Pair = tuple[Tensor, Tensor]
-Tokens = tuple[Tensor, Tensor, Tensor]  # q [B, Hq, D], k and v [total, Hkv, D]
+Tokens = tuple[Tensor, Tensor, Tensor]  # q [B, Hq, D], k [total, Hkv, D], v [total, Hkv, Dv]
 CANARY = -1234.0
 DEAD_PAGES = 3
 
@@ -35,9 +38,15 @@ class Pool:
     num_pages: int
     page_size: int
     num_kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def head_dim(self) -> int:
+        """Room for either; `build_cache` cuts K and V to their own width."""
+        return max(self.key_dim, self.value_dim)
 
     @property
     def nhd(self) -> tuple[int, int, int, int]:
@@ -66,7 +75,7 @@ def _cross_layer(p: Pool) -> Tensor:
 
 
 def _pair_nhd(p: Pool) -> Pair:
-    return p.nan(*p.nhd), p.nan(*p.nhd)
+    return p.nan(*p.nhd[:3], p.key_dim), p.nan(*p.nhd[:3], p.value_dim)
 
 
 def _pair_hnd(p: Pool) -> Pair:
@@ -85,8 +94,8 @@ def _layer_inside(p: Pool) -> Pair:
 
 
 def _packed(p: Pool) -> Pair:
-    pool = p.nan(p.num_pages, p.page_size, p.num_kv_heads, 2 * p.head_dim)
-    return pool[..., : p.head_dim], pool[..., p.head_dim :]
+    pool = p.nan(p.num_pages, p.page_size, p.num_kv_heads, p.key_dim + p.value_dim)
+    return pool[..., : p.key_dim], pool[..., p.key_dim :]
 
 
 def _heads_outside(p: Pool) -> Pair:
@@ -156,6 +165,16 @@ CACHES: dict[str, Callable[[Pool], Tensor | Pair]] = {
 """Builders of NaN caches: one 5-D tensor or a (k, v) pair, dimensions named NHD."""
 
 
+def build_cache(case: Case, pool: Pool) -> Tensor | Pair:
+    """The case's cache, NHD; a pair wherever one tensor can't hold K and V."""
+    cache = CACHES[case.cache](pool)
+    if isinstance(cache, Tensor):
+        if case.page_table != "ragged" and case.value_dim == case.head_dim:
+            return cache
+        cache = cache[:, 0], cache[:, 1]
+    return cache[0][..., : pool.key_dim], cache[1][..., : pool.value_dim]
+
+
 def name_cache(cache: Tensor | Pair, case: Case) -> Tensor | Pair:
     """The cache as the planner is given it: NHD dimensions renamed to the case's kv_layout."""
     swap = case.kv_layout == "HND"
@@ -163,6 +182,8 @@ def name_cache(cache: Tensor | Pair, case: Case) -> Tensor | Pair:
         return cache.transpose(2, 3) if swap else cache
     if case.cache == "size_1":
         cache = with_head_stride(cache[0], 3), with_head_stride(cache[1], 2**40)
+    if case.page_table == "ragged":
+        return cache[0][:, 0], cache[1][:, 0]
     return (cache[0].transpose(1, 2), cache[1].transpose(1, 2)) if swap else cache
 
 
@@ -200,10 +221,11 @@ class Inputs:
     q: Tensor
     k: Tensor  # dense, [total, Hkv, D]
     v: Tensor
-    kv_indptr: list[int]
+    kv_indptr: list[int]  # of the dense tokens
     cache: Tensor | Pair
-    table: Tensor
+    table: Tensor  # page ids, slots, kv_indices, or nothing
     rows: Tensor | None
+    indptr: Tensor | None  # kv_indptr of the layouts "csr" and "ragged"
     seq_lens: Tensor
     sinks: Tensor | None
     garbage: Tensor  # bool, like table: entries that must not be read
@@ -213,11 +235,22 @@ class Inputs:
     def device(self) -> torch.device:
         return self.q.device
 
+    def pages(self) -> Pages:
+        """The tables as the planner is given them."""
+        match self.case.page_table:
+            case "csr":
+                return jitattn.CsrPages(self.indptr, self.table)
+            case "token":
+                return jitattn.TokenTable(self.table, rows=self.rows)
+            case "ragged":
+                return jitattn.RaggedKV(self.indptr)
+        return jitattn.BlockTable(self.table, rows=self.rows)
+
     def new_out(self) -> Tensor:
         """An out of NaN whose surroundings carry the canary."""
         case, dtype = self.case, getattr(torch, self.case.out_dtype or self.case.dtype)
         like = torch.empty(0, dtype=dtype, device=self.device)
-        shape = (self.q.shape[0], case.num_qo_heads, case.head_dim)
+        shape = (self.q.shape[0], case.num_qo_heads, case.value_dim)
         out = row_view(case.out_view, *shape, like)
         surroundings(out).fill_(CANARY)
         return out.fill_(math.nan)
@@ -242,15 +275,15 @@ def random_tokens(case: Case, device: torch.device | str) -> Tokens:
     rng, dtype = generator(case, device), getattr(torch, case.dtype)
     total = sum(max(0, length) for length in case.lengths)
 
-    def normal(rows: int, heads: int, std: float) -> Tensor:
-        shape = (rows, heads, case.head_dim)
+    def normal(rows: int, heads: int, std: float, dim: int = case.head_dim) -> Tensor:
+        shape = (rows, heads, dim)
         return (std * torch.randn(shape, generator=rng, device=device)).to(dtype)
 
     q_std = 2.0 / (case.scale * math.sqrt(case.head_dim))
     return (
         normal(len(case.lengths), case.num_qo_heads, min(q_std, 8.0)),
         normal(total, case.num_kv_heads, 1.0),
-        normal(total, case.num_kv_heads, 1.0),
+        normal(total, case.num_kv_heads, 1.0, case.value_dim),
     )
 
 
@@ -274,7 +307,7 @@ def address_probe(case: Case, device: torch.device | str, targets: list[int]) ->
     k[[start + target for start, target in zip(starts[:-1], targets, strict=True)]] = level
     request, position = _request_and_position(case, q.device)
     head = torch.arange(case.num_kv_heads, device=q.device)[None, :, None]
-    column = torch.arange(case.head_dim, device=q.device)[None, None, :]
+    column = torch.arange(case.value_dim, device=q.device)[None, None, :]
     token = position[:, None, None]
     address = (token * 7 + column * 5 + head * 3 + request[:, None, None]) % 16
     digits = (token, token // 16, token // 256, head, token // case.page_size)
@@ -290,30 +323,28 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     dense_q, k, v = random_tokens(case, device) if tokens is None else tokens
     rng = generator(case, device)
     lengths = torch.tensor([max(0, length) for length in case.lengths], device=device)
-    num_pages = -(-lengths // case.page_size)
-    total_pages = int(num_pages.sum())
+    starts = _starts(case, rng, lengths)
     pool = Pool(
-        num_pages=total_pages + DEAD_PAGES,
+        num_pages=int(starts[-1]) + DEAD_PAGES,
         page_size=case.page_size,
         num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
+        key_dim=case.head_dim,
+        value_dim=case.value_dim,
         dtype=dense_q.dtype,
         device=device,
     )
-    k_ids, v_ids = _deal_pages(case, pool, rng)
-    cache = CACHES[case.cache](pool)
-    k_cache, v_cache = (cache[:, 0], cache[:, 1]) if isinstance(cache, Tensor) else cache
-    _scatter(case, k, k_cache, k_ids, num_pages)
-    _scatter(case, v, v_cache, v_ids, num_pages)
+    slots = _deal_slots(case, pool, starts, rng)
+    cache = build_cache(case, pool)
+    caches = (cache[:, 0], cache[:, 1]) if isinstance(cache, Tensor) else cache
+    for tokens_of, cache_of, slots_of in zip((k, v), caches, slots, strict=True):
+        _scatter(case, tokens_of, cache_of, slots_of)
 
     q = row_view(case.q_view, *dense_q.shape, dense_q)
     surroundings(q).fill_(math.nan)
     q.copy_(dense_q)
-    tables = [
-        _table(case, ids, num_pages, k_cache.shape[0], rng)
-        for ids in ((k_ids, v_ids) if case.page_table == "separate" else (k_ids,))
-    ]
-    table, rows = _place_rows(case, tables, rng)
+    lists = _Lists(case, lengths, starts, _dead_page(case, pool), caches[0].shape[0])
+    table, garbage, rows = lists.write(slots, rng)
+    has_indptr = case.page_table in ("csr", "ragged")
     return Inputs(
         case=case,
         q=q,
@@ -323,11 +354,19 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
         cache=name_cache(cache, case),
         table=table,
         rows=rows,
+        indptr=spread(starts.int(), 1 + case.seed % 2) if has_indptr else None,
         seq_lens=torch.tensor(case.lengths, device=device).to(getattr(torch, case.lengths_dtype)),
         sinks=_sinks(case, rng),
-        garbage=_garbage(case, table, rows, num_pages),
-        dead_page=int(k_ids[-1]),
+        garbage=garbage,
+        dead_page=_dead_page(case, pool),
     )
+
+
+def spread(vector: Tensor, step: int) -> Tensor:
+    """The same values at a stride, with garbage between them."""
+    wide = torch.full((vector.shape[0], step), 2**31 - 1, dtype=vector.dtype, device=vector.device)
+    wide[:, 0] = vector
+    return wide[:, 0]
 
 
 def _indptr(case: Case) -> list[int]:
@@ -354,83 +393,144 @@ def first_visible(case: Case, device: torch.device) -> Tensor:
     return (lengths - 1 - case.window_left).clamp(min=0)
 
 
-def _deal_pages(case: Case, pool: Pool, rng: torch.Generator) -> Pair:
-    """Page ids in random order for K and V; the last ones are live in neither."""
+def _entry_tokens(case: Case) -> int:
+    """Tokens that one entry of the table stands for."""
+    return 1 if case.page_table in ("token", "ragged") else case.page_size
+
+
+def _starts(case: Case, rng: torch.Generator, lengths: Tensor) -> Tensor:
+    """Where the pages of each request begin, and its tokens if ragged, [batch_size + 1]."""
+    num_pages = -(-lengths // case.page_size)
+    if case.page_table in ("csr", "ragged"):  # room that a request doesn't use
+        num_pages = num_pages + torch.randint(
+            0, 3, num_pages.shape, generator=rng, device=rng.device
+        )
+    return torch.cat((num_pages.new_zeros(1), num_pages.cumsum(0)))
+
+
+def _dead_page(case: Case, pool: Pool) -> int:
+    """The last page of the pool is never dealt."""
+    return 2 * (pool.num_pages - 1) if case.cache == "twice" else pool.num_pages - 1
+
+
+def _deal_slots(case: Case, pool: Pool, starts: Tensor, rng: torch.Generator) -> Pair:
+    """Page * page_size + place of every dense token in the caches of K and V.
+
+    Pages, or the tokens of a token table, lie in random order.
+    """
+    request, position = _request_and_position(case, pool.device)
+    size = case.page_size
+    num_live = pool.num_pages - DEAD_PAGES
 
     def shuffled(num_ids: int) -> Tensor:
         return torch.randperm(num_ids, generator=rng, device=pool.device)
 
-    k_ids = shuffled(pool.num_pages)
+    if case.page_table == "ragged":
+        slots = starts[request] + position
+        return slots, slots
+    if case.page_table == "token":
+        slots = shuffled(num_live * size)[: request.shape[0]]
+        return slots, slots
+    page, place = starts[request] + position // size, position % size
+    k_ids = shuffled(num_live)
     if case.cache == "twice":
-        return 2 * k_ids, 2 * k_ids + 1
-    if case.page_table == "shared":
-        return k_ids, k_ids
-    num_live = pool.num_pages - DEAD_PAGES
-    return k_ids, torch.cat((k_ids[shuffled(num_live)], k_ids[num_live:]))
+        return 2 * k_ids[page] * size + place, (2 * k_ids[page] + 1) * size + place
+    v_ids = shuffled(num_live) if case.page_table == "separate" else k_ids
+    return k_ids[page] * size + place, v_ids[page] * size + place
 
 
-def _scatter(case: Case, tokens: Tensor, cache: Tensor, ids: Tensor, num_pages: Tensor) -> None:
+def _scatter(case: Case, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Write the tokens that some query sees; the others stay NaN."""
     request, position = _request_and_position(case, tokens.device)
-    first_page = num_pages.cumsum(0) - num_pages
-    page = ids[first_page[request] + position // case.page_size]
     live = position >= first_visible(case, tokens.device)[request]
-    cache[page[live], position[live] % case.page_size] = tokens[live]
+    slots = slots[live]
+    cache[slots // case.page_size, slots % case.page_size] = tokens[live]
 
 
-def _table(
-    case: Case, ids: Tensor, num_pages: Tensor, pool_pages: int, rng: torch.Generator
-) -> Tensor:
-    """One [batch_size, width] table with garbage wherever nothing may be read."""
-    width = max(1, int(num_pages.max())) + 3
-    column = torch.arange(width, device=ids.device)[None, :]
-    first_page = num_pages.cumsum(0) - num_pages
-    live = (first_page[:, None] + column).clamp(max=ids.shape[0] - 1)
-    dead = int(ids[-1])
-    junk = torch.tensor(
-        [-1, 2**31 - 1, pool_pages, pool_pages + 7, -(2**31), dead, dead], device=ids.device
-    )
-    picks = torch.randint(0, len(junk), live.shape, generator=rng, device=ids.device)
-    wanted = _wanted(case, num_pages, width)
-    return torch.where(wanted, ids[live], junk[picks])
+@dataclass(frozen=True)
+class _Lists:
+    """Writes page tables, with garbage wherever nothing may be read."""
 
+    case: Case
+    lengths: Tensor
+    starts: Tensor
+    dead_page: int
+    pool: int  # pages of the cache
 
-def _wanted(case: Case, num_pages: Tensor, width: int) -> Tensor:
-    """Which entries [batch_size, width] hold a key that the request's query sees."""
-    column = torch.arange(width, device=num_pages.device)[None, :]
-    first = first_visible(case, num_pages.device) // case.page_size
-    return (column >= first[:, None]) & (column < num_pages[:, None])
+    def write(self, slots: Pair, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The table, where it holds garbage, and the row indices."""
+        match self.case.page_table:
+            case "ragged":
+                empty = torch.empty(0, dtype=torch.int32, device=rng.device)
+                return empty, empty.bool(), None
+            case "csr":
+                return *self._indices(slots[0], rng), None
+            case "separate":
+                grids = [self._grid(slots_of, rng) for slots_of in slots]
+            case _:
+                grids = [self._grid(slots[0], rng)]
+        return self._place_rows(grids, rng)
 
+    def _entries(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Request, column and value of the entries that hold a key which some query sees."""
+        size = _entry_tokens(self.case)
+        request, position = _request_and_position(self.case, slots.device)
+        first = first_visible(self.case, slots.device)[request]
+        # The first token of each entry stands for it.
+        live = (position % size == 0) & (position // size >= first // size)
+        value = slots if self.case.page_table == "token" else slots // self.case.page_size
+        return request[live], position[live] // size, value[live].int()
 
-def _place_rows(
-    case: Case, tables: list[Tensor], rng: torch.Generator
-) -> tuple[Tensor, Tensor | None]:
-    """Cut the tables out of a larger int32 tensor, and with ``rows`` shuffle their rows."""
-    batch_size, width = tables[0].shape
-    device = tables[0].device
-    rows = None
-    num_rows = batch_size
-    index = torch.arange(batch_size, device=device)
-    if case.rows is not None:
-        num_rows = batch_size + 3
-        index = torch.randperm(num_rows, generator=rng, device=device)[:batch_size]
-        rows = index.to(getattr(torch, case.rows))
-    large = torch.full(
-        (num_rows, len(tables) + 1, width + 5), 2**31 - 1, dtype=torch.int32, device=device
-    )
-    for i, table in enumerate(tables):
-        large[index, i, 2 : 2 + width] = table.int()
-    if case.page_table == "separate":
-        return large[:, :2, 2 : 2 + width], rows
-    return large[:, 0, 2 : 2 + width], rows
+    def _junk(self, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+        unit = self.case.page_size if self.case.page_table == "token" else 1
+        dead, end = self.dead_page * unit, self.pool * unit
+        values = [-1, 2**31 - 1, end, end + 7, -(2**31), dead, dead]
+        junk = torch.tensor(values, dtype=torch.int32, device=rng.device)
+        return junk[torch.randint(0, len(values), shape, generator=rng, device=rng.device)]
 
+    def _grid(self, slots: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """One [batch_size, width] table, and where it holds garbage."""
+        width = max(1, -(-int(self.lengths.max()) // _entry_tokens(self.case))) + 3
+        table = self._junk((len(self.case.lengths), width), rng)
+        garbage = torch.ones_like(table, dtype=torch.bool)
+        request, column, value = self._entries(slots)
+        table[request, column] = value
+        garbage[request, column] = False
+        return table, garbage
 
-def _garbage(case: Case, table: Tensor, rows: Tensor | None, num_pages: Tensor) -> Tensor:
-    wanted = _wanted(case, num_pages, table.shape[-1])
-    garbage = torch.ones_like(table, dtype=torch.bool)
-    index = torch.arange(len(case.lengths), device=table.device) if rows is None else rows.long()
-    garbage[index] = ~wanted[:, None, :] if table.dim() == 3 else ~wanted
-    return garbage
+    def _indices(self, slots: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """kv_indices with some entries too many, at a stride for odd seeds."""
+        table = self._junk((int(self.starts[-1]) + 64,), rng)
+        garbage = torch.ones_like(table, dtype=torch.bool)
+        request, column, value = self._entries(slots)
+        entry = self.starts[request] + column
+        table[entry] = value
+        garbage[entry] = False
+        return spread(table, 1 + self.case.seed % 2), garbage
+
+    def _place_rows(
+        self, grids: list[tuple[Tensor, Tensor]], rng: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cut the tables out of a larger int32 tensor, and with ``rows`` shuffle their rows."""
+        batch_size, width = grids[0][0].shape
+        device = rng.device
+        rows = None
+        num_rows = batch_size
+        index = torch.arange(batch_size, device=device)
+        if self.case.rows is not None:
+            num_rows = batch_size + 3
+            index = torch.randperm(num_rows, generator=rng, device=device)[:batch_size]
+            rows = index.to(getattr(torch, self.case.rows))
+        large = torch.full(
+            (num_rows, len(grids) + 1, width + 5), 2**31 - 1, dtype=torch.int32, device=device
+        )
+        garbage = torch.ones((num_rows, len(grids), width), dtype=torch.bool, device=device)
+        for i, (table, is_garbage) in enumerate(grids):
+            large[index, i, 2 : 2 + width] = table
+            garbage[index, i] = is_garbage
+        if len(grids) == 2:
+            return large[:, :2, 2 : 2 + width], garbage, rows
+        return large[:, 0, 2 : 2 + width], garbage[:, 0], rows
 
 
 def _sinks(case: Case, rng: torch.Generator) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,14 +16,20 @@ from tests.cases import (
     D128,
     D128_PAGE_3,
     D128_SEPARATE,
+    D192X128,
     D256,
+    EVERY_LAYOUT,
+    RAGGED,
     SOFT_CAP,
+    TABLES,
     TWINS,
+    WIDE,
     Case,
 )
 from tests.gpu.device import DEVICE
-from tests.harness import attend, planner_for, same_bits
+from tests.harness import attend, check, expected, planner_for, same_bits
 from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
+from tests.layouts import attend_through, same_pages
 
 LENGTHS = (4097, 1, 0, 16, 255, 12000, 33)
 Result = tuple[Tensor, Tensor]
@@ -38,15 +45,35 @@ def assert_same(got: Result, want: Result) -> None:
     assert same_bits(got[1], want[1]), "lse differs"
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 500])
 @pytest.mark.parametrize("case", TWINS, ids=str)
-def test_both_table_layouts(case: Case, window_left: int) -> None:
-    """The same logical pages through [R, M] and [R, 2, M]."""
-    shared = replace(case, page_table="shared", lengths=LENGTHS, window_left=window_left)
-    inputs, want = bits_of(shared)
-    inputs.case = replace(shared, page_table="separate")
-    inputs.table = torch.stack((inputs.table, inputs.table), dim=1)
-    assert_same(attend(inputs), want)
+def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool) -> None:
+    """The same logical pages through every table, at any column stride."""
+    case = replace(
+        case,
+        page_table="shared",
+        lengths=LENGTHS,
+        window_left=window_left,
+        batch_invariant=batch_invariant,
+        rows="int32",
+    )
+    inputs, want = bits_of(case)
+    for table in TABLES:
+        planner = planner_for(replace(case, page_table=table), DEVICE)
+        for stretch in (1, 3):
+            pages = same_pages(inputs, table, stretch=stretch)
+            assert_same(attend_through(inputs, planner, pages), want)
+
+
+@pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
+def test_room_between_requests(case: Case) -> None:
+    """Seeds place pages, tokens and the room that CSR and ragged requests don't use."""
+    case = replace(case, lengths=LENGTHS)
+    tokens = random_tokens(case, DEVICE)
+    want = attend(make_inputs(case, DEVICE, tokens))
+    for seed in (1, 2, 3):
+        assert_same(attend(make_inputs(replace(case, seed=seed), DEVICE, tokens)), want)
 
 
 @pytest.mark.parametrize("case", [D128, D128_PAGE_3, D256], ids=str)
@@ -142,3 +169,109 @@ def test_buffers_or_not() -> None:
     planner = planner_for(case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
     assert same_bits(plan.run(inputs.q, inputs.cache), want[0])
+
+
+# --- batch_invariant ------------------------------------------------------------------------------
+
+INVARIANT = (
+    D128,
+    WIDE,
+    D256,
+    D192X128,
+    RAGGED,
+    replace(D128, page_table="csr"),
+    replace(D128, page_table="token"),
+    replace(D128, page_table="separate", sinks="float32"),
+    replace(D64, window_left=1000),
+)
+# Around one split, the most splits (16), and where splits grow longer.
+OF_INTEREST = (1, 16, 255, 256, 257, 300, 511, 512, 513, 1000, 4095, 4096, 4097, 9000, 20_000)
+
+
+def alone(inputs: Inputs, request: int) -> Inputs:
+    """A batch of one request of ``inputs``, over the same cache."""
+    case = inputs.case
+    piece = slice(request, request + 1)
+    cut = replace(
+        inputs,
+        case=replace(case, lengths=case.lengths[piece], out_view="contiguous"),
+        q=inputs.q[piece],
+        seq_lens=inputs.seq_lens[piece],
+    )
+    if case.page_table == "csr":
+        begin, end = inputs.indptr[request : request + 2].tolist()
+        cut.table = inputs.table[begin:end]
+        cut.indptr = torch.tensor([0, end - begin], dtype=torch.int32, device=inputs.device)
+    elif case.page_table == "ragged":
+        begin, end = inputs.indptr[request : request + 2].tolist()
+        cut.cache = tuple(x[begin:end] for x in inputs.cache)
+        cut.indptr = torch.tensor([0, end - begin], dtype=torch.int32, device=inputs.device)
+    else:
+        cut.table = inputs.table[piece]
+    return cut
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("case", INVARIANT, ids=str)
+def test_invariant_requests_alone_and_together(case: Case, num_kv_heads: int) -> None:
+    """A request alone has the bits that it has among others, wherever it stands."""
+    case = replace(
+        case, lengths=(*OF_INTEREST, 0, -1), batch_invariant=True, num_kv_heads=num_kv_heads
+    )
+    inputs, (out, lse) = bits_of(case)
+    for request in range(len(case.lengths)):
+        mine = out[request : request + 1], lse[request : request + 1]
+        assert_same(attend(alone(inputs, request)), mine)
+
+
+NUM_BATCHES, NUM_REQUESTS = 200, 60
+
+
+@pytest.mark.parametrize("case", [D128, WIDE, D192X128, replace(D128, page_table="token")], ids=str)
+def test_invariant_over_random_batches_and_orders(case: Case) -> None:
+    """200 batches drawn from 60 requests, in any order and with repeats: rows choose the tables."""
+    rng = random.Random(200)
+    lengths = tuple(rng.choice((rng.randint(0, 300), rng.randint(1, 6000))) for _ in range(60))
+    case = replace(case, lengths=lengths, batch_invariant=True)
+    inputs, want = bits_of(case)
+    planner = planner_for(case, DEVICE)
+    kv = planner.bind(inputs.cache)
+    for _ in range(NUM_BATCHES):
+        size = rng.choice((1, 2, 7, 30, 132, 200))
+        picks = torch.tensor(rng.choices(range(NUM_REQUESTS), k=size), device=DEVICE)
+        pages = type(inputs.pages())(inputs.table, rows=picks)
+        plan = planner.plan(pages, inputs.seq_lens[picks])
+        got = plan.run(inputs.q[picks], kv, return_lse=True)
+        assert_same(got, (want[0][picks], want[1][picks]))
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 50, 1000])
+@pytest.mark.parametrize("case", [D128, D256, WIDE, RAGGED, D192X128], ids=str)
+def test_invariant_over_shares_of_the_card(case: Case, num_sms: int) -> None:
+    """Splits are cut by the request's length, so not even the number of CTAs matters."""
+    case = replace(case, lengths=OF_INTEREST, batch_invariant=True)
+    inputs, want = bits_of(case)
+    assert_same(attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
+def test_maxima_do_not_matter(case: Case, batch_invariant: bool) -> None:
+    case = replace(case, lengths=LENGTHS, batch_invariant=batch_invariant)
+    inputs, want = bits_of(case)
+    planner = planner_for(case, DEVICE)
+    kv = planner.bind(inputs.cache)
+    for limit in (max(LENGTHS), max(LENGTHS) + 1, 2**31 - 1, 2**40):
+        plan = planner.plan(inputs.pages(), inputs.seq_lens, max_kv_len=limit)
+        assert_same(plan.run(inputs.q, kv, return_lse=True), want)
+
+
+def test_invariant_with_many_requests_in_a_slot() -> None:
+    """More requests than CTAs: a slot holds many, and each is merged before the next begins."""
+    rng = random.Random(7)
+    lengths = tuple(rng.choice((0, 1, 300, 600, 900, 2000)) for _ in range(2000))
+    case = replace(D128, num_kv_heads=1, lengths=lengths, batch_invariant=True)
+    inputs, want = bits_of(case)
+    check(case, *want, expected(inputs))
+    for num_sms in (1, 3, 60):
+        assert_same(attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)

@@ -446,17 +446,6 @@ def test_c20_two_parts_merge_to_the_whole() -> None:
     torch.testing.assert_close(out, whole[0].double(), rtol=0, atol=2**-6)
 
 
-# --- C28: several devices -------------------------------------------------------------------------
-
-
-def test_c28_tensors_of_another_device() -> None:
-    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    inputs = make_inputs(replace(D128, lengths=(9, 5000)), f"{DEVICE}:1")
-    check(inputs.case, *attend(inputs), expected(inputs))
-    assert torch.cuda.current_device() == 0
-
-
 # --- C29: the caller's stream ---------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import build, knobs, nvrtc, render
+from jitattn import build, knobs, nvrtc, render, sources
 from jitattn.cache import KernelCache
+from jitattn.config import PlannerConfig
 from jitattn.errors import (
     CacheError,
     CompileError,
@@ -26,7 +28,8 @@ from jitattn.errors import (
     KernelNotFoundError,
 )
 from jitattn.knobs import Knobs
-from jitattn.spec import ScheduleSpec
+from jitattn.spec import KernelSpec, ScheduleSpec
+from jitattn.support import resolve
 
 REPOSITORY = Path(__file__).parents[2]
 ARCH = "sm_90a"
@@ -327,7 +330,97 @@ def test_a_bundle_works_where_nvrtc_cannot_be_imported(
     assert done.stdout == f"precompiled {len(kernel.cubin)} False\n", done.stderr
 
 
+# ---------------------------------------------------------------------------- drivers
+
+
+def test_an_old_driver_is_told_what_to_install(
+    settings: Knobs, monkeypatch: pytest.MonkeyPatch, compilations: Compilations
+) -> None:
+    get(settings)
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (12, 8))
+    # What NVRTC 13 made is there, and of no use to this driver.
+    for cache_dir in (settings.cache_dir, None):
+        with pytest.raises(CompilerMissingError, match=r"CUDA up to 12\.8.*jitattn\[cu12\]"):
+            fresh(replace(settings, cache_dir=cache_dir))
+    with pytest.raises(KernelNotFoundError):
+        fresh(off(settings))
+    assert compilations.count == 1
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: "V12.9.86 CL-1")
+    monkeypatch.setattr(nvrtc, "search_digest", lambda: "with NVRTC 12")
+    assert fresh(settings).origin == "compiled"
+    assert fresh(off(settings)).compiler == "V12.9.86 CL-1"
+
+
+def test_a_build_machine_may_have_an_old_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (12, 8))
+    made = build.fill(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
+    assert made.origin == "compiled"
+
+
 # ---------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "file", ["schedule.cu.jinja", "decode.cu.jinja", "include/jitattn/ptx.cuh"]
+)
+def test_errors_name_the_line_of_the_template(
+    settings: Knobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+) -> None:
+    """Break one line of a copy of the templates: the message names that line of that file."""
+    monkeypatch.undo()
+    folder = tmp_path / "templates"
+    shutil.copytree(sources.TEMPLATES, folder)
+    at = break_a_line(folder / file)
+    monkeypatch.setattr(sources, "TEMPLATES", folder)
+    monkeypatch.setattr(render, "TEMPLATES", folder)
+    forget_templates()
+    spec = next(s for s in real_specs() if file.startswith((s.family, "include")))
+    try:
+        with pytest.raises(CompileError) as caught:
+            build.build(spec, ARCH, settings)
+    finally:
+        monkeypatch.undo()
+        forget_templates()
+    expected = f'{file.removeprefix("include/")}({at}): error: identifier "oops" is undefined'
+    assert caught.value.first_error == expected
+    assert str(caught.value).splitlines()[-1] == expected
+    assert caught.value.source_path is not None
+
+
+def break_a_line(path: Path) -> int:
+    """Insert a line with an error in a function or a header; return its number."""
+    lines = path.read_text().splitlines()
+    in_header = path.suffix == ".cuh"
+    wanted = "namespace jitattn {" if in_header else "using namespace jitattn;"
+    at = 1 + next(number for number, line in enumerate(lines) if wanted in line)
+    bad = "__device__ int broken() { return oops; }" if in_header else "  int32_t broken = oops;"
+    path.write_text("\n".join([*lines[:at], bad, *lines[at:]]) + "\n")
+    return at + 1
+
+
+def forget_templates() -> None:
+    for function in (sources.headers, sources._texts, render.environment):
+        function.cache_clear()
+
+
+def real_specs() -> tuple[KernelSpec, ...]:
+    return resolve(PlannerConfig.parse("head_dim=16,num_qo_heads=8,num_kv_heads=8"), ARCH)
+
+
+def test_lineinfo_names_the_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    environment = {"JITATTN_CACHE_DIR": str(tmp_path / "cache")}
+    kernels = [
+        build.build(ScheduleSpec(), ARCH, knobs.load({**environment, "JITATTN_LINEINFO": value}))
+        for value in ("0", "1")
+    ]
+    assert b"schedule.cu.jinja" not in kernels[0].cubin
+    assert b"schedule.cu.jinja" in kernels[1].cubin
+    assert b".debug_line" in kernels[1].cubin
+    assert kernels[0].entry != kernels[1].entry
+    assert kernels[0].registers == kernels[1].registers
 
 
 def test_a_compile_error_has_log_and_source(settings: Knobs) -> None:

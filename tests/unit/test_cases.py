@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jitattn import reference
 from jitattn.support import HEAD_DIMS, resolve
-from tests.cases import CACHES_SEPARATE, GROUPS, KERNELS, Case, decode_cases, kernel_configs
+from tests.cases import (
+    CACHES_SEPARATE,
+    GROUPS,
+    KERNELS,
+    LAYOUTS,
+    Case,
+    decode_cases,
+    kernel_configs,
+)
 from tests.inputs import ROW_VIEWS, Inputs, first_visible, make_inputs
 
 CASES = decode_cases()
@@ -17,6 +24,7 @@ def test_there_are_enough_cases_and_few_kernels() -> None:
     assert len(CASES) >= 400
     assert len({str(case) for case in CASES}) == len(CASES)
     specs = {spec for config in kernel_configs("sm_90a") for spec in resolve(config, "sm_90a")}
+    assert len({spec for spec in specs if spec.family == "decode"}) >= 80
     assert len(specs) <= 230
     assert decode_cases() == CASES
 
@@ -30,7 +38,9 @@ def test_there_are_enough_cases_and_few_kernels() -> None:
         ("out_view", [view for view in ROW_VIEWS if view != "qkv"]),
         ("group_size", [size for sizes in GROUPS.values() for size in sizes]),
         ("page_size", [kernel.page_size for kernel in KERNELS]),
-        ("page_table", ["shared", "separate"]),
+        ("page_table", LAYOUTS),
+        ("head_dim_vo", [None, 16, 64, 128, 256]),
+        ("batch_invariant", [False, True]),
         ("kv_layout", ["NHD", "HND"]),
         ("dtype", ["bfloat16", "float16"]),
         ("out_dtype", [None, "bfloat16", "float16", "float32"]),
@@ -65,23 +75,41 @@ def test_cache_holds_the_tokens_and_poison(case: Case) -> None:
         if length <= 0:
             continue
         start, stop = inputs.kv_indptr[b], inputs.kv_indptr[b + 1]
-        for dense, cache, ids in zip((inputs.k, inputs.v), *_caches(inputs, b), strict=True):
-            tokens = reference.gather(cache, ids, length, start=first[b])[first[b] :]
+        for which, (dense, cache) in enumerate(
+            zip((inputs.k, inputs.v), caches(inputs), strict=True)
+        ):
+            slots = slots_of(inputs, b, which, first[b])
+            tokens = cache[slots // case.page_size, slots % case.page_size]
             assert torch.equal(tokens, dense[start + first[b] : stop])
-    for cache in _caches(inputs, 0)[0]:
+    for cache in caches(inputs):
         holds = ~torch.isnan(cache[..., 0]).all(-1)
         owned = sum(max(0, n - f) for n, f in zip(case.lengths, first, strict=True) if n > 0)
         assert int(holds.sum()) == owned * (2 if case.cache == "twice" else 1)
 
 
-def _caches(inputs: Inputs, request: int) -> tuple[tuple[torch.Tensor, ...], ...]:
-    """The K and V caches with NHD dimensions, and the K and V page ids of a request."""
+def caches(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """K and V with NHD dimensions; ragged ones as pages of one token."""
     cache = inputs.cache
     pair = (cache[:, 0], cache[:, 1]) if isinstance(cache, torch.Tensor) else cache
-    if inputs.case.kv_layout == "HND":
-        pair = tuple(x.transpose(1, 2) for x in pair)
-    row = inputs.table[request if inputs.rows is None else int(inputs.rows[request])]
-    return pair, ((row[0], row[1]) if row.dim() == 2 else (row, row))
+    if inputs.case.page_table == "ragged":
+        return tuple(x.unsqueeze(1) for x in pair)
+    return tuple(x.transpose(1, 2) for x in pair) if inputs.case.kv_layout == "HND" else pair
+
+
+def slots_of(inputs: Inputs, request: int, which: int, first: int) -> torch.Tensor:
+    """Page * page_size + place of the visible tokens of a request, in K (0) or V (1)."""
+    size = inputs.case.page_size
+    position = torch.arange(first, inputs.case.lengths[request])
+    if inputs.case.page_table == "ragged":
+        return position + int(inputs.indptr[request])
+    if inputs.case.page_table == "csr":
+        ids = inputs.table[int(inputs.indptr[request]) :]
+    else:
+        ids = inputs.table[request if inputs.rows is None else int(inputs.rows[request])]
+    if inputs.case.page_table == "token":
+        return ids[position].long()
+    ids = ids[which] if ids.dim() == 2 else ids
+    return ids[position // size].long() * size + position % size
 
 
 def test_garbage_is_marked_where_nothing_may_be_read() -> None:

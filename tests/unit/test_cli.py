@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from jitattn import cli, support
+from jitattn.config import PlannerConfig
 from jitattn.errors import JitAttnError
 
 CONFIG = "head_dim=64,page_size=16"
+NUM_KERNELS = len(support.resolve(PlannerConfig.parse(CONFIG), "sm_90a"))
 MODEL = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -87,7 +89,7 @@ def test_render_prints_a_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["render", "--config", CONFIG]) == 0
     source = capsys.readouterr().out
     assert 'extern "C"' in source
-    assert "kHeadDim = 64" in source
+    assert "DecodeSpec: head_dim=64 " in source
 
 
 def test_render_prints_the_kernel_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,10 +100,40 @@ def test_render_prints_the_kernel_asked_for(capsys: pytest.CaptureFixture[str]) 
     assert "jitattn_schedule" in message
 
 
+def test_cache_list_as_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.main(["cache", "list", "--json", str(bundle)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == NUM_KERNELS
+    fields = {"name", "path", "arch", "symbol", "compiler", "size_bytes", "age_s", "idle_s"}
+    assert all(set(row) == fields for row in rows)
+    assert all(Path(row["path"]).is_dir() and row["arch"] == "sm_90a" for row in rows)
+
+
+def test_explain_takes_a_kernel_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "--config", CONFIG]) == 0
+    printed = capsys.readouterr().out
+    for words in ("registers", "occupancy on 9.0", "CTAs an SM", "head_dim=64", "V13"):
+        assert words in printed
+    assert cli.main(["explain", "--config", CONFIG, "--symbol", "jitattn_schedule", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["symbol"] == "jitattn_schedule"
+    assert found["occupancy"][0]["max_warps"] == 64
+    assert "jitattn_schedule" in usage_error(["explain", "--symbol", "nothing"], capsys)
+
+
+def test_explain_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jitattn.explain.disassembler", lambda: None)
+    assert cli.main(["explain", "--config", CONFIG, "--symbol", "jitattn_schedule"]) == 0
+    assert "pip install nvidia-cuda-nvdisasm" in capsys.readouterr().out
+
+
 def test_render_writes_every_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["render", "-o", str(tmp_path / "sources")]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(paths) == 3
+    assert len(paths) == NUM_KERNELS
     assert all('extern "C"' in path.read_text() for path in paths)
 
 
@@ -159,17 +191,17 @@ def test_precompile_then_look_after_the_bundle(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     num_entries = len(list(bundle.glob("*/kernel.cubin")))
-    assert num_entries == 3
+    assert num_entries == NUM_KERNELS
 
     capsys.readouterr()
     again = ["precompile", "--arch", "sm_90a", "--config", CONFIG, "-o", str(bundle)]
     assert cli.main(again) == 0
-    assert "0 compiled and 3 there before" in capsys.readouterr().out
+    assert f"0 compiled and {NUM_KERNELS} there before" in capsys.readouterr().out
 
     assert cli.main(["cache", "list", str(bundle)]) == 0
     assert "jitattn_schedule" in capsys.readouterr().out
     assert cli.main(["cache", "verify", str(bundle)]) == 0
-    assert "3 kernels, 0 damaged" in capsys.readouterr().out
+    assert f"{NUM_KERNELS} kernels, 0 damaged" in capsys.readouterr().out
 
     damaged = next(bundle.glob("*schedule*/kernel.cubin"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
@@ -179,7 +211,7 @@ def test_precompile_then_look_after_the_bundle(
     assert cli.main(["cache", "prune", "--max-size", "1G", str(bundle)]) == 0
     assert "removed 0 kernels" in capsys.readouterr().out
     assert cli.main(["cache", "clear", str(bundle)]) == 0
-    assert "removed 3 kernels" in capsys.readouterr().out
+    assert f"removed {NUM_KERNELS} kernels" in capsys.readouterr().out
     assert not list(bundle.glob("*/kernel.cubin"))
 
 
@@ -261,7 +293,7 @@ def test_precompile_needs_no_torch(tmp_path: Path) -> None:
     arguments = ["precompile", "--arch", "sm_90a", "--config", CONFIG, "-o", str(tmp_path / "b")]
     done = run_without("torch", arguments)
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "b").glob("*/kernel.cubin"))) == 3
+    assert len(list((tmp_path / "b").glob("*/kernel.cubin"))) == NUM_KERNELS
 
 
 def test_the_demo_says_that_it_needs_torch() -> None:

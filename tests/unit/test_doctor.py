@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,7 +62,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_driver_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "driver_version", lambda: None)
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: None)
     found = examine()
     assert found["driver"].ok is None
     assert "device 0" not in found
@@ -79,7 +82,7 @@ def facts(index: int) -> DeviceFacts:
 
 
 def test_lists_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (13, 0))
     monkeypatch.setattr(driver, "device_facts", facts)
     found = examine()
     assert found["driver"].ok is True
@@ -89,16 +92,21 @@ def test_lists_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_driver_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "driver_version", lambda: (12, 8))
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (12, 8))
     monkeypatch.setattr(driver, "device_facts", facts)
-    assert "cu12" in examine()["driver"].advice
+    found = examine()
+    assert found["driver"].found == "knows CUDA up to 12.8"
+    assert found["NVRTC"].ok is False
+    assert "pip install 'jitattn[cu12]'" in found["NVRTC"].advice
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: "V12.9.86 CL-1")
+    assert examine()["NVRTC"].ok is True
 
 
 def test_a_driver_without_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(index: int) -> DeviceFacts:
         raise DriverError("no CUDA-capable device")
 
-    monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (13, 0))
     monkeypatch.setattr(driver, "device_facts", none)
     assert "no CUDA-capable device" in examine()["device"].found
 
@@ -111,6 +119,34 @@ def test_looking_creates_no_cache(tmp_path: Path) -> None:
 
 def test_no_home_is_no_fault() -> None:
     assert examine()["cache"].ok is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "word"), [(os.ST_RDONLY, 9, "read-only"), (0, 0, "full"), (0, 9, "")]
+)
+def test_a_cache_on_a_bad_file_system_gets_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: int, free: int, word: str
+) -> None:
+    status = SimpleNamespace(f_flag=flags, f_bavail=free)
+    monkeypatch.setattr(os, "statvfs", lambda folder: status)
+    finding = examine(cache_dir=tmp_path)["cache"]
+    assert word in finding.found
+    assert ("JITATTN_CACHE_DIR" in finding.advice) == bool(word)
+
+
+def test_missing_bindings_are_a_fault_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise CompilerMissingError(f"cuda.bindings.nvrtc is missing: {nvrtc._INSTALL}")
+
+    monkeypatch.setattr(nvrtc, "toolchain", missing)
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (13, 0))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.delitem(sys.modules, "jitattn.driver")
+    monkeypatch.delattr("jitattn.driver")
+    found = examine()
+    assert (found["NVRTC"].ok, found["device"].ok) == (False, False)
+    assert "pip install cuda-python" in found["NVRTC"].advice
+    assert found["device"].advice == "pip install cuda-python"
 
 
 def test_an_unsafe_cache_is_a_fault(tmp_path: Path) -> None:

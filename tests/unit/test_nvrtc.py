@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,81 @@ def test_the_search_digest_sees_variables_and_wheels(
     library.touch()
     assert nvrtc.search_digest() != with_variable
 
+
+# ---------------------------------------------------------------------------- drivers
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiler", "word"),
+    [
+        (None, "V13.5.37 CL-1", ""),
+        ((13, 0), "V13.5.37 CL-1", ""),
+        ((13, 0), "V12.9.86 CL-1", ""),
+        ((12, 2), "V12.9.86 CL-1", ""),
+        ((12, 8), "V13.0.88 CL-1", "pip install 'jitattn[cu12]'"),
+        ((12, 8), "V13.0.88-CL-1", "knows CUDA up to 12.8"),
+        ((11, 8), "V12.9.86 CL-1", "update the driver"),
+        ((13, 0), "V14.0.1 CL-1", "V14.0.1"),
+    ],
+)
+def test_a_driver_loads_what_its_own_major_version_made(
+    monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] | None, compiler: str, word: str
+) -> None:
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: driver)
+    assert word in nvrtc.why_refused(compiler)
+    assert bool(word) == bool(nvrtc.why_refused(compiler))
+
+
+# A libcuda and an NVRTC 12 that do nothing but say which they are.
+DRIVER = "int cuDriverGetVersion(int* version) {{ *version = {version}; return {status}; }}"
+NVRTC_12 = "int nvrtcVersion(int* major, int* minor) { *major = 12; *minor = 9; return 0; }"
+CHOICE = """
+from jitattn import nvrtc
+nvrtc._prefer_what_the_driver_accepts()
+print(nvrtc.driver_version(), [path.split("|")[0] for path in nvrtc.loaded_libraries()])
+"""
+
+
+def library(path: Path, source: str) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler, to fake a library")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".c").write_text(source)
+    command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", path]
+    subprocess.run([*command, path.with_suffix(".c")], check=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "driver", "taken"),
+    [
+        (12080, 0, (12, 8), True),
+        (12000, 0, (12, 0), True),
+        (13000, 0, (13, 0), False),
+        (0, 0, None, False),
+        (12080, 100, None, False),
+    ],
+)
+def test_nvrtc_12_is_taken_where_the_driver_is_old(
+    tmp_path: Path, version: int, status: int, driver: tuple[int, int] | None, taken: bool
+) -> None:
+    source = DRIVER.format(version=version, status=status)
+    folder = library(tmp_path / "driver" / "libcuda.so.1", source).parent
+    nvrtc_12 = library(tmp_path / "site" / nvrtc._WHEEL_OF_12, NVRTC_12)
+    search = os.pathsep.join([str(REPOSITORY), str(tmp_path / "site")])
+    env = {**os.environ, "PYTHONPATH": search, "LD_LIBRARY_PATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", CHOICE], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == f"{driver} {[str(nvrtc_12)] if taken else []}", done.stderr
+
+
+def test_the_search_digest_sees_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = nvrtc.search_digest()
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (11, 4))
+    assert nvrtc.search_digest() != before
+
+
+# ---------------------------------------------------------------------------- missing
 
 BLOCK = """
 import sys

@@ -1,0 +1,187 @@
+"""What kernels may cost to compile, counted in code: seconds would depend on the machine.
+
+The front end's cost grows with the lines it reads, and that of ptxas with the instructions it
+makes: about 10 ms for each 64 of them. A kernel of one decode family costs half a second, and that
+should not change by accident. Who means to change it edits the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from jitattn import nvrtc
+from jitattn.config import PlannerConfig
+from jitattn.cubin import resources_of
+from jitattn.explain import count_opcodes
+from jitattn.render import headers, render
+from jitattn.spec import KernelSpec
+from jitattn.support import resolve
+
+# Of the compiler that CI installs. Others make somewhat different code.
+MEASURED_WITH = (13, 5)
+MARGIN = 0.05
+MARGIN_OF_OTHER_COMPILERS = 0.2
+
+EVERYDAY = "head_dim=128"
+SMALL_PAGES = "head_dim=128,page_size=1,page_table=separate"
+# configuration, arch, kernel: (lines of source with all headers, instructions)
+BUDGETS: dict[tuple[str, str, str], tuple[int, int]] = {
+    (EVERYDAY, "sm_90a", "decode vector"): (1132, 2280),
+    (EVERYDAY, "sm_90a", "decode plain"): (1132, 2336),
+    (EVERYDAY, "sm_90a", "schedule"): (352, 1408),
+    (EVERYDAY, "sm_90a", "merge"): (282, 928),
+    (EVERYDAY, "sm_80", "decode vector"): (1132, 2120),
+    (EVERYDAY, "sm_120f", "decode vector"): (1132, 2952),
+    (SMALL_PAGES, "sm_90a", "decode vector"): (1136, 3080),
+    ("head_dim=64,num_qo_heads=64", "sm_90a", "decode vector"): (1132, 2888),
+    ("head_dim=256,num_qo_heads=16", "sm_90a", "decode vector"): (1132, 2592),
+}
+
+_INSTRUCTION_BYTES = 16
+
+
+def kernel_of(config: str, arch: str, kernel: str) -> KernelSpec:
+    family, _, loader = kernel.partition(" ")
+    return next(
+        spec
+        for spec in resolve(PlannerConfig.parse(config), arch)
+        if spec.family == family and getattr(spec, "loader", "") == loader
+    )
+
+
+def cost(key: tuple[str, str, str]) -> tuple[int, int]:
+    """Return (lines of source with all headers, instructions)."""
+    config, arch, kernel = key
+    spec = kernel_of(config, arch, kernel)
+    source = render(spec, arch)
+    compiled = nvrtc.compile_cubin(
+        source, name=f"{spec.symbol}.cu", headers=dict(headers()), options=nvrtc.options(arch)
+    )
+    code_bytes = resources_of(compiled.cubin, spec.symbol, arch).code_bytes
+    lines = source.count("\n") + sum(text.count("\n") for name, text in included(source))
+    return lines, code_bytes // _INSTRUCTION_BYTES
+
+
+def included(source: str) -> set[tuple[str, str]]:
+    """The headers, by name and text, that a source includes, directly or not."""
+    texts = dict(headers())
+    found: set[tuple[str, str]] = set()
+    waiting = [source]
+    while waiting:
+        for name in re.findall(r'#include "([^"]+)"', waiting.pop()):
+            if (name, texts[name]) not in found:
+                found.add((name, texts[name]))
+                waiting.append(texts[name])
+    return found
+
+
+@functools.cache
+def costs() -> dict[tuple[str, str, str], tuple[int, int]]:
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(BUDGETS, pool.map(cost, BUDGETS), strict=True))
+
+
+@pytest.mark.parametrize("key", BUDGETS, ids=" ".join)
+def test_a_kernel_stays_within_its_budget(key: tuple[str, str, str]) -> None:
+    is_known = nvrtc.version() == MEASURED_WITH
+    margin = MARGIN if is_known else MARGIN_OF_OTHER_COMPILERS
+    lines, instructions = costs()[key]
+    allowed_lines, allowed_instructions = BUDGETS[key]
+    assert lines <= allowed_lines * (1 + MARGIN), f"{key}: now {costs()[key]}"
+    assert instructions <= allowed_instructions * (1 + margin), f"{key}: now {costs()[key]}"
+
+
+def test_every_family_has_a_budget() -> None:
+    families = {kernel.partition(" ")[0] for _, _, kernel in BUDGETS}
+    assert {spec.family for spec in resolve(PlannerConfig.parse(EVERYDAY), "sm_90a")} <= families
+
+
+# ---------------------------------------------------------------------------- wgmma wrappers
+
+# nvidia-cutlass' wrappers of wgmma compile under NVRTC without CCCL, when it finds these.
+_INTEGERS = """#pragma once
+typedef signed char int8_t; typedef unsigned char uint8_t;
+typedef short int16_t; typedef unsigned short uint16_t;
+typedef int int32_t; typedef unsigned int uint32_t;
+typedef long long int64_t; typedef unsigned long long uint64_t;
+typedef unsigned long long uintptr_t;
+namespace cuda { namespace std {
+using ::int8_t; using ::uint8_t; using ::int16_t; using ::uint16_t;
+using ::int32_t; using ::uint32_t; using ::int64_t; using ::uint64_t;
+} }
+"""
+STAND_INS = {
+    "cuda/std/cassert": "#pragma once\n#ifndef assert\n#define assert(x) ((void)0)\n#endif\n",
+    "cuda/std/cstdint": _INTEGERS,
+    "cccl/cuda/std/cstdint": _INTEGERS,
+    "cuda_runtime_api.h": "#pragma once\n",
+}
+WRAPPERS = ("cute/arch/mma_sm90_gmma.hpp", "cutlass/arch/reg_reconfig.h")
+# Bytes of header that the wrappers pull in, of which most is the list of instructions. What drags
+# in cute/tensor.hpp or cuda::std costs seconds and is several times as much.
+WRAPPER_BYTES = 1_045_852
+PRODUCT_INSTRUCTIONS = 96
+
+_REGISTERS = ", ".join(f"d[{i}]" for i in range(64))
+PRODUCT = f"""
+#include <cuda/std/cstdint>
+#include <{WRAPPERS[0]}>
+#include <{WRAPPERS[1]}>
+extern "C" __global__ void __launch_bounds__(128) product(float* c) {{
+  extern __shared__ __align__(1024) char smem[];
+  using namespace cute::SM90::GMMA;
+  float d[64];
+  for (int i = 0; i < 64; i++) d[i] = 0.f;
+  uint64_t a = __cvta_generic_to_shared(smem) >> 4, b = a + 1024;
+  cute::warpgroup_arrive();
+  MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>::fma(a, b, {_REGISTERS});
+  cute::warpgroup_commit_batch();
+  cute::warpgroup_wait<0>();
+  for (int i = 0; i < 64; i++) c[threadIdx.x * 64 + i] = d[i];
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def cutlass() -> Path:
+    """The headers of nvidia-cutlass; importing its package would cost 30 ms."""
+    found = find_spec("cutlass_library")
+    if found is None or found.origin is None:
+        pytest.skip("needs nvidia-cutlass, for the wrappers of wgmma")
+    return Path(found.origin).parent / "source" / "include"
+
+
+def test_the_wrappers_of_wgmma_compile_without_toolkit_headers(cutlass: Path) -> None:
+    options = (*nvrtc.options("sm_90a"), "-default-device", f"-I{cutlass}")
+    compiled = nvrtc.compile_cubin(PRODUCT, name="product.cu", headers=STAND_INS, options=options)
+    resources = resources_of(compiled.cubin, "product", "sm_90a")
+    assert resources.spill_bytes == 0
+    assert resources.code_bytes // _INSTRUCTION_BYTES <= PRODUCT_INSTRUCTIONS * (1 + MARGIN)
+    opcodes = count_opcodes(compiled.cubin)
+    if opcodes is not None:
+        assert opcodes["HGMMA"] == 1
+
+
+def test_the_wrappers_of_wgmma_include_little(cutlass: Path) -> None:
+    opened = closure(cutlass)
+    assert "cute/tensor.hpp" not in opened
+    assert sum((cutlass / name).stat().st_size for name in opened) <= WRAPPER_BYTES * (1 + MARGIN)
+
+
+def closure(root: Path) -> set[str]:
+    """Every file below ``root`` that the wrappers name in an include, directly or not."""
+    found: set[str] = set()
+    waiting = list(WRAPPERS)
+    while waiting:
+        name = waiting.pop()
+        if name in found or not (root / name).is_file():
+            continue
+        found.add(name)
+        waiting += re.findall(r'#\s*include\s*[<"]([^">]+)[">]', (root / name).read_text())
+    return found
