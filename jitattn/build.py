@@ -16,12 +16,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from shlex import quote
 
 from jitattn import nvrtc
 from jitattn.cache import KernelCache, Meta, digest, entry_name
 from jitattn.config import PlannerConfig
-from jitattn.cubin import resources_of
 from jitattn.errors import CacheError, CompilerMissingError, KernelNotFoundError
 from jitattn.knobs import Knobs
 from jitattn.sources import headers, inputs
@@ -297,6 +295,8 @@ def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
 
 
 def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
+    from jitattn.cubin import resources_of  # only a compilation needs it
+
     started = time.perf_counter()
     symbol = job.spec.symbol
     compiled = nvrtc.compile_cubin(
@@ -340,6 +340,8 @@ def _count(meta: Meta, name: str) -> int:
 
 
 def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
+    from shlex import quote
+
     places = [*knobs.precompiled, *([knobs.cache_dir] if knobs.cache_dir else [])]
     searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"

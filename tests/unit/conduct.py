@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jitattn import build, nvrtc
+from jitattn import cubin, nvrtc
 from jitattn.config import PlannerConfig
 from jitattn.cubin import Resources
 from jitattn.spec import KernelSpec, ScheduleSpec
@@ -63,15 +63,15 @@ class FakeCompiler:
         return nvrtc.Compiled(fake_cubin(source, tuple(options), self.name), "")
 
 
-def fake_resources(cubin: bytes, symbol: str, arch: str) -> Resources:
-    return Resources(registers=8, spill_bytes=0, smem_bytes=0, code_bytes=len(cubin))
+def fake_resources(code: bytes, symbol: str, arch: str) -> Resources:
+    return Resources(registers=8, spill_bytes=0, smem_bytes=0, code_bytes=len(code))
 
 
 def use_fake_compiler(log: Path | None = None, delay_s: float = 0.0) -> FakeCompiler:
     """Replace NVRTC in this process, for good."""
     fake = FakeCompiler(log, delay_s)
     nvrtc.compile_cubin = fake  # type: ignore[assignment]
-    build.resources_of = fake_resources
+    cubin.resources_of = fake_resources
     nvrtc.toolchain = lambda: fake.name  # type: ignore[assignment]
     nvrtc.search_digest = lambda: "fake"
     nvrtc.loaded_libraries = lambda: ()

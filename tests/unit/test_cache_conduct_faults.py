@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import build, cache, knobs, nvrtc
+from jitattn import build, cache, cubin, knobs, nvrtc
 from jitattn.build import Kernel
 from jitattn.cache import KernelCache
 from jitattn.errors import CacheError, KernelNotFoundError
@@ -36,7 +36,7 @@ OLD_COMPILER = "V13.0.88 CL-7"
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCompiler]:
     fake = FakeCompiler()
     monkeypatch.setattr(nvrtc, "compile_cubin", fake)
-    monkeypatch.setattr(build, "resources_of", conduct.fake_resources)
+    monkeypatch.setattr(cubin, "resources_of", conduct.fake_resources)
     monkeypatch.setattr(nvrtc, "toolchain", lambda: fake.name)
     monkeypatch.setattr(nvrtc, "search_digest", lambda: fake.name.replace(" ", "-"))
     monkeypatch.setattr(nvrtc, "loaded_libraries", lambda: (f"{__file__}|0|0",))
