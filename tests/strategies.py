@@ -123,9 +123,9 @@ def run_example(example: Example, device: str, reached: Counter[str] | None = No
     check(example.case, out, lse, expected(inputs))
     if targets is not None:
         assert torch.equal(out, target_rows(inputs, targets)), "a target's address is wrong"
-    decode = planner.bind(inputs.cache).decode
-    if reached is not None and decode is not None:
-        reached[decode.kernel.symbol] += 1
+    kernels = planner.bind(inputs.cache).kernels
+    if reached is not None and kernels is not None:
+        reached[kernels.decode.kernel.symbol] += 1
 
 
 def run_shard(number: int, num_examples: int, device: str, reached: Counter[str]) -> None:
