@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Run tests/gpu/test_sanitizer_subset.py under compute-sanitizer: memcheck, then racecheck.
-# Ends with 0 only when both are clean and memcheck finds a planted fault.
-# Usage, from the repository root: tests/gpu/sanitize.sh [memcheck racecheck synccheck ...]
+# Run tests/gpu/test_sanitizer_subset.py under compute-sanitizer, one tool after the other.
+# Ends with 0 only when all are clean and memcheck finds a planted fault.
+# Usage, from the repository root: tests/gpu/sanitize.sh [memcheck racecheck initcheck synccheck]
+# Without arguments all four run. CASES="-k csr" and the like pick cases.
 set -uo pipefail
 
 tools=("$@")
-[[ ${#tools[@]} -gt 0 ]] || tools=(memcheck racecheck)
+[[ ${#tools[@]} -gt 0 ]] || tools=(memcheck racecheck initcheck synccheck)
 python=${PYTHON:-python3}
 
 # Instrument our kernels only; the option has had two names.
@@ -44,7 +45,9 @@ rm -f /tmp/jitattn-sanitizer.$$
 
 for tool in "${tools[@]}"; do
   echo "$tool:"
-  sanitize "$tool" "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_sanitizer_subset.py ||
+  # shellcheck disable=SC2086  # CASES is several words
+  sanitize "$tool" "$python" -m pytest -q -p no:cacheprovider ${CASES:-} \
+    tests/gpu/test_sanitizer_subset.py ||
     status=1
 done
 exit $status

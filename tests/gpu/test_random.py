@@ -11,6 +11,8 @@ from collections import Counter
 import pytest
 
 from tests.gpu.device import DEVICE
+
+pytest.importorskip("hypothesis")
 from tests.strategies import NUM_EXAMPLES, run_shard
 
 NUM_SHARDS = 20

@@ -1,26 +1,35 @@
-"""A dozen small cases that touch every path; tests/gpu/sanitize.sh runs them instrumented."""
+"""Small cases that reach every kind of kernel; tests/gpu/sanitize.sh runs them instrumented."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 
+import jitattn
+from jitattn.spec import Loader, PageTable
 from tests.cases import (
     D64,
     D128,
+    D128_CSR,
     D128_FP16,
     D128_PAGE_3,
     D128_PAGE_32,
     D128_SEPARATE,
+    D128_TOKEN,
+    D192X128,
     D256,
+    EVERY_LAYOUT,
     PAGE_1,
+    RAGGED,
     SOFT_CAP,
     WIDE,
     Case,
 )
 from tests.gpu.device import DEVICE
 from tests.harness import run_case
+from tests.inputs import CACHES, make_inputs
 
 SPLIT = (2500, 1, 0, 17)  # the first request is split over many CTAs, and merged
 
@@ -37,9 +46,68 @@ CASES = (
     replace(WIDE, lengths=(300, 5), group_size=71, num_kv_heads=1, cache="size_1"),
     replace(WIDE, lengths=SPLIT, cache="layer_inside", out_view="heads_outside"),
     replace(D128, lengths=tuple(range(64)), cache="one_hnd", kv_layout="HND", causal=False),
+    # Every layout through both loaders.
+    replace(D128_CSR, lengths=SPLIT, seed=1),
+    replace(D128_CSR, lengths=(33, 0, 700), cache="odd_strides", window_left=100),
+    replace(D128_TOKEN, lengths=SPLIT, rows="int32"),
+    replace(D128_TOKEN, lengths=(33, 0, 700), cache="odd_base", window_left=100),
+    replace(RAGGED, lengths=SPLIT, sinks="float32"),
+    replace(RAGGED, lengths=(33, 0, 700), cache="odd_values", window_left=100),
+    replace(D128_SEPARATE, lengths=(33, 0, 700), cache="odd_strides"),
+    # Two head dims.
+    replace(D192X128, lengths=SPLIT, cache="packed"),
+    replace(D192X128, lengths=(33, 700), page_table="ragged", page_size=1, group_size=16),
+    replace(D192X128, lengths=(33, 700), page_table="token", page_size=1, cache="odd_strides"),
+    # Splits that depend on the request alone: several of one slot, and of several slots.
+    *(replace(case, lengths=SPLIT, batch_invariant=True) for case in EVERY_LAYOUT),
+    replace(D256, lengths=(2500, 900, 300) * 20, batch_invariant=True, num_kv_heads=1),
+    replace(WIDE, lengths=(2500, 900), batch_invariant=True, cache="odd_strides"),
 )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
     run_case(case, DEVICE)
+
+
+def test_cases_reach_every_kind_of_kernel() -> None:
+    reached = {
+        (case.page_table, loader_of(case), case.batch_invariant, case.value_dim == case.head_dim)
+        for case in CASES
+    }
+    for table in PageTable:
+        assert {loader for layout, loader, *_ in reached if layout == table} == set(Loader)
+        assert {invariant for layout, _, invariant, _ in reached if layout == table} == {
+            False,
+            True,
+        }
+    assert {same for *_, same in reached} == {False, True}
+
+
+def loader_of(case: Case) -> Loader:
+    assert case.cache in CACHES
+    return Loader.PLAIN if case.cache.startswith("odd") else Loader.VECTOR
+
+
+@pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
+def test_too_long(case: Case) -> None:
+    """Reads stop at the table's end."""
+    if DEVICE == "cpu":
+        pytest.skip("the CPU refuses such a length")
+    inputs = make_inputs(replace(case, lengths=(40, 300, 7)), DEVICE)
+    inputs.seq_lens[1] = 2**31 - 1
+    planner = jitattn.AttentionPlanner(**inputs.case.planner_arguments(), device=DEVICE)
+    plan = planner.plan(inputs.pages(), inputs.seq_lens)
+    out = plan.run(inputs.q, planner.bind(inputs.cache))
+    assert bool(torch.isnan(out[1]).all())
+    assert bool(torch.isfinite(out[::2]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_merge(dtype: torch.dtype) -> None:
+    outs = torch.randn(3, 7, 3, 40, device=DEVICE).to(dtype)
+    lses = torch.randn(3, 7, 3, device=DEVICE)
+    lses[1, ::2] = -torch.inf
+    out, lse = jitattn.merge_states(outs, lses)
+    assert bool(torch.isfinite(out).all())
+    assert bool(torch.isfinite(lse).all())

@@ -1,0 +1,94 @@
+"""Run the sm_80 code of the kernels on a newer card: PTX that the driver compiles. Tests only.
+
+The package loads machine code for the very architecture and nothing else. Here the planner is told
+that the card runs sm_80 code, and gets kernels from the folder that tests/gpu/make_ptx.py filled.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jitattn import build, cuda_backend, driver, merge
+from jitattn.build import Kernel
+from jitattn.driver import LoadedKernel
+from jitattn.spec import KernelSpec
+from jitattn.tiling import tile_for
+from tests import harness
+from tests.gpu.make_ptx import ARCH, specs
+
+NUM_THREADS = 16
+
+
+class PtxKernels:
+    """Kernels by symbol, each compiled once by the driver of device 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            self.loaded = dict(pool.map(self._load, specs()))
+
+    def _load(self, spec: KernelSpec) -> tuple[str, LoadedKernel]:
+        smem_bytes = tile_for(spec, ARCH).smem_bytes
+        return spec.symbol, LoadedKernel(self.ptx(spec), spec.symbol, 0, smem_bytes)
+
+    def ptx(self, spec: KernelSpec) -> bytes:
+        """The text, and the zero that ends it for the driver."""
+        return gzip.decompress((self.folder / f"{spec.symbol}.ptx.gz").read_bytes()) + b"\0"
+
+    def build(self, spec: KernelSpec, arch: str, knobs: object, *, hint: str = "") -> Kernel:
+        """Stands for jitattn.build.build."""
+        del knobs, hint
+        assert arch == ARCH
+        return Kernel(
+            spec=spec,
+            symbol=spec.symbol,
+            arch=arch,
+            cubin=b"",
+            origin="precompiled",
+            seconds=0.0,
+            registers=0,
+            spill_bytes=0,
+            smem_bytes=0,
+            compiler="PTX",
+            entry=spec.symbol,
+        )
+
+    def build_all(
+        self, wanted: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str = ""
+    ) -> tuple[Kernel, ...]:
+        """Stands for jitattn.build.build_all."""
+        return tuple(self.build(spec, arch, knobs, hint=hint) for spec in wanted)
+
+    def load(self, cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> LoadedKernel:
+        """Stands for jitattn.driver.LoadedKernel."""
+        del cubin
+        assert device_index == 0
+        kernel = self.loaded[symbol]
+        assert smem_bytes == kernel.smem_bytes
+        return kernel
+
+
+@contextmanager
+def pretend_sm80(folder: Path) -> Iterator[None]:
+    """Planners made in here run the sm_80 code; none of them lives on outside."""
+    kernels = PtxKernels(folder)
+    caches = (harness._planner, merge._kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_backend, "arch_of", lambda facts: ARCH)
+        patch.setattr(cuda_backend, "build_all", kernels.build_all)
+        patch.setattr(cuda_backend, "LoadedKernel", kernels.load)
+        patch.setattr(build, "build", kernels.build)
+        patch.setattr(driver, "LoadedKernel", kernels.load)
+        for cache in caches:
+            cache.cache_clear()
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.cache_clear()

@@ -1,0 +1,103 @@
+"""The sm_80 code of the kernels, as PTX, on the card at hand: see tests/gpu/sm80.py.
+
+JITATTN_TEST_PTX names the folder that tests/gpu/make_ptx.py filled, JITATTN_TEST_SM80_EXAMPLES how
+many random examples run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import jitattn
+from tests.cases import D128, EVERY_LAYOUT, Case, decode_cases
+from tests.gpu.device import DEVICE
+from tests.gpu.sm80 import pretend_sm80
+from tests.harness import attend, check, expected, planner_for, run_case, same_bits
+from tests.inputs import make_inputs
+
+pytest.importorskip("hypothesis")
+from tests.strategies import run_shard
+
+FOLDER = os.environ.get("JITATTN_TEST_PTX", "")
+NUM_EXAMPLES = int(os.environ.get("JITATTN_TEST_SM80_EXAMPLES", "3000"))
+NUM_SHARDS = 20
+REACHED: Counter[str] = Counter()
+SEEDS = range(1001, 1001 + NUM_SHARDS)
+
+pytestmark = pytest.mark.skipif(not FOLDER or DEVICE != "cuda", reason="JITATTN_TEST_PTX is unset")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sm80() -> Iterator[None]:
+    torch.cuda.init()
+    with pretend_sm80(Path(FOLDER)):
+        yield
+
+
+def test_it_is_the_sm80_code() -> None:
+    inputs = make_inputs(replace(D128, lengths=(300, 0, 5000)), DEVICE)
+    planner = planner_for(inputs.case, DEVICE)
+    check(inputs.case, *attend(inputs, planner), expected(inputs))
+    assert {info.arch for info in jitattn.build_info(planner)} == {"sm_80"}
+    assert {info.compiler for info in jitattn.build_info(planner)} == {"PTX"}
+
+
+@pytest.mark.parametrize("case", decode_cases()[::7], ids=str)
+def test_decode(case: Case) -> None:
+    run_case(case, DEVICE)
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
+def test_random_examples(seed: int) -> None:
+    before = REACHED["examples"]
+    run_shard(seed, -(-NUM_EXAMPLES // NUM_SHARDS), DEVICE, REACHED)
+    sys.stdout.write(f"seed {seed}: {REACHED['examples'] - before} examples\n")
+
+
+def test_the_examples_reached_enough_kernels() -> None:
+    """Runs after the shards of this process."""
+    num_kernels = len([name for name in REACHED if name != "examples"])
+    sys.stdout.write(f"{REACHED['examples']} examples over {num_kernels} sm_80 kernels\n")
+    if REACHED["examples"] < 3000:
+        pytest.skip(f"{REACHED['examples']} examples are too few to tell")
+    assert num_kernels >= 80
+
+
+@pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
+def test_replays_and_invariant_batches(case: Case) -> None:
+    case = replace(case, lengths=(5000, 17, 0, 900), batch_invariant=True)
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    planner = planner_for(case, DEVICE)
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+    out, lse = inputs.new_out(), inputs.new_lse()
+    plan.run(inputs.q, kv, out=out, lse=lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.refresh()
+        plan.run(inputs.q, kv, out=out, lse=lse)
+    out.fill_(math.nan)
+    graph.replay()
+    assert same_bits(out, want[0])
+    assert same_bits(lse, want[1])
+    few = attend(inputs, planner_for(case, DEVICE, num_sms=3))
+    assert same_bits(few[0], want[0])
+
+
+def test_merge() -> None:
+    outs = torch.randn(3, 50, 4, 64, device=DEVICE).bfloat16()
+    lses = torch.randn(3, 50, 4, device=DEVICE)
+    out, lse = jitattn.merge_states(outs, lses)
+    want = jitattn.merge_states(outs.cpu(), lses.cpu())
+    torch.testing.assert_close(lse.cpu(), want[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.cpu(), want[0], rtol=2**-7, atol=2**-7)
