@@ -212,19 +212,21 @@ def test_random_corruption_loads_nothing_wrong(
 
 # Runs in a mount namespace of its own, so that nothing stays mounted.
 FAULT = """
-import json, os, subprocess, sys, warnings
+import json, os, shutil, subprocess, sys, warnings
 from pathlib import Path
 from jitattn import build, knobs
 from jitattn.cache import KernelCache
 from tests.unit import conduct
 
-folder, options, then = sys.argv[1:]
+folder, options, then, notes = sys.argv[1:]
 subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
 conduct.use_fake_compiler()
 root = Path(folder) / "cache"
 settings = knobs.Knobs(cache_dir=root)
 if then:
     origins = [build.build(spec, conduct.ARCH, settings).origin for spec in conduct.SPECS[:2]]
+    if notes == "no notes":
+        shutil.rmtree(root / "notes")
     subprocess.run(["mount", "-o", then, folder], check=True)
 build.forget()
 before = sorted(str(path) for path in root.rglob("*"))
@@ -252,7 +254,9 @@ print(json.dumps({
 """
 
 
-def on_a_file_system(folder: Path, options: str, then: str = "") -> dict[str, object]:
+def on_a_file_system(
+    folder: Path, options: str, then: str = "", notes: str = "notes"
+) -> dict[str, object]:
     """Build on a new file system; ``then`` is how it is remounted after two of three kernels."""
     folder.mkdir()
     namespace = ["unshare", "--mount"]
@@ -261,15 +265,16 @@ def on_a_file_system(folder: Path, options: str, then: str = "") -> dict[str, ob
         subprocess.run([*namespace, *probe], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs to mount a file system in a namespace: {error}")
-    command = [*namespace, sys.executable, "-c", FAULT, str(folder), options, then]
+    command = [*namespace, sys.executable, "-c", FAULT, str(folder), options, then, notes]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     result: dict[str, object] = json.loads(done.stdout)
     return result
 
 
-def test_a_read_only_file_system_serves_what_it_has(tmp_path: Path) -> None:
-    result = on_a_file_system(tmp_path / "mnt", "size=4m,mode=0755", "remount,ro")
+@pytest.mark.parametrize("notes", ["notes", "no notes"])
+def test_a_read_only_file_system_serves_what_it_has(tmp_path: Path, notes: str) -> None:
+    result = on_a_file_system(tmp_path / "mnt", "size=4m,mode=0755", "remount,ro", notes)
     assert result["origins"] == ["disk", "disk", "compiled"]
     assert result["again"] == ["memory"] * 3
     assert result["right"]

@@ -27,8 +27,15 @@ def test_a_kernel_compiles_to_a_cubin() -> None:
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
-def test_headers_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_HOME", "/x:/y")
+@pytest.mark.parametrize("home", [":/x", "/x:/y", "", "/missing", "older", "empty"])
+def test_headers_come_from_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "older" / "include" / "a").mkdir(parents=True)
+    (tmp_path / "older" / "include" / "a" / "one.cuh").write_text("#error an older header\n")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / home) if home.isalpha() else home)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / home) if home.isalpha() else home)
     source = '#include "a/one.cuh"\n' + kernel("*x = one();")
     headers = {"a/one.cuh": "__device__ float one() { return 1.f; }\n"}
     nvrtc.compile_cubin(source, name="k.cu", headers=headers, options=OPTIONS)
