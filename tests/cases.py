@@ -254,6 +254,11 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(192, 32, "bf16", "separate", 16, vo=128),
     _kernel(16, 3, "bf16", "separate", 32, vo=64),
     _kernel(256, 1, "fp16", "separate", 8, vo=16, out="bfloat16"),
+    # The widest
+    _kernel(512, 16, "bf16", "shared", 8),
+    _kernel(512, 1, "fp16", "separate", 16, soft_cap=True),
+    _kernel(512, 24, "bf16", "csr", 8, vo=128),
+    _kernel(64, 8, "fp16", "token", 8, vo=512),
 )
 
 CACHES_SHARED = (

@@ -58,8 +58,37 @@ class Call:
         return plan.run(self.q, planner.bind(self.cache, **self.bind), **self.run)
 
 
+TOKENS = 6
+MASKED = {"use_custom_mask": True}
+
+
+def offsets(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def queries(qo_indptr: object = None, max_q_len: object = 3, num_tokens: int = TOKENS) -> Call:
+    """A valid call with three query tokens a request."""
+    indptr = offsets(0, 3, 6) if qo_indptr is None else qo_indptr
+    plan = {"qo_indptr": indptr, "max_q_len": max_q_len}
+    return Call(plan=plan, q=bf16(num_tokens, HQ, D))
+
+
+def bytes_of(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+def masked(custom_mask: object) -> Call:
+    """The call of `queries` with a mask."""
+    call = queries()
+    call.planner, call.run = MASKED, {"custom_mask": custom_mask}
+    return call
+
+
 def test_the_unchanged_call_is_accepted() -> None:
     assert Call()().shape == (B, HQ, D)
+    assert queries()().shape == (TOKENS, HQ, D)
+    assert masked(torch.ones(TOKENS, 4, dtype=torch.bool))().shape == (TOKENS, HQ, D)
+    assert masked((bytes_of(9), offsets(0, 3, 9)))().shape == (TOKENS, HQ, D)
 
 
 # --- the constructor ------------------------------------------------------------------------------
@@ -70,7 +99,8 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "no heads": ({"num_qo_heads": 0}, "num_qo_heads=0"),
     "no KV heads": ({"num_kv_heads": 0}, "num_kv_heads=0"),
     "head_dim no multiple of 16": ({"head_dim": 40}, "head_dim=40"),
-    "head_dim too large": ({"head_dim": 272}, "head_dim=272"),
+    "head_dim between 256 and 512": ({"head_dim": 272}, "head_dim=272"),
+    "head_dim too large": ({"head_dim": 528}, "head_dim=528"),
     "page_size 0": ({"page_size": 0}, "page_size=0"),
     "no such layout": ({"kv_layout": "DHN"}, "kv_layout=DHN"),
     "no such table": ({"page_table": "tree"}, "page_table=tree"),
@@ -87,15 +117,13 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "no pages": ({"page_size": None}, "page_size=None"),
     "huge pages": ({"page_size": 2**20 + 1}, "page_size=1048577"),
     "head_dim_vo no multiple of 16": ({"head_dim_vo": 24}, "head_dim_vo=24"),
-    "head_dim_vo too large": ({"head_dim_vo": 512}, "head_dim_vo=512"),
+    "head_dim_vo too large": ({"head_dim_vo": 528}, "head_dim_vo=528"),
     # Parts of the contract that later versions build: refused with a reason, never ignored.
     "fp8 cache": ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype=float8_e4m3fn"),
     "fp8 queries": ({"q_dtype": "float8_e4m3fn"}, "q_dtype=float8_e4m3fn"),
     "nvfp4 cache": ({"kv_dtype": "nvfp4"}, "kv_dtype=nvfp4"),
-    "custom mask": ({"use_custom_mask": True}, "use_custom_mask"),
     "variant": ({"variant": "score + bias"}, "variant"),
     "early_kv": ({"early_kv": True}, "early_kv"),
-    "head_dim 512": ({"head_dim": 512}, "head_dim=512"),
 }
 
 
@@ -168,8 +196,23 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "int16 seq_lens": (lambda: Call(seq_lens=int32(B).short()), "seq_lens"),
     "list for seq_lens": (lambda: Call(seq_lens=[5, 9]), "seq_lens"),
     "seq_lens on another device": (lambda: Call(seq_lens=int32(B).to("meta")), "seq_lens"),
-    "qo_indptr": (lambda: Call(plan={"qo_indptr": int32(B + 1), "max_q_len": 1}), "qo_indptr"),
-    "max_q_len": (lambda: Call(plan={"max_q_len": 4}), "more than one query token"),
+    "max_q_len without qo_indptr": (lambda: Call(plan={"max_q_len": 4}), "max_q_len"),
+    "int64 qo_indptr": (lambda: queries(offsets(0, 3, 6).long()), "qo_indptr.*int64"),
+    "float qo_indptr": (lambda: queries(offsets(0, 3, 6).float()), "qo_indptr.*float32"),
+    "list for qo_indptr": (lambda: queries([0, 3, 6]), "qo_indptr"),
+    "qo_indptr of rank 2": (lambda: queries(offsets(0, 3, 6)[None]), "qo_indptr"),
+    "qo_indptr too short": (lambda: queries(offsets(0, 3)), r"qo_indptr.*\b2\b.*\b3\b"),
+    "qo_indptr too long": (lambda: queries(offsets(0, 3, 6, 6)), r"qo_indptr.*\b4\b.*\b3\b"),
+    "qo_indptr on another device": (lambda: queries(offsets(0, 3, 6).to("meta")), "qo_indptr"),
+    "qo_indptr that falls": (lambda: queries(offsets(0, 3, 2)), r"qo_indptr\[2\] is 2"),
+    "qo_indptr from 1": (lambda: queries(offsets(1, 3, 6)), r"qo_indptr\[0\] is 1"),
+    "negative qo_indptr": (lambda: queries(offsets(0, -3, 3)), r"qo_indptr\[1\] is -3"),
+    "no max_q_len": (lambda: queries(max_q_len=None), "max_q_len"),
+    "negative max_q_len": (lambda: queries(max_q_len=-1), "max_q_len"),
+    "boolean max_q_len": (lambda: queries(max_q_len=True), "max_q_len"),
+    "tensor for max_q_len": (lambda: queries(max_q_len=torch.tensor(3)), "max_q_len"),
+    "max_q_len too small": (lambda: queries(max_q_len=2), r"request 0.*\b3\b.*max_q_len is 2"),
+    "max_q_len too small later": (lambda: queries(offsets(0, 2, 6)), r"request 1.*\b4\b"),
     "negative max_kv_len": (lambda: Call(plan={"max_kv_len": -1}), "max_kv_len"),
     # bind
     "cache of rank 3": (lambda: Call(cache=(bf16(6, 4, D), bf16(6, 4, D))), "k_cache|kv_cache"),
@@ -208,6 +251,7 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "q with another head_dim": (lambda: Call(q=bf16(B, HQ, 64)), "q"),
     "q of another dtype": (lambda: Call(q=bf16(B, HQ, D).half()), "q"),
     "q with strided elements": (lambda: Call(q=bf16(B, HQ, 2 * D)[..., ::2]), "contiguous"),
+    "fewer rows than qo_indptr[-1]": (lambda: queries(num_tokens=5), r"q.*\b5\b.*\b6\b"),
     "q on another device": (lambda: Call(q=bf16(B, HQ, D).to("meta")), "meta"),
     "out of another shape": (lambda: Call(run={"out": bf16(B, HQ, 64)}), "out"),
     "out of another dtype": (lambda: Call(run={"out": bf16(B, HQ, D).float()}), "out"),
@@ -233,8 +277,53 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     ),
     "q_scale for bf16": (lambda: Call(run={"q_scale": 0.5}), "q_scale"),
     "out_scale for bf16": (lambda: Call(run={"out_scale": torch.tensor([0.5])}), "out_scale"),
-    "custom_mask": (
+    "custom_mask without use_custom_mask": (
         lambda: Call(run={"custom_mask": torch.ones(B, 9, dtype=torch.bool)}),
+        "custom_mask",
+    ),
+    "use_custom_mask without custom_mask": (lambda: masked(None), "custom_mask"),
+    "float custom_mask": (lambda: masked(torch.ones(TOKENS, 4)), "custom_mask.*float32"),
+    "int32 custom_mask": (lambda: masked(int32(TOKENS, 4)), "custom_mask.*int32"),
+    "custom_mask of rank 1": (lambda: masked(bytes_of(TOKENS)), "custom_mask"),
+    "custom_mask with too few rows": (
+        lambda: masked(torch.ones(TOKENS - 1, 4, dtype=torch.bool)),
+        "custom_mask.*5, 4",
+    ),
+    "custom_mask a row a request": (
+        lambda: masked(torch.ones(B, 4, dtype=torch.bool)),
+        "custom_mask",
+    ),
+    "packed custom_mask with too many rows": (
+        lambda: masked(torch.ones(TOKENS + 1, 1, dtype=torch.uint8)),
+        "custom_mask",
+    ),
+    "custom_mask with strided elements": (
+        lambda: masked(torch.ones(TOKENS, 8, dtype=torch.bool)[:, ::2]),
+        "contiguous",
+    ),
+    "custom_mask on another device": (
+        lambda: masked(torch.ones(TOKENS, 4, dtype=torch.bool, device="meta")),
+        "custom_mask",
+    ),
+    "three parts of a custom_mask": (
+        lambda: masked((bytes_of(9), offsets(0, 3, 9), offsets(0))),
+        "custom_mask",
+    ),
+    "bool bits of a ragged custom_mask": (
+        lambda: masked((bytes_of(9).bool(), offsets(0, 3, 9))),
+        "custom_mask.*bool",
+    ),
+    "ragged custom_mask of rank 2": (
+        lambda: masked((bytes_of(9).view(3, 3), offsets(0, 3, 9))),
+        "custom_mask",
+    ),
+    "int64 mask_indptr": (
+        lambda: masked((bytes_of(9), offsets(0, 3, 9).long())),
+        "custom_mask.*int64",
+    ),
+    "mask_indptr too short": (lambda: masked((bytes_of(9), offsets(0, 3))), "custom_mask"),
+    "mask_indptr on another device": (
+        lambda: masked((bytes_of(9), offsets(0, 3, 9).to("meta"))),
         "custom_mask",
     ),
     "pages of another layout": (
