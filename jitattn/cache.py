@@ -41,7 +41,8 @@ _ENTRY = re.compile(r"sm_\d+[a-z]?-\w+-[0-9a-f]{32}")
 _DIVISION = re.compile(r"V\d[\w.+-]*")
 _MANIFEST = "bundle.json"
 _STAGING = ".staging-"
-_STALE_STAGING_S = 3600.0
+# Younger ones may be somebody's work. Who removes a whole cache knows better what is abandoned.
+_STALE_STAGING_S, _ABANDONED_STAGING_S = 3600.0, 60.0
 _ATTEMPTS = 8
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -225,7 +226,7 @@ class KernelCache:
             for entry in removed:
                 if entry.path.parent == cache.root:
                     cache._discard(entry.path)
-            cache._sweep(0.0)
+            cache._sweep(_ABANDONED_STAGING_S)
             for name in ("notes", "locks"):
                 shutil.rmtree(cache.root / name, ignore_errors=True)
             (cache.root / _MANIFEST).unlink(missing_ok=True)

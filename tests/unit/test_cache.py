@@ -431,6 +431,7 @@ def test_clear_removes_ours_and_nothing_else(kernels: KernelCache) -> None:
     with kernels.division("V13.5 CL-1").locked(NAME, 1.0):
         pass
     (kernels.root / ".staging-x").mkdir()
+    os.utime(kernels.root / ".staging-x", (0, 0))
     theirs = [kernels.root / "V9" / "precious", kernels.root / "sm_90a-notes.txt"]
     theirs[0].parent.mkdir()
     for file in theirs:

@@ -400,13 +400,13 @@ print(times)
 
 @pytest.mark.parametrize("what", ["prune", "clear"])
 def test_others_may_prune_and_clear_meanwhile(tmp_path: Path, what: str) -> None:
-    times = run(CLEARING, tmp_path / "cache", what, 40 * FACTOR, env=environment())
+    times = run(CLEARING, tmp_path / "cache", what, 20 * FACTOR, env=environment())
     assert int(times) > 10
 
 
 def test_others_may_remove_the_whole_folder_meanwhile(tmp_path: Path) -> None:
     # Then a kernel may have to stay in memory, which is worth a warning and no failure.
-    child = start(CLEARING, tmp_path / "cache", "remove", 40 * FACTOR, env=environment())
+    child = start(CLEARING, tmp_path / "cache", "remove", 20 * FACTOR, env=environment())
     _, err = child.communicate()
     assert child.returncode == 0, err
     assert "Traceback" not in err
