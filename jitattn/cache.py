@@ -368,13 +368,16 @@ def _read(path: Path) -> Stored:
 def _read_file(path: Path) -> bytes:
     # A link would lead out of the entry, and opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:  # noqa: PTH123
+    try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
             raise ValueError(f"{path.name} is not a file")
         if reason := _distrust(info):
             raise ValueError(f"{path.name} is {reason}")
-        return file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def _describe(path: Path) -> Entry:

@@ -202,6 +202,27 @@ def test_damage_is_a_miss_and_heals(kernels: KernelCache, damage: object) -> Non
     assert not list(kernels.root.glob(".staging-*"))
 
 
+@pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "unsafe"])
+def test_what_is_no_file_is_neither_waited_for_nor_kept_open(
+    kernels: KernelCache, kind: str
+) -> None:
+    path = put(kernels) / "kernel.cubin"
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o644)
+    else:
+        path.touch()
+        path.chmod(0o666)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert kernels.get(NAME) is None
+    assert kernels.verify()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_an_intact_entry_is_kept(kernels: KernelCache) -> None:
     put(kernels, cubin=b"first")
     put(kernels, cubin=b"second")
