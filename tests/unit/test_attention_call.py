@@ -87,11 +87,15 @@ def test_planners_are_kept() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "qo_indptr": ({"qo_indptr": torch.tensor([0, 1, 2], dtype=torch.int32)}, "qo_indptr"),
-    "max_q_len": ({"max_q_len": 3}, "more than one query token"),
+    "no max_q_len": ({"qo_indptr": torch.tensor([0, 1, 2], dtype=torch.int32)}, "max_q_len"),
+    "max_q_len alone": ({"max_q_len": 3}, "max_q_len is 3"),
+    "queries beyond q": (
+        {"qo_indptr": torch.tensor([0, 1, 3], dtype=torch.int32), "max_q_len": 2},
+        r"2 rows.*\b3\b",
+    ),
     "k_scale": ({"k_scale": 0.5}, "k_scale"),
     "v_scale": ({"v_scale": torch.tensor(0.5)}, "v_scale"),
-    "custom_mask": ({"custom_mask": torch.ones(2, 9, dtype=torch.bool)}, "custom_mask"),
+    "custom_mask": ({"custom_mask": torch.ones(3, 9, dtype=torch.bool)}, "custom_mask"),
     "window_left": ({"window_left": -2}, "window_left=-2"),
     "kv_layout": ({"kv_layout": "DHN"}, "kv_layout"),
     "sinks": ({"sinks": torch.zeros(3)}, "sinks"),
