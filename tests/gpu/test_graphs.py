@@ -16,7 +16,7 @@ from torch import Tensor
 import jitattn
 from tests.cases import D128, D128_CSR, D192X128, EVERY_LAYOUT, RAGGED, Case
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, planner_for, same_bits
+from tests.harness import attend, check, expected, extras, plan_of, planner_for, same_bits
 from tests.inputs import Inputs, make_inputs
 
 Result = tuple[Tensor, Tensor]
@@ -54,13 +54,13 @@ class Layer:
     @classmethod
     def of(cls, inputs: Inputs) -> Layer:
         planner = planner_for(inputs.case, DEVICE)
-        plan = planner.plan(inputs.pages(), inputs.seq_lens)
+        plan = plan_of(inputs, planner)
         kv = planner.bind(inputs.cache)
         return cls(inputs, planner, plan, kv, inputs.new_out(), inputs.new_lse())
 
     def run(self) -> None:
-        sinks = self.inputs.sinks
-        self.plan.run(self.inputs.q, self.kv, out=self.out, lse=self.lse, sinks=sinks)
+        inputs = self.inputs
+        self.plan.run(inputs.q, self.kv, out=self.out, lse=self.lse, **extras(inputs))
 
     def step(self) -> None:
         self.plan.refresh()
@@ -124,7 +124,8 @@ def test_c31_captured_short_replayed_long(case: Case, batch_invariant: bool) -> 
 
 def spoil_schedule(layer: Layer) -> None:
     """Overwrite what the last schedule left: a refresh must write all that a run reads."""
-    layer.plan._backend._memory.fill_(0x7F)
+    for part in layer.plan._backend._parts:
+        part._memory.fill_(0x7F)
 
 
 def test_500_steps_of_growing_requests() -> None:

@@ -494,7 +494,8 @@ def test_the_lock_is_held_and_its_owner_recorded(kernels: KernelCache) -> None:
     lock = kernels.root / "locks" / f"{NAME}.lock"
     with kernels.locked(NAME, 1.0) as held:
         assert held
-        assert lock.read_text() == f"pid {os.getpid()} on {os.uname().nodename}"
+        owner = lock.with_suffix(".owner")
+        assert owner.read_text() == f"pid {os.getpid()} on {os.uname().nodename}"
         with kernels.locked(name_of("other"), 1.0) as other:
             assert other
     assert not lock.exists()

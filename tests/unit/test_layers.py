@@ -71,6 +71,7 @@ DOORS = {
         "functional",
         "demo",
     },
+    "filelock": {"locks"},
     "platformdirs": {"knobs"},
     "rich": {"cli", "demo", "bundles"},
 }
