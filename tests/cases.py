@@ -1,4 +1,4 @@
-"""Decode cases as plain values. No torch here: a build machine reads the list to precompile it.
+"""Cases of attention as plain values. No torch here: a build machine precompiles the list.
 
 `KERNELS` are the combinations that have machine code of their own; `decode_cases` puts launch
 arguments, shapes and layouts on top of them, drawn so that every value of every axis is used
@@ -8,7 +8,7 @@ about equally often. `tests/inputs.py` turns a case into tensors.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jitattn.config import PlannerConfig
@@ -23,10 +23,14 @@ TABLES = ("shared", "separate", "csr", "token")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of decode attention: what the planner is given and how the memory looks.
+    """One call of attention: what the planner is given and how the memory looks.
 
     Attributes:
         lengths: KV tokens of each request; zero or less is padding.
+        q_lens: query tokens of each request, or None for one each and no qo_indptr.
+        spare_rows: rows of q past the last request.
+        mask: the form of a custom mask, "bool", "packed" or "ragged"; see tests/queries.py.
+        mask_width: last keys that a "bool" or "packed" mask covers, a multiple of 8.
         cache: the name of a builder in `tests.inputs.CACHES`.
         kv_layout: the order in which the cache's dimensions are named, whatever their strides.
         q_view, out_view: how q and out lie in memory; see `tests.inputs.ROW_VIEWS`.
@@ -47,6 +51,10 @@ class Case:
     num_kv_heads: int = 2
     group_size: int = 4
     lengths: tuple[int, ...] = (37,)
+    q_lens: tuple[int, ...] | None = None
+    spare_rows: int = 0
+    mask: str | None = None
+    mask_width: int = 64
     cache: str = "pair_nhd"
     kv_layout: str = "NHD"
     q_view: str = "contiguous"
@@ -75,6 +83,16 @@ class Case:
         return self.head_dim_vo or self.head_dim
 
     @property
+    def queries(self) -> tuple[int, ...]:
+        """q_lens with its default filled in."""
+        return (1,) * len(self.lengths) if self.q_lens is None else self.q_lens
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of q."""
+        return sum(self.queries) + self.spare_rows
+
+    @property
     def has_rows(self) -> bool:
         """Whether the layout is a table of rows, which `rows` may select."""
         return self.page_table not in ("csr", "ragged")
@@ -97,6 +115,7 @@ class Case:
             "logits_soft_cap": self.logits_soft_cap,
             "sm_scale": self.sm_scale,
             "use_sinks": self.sinks is not None,
+            "use_custom_mask": self.mask is not None,
             "batch_invariant": self.batch_invariant,
         }
 
@@ -113,6 +132,10 @@ class Case:
             f"g{self.group_size}x{self.num_kv_heads}-{self.cache}-{self.kv_layout}",
             f"b{len(self.lengths)}-max{max(self.lengths)}",
         ]
+        if self.q_lens is not None:
+            parts.append(f"q{sum(self.q_lens)}-max{max(self.q_lens)}")
+        if self.mask:
+            parts.append(self.mask)
         if self.window_left >= 0:
             parts.append(f"w{self.window_left}")
         if self.logits_soft_cap > 0:
@@ -138,6 +161,7 @@ class Kernel:
     page_table: str = "shared"
     soft_cap: bool = False
     band: int = 8  # of group sizes, a key of GROUPS
+    mask: bool = False
 
 
 GROUPS = {
@@ -158,6 +182,7 @@ def _kernel(
     soft_cap: bool = False,
     out: str | None = None,
     vo: int | None = None,
+    mask: bool = False,
 ) -> Kernel:
     return Kernel(
         head_dim=head_dim,
@@ -168,6 +193,7 @@ def _kernel(
         page_table=page_table,
         soft_cap=soft_cap,
         band=band,
+        mask=mask,
     )
 
 
@@ -261,6 +287,22 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(64, 8, "fp16", "token", 8, vo=512),
 )
 
+# Custom masks make kernels of their own.
+MASKED_KERNELS: tuple[Kernel, ...] = (
+    _kernel(128, 16, "bf16", "shared", 8, mask=True),
+    _kernel(128, 16, "bf16", "separate", 8, mask=True),
+    _kernel(128, 1, "fp16", "csr", 8, mask=True),
+    _kernel(128, 3, "bf16", "token", 16, mask=True),
+    _kernel(128, 1, "bf16", "ragged", 8, mask=True),
+    _kernel(64, 16, "fp16", "shared", 32, mask=True, soft_cap=True),
+    _kernel(64, 64, "bf16", "csr", 8, mask=True),
+    _kernel(80, 5, "bf16", "separate", 16, mask=True, out="float32"),
+    _kernel(192, 32, "bf16", "shared", 8, mask=True, vo=128),
+    _kernel(256, 16, "bf16", "shared", 8, mask=True),
+    _kernel(256, 1, "fp16", "token", 8, mask=True, soft_cap=True),
+    _kernel(512, 16, "bf16", "shared", 8, mask=True),
+)
+
 CACHES_SHARED = (
     "one_nhd",
     "one_hnd",
@@ -345,6 +387,20 @@ def _decks(rng: random.Random) -> dict[str, _Deck]:
         "lengths_dtype": ("int32", "int64"),
         "call": ("buffers", "buffers", "returned"),
     } | {f"group {band}": sizes for band, sizes in GROUPS.items()}
+    return _shuffled(axes, rng)
+
+
+def _query_decks(rng: random.Random) -> dict[str, _Deck]:
+    axes: dict[str, Sequence[object]] = {
+        "queries": tuple(QUERIES),
+        "spare_rows": (0, 0, 3, 200),
+        "mask": ("bool", "packed", "ragged"),
+        "mask_width": (8, 64, 200, 1000),
+    }
+    return _shuffled(axes, rng)
+
+
+def _shuffled(axes: dict[str, Sequence[object]], rng: random.Random) -> dict[str, _Deck]:
     return {name: _Deck(cards, random.Random(rng.random())) for name, cards in axes.items()}
 
 
@@ -389,11 +445,73 @@ def _fit(case: Case) -> Case:
         case = replace(case, num_kv_heads=1)
     if not case.has_rows:
         case = replace(case, rows=None)
-    heavy = max(case.lengths) * case.group_size * case.num_kv_heads > 2_000_000
+    num_scores = max(q * n for q, n in zip(case.queries, case.lengths, strict=True))
+    heavy = num_scores * case.group_size * case.num_kv_heads > 2_000_000
     return replace(case, num_kv_heads=1) if heavy else case
 
 
 # --- cases of the other GPU tests -----------------------------------------------------------------
+
+EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
+Draw = Callable[[int, int], int]
+Lengths = list[tuple[int, int]]
+QUERIES: dict[str, Callable[[Draw], Lengths]] = {
+    # Query tokens and KV tokens of each request. "single" goes through qo_indptr too.
+    "single": lambda draw: [(1, draw(1, 900)) for _ in range(draw(1, 9))],
+    "draft": lambda draw: [(draw(2, 16), draw(16, 1500)) for _ in range(draw(2, 9))],
+    "chunks": lambda draw: [
+        (q, q + draw(0, 1200)) for q in (draw(100, 400), draw(17, 99), draw(17, 300))
+    ],
+    "prompt": lambda draw: [(q, q) for q in (1, draw(2, 16), draw(65, 500), 64, 128)],
+    "edges": lambda draw: [(n, n + EDGES[draw(0, 16)]) for n in EDGES],
+    "mixed": lambda draw: [
+        *((1, draw(1, 700)) for _ in range(draw(0, 8))),
+        (draw(100, 500), draw(500, 900)),
+        *((draw(2, 16), draw(16, 700)) for _ in range(3)),
+        *((1, draw(1, 700)) for _ in range(draw(0, 8))),
+    ],
+    "more than keys": lambda draw: [
+        *((5, 2), (130, 129), (7, 0), (300, draw(1, 40)), (2, 1), (64, 65), (1, 1))
+    ],
+    "thousands": lambda draw: [
+        *((draw(1000, 2500), draw(2500, 3500)), (1, draw(1, 3000)), (draw(2, 16), 900))
+    ],
+    # Few over long caches.
+    "split": lambda draw: [
+        *((draw(2, 4), draw(8000, 20000)), (draw(9, 40), draw(3000, 9000)), (1, 5000))
+    ],
+    "many": lambda draw: [(draw(0, 5), draw(5, 90)) for _ in range(draw(60, 150))],
+    "padding": lambda draw: [
+        *((0, 0), (0, 40), (3, 0), (draw(1, 90), -1), (draw(1, 90), 90), (0, -(2**31)))
+    ],
+}
+"""Kinds of batches by their query tokens."""
+
+
+MIXED_CASES_PER_KERNEL = 5
+
+
+def mixed_cases() -> tuple[Case, ...]:
+    """The cases of tests/gpu/test_mixed.py: the same ones in every process."""
+    rng = random.Random(40)
+    decks = _decks(rng) | _query_decks(rng)
+    cases = []
+    for kernel in (*KERNELS, *MASKED_KERNELS):
+        for _ in range(MIXED_CASES_PER_KERNEL):
+            case = _deal(kernel, decks, rng, seed=len(cases))
+            kind = QUERIES[str(decks["queries"].deal())]
+            q_lens, lengths = zip(*kind(rng.randint), strict=True)
+            case = replace(
+                case,
+                lengths=lengths,
+                q_lens=q_lens,
+                spare_rows=decks["spare_rows"].deal(),
+                mask=decks["mask"].deal() if kernel.mask else None,
+                mask_width=decks["mask_width"].deal(),
+            )
+            cases.append(_fit(case))
+    return tuple(cases)
+
 
 # The other tests run on these kernels, whatever else they change.
 D64 = Case(head_dim=64)
@@ -428,7 +546,12 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
-    return (*decode_cases(), *named, *(twin for case in TWINS for twin in twins_of(case)))
+    return (
+        *decode_cases(),
+        *mixed_cases(),
+        *named,
+        *(twin for case in TWINS for twin in twins_of(case)),
+    )
 
 
 def kernel_configs(arch: str) -> tuple[PlannerConfig, ...]:

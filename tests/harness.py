@@ -11,8 +11,10 @@ from torch import Tensor
 
 import jitattn
 from jitattn import reference
+from jitattn.pages import Pages
 from tests.cases import Case
 from tests.inputs import CANARY, Inputs, Tokens, make_inputs, surroundings
+from tests.queries import row_starts
 
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
@@ -67,13 +69,14 @@ def expected(inputs: Inputs) -> Expected:
         inputs.q,
         inputs.k,
         both,
-        range(len(case.lengths) + 1),
+        row_starts(case),
         inputs.kv_indptr,
         causal=case.causal,
         window_left=case.window_left,
         logits_soft_cap=case.logits_soft_cap,
         sm_scale=case.scale,
         sinks=inputs.sinks,
+        masks=None if inputs.mask is None else inputs.mask.seen,
     )
     return Expected(out[..., : case.value_dim], lse, out[..., case.value_dim :])
 
@@ -91,19 +94,40 @@ def _planner(arguments: tuple[tuple[str, object], ...], device: str) -> jitattn.
     return jitattn.AttentionPlanner(**dict(arguments), device=device)
 
 
+def plan_of(
+    inputs: Inputs,
+    planner: jitattn.AttentionPlanner,
+    pages: Pages | None = None,
+    *,
+    max_q_len: int | None = None,
+) -> jitattn.Plan:
+    """A plan of the inputs; ``pages`` replaces the case's, ``max_q_len`` the longest request."""
+    if inputs.qo_indptr is not None and max_q_len is None:
+        max_q_len = max(inputs.case.queries)
+    return planner.plan(
+        pages or inputs.pages(), inputs.seq_lens, inputs.qo_indptr, max_q_len=max_q_len
+    )
+
+
+def extras(inputs: Inputs) -> dict[str, object]:
+    """The arguments of run that a configuration asks for."""
+    mask = None if inputs.mask is None else inputs.mask.given
+    return {"sinks": inputs.sinks, "custom_mask": mask}
+
+
 def attend(
     inputs: Inputs, planner: jitattn.AttentionPlanner | None = None, **changes: object
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the public API; ``changes`` replace arguments of run."""
     case = inputs.case
     planner = planner or planner_for(case, inputs.device)
-    plan = planner.plan(inputs.pages(), inputs.seq_lens)
+    plan = plan_of(inputs, planner)
     kv = planner.bind(inputs.cache)
     if case.call == "returned":
-        arguments = {"return_lse": True, "sinks": inputs.sinks} | changes
+        arguments = {"return_lse": True} | extras(inputs) | changes
         out, lse = plan.run(inputs.q, kv, **arguments)
         return out, lse
-    arguments = {"out": inputs.new_out(), "lse": inputs.new_lse(), "sinks": inputs.sinks} | changes
+    arguments = {"out": inputs.new_out(), "lse": inputs.new_lse()} | extras(inputs) | changes
     out = plan.run(inputs.q, kv, **arguments)
     assert out is arguments["out"]
     check_surroundings(out)

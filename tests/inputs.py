@@ -6,6 +6,7 @@
   visible key, are -1, 2**31 - 1, ids past the pool or ids of pages full of NaN.
 * Pages are dealt in random order, and a token table's tokens one by one; requests of CSR pages and
   of ragged K and V have room to spare between them.
+* Rows of q past the last request are NaN.
 * out and lse start as NaN; memory around a strided out carries a canary.
 
 The dense tokens from which the cache was filled are kept, so the reference reads neither tables
@@ -24,9 +25,10 @@ from torch import Tensor
 import jitattn
 from jitattn.pages import Pages
 from tests.cases import Case
+from tests.queries import MaskOf, make_mask, offsets_of
 
 Pair = tuple[Tensor, Tensor]
-Tokens = tuple[Tensor, Tensor, Tensor]  # q [B, Hq, D], k [total, Hkv, D], v [total, Hkv, Dv]
+Tokens = tuple[Tensor, Tensor, Tensor]  # q [rows, Hq, D], k [total, Hkv, D], v [total, Hkv, Dv]
 CANARY = -1234.0
 DEAD_PAGES = 3
 
@@ -228,6 +230,8 @@ class Inputs:
     indptr: Tensor | None  # kv_indptr of the layouts "csr" and "ragged"
     seq_lens: Tensor
     sinks: Tensor | None
+    qo_indptr: Tensor | None
+    mask: MaskOf | None
     garbage: Tensor  # bool, like table: entries that must not be read
     dead_page: int  # the id of a page full of NaN
 
@@ -281,7 +285,7 @@ def random_tokens(case: Case, device: torch.device | str) -> Tokens:
 
     q_std = 2.0 / (case.scale * math.sqrt(case.head_dim))
     return (
-        normal(len(case.lengths), case.num_qo_heads, min(q_std, 8.0)),
+        normal(case.num_tokens, case.num_qo_heads, min(q_std, 8.0)),
         normal(total, case.num_kv_heads, 1.0),
         normal(total, case.num_kv_heads, 1.0, case.value_dim),
     )
@@ -342,6 +346,7 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     q = row_view(case.q_view, *dense_q.shape, dense_q)
     surroundings(q).fill_(math.nan)
     q.copy_(dense_q)
+    q[sum(case.queries) :] = math.nan
     lists = _Lists(case, lengths, starts, _dead_page(case, pool), caches[0].shape[0])
     table, garbage, rows = lists.write(slots, rng)
     has_indptr = case.page_table in ("csr", "ragged")
@@ -357,6 +362,8 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
         indptr=spread(starts.int(), 1 + case.seed % 2) if has_indptr else None,
         seq_lens=torch.tensor(case.lengths, device=device).to(getattr(torch, case.lengths_dtype)),
         sinks=_sinks(case, rng),
+        qo_indptr=offsets_of(case, device),
+        mask=make_mask(case, rng),
         garbage=garbage,
         dead_page=_dead_page(case, pool),
     )
@@ -386,11 +393,12 @@ def _request_and_position(case: Case, device: torch.device) -> tuple[Tensor, Ten
 
 
 def first_visible(case: Case, device: torch.device) -> Tensor:
-    """The first key that each request's one query can see, [batch_size]."""
+    """The first key that each request's first query can see, [batch_size]."""
     lengths = torch.tensor([max(0, length) for length in case.lengths], device=device)
     if case.window_left < 0:
         return torch.zeros_like(lengths)
-    return (lengths - 1 - case.window_left).clamp(min=0)
+    q_lens = torch.tensor(case.queries, device=device)
+    return torch.minimum((lengths - q_lens - case.window_left).clamp(min=0), lengths)
 
 
 def _entry_tokens(case: Case) -> int:

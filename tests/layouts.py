@@ -10,6 +10,7 @@ from torch import Tensor
 import jitattn
 from jitattn.pages import Pages
 from tests.cases import Case
+from tests.harness import extras, plan_of
 from tests.inputs import Inputs
 
 
@@ -55,9 +56,9 @@ def attend_through(
     inputs: Inputs, planner: jitattn.AttentionPlanner, pages: Pages
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call with other pages than the case's."""
-    plan = planner.plan(pages, inputs.seq_lens)
+    plan = plan_of(inputs, planner, pages)
     kv = planner.bind(inputs.cache)
-    return plan.run(inputs.q, kv, sinks=inputs.sinks, return_lse=True)
+    return plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
 
 
 def ragged_inputs(inputs: Inputs) -> Inputs:

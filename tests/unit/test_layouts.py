@@ -342,10 +342,18 @@ def test_c09_j_heads_that_do_not_divide() -> None:
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
-def test_c09_k_query_offsets_are_not_built(case: Case) -> None:
-    case = replace(case, lengths=(1, 1))
-    with pytest.raises(ConfigError, match="qo_indptr"):
-        planner_for(case, "cpu").plan(wide_table(case, 4, "cpu"), int32(1, 1), int32(0, 1, 2))
+def test_c09_k_more_query_tokens_than_rows(case: Case) -> None:
+    """Fewer are padding."""
+    case = replace(case, lengths=(1, 2), num_kv_heads=1)
+    planner = planner_for(case, "cpu")
+    pages = wide_table(case, 4, "cpu")
+    plan = planner.plan(pages, int32(1, 2), int32(0, 1, 3), max_q_len=2)
+    kv = planner.bind(make_inputs(case, "cpu").cache)
+    q = torch.zeros(4, case.num_qo_heads, case.head_dim, dtype=torch.bfloat16)
+    for num_tokens in (3, 4):
+        assert plan.run(q[:num_tokens], kv).shape[0] == num_tokens
+    with pytest.raises(ValueError, match=r"q has 2 rows: qo_indptr\[-1\] is 3"):
+        plan.run(q[:2], kv)
 
 
 @pytest.mark.parametrize("planned", EVERY_LAYOUT, ids=str)
