@@ -524,6 +524,7 @@ D128_PAGE_32 = Case(head_dim=128, page_size=32)
 D128_FP16 = Case(head_dim=128, dtype="float16")
 D128_PAGE_3 = Case(head_dim=128, page_size=3, dtype="float16", page_table="separate")
 D256 = Case(head_dim=256)
+D512 = Case(head_dim=512)
 D192X128 = Case(head_dim=192, head_dim_vo=128)
 PAGE_1 = Case(head_dim=256, page_size=1, page_table="separate")
 SOFT_CAP = Case(
@@ -545,7 +546,7 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
-    named = (D128_PAGE_32, D128_PAGE_3, D192X128, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
+    named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
     return (
         *decode_cases(),
         *mixed_cases(),

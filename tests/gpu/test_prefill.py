@@ -1,0 +1,553 @@
+"""The handed cases of tests/gpu/test_cases.py at every query length, and prompts cut in chunks.
+
+Lengths are chosen for both kernels: a few query tokens fill a decode tile, more take the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitattn
+from tests.cases import (
+    D64,
+    D128,
+    D128_CSR,
+    D128_FP16,
+    D128_PAGE_3,
+    D128_PAGE_32,
+    D128_SEPARATE,
+    D128_TOKEN,
+    D192X128,
+    D256,
+    D512,
+    EVERY_LAYOUT,
+    PAGE_1,
+    RAGGED,
+    SOFT_CAP,
+    WIDE,
+    Case,
+)
+from tests.gpu.device import DEVICE
+from tests.harness import (
+    attend,
+    check,
+    expected,
+    extras,
+    plan_of,
+    planner_for,
+    same_bits,
+    target_rows,
+)
+from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
+from tests.queries import Rows, request_and_place
+
+Result = tuple[Tensor, Tensor]
+FAMILIES = (D64, D128, D128_FP16, D128_SEPARATE, D128_PAGE_3, PAGE_1, WIDE, D192X128, D256, D512)
+
+
+def assert_same(got: Result, want: Result) -> None:
+    assert same_bits(got[0], want[0]), "out differs"
+    assert same_bits(got[1], want[1]), "lse differs"
+
+
+def of(case: Case, *pairs: tuple[int, int]) -> Case:
+    """The case with these (q_len, kv_len)."""
+    q_lens, lengths = zip(*pairs, strict=True)
+    return replace(case, q_lens=q_lens, lengths=lengths)
+
+
+def uniform(case: Case) -> tuple[Inputs, Tensor, Tensor]:
+    """Inputs, out and lse of a uniform probe."""
+    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
+    return inputs, *attend(inputs)
+
+
+def check_counts(case: Case, lse: Tensor) -> None:
+    """exp(lse) of a uniform probe is the number of keys that each row sees."""
+    counted = lse.double().exp()
+    want = Rows.of(case, lse.device).num_keys.double()[:, None].expand_as(counted)
+    torch.testing.assert_close(counted, want, rtol=1e-5, atol=0)
+
+
+def check_addresses(inputs: Inputs, out: Tensor, targets: Sequence[int]) -> None:
+    """Rows that see their request's target return its V row, bit for bit."""
+    rows = Rows.of(inputs.case, inputs.device)
+    target = torch.tensor(targets, device=inputs.device)[rows.request]
+    sees = (target >= rows.first) & (target < rows.last)
+    assert bool(sees.any())
+    want = target_rows(inputs, targets)[rows.request]
+    assert torch.equal(out[sees], want[sees])
+
+
+# --- C01: K and V interleaved inside each page ----------------------------------------------------
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 37])
+@pytest.mark.parametrize("target", [0, 15, 16, 36])
+@pytest.mark.parametrize("cache", ["interleaved", "layer_inside", "one_hnd", "unequal", "packed"])
+def test_c01_interleaved_pools(cache: str, target: int, q_len: int) -> None:
+    case = replace(of(D64, (q_len, 37), (2 * q_len, 60)), cache=cache, seed=target)
+    tokens = address_probe(case, DEVICE, [target, target])
+    inputs = make_inputs(case, DEVICE, tokens)
+    result = attend(inputs)
+    check_addresses(inputs, result[0], [target, target])
+    plain = replace(case, cache="pair_nhd")
+    assert_same(result, attend(make_inputs(plain, DEVICE, tokens)))
+
+
+# --- C04: size-1 dimensions with arbitrary strides ------------------------------------------------
+
+
+@pytest.mark.parametrize("head_stride", [64, 0, 3, 2**40])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_c04_one_kv_head(kv_layout: str, head_stride: int) -> None:
+    case = of(D64, (5, 50), (70, 90), (1, 7))
+    inputs = make_inputs(replace(case, num_kv_heads=1, kv_layout=kv_layout), DEVICE)
+    want = attend(inputs)
+    head = 1 if kv_layout == "HND" else 2
+    strange = []
+    for cache in inputs.cache:
+        strides = list(cache.stride())
+        strides[head] = head_stride
+        strange.append(cache.as_strided(cache.shape, strides))
+    inputs.cache = tuple(strange)
+    assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 100])
+def test_c04_one_request(q_len: int) -> None:
+    """Q of a fused projection; strides of the batch mean nothing."""
+    case = replace(of(D128, (q_len, 110)), num_kv_heads=8)
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    fused = torch.full((q_len, 4608), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    fused[:, :4096] = inputs.q.flatten(1)
+    inputs.q = fused.as_strided((q_len, 32, 128), (4608, 128, 1))
+    inputs.table = inputs.table.contiguous()[:, :7].as_strided((1, 7), (123, 1))
+    inputs.seq_lens = inputs.seq_lens.as_strided((1,), (77,))
+    assert_same(attend(inputs), want)
+
+
+# --- C07: page offsets beyond 32 bits -------------------------------------------------------------
+
+EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements
+
+
+@pytest.fixture(scope="module")
+def large_pool() -> Iterator[Tensor]:
+    """8.6 GB: pages of 16 tokens, 8 heads and 128 columns, K and V interleaved."""
+    num_pages, page = 131_074, (2, 16, 8, 128)
+    needed = num_pages * 2 * math.prod(page)
+    if DEVICE != "cuda":
+        pytest.skip("8.6 GB for one test is for a GPU")
+    if torch.cuda.mem_get_info()[0] < needed + 2**30:
+        pytest.skip(f"needs {needed / 1e9:.1f} GB of device memory")
+    pool = torch.empty((num_pages, *page), dtype=torch.bfloat16, device=DEVICE)
+    yield pool
+    del pool
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("q_len", [2, 5, 32])
+@pytest.mark.parametrize("target", [3, 16])
+def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
+    """Request b holds page EDGES[b], then page 2 + b: the target is in either."""
+    count = len(EDGES)
+    case = replace(of(D128, *[(q_len, 32)] * count), num_kv_heads=8)
+    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, [target] * count))
+    second = [2 + b for b in range(count)]
+    for i, dense in enumerate((inputs.k, inputs.v)):
+        pages = dense.view(count, 2, 16, 8, 128)
+        large_pool[list(EDGES), i] = pages[:, 0]
+        large_pool[second, i] = pages[:, 1]
+    inputs.table = torch.tensor([EDGES, second], dtype=torch.int32, device=DEVICE).T.contiguous()
+    inputs.cache = large_pool
+    check_addresses(inputs, attend(inputs)[0], [target] * count)
+
+
+# --- C08: garbage in unused table entries ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("window_left", [-1, 30])
+@pytest.mark.parametrize("q_len", [1, 3, 64])
+@pytest.mark.parametrize("case", [D128, D128_SEPARATE, D128_PAGE_3, D128_CSR, D128_TOKEN], ids=str)
+def test_c08_unused_entries(case: Case, q_len: int, window_left: int) -> None:
+    lengths = (1, 16, 17, 95, 9000)  # the last is split
+    case = replace(of(case, *((q_len, n) for n in lengths)), window_left=window_left)
+    inputs = make_inputs(case, DEVICE)
+    for cache in inputs.cache:  # a page of Inf, which no request owns
+        cache[inputs.dead_page] = torch.inf
+    table, unit = inputs.table, case.page_size if case.page_table == "token" else 1
+    inputs.table = table.masked_fill(inputs.garbage, 0)
+    want = attend(inputs)
+    check(case, *want, expected(inputs))
+    pool_size = inputs.cache[0].shape[0]
+    for garbage in (-1, 2**31 - 1, pool_size * unit, inputs.dead_page * unit):
+        inputs.table = table.masked_fill(inputs.garbage, garbage)
+        assert_same(attend(inputs), want)
+
+
+# --- C10: separate K and V page tables ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 90])
+@pytest.mark.parametrize("cache", ["pair_nhd", "twice"])
+def test_c10_out_is_the_v_id(cache: str, q_len: int) -> None:
+    """V page p holds p in every element; one live page a request."""
+    case = of(D128_SEPARATE, (q_len, 16), (q_len, 1), (q_len, 13))
+    case = replace(case, num_kv_heads=2, cache=cache, causal=False)
+    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
+    v = inputs.cache[1]
+    live = inputs.table[:, 1, 0].long()
+    v[live] = live.to(v.dtype)[:, None, None, None].expand(-1, *v.shape[1:])
+    out, lse = attend(inputs)
+    rows = live.to(out.dtype).repeat_interleave(q_len)
+    assert torch.equal(out, rows[:, None, None].expand_as(out))
+    check_counts(case, lse)
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 90])
+def test_c10_batch_stride(q_len: int) -> None:
+    """B 3, M 5, strides (17, 6, 1) cut out of a larger table."""
+    case = of(D128_SEPARATE, (q_len, 70), (q_len, 1), (q_len, 33))
+    inputs = make_inputs(replace(case, num_kv_heads=2), DEVICE)
+    large = torch.full((60,), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+    cut = large.as_strided((3, 2, 5), (17, 6, 1), 2)
+    cut.copy_(inputs.table[..., :5])
+    inputs.table = cut
+    check(inputs.case, *attend(inputs), expected(inputs))
+
+
+# --- C12: lanes after the end enter the softmax ---------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("q_len", [1, 5, 64, 200])
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_c12_lengths_that_are_no_multiple(case: Case, q_len: int, causal: bool) -> None:
+    lengths = (1, 17, 63, 64, 65, 127, 129, 255, 257, 1025)
+    case = replace(of(case, *((q_len, n) for n in lengths)), causal=causal)
+    q, k, v = uniform_probe(case, DEVICE)
+    out, lse = attend(make_inputs(case, DEVICE, (q, k, torch.ones_like(v))))
+    sees = Rows.of(case, DEVICE).num_keys > 0
+    assert bool((out[sees] == 1).all())
+    assert bool((out[~sees] == 0).all())
+    check_counts(case, lse)
+
+
+# --- C13: NaN in slots that must not count --------------------------------------------------------
+
+
+def dead_slots(inputs: Inputs, value: float) -> None:
+    """Fill everything that is NaN in the caches with a value."""
+    inputs.cache = tuple(
+        torch.where(torch.isnan(cache), torch.full_like(cache, value), cache)
+        for cache in inputs.cache
+    )
+
+
+@pytest.mark.parametrize("window_left", [-1, 20])
+@pytest.mark.parametrize("q_len", [1, 4, 64])
+@pytest.mark.parametrize("case", [*FAMILIES, SOFT_CAP, RAGGED], ids=str)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_c13_dead_slots(case: Case, q_len: int, window_left: int, poison: float) -> None:
+    case = of(case, (q_len, 13), (q_len, 17), (q_len, 70), (q_len, 3001))
+    inputs = make_inputs(replace(case, window_left=window_left), DEVICE)
+    poisoned = inputs.cache
+    dead_slots(inputs, 0.0)
+    want = attend(inputs)
+    assert bool(torch.isfinite(want[0]).all())
+    inputs.cache = poisoned
+    dead_slots(inputs, poison)
+    assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 64, 257])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_c13_tokens_that_left_the_window(poison: float, q_len: int) -> None:
+    """(c) The first key that the first row sees shares page and tile with dead ones."""
+    case = replace(of(D128_PAGE_32, (q_len, 4352)), num_kv_heads=2)
+    inputs = make_inputs(case, DEVICE)  # without a window, so that every token is in the cache
+    inputs.case = replace(case, window_left=4094)
+    first = max(0, 4352 - q_len - 4094)
+    pages = inputs.table[0].long()
+    for dead in (range(first - 1, first), range(first), range(first // 32 * 32)):
+        if first == 0:
+            continue
+        positions = torch.tensor(list(dead), device=DEVICE)
+        results = []
+        for value in (0.0, poison):
+            for cache in inputs.cache:
+                cache[pages[positions // 32], positions % 32] = value
+            results.append(attend(inputs))
+        assert_same(results[1], results[0])
+        check(inputs.case, *results[1], expected(inputs))
+
+
+# --- C15: sinks with a tiny window, and their dtype -----------------------------------------------
+
+
+@pytest.mark.parametrize("num_sms", [None, 1, 4])
+@pytest.mark.parametrize("q_len", [1, 3, 100])
+@pytest.mark.parametrize("window_left", [-1, 0, 3, 127])
+def test_c15_every_score_is_minus_200(window_left: int, q_len: int, num_sms: int | None) -> None:
+    case = of(D64, *((q_len, n) for n in (1, 5, 200, 4000)))
+    case = replace(case, window_left=window_left, sm_scale=0.125, num_kv_heads=2, sinks="float32")
+    q, k, v = random_tokens(case, DEVICE)
+    inputs = make_inputs(case, DEVICE, (torch.full_like(q, 5), torch.full_like(k, -5), v))
+    inputs.sinks = torch.tensor([-100, -5, 0, 5, 50, 80, -torch.inf, 5], device=DEVICE)
+    out, lse = attend(inputs, planner_for(case, DEVICE, num_sms=num_sms))
+    check(case, out, lse, expected(inputs))
+    assert bool(torch.isfinite(out).all())
+    assert float(out[:, 3].abs().max()) < 1e-30
+    torch.testing.assert_close(lse[:, 3], torch.full_like(lse[:, 3], 5.0), rtol=0, atol=1e-5)
+    without_sink = Rows.of(case, DEVICE).num_keys.double().log() - 200
+    torch.testing.assert_close(lse[:, 6].double(), without_sink, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "bfloat16-column"])
+def test_c15_sink_dtypes_are_converted_exactly(dtype: str) -> None:
+    case = replace(of(D64, (70, 90), (3, 40), (9, 0), (1, 3)), sinks=dtype)
+    inputs = make_inputs(case, DEVICE)
+    got = attend(inputs)
+    inputs.sinks = inputs.sinks.float().contiguous()
+    assert_same(attend(inputs), got)
+    check(inputs.case, *got, expected(inputs))
+
+
+def test_c15_minus_infinity_is_no_sink() -> None:
+    case = replace(of(D64, (70, 90), (3, 9000), (9, 0)), sinks="float32")
+    inputs = make_inputs(case, DEVICE)
+    inputs.sinks = torch.full_like(inputs.sinks, -torch.inf)
+    got = attend(inputs)
+    inputs.case, inputs.sinks = replace(inputs.case, sinks=None), None
+    assert_same(attend(inputs), got)
+
+
+# --- C16: what window_left means ------------------------------------------------------------------
+
+WINDOWS = (-1, 0, 1, 15, 16, 63, 64, 127, 128, 298, 299, 300, 10**9, 2**31 - 1, 2**31)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window_left", WINDOWS)
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_c16_visible_keys(case: Case, window_left: int, causal: bool) -> None:
+    case = of(case, (300, 300), (5, 300), (1, 64))
+    case = replace(case, window_left=window_left, causal=causal)
+    inputs, out, lse = uniform(case)
+    check_counts(case, lse)
+    if causal:
+        position = torch.arange(300, device=DEVICE, dtype=torch.float64)
+        want = position + 1 if window_left < 0 else position.clamp(max=window_left) + 1
+        counted = lse[:300].double().exp()
+        torch.testing.assert_close(counted, want[:, None].expand_as(counted), rtol=1e-5, atol=0)
+    if window_left == 0 and causal:
+        own = inputs.v[:300].repeat_interleave(case.group_size, dim=1)
+        assert torch.equal(out[:300], own)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_c16_a_window_of_every_key_is_none(case: Case) -> None:
+    case = of(case, (300, 300), (5, 300), (1, 64))
+    tokens = random_tokens(case, DEVICE)
+    want = attend(make_inputs(case, DEVICE, tokens))
+    for window_left in (299, 300, 10**9, 2**31 - 1):
+        windowed = replace(case, window_left=window_left)
+        assert_same(attend(make_inputs(windowed, DEVICE, tokens)), want)
+
+
+@pytest.mark.parametrize("window_left", [-1, 0, 16, 127])
+@pytest.mark.parametrize("case", [*FAMILIES, SOFT_CAP], ids=str)
+def test_c16_decode_at_a_position_is_the_prompts_row(case: Case, window_left: int) -> None:
+    """300 decode requests of the same pages, one for each length, and one prompt of 300."""
+    case = replace(of(case, (300, 300)), window_left=window_left, sinks="float32")
+    inputs = make_inputs(case, DEVICE)
+    if window_left >= 0:  # decode at position 0 sees token 0
+        inputs = make_inputs(replace(case, window_left=-1), DEVICE)
+        inputs.case = case
+    want = expected(inputs)
+    check(case, *attend(inputs), want)
+    planner = planner_for(case, DEVICE)
+    lengths = torch.arange(1, 301, dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(300, dtype=torch.int32, device=DEVICE)
+    plan = planner.plan(jitattn.BlockTable(inputs.table, rows=rows), lengths)
+    result = plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True, sinks=inputs.sinks)
+    check(case, *result, want)
+
+
+# --- C18: causal alignment when q_len and kv_len differ -------------------------------------------
+
+ALIGNMENTS = ((3, 128), (2, 5), (5, 2), (1, 1), (64, 65), (130, 129), (7, 0))
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, *EVERY_LAYOUT], ids=str)
+def test_c18_alignment_in_one_batch(case: Case) -> None:
+    case = of(case, *ALIGNMENTS)
+    inputs, out, lse = uniform(case)
+    check_counts(case, lse)
+    rows = Rows.of(case, DEVICE)
+    place = request_and_place(case, DEVICE)[1]
+    q_len, kv_len = (torch.tensor(x, device=DEVICE) for x in zip(*ALIGNMENTS, strict=True))
+    counts = (kv_len[rows.request] - q_len[rows.request] + place + 1).clamp(min=0)
+    counted = lse.double().exp()
+    torch.testing.assert_close(counted, counts.double()[:, None].expand_as(lse), rtol=1e-5, atol=0)
+    assert bool((out[counts == 0] == 0).all())
+    assert bool((lse[counts == 0] == -torch.inf).all())
+    check(case, out, lse, expected(inputs))
+
+
+@pytest.mark.parametrize("pair", ALIGNMENTS, ids=str)
+@pytest.mark.parametrize("case", [D128, D64, D256], ids=str)
+def test_c18_alignment_alone(case: Case, pair: tuple[int, int]) -> None:
+    case = of(case, pair)
+    inputs, out, lse = uniform(case)
+    check_counts(case, lse)
+    check(case, out, lse, expected(inputs))
+
+
+# --- C20: the base of lse -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sms", [None, 1])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 65])
+@pytest.mark.parametrize("case", [*FAMILIES, SOFT_CAP, *EVERY_LAYOUT], ids=str)
+def test_c20_lse_is_natural(case: Case, q_len: int, num_sms: int | None) -> None:
+    case = replace(of(case, (q_len, 1), (q_len, 10), (q_len, 1600)), causal=False)
+    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
+    _, lse = attend(inputs, planner_for(case, DEVICE, num_sms=num_sms))
+    for request, want in enumerate((0.0, 2.302585, 7.377759)):
+        rows = lse[request * q_len : (request + 1) * q_len]
+        torch.testing.assert_close(rows, torch.full_like(rows, want), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("q_len", [2, 64])
+@pytest.mark.parametrize("case", [D128, D256, D512], ids=str)
+def test_c20_two_parts_merge_to_the_whole(case: Case, q_len: int) -> None:
+    """Prefix of 4096 tokens and suffix of 64, merged by their lse, against one pass."""
+    case = replace(of(case, (q_len, 4160)), num_kv_heads=1, call="returned")
+    inputs = make_inputs(case, DEVICE)
+    whole = attend(inputs)
+    parts = []
+    for table, length in ((inputs.table[:, :256], 4096), (inputs.table[:, 256:260], 64)):
+        # All keys of the prefix come before the queries.
+        planner = planner_for(replace(case, causal=length == 64), DEVICE)
+        lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        pages = jitattn.BlockTable(table)
+        plan = planner.plan(pages, lengths, inputs.qo_indptr, max_q_len=q_len)
+        parts.append(plan.run(inputs.q, inputs.cache, return_lse=True))
+    out, lse = jitattn.merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
+    torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-3)
+    torch.testing.assert_close(out.double(), whole[0].double(), rtol=0, atol=2**-6)
+
+
+# --- prompts in chunks ----------------------------------------------------------------------------
+
+PROMPT = 1500
+
+
+def chunkings() -> dict[str, list[int]]:
+    """Ways to cut the prompt: the tokens of each chunk."""
+    rng = random.Random(7)
+    cuts = sorted(rng.sample(range(1, PROMPT), 12))
+    edges = [0, *cuts, PROMPT]
+    return {
+        "one shot": [PROMPT],
+        "512": [512, 512, 476],
+        "all but one": [PROMPT - 1, 1],
+        "one first": [1, PROMPT - 1],
+        "100": [100] * 15,
+        "2": [2] * 20 + [PROMPT - 40],
+        "page borders": [16, 32, 48, 1404],
+        "random": [b - a for a, b in itertools.pairwise(edges)],
+    }
+
+
+@pytest.mark.parametrize("window_left", [-1, 100])
+@pytest.mark.parametrize("case", [D128, D128_SEPARATE, D64, WIDE, D192X128, D256, D512], ids=str)
+def test_any_chunking_is_one_shot(case: Case, window_left: int) -> None:
+    """A chunk sees the cache that the ones before it have filled, and of its own the past."""
+    case = replace(of(case, (PROMPT, PROMPT)), num_kv_heads=1, sinks="float32")
+    inputs = make_inputs(case, DEVICE)
+    case = inputs.case = replace(case, window_left=window_left)
+    want = expected(inputs)
+    planner = planner_for(case, DEVICE)
+    kv = planner.bind(inputs.cache)
+    for sizes in chunkings().values():
+        outs, lses, end = [], [], 0
+        for size in sizes:
+            begin, end = end, end + size
+            lengths = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+            offsets = torch.tensor([0, size], dtype=torch.int32, device=DEVICE)
+            plan = planner.plan(inputs.pages(), lengths, offsets, max_q_len=size)
+            q = inputs.q[begin:end]
+            out, lse = plan.run(q, kv, return_lse=True, sinks=inputs.sinks)
+            outs.append(out)
+            lses.append(lse)
+        check(case, torch.cat(outs), torch.cat(lses), want)
+
+
+def test_a_prompts_chunks_share_a_batch_with_others() -> None:
+    """The chunks of one prompt as requests of one batch: they read the same pages."""
+    case = of(D128, (PROMPT, PROMPT))
+    inputs = make_inputs(case, DEVICE)
+    sizes = chunkings()["random"]
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    offsets = torch.cat((ends.new_zeros(1), ends))
+    rows = torch.zeros_like(ends)
+    planner = planner_for(case, DEVICE)
+    pages = jitattn.BlockTable(inputs.table, rows=rows)
+    plan = planner.plan(pages, ends, offsets, max_q_len=PROMPT)
+    check(case, *plan.run(inputs.q, inputs.cache, return_lse=True), expected(inputs))
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("num_sms", [None, 1, 2, 7, 50, 1000])
+@pytest.mark.parametrize("case", [D128, D64, WIDE, D192X128, D256, D512], ids=str)
+def test_few_queries_over_long_caches(
+    case: Case, num_sms: int | None, batch_invariant: bool
+) -> None:
+    """From no split at all to as many as there are CTAs, in both kernels of a plan."""
+    case = of(case, (2, 20_000), (16, 9000), (33, 4097), (1, 12_000), (70, 70), (0, 300), (5, 3))
+    case = replace(case, num_kv_heads=1, sinks="float32", batch_invariant=batch_invariant)
+    inputs = make_inputs(case, DEVICE)
+    check(case, *attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), expected(inputs))
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_every_address_of_a_long_request(case: Case) -> None:
+    """Address probes at page and tile borders, for few and many query rows."""
+    edges = (0, 1, 15, 16, 31, 63, 64, 127, 128, 255, 1023, 1024, 4095, 4096, 5000)
+    pairs = [(q_len, 5001) for q_len in (2, 20, 130)] * 5
+    case = replace(of(case, *pairs), num_kv_heads=1)
+    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, list(edges)))
+    check_addresses(inputs, attend(inputs)[0], edges)
+
+
+# --- repeats --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [D128, D128_SEPARATE, D256, D512], ids=str)
+def test_repeated_runs(case: Case) -> None:
+    """Splits finish in any order and are merged in one."""
+    case = of(case, (3, 9000), (40, 7000), (1, 5000), (200, 300))
+    inputs = make_inputs(replace(case, num_kv_heads=1), DEVICE)
+    planner = planner_for(inputs.case, DEVICE)
+    plan, kv = plan_of(inputs, planner), planner.bind(inputs.cache)
+    want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
+    check(inputs.case, *want, expected(inputs))
+    for repeat in range(20):
+        if repeat % 5 == 0:
+            plan.refresh()
+        assert_same(plan.run(inputs.q, kv, return_lse=True, **extras(inputs)), want)
