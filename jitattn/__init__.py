@@ -85,8 +85,25 @@ __all__ = [
 ]
 
 
+_NOT_BUILT = frozenset(
+    {
+        "MLAPlanner",
+        "QuantizedKV",
+        "Rope",
+        "append_kv",
+        "batch_info",
+        "build_block_table",
+        "copy_pages",
+        "gather_kv",
+        "preprocess_qkv",
+    }
+)
+
+
 def __getattr__(name: str) -> object:
     """Import the module that holds ``name``, the first time it is used."""
+    if name in _NOT_BUILT:
+        raise AttributeError(f"jitattn.{name} is not built yet")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"jitattn.{_HOME[name]}"), name)

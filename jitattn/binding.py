@@ -248,11 +248,15 @@ def check_rows(
 
 def check_writable(name: str, tensor: Tensor) -> None:
     """Raise ValueError when elements of an output lie on each other, as after ``expand``."""
-    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(
-            f"{name} has strides {list(tensor.stride())}: its elements share memory, so it can't "
-            "be written"
-        )
+    reach = 0  # the farthest element of the dimensions so far
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    for stride, size in dims:
+        if stride <= reach and tensor.numel() > 0:
+            raise ValueError(
+                f"{name} has strides {list(tensor.stride())}: its elements share memory, so it "
+                "can't be written"
+            )
+        reach += (size - 1) * stride
 
 
 def row_strides(tensor: Tensor) -> tuple[int, int]:

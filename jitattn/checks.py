@@ -8,26 +8,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jitattn.binding import BoundCache
+from jitattn.binding import Batch, BoundCache
 from jitattn.config import PlannerConfig
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 
 
-def check_lengths(pages: Pages, seq_lens: Tensor, limit: int, config: PlannerConfig) -> None:
+def check_lengths(batch: Batch, config: PlannerConfig) -> None:
     """Raise ValueError for a length beyond the table, a row outside it, or offsets that fall.
 
     Raises:
         ValueError: naming the first request that is wrong, and its value.
     """
-    limits = torch.full_like(seq_lens, limit, dtype=torch.int64)
+    pages, seq_lens = batch.pages, batch.seq_lens
+    limits = torch.full_like(seq_lens, batch.max_kv_len, dtype=torch.int64)
+    if batch.qo_indptr is not None:
+        _check_rising("qo_indptr", batch.qo_indptr)
+        q_lens = batch.qo_indptr.diff()
+        message = f"request {{}} has {{}} query tokens: max_q_len is {batch.max_q_len}"
+        _refuse_first(q_lens > batch.max_q_len, q_lens, message)
     if isinstance(pages, CsrPages | RaggedKV):
         indptr = pages.kv_indptr.long()
-        entries = indptr.diff()
-        _refuse_first(
-            entries < 0, indptr[1:], "kv_indptr[{}] + 1 is {}, less than the entry before"
-        )
+        _check_rising("kv_indptr", pages.kv_indptr)
         size = (config.page_size or 1) if isinstance(pages, CsrPages) else 1
-        limits = torch.minimum(limits, entries * size)
+        limits = torch.minimum(limits, indptr.diff() * size)
         if isinstance(pages, CsrPages):
             _refuse_first(
                 indptr[1:] > pages.kv_indices.shape[0],
@@ -38,7 +41,11 @@ def check_lengths(pages: Pages, seq_lens: Tensor, limit: int, config: PlannerCon
     elif pages.rows is not None:
         num_rows = (pages.table if isinstance(pages, BlockTable) else pages.slots).shape[0]
         outside = (pages.rows < 0) | (pages.rows >= num_rows)
-        _refuse_first(outside, pages.rows, f"rows[{{}}] is {{}}: the table has {num_rows} rows")
+        _refuse_first(
+            outside & (seq_lens > 0),
+            pages.rows,
+            f"rows[{{}}] is {{}}: the table has {num_rows} rows",
+        )
     _refuse_first(
         seq_lens.long() > limits,
         seq_lens,
@@ -46,7 +53,21 @@ def check_lengths(pages: Pages, seq_lens: Tensor, limit: int, config: PlannerCon
     )
 
 
-def check_page_ids(pages: Pages, seq_lens: Tensor, kv: BoundCache, config: PlannerConfig) -> None:
+def check_queries(qo_indptr: Tensor | None, num_tokens: int) -> None:
+    """Raise ValueError when q has fewer rows than the requests have query tokens."""
+    if qo_indptr is not None and int(qo_indptr[-1]) > num_tokens:
+        raise ValueError(
+            f"JITATTN_CHECK: qo_indptr[-1] is {int(qo_indptr[-1])}: q has {num_tokens} rows"
+        )
+
+
+def check_page_ids(
+    pages: Pages,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    kv: BoundCache,
+    config: PlannerConfig,
+) -> None:
     """Raise ValueError for an entry of a visible token that lies outside the cache.
 
     Raises:
@@ -57,7 +78,8 @@ def check_page_ids(pages: Pages, seq_lens: Tensor, kv: BoundCache, config: Plann
     lens = seq_lens.long().clamp(min=0)
     first = torch.zeros_like(lens)
     if config.window_left >= 0:
-        first = (lens - 1 - config.window_left).clamp(min=0)
+        q_lens = torch.ones_like(lens) if qo_indptr is None else qo_indptr.diff().long()
+        first = (lens - q_lens - config.window_left).clamp(min=0)
     if isinstance(pages, RaggedKV):
         ends = pages.kv_indptr[:-1].long() + lens
         _refuse_first(ends > num_pages["K"], ends, "request {} ends at token {} of K and V")
@@ -97,10 +119,19 @@ def _check_entries(name: str, ids: Tensor, first: Tensor, last: Tensor, end: int
 
 
 def _rows(table: Tensor, rows: Tensor | None) -> Tensor:
-    return table if rows is None else table[rows.long()]
+    # A padding request may have any row: nothing of it is looked at.
+    return table if rows is None else table[rows.long().clamp(0, table.shape[0] - 1)]
 
 
 def _refuse_first(wrong: Tensor, values: Tensor, message: str) -> None:
     if bool(wrong.any()):
         request = int(wrong.int().argmax())
         raise ValueError("JITATTN_CHECK: " + message.format(request, int(values[request])))
+
+
+def _check_rising(name: str, indptr: Tensor) -> None:
+    begins = indptr[:-1].long()
+    _refuse_first(begins < 0, begins, name + " of request {} begins at {}, before 0")
+    _refuse_first(
+        indptr.long().diff() < 0, indptr[1:], name + " of request {} ends at {}, before it begins"
+    )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from numbers import Integral
 
 from jitattn.errors import ConfigError
 
-_INT32_MAX = 2**31 - 1
+# No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
+# same.
+MAX_KV_LEN = 2**30
 _OPTIONAL = {"page_size", "head_dim_vo", "out_dtype", "sm_scale", "variant", "num_sms"}
 _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
 
@@ -129,17 +132,19 @@ def _normalise(name: str, kind: str, value: object) -> object:
 
 
 def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: expected an integer")
-    number = int(value.__index__())
-    # No length reaches 2**31, so a larger window means the same as the largest.
-    return min(number, _INT32_MAX) if name == "window_left" else number
+    number = int(value)
+    return min(number, MAX_KV_LEN) if name == "window_left" else number
 
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}={value!r}: expected a number")
-    number = float(value.__float__())
+    try:
+        number = float(value.__float__())
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name}={number}: expected a finite number")
     return number

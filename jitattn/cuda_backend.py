@@ -15,7 +15,7 @@ from jitattn import knobs, support
 from jitattn.binding import Batch, BoundCache, CacheView, Call, Mask, is_aligned
 from jitattn.build import Kernel, build_all
 from jitattn.config import PlannerConfig
-from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts
+from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.errors import ConfigError
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.params import (
@@ -164,7 +164,7 @@ class KernelSet:
 
     def _load(self, kernel: Kernel, smem_bytes: int) -> LoadedKernel:
         self._built.append((kernel, smem_bytes))
-        return LoadedKernel(kernel.cubin, kernel.symbol, self.facts.index, smem_bytes)
+        return load_kernel(kernel.cubin, kernel.symbol, self.facts.index, smem_bytes)
 
 
 class CudaPlan:
@@ -173,6 +173,8 @@ class CudaPlan:
     def __init__(
         self, kernels: KernelSet, sm_scale: float, workspace: Workspace | None, batch: Batch
     ) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
         self._index = kernels.facts.index
         self._is_empty = batch.pages.batch_size == 0
         if workspace is None:
@@ -204,7 +206,8 @@ class CudaPlan:
                 call.lse.fill_(-math.inf)
             return
         kernels = call.kv.kernels
-        assert isinstance(kernels, BoundKernels)  # bound by a planner of this backend
+        if not isinstance(kernels, BoundKernels):
+            raise ValueError("kv was bound by a planner of the reference backend")
         for part, kernel in zip(self._parts, (kernels.decode, kernels.prefill), strict=False):
             part.patch(call)
             self._launch(part.launch_of(kernel))
@@ -241,8 +244,14 @@ class _Part:
         head_dim_vo = config.head_dim_vo or config.head_dim
         num_value_blocks = head_dim_vo // kernel.tile.value_dim
         self._num_head_blocks = config.num_kv_heads * self._num_row_blocks * num_value_blocks
-        num_sms = min(config.num_sms or kernels.facts.num_sms, kernels.facts.num_sms)
-        self._max_slots = max(1, num_sms * kernel.tile.ctas_per_sm // self._num_head_blocks)
+        num_ctas = kernels.facts.num_sms * kernel.tile.ctas_per_sm
+        if config.num_sms is not None:
+            # The card spreads CTAs over its SMs, so that each is one SM taken from others.
+            num_ctas = min(config.num_sms, kernels.facts.num_sms)
+        self._max_slots = max(1, num_ctas // self._num_head_blocks)
+        self._grid = self._max_slots * self._num_head_blocks
+        if config.num_sms is not None:
+            self._grid = min(self._grid, num_ctas)
         self._memory, schedule = self._allocate_schedule()
         rows = self._max_slots * 2 * max(self._max_splits, 1)
         self._num_partial_rows = rows * self._num_head_blocks * kernel.row_tile
@@ -260,9 +269,8 @@ class _Part:
     def launch_of(self, kernel: AttentionKernel) -> Launch:
         """Return the launch of ``kernel``, this part's or its twin with another loader."""
         if kernel not in self._launches:
-            grid = self._max_slots * self._num_head_blocks
             self._launches[kernel] = Launch(
-                kernel.kernel, self._params, grid, kernel.tile.num_threads
+                kernel.kernel, self._params, self._grid, kernel.tile.num_threads
             )
         return self._launches[kernel]
 
@@ -271,6 +279,8 @@ class _Part:
         if call.pages is not self._pages:
             _write_pages(self._params.pages, call.pages)
             self._pages = call.pages
+        if isinstance(call.pages, RaggedKV):
+            self._params.pages.num_entries = call.kv.k.tensor.shape[0]
         params, q, out, lse = self._params.attention, call.q, call.out, call.lse
         _write_cache(params, call.kv)
         params.num_tokens = q.shape[0]
@@ -383,6 +393,7 @@ def _write_pages(params: ctypes.Structure, pages: Pages) -> None:
         if isinstance(pages, CsrPages):
             params.kv_indices = pages.kv_indices.data_ptr()
             params.indices_stride = pages.kv_indices.stride(0)
+            params.num_entries = pages.kv_indices.shape[0]
 
 
 def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -> None:
@@ -413,6 +424,7 @@ def _write_mask(params: ctypes.Structure, mask: Mask) -> None:
     params.mask = mask.values.data_ptr()
     params.mask_kind = _MASK_KINDS[mask.layout]
     if mask.indptr is not None:
+        params.mask_bytes = mask.values.shape[0]
         params.mask_indptr = mask.indptr.data_ptr()
         params.mask_indptr_stride = mask.indptr.stride(0)
     else:

@@ -114,6 +114,16 @@ class LoadedKernel:
                 _check(cuda.cuFuncSetAttribute(self.function, limit, smem_bytes), what)
 
 
+@functools.lru_cache(maxsize=4096)
+def load_kernel(cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> LoadedKernel:
+    """Return a loaded kernel; planners of one configuration share it.
+
+    Raises:
+        DriverError: the cubin doesn't fit the device or the driver.
+    """
+    return LoadedKernel(cubin, symbol, device_index, smem_bytes)
+
+
 class Launch:
     """One kernel, its grid and its parameter struct, prepared so that launching does little.
 

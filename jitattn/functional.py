@@ -79,6 +79,8 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: Pages, kv_layout: str) -> di
         k = v = kv_cache[:, 0]
     else:
         raise TypeError("kv_cache: expected a tensor of 5 dimensions or a pair (k_cache, v_cache)")
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor):
+        raise TypeError("kv_cache: expected a pair of tensors (k_cache, v_cache)")
     is_ragged = pages.layout.value == "ragged"
     if k.dim() != (3 if is_ragged else 4):
         raise ValueError(f"k_cache has shape {list(k.shape)}, with pages {pages!r}")
@@ -95,7 +97,7 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: Pages, kv_layout: str) -> di
     }
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _planner(config: PlannerConfig, device: torch.device) -> AttentionPlanner:
     arguments = {name: getattr(config, name) for name in config.__slots__}
     return AttentionPlanner(**arguments, device=device)

@@ -11,10 +11,10 @@ import itertools
 import torch
 from torch import Tensor
 
+from jitattn.config import MAX_KV_LEN
 from jitattn.spec import PageTable
 
 _INTEGERS = (torch.int32, torch.int64)
-_INT32_MAX = 2**31 - 1
 
 
 class BlockTable:
@@ -71,7 +71,7 @@ class BlockTable:
 
     def capacity(self, page_size: int) -> int:
         """Return the most tokens of a request."""
-        return min(int(self.table.shape[-1]) * page_size, _INT32_MAX)
+        return min(int(self.table.shape[-1]) * page_size, MAX_KV_LEN)
 
 
 class TokenTable:
@@ -120,7 +120,7 @@ class TokenTable:
     def capacity(self, page_size: int) -> int:
         """Return the most tokens of a request."""
         del page_size  # an entry is a token
-        return min(int(self.slots.shape[1]), _INT32_MAX)
+        return min(int(self.slots.shape[1]), MAX_KV_LEN)
 
 
 class CsrPages:
@@ -172,7 +172,7 @@ class CsrPages:
 
     def capacity(self, page_size: int) -> int:
         """Return the most tokens of a request: all pages there are."""
-        return min(int(self.kv_indices.shape[0]) * page_size, _INT32_MAX)
+        return min(int(self.kv_indices.shape[0]) * page_size, MAX_KV_LEN)
 
 
 class RaggedKV:
@@ -213,7 +213,7 @@ class RaggedKV:
     def capacity(self, page_size: int) -> int:
         """Return the most tokens of a request: only the device knows the offsets."""
         del page_size
-        return _INT32_MAX
+        return MAX_KV_LEN
 
 
 Pages = BlockTable | TokenTable | CsrPages | RaggedKV

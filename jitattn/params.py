@@ -97,6 +97,7 @@ class AttentionParams(ctypes.Structure):
         ("sink_stride", c_int64),
         ("mask_row_stride", c_int64),
         ("mask_indptr_stride", c_int64),
+        ("mask_bytes", c_int64),
         ("num_tokens", c_int32),
         ("num_qo_heads", c_int32),
         ("group_size", c_int32),
@@ -166,13 +167,18 @@ class CsrPages(ctypes.Structure):
         ("kv_indices", c_void_p),
         ("indptr_stride", c_int64),
         ("indices_stride", c_int64),
+        ("num_entries", c_int64),
     )
 
 
 class RaggedPages(ctypes.Structure):
     """``struct PageTable`` of the layout "ragged"."""
 
-    _fields_ = (("kv_indptr", c_void_p), ("indptr_stride", c_int64))
+    _fields_ = (
+        ("kv_indptr", c_void_p),
+        ("indptr_stride", c_int64),
+        ("num_entries", c_int64),
+    )
 
 
 _PAGES: dict[PageTable, type[ctypes.Structure]] = {

@@ -6,6 +6,7 @@ device to split the batch; ``run`` patches a struct and launches.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -23,8 +24,8 @@ from jitattn.binding import (
     view_caches,
     view_mask,
 )
-from jitattn.checks import check_lengths, check_page_ids
-from jitattn.config import PlannerConfig
+from jitattn.checks import check_lengths, check_page_ids, check_queries
+from jitattn.config import MAX_KV_LEN, PlannerConfig
 from jitattn.errors import ConfigError
 from jitattn.pages import Pages, check_device, check_indptr, check_tensor, check_vector
 from jitattn.reference_backend import ReferencePlan
@@ -228,7 +229,7 @@ class AttentionPlanner:
             max_q_len=_query_limit(pages, qo_indptr, max_q_len),
         )
         if self._checks:
-            check_lengths(pages, seq_lens, batch.max_kv_len, self.config)
+            check_lengths(batch, self.config)
         backend: _Backend
         if self._kernels is None:
             backend = ReferencePlan(self.config, self._sm_scale, batch)
@@ -249,11 +250,17 @@ class Plan:
         self._backend = backend
         # The lengths that the schedule was made from, while the caller's may move on.
         self._checked_lens = batch.seq_lens.clone() if planner._checks else None
+        self._checked_queries = (
+            batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
+        )
 
     def refresh(self) -> None:
         """Recompute the schedule from the tensors the plan was given, on the current stream."""
-        if self._checked_lens is not None:
+        if self._checked_lens is not None and not _is_capturing(self._planner.device):
+            check_lengths(self._batch, self._planner.config)
             self._checked_lens = self._batch.seq_lens.clone()
+            if self._batch.qo_indptr is not None:
+                self._checked_queries = self._batch.qo_indptr.clone()
         self._backend.refresh()
 
     def run(
@@ -309,12 +316,15 @@ class Plan:
         head_dim_vo = planner.config.head_dim_vo or planner.config.head_dim
         out = self._output("out", out, (*shape, head_dim_vo), planner._out_dtype)
         check_last_stride("out", out)
+        if out.data_ptr() == q.data_ptr() and out.numel() > 0:
+            raise ValueError("out is q: give another tensor")
         if lse is not None or return_lse:
             lse = self._output("lse", lse, shape, torch.float32)
         pages = batch.pages if pages is None else pages
         mask = self._mask(custom_mask, shape[0])
         if self._checked_lens is not None and not _is_capturing(planner.device):
-            check_page_ids(pages, self._checked_lens, bound, planner.config)
+            check_queries(self._checked_queries, q.shape[0])
+            check_page_ids(pages, self._checked_lens, self._checked_queries, bound, planner.config)
         self._backend.run(Call(q, bound, pages, out, lse, sinks, mask))
         if return_lse:
             assert lse is not None
@@ -428,8 +438,6 @@ def _is_capturing(device: torch.device) -> bool:
 def _choose_backend(backend: str, device: torch.device) -> str:
     if backend not in _BACKENDS:
         raise ConfigError([f"backend={backend!r} is not one of {', '.join(_BACKENDS)}"])
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError([f"device={device} is neither a CUDA device nor the CPU"])
     if backend == "auto":
         return "cuda" if device.type == "cuda" else "reference"
     if backend == "cuda" and device.type != "cuda":
@@ -466,16 +474,12 @@ def _kv_limit(pages: Pages, config: PlannerConfig, max_kv_len: int | None) -> in
     capacity = pages.capacity(config.page_size or 1)
     if max_kv_len is None:
         return capacity
-    if isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int):
-        raise TypeError(f"max_kv_len is a {type(max_kv_len).__name__}: expected an int")
-    if max_kv_len < 0:
-        raise ValueError(f"max_kv_len is {max_kv_len}: expected at least 0")
-    return min(capacity, max_kv_len)
+    return min(capacity, _count("max_kv_len", max_kv_len))
 
 
 def _query_limit(pages: Pages, qo_indptr: Tensor | None, max_q_len: int | None) -> int:
-    if max_q_len is not None and (isinstance(max_q_len, bool) or not isinstance(max_q_len, int)):
-        raise TypeError(f"max_q_len is a {type(max_q_len).__name__}: expected an int")
+    if max_q_len is not None:
+        max_q_len = _count("max_q_len", max_q_len)
     if qo_indptr is None:
         if max_q_len not in (None, 1):
             raise ValueError(f"max_q_len is {max_q_len}: without qo_indptr a request has one token")
@@ -486,6 +490,15 @@ def _query_limit(pages: Pages, qo_indptr: Tensor | None, max_q_len: int | None) 
         raise ValueError(
             f"qo_indptr has {qo_indptr.shape[0]} entries: expected {pages.batch_size + 1}"
         )
-    if max_q_len is None or max_q_len < 0:
-        raise ValueError(f"max_q_len is {max_q_len}: qo_indptr needs the most tokens of a request")
+    if max_q_len is None:
+        raise ValueError("max_q_len is None: qo_indptr needs the most tokens of a request")
     return max_q_len
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
+    count = int(value)
+    if not 0 <= count <= MAX_KV_LEN:
+        raise ValueError(f"{name} is {count}: expected 0 to {MAX_KV_LEN}")
+    return count

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import Batch, Call, Mask
-from jitattn.config import PlannerConfig
+from jitattn.config import MAX_KV_LEN, PlannerConfig
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.reference import attention, first_visible, gather
 
@@ -33,39 +33,25 @@ class ReferencePlan:
             ValueError: a length on the CPU that is too long.
         """
         batch = self._batch
-        self._lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
-        if batch.qo_indptr is None:
-            self._starts = list(range(len(self._lens) + 1))
-        else:
-            self._starts = [int(n) for n in batch.qo_indptr.tolist()]
-        wrongs = [self._what_is_wrong(b) for b in range(len(self._lens))]
-        if batch.seq_lens.device.type == "cpu":
-            for wrong in filter(None, wrongs):
-                raise ValueError(wrong)
+        lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
+        starts = list(range(len(lens) + 1))
+        if batch.qo_indptr is not None:
+            starts = [int(n) for n in batch.qo_indptr.tolist()]
+        wrongs = [
+            _what_is_wrong(batch, self._config, b, kv_len, max(starts[b + 1] - starts[b], 0))
+            for b, kv_len in enumerate(lens)
+        ]
+        self._raise_on_cpu(wrongs)
+        self._lens, self._starts = lens, starts
         self._is_invalid = [bool(wrong) for wrong in wrongs]
 
-    def _what_is_wrong(self, request: int) -> str:
-        kv_len, limit = self._lens[request], self._limit(request)
-        if kv_len > limit:
-            return f"seq_lens[{request}] is {kv_len}: the table or max_kv_len ends at {limit}"
-        q_len, max_q_len = self._q_len(request), self._batch.max_q_len
-        if q_len > max_q_len:
-            return f"request {request} has {q_len} query tokens: max_q_len is {max_q_len}"
-        return ""
+    def _raise_on_cpu(self, wrongs: list[str]) -> None:
+        if self._batch.seq_lens.device.type == "cpu":
+            for wrong in filter(None, wrongs):
+                raise ValueError(wrong)
 
     def _q_len(self, request: int) -> int:
         return max(self._starts[request + 1] - self._starts[request], 0)
-
-    def _limit(self, request: int) -> int:
-        """The most tokens that a request may have."""
-        pages, limit = self._batch.pages, self._batch.max_kv_len
-        if not isinstance(pages, CsrPages | RaggedKV):
-            return limit
-        begin, end = (int(n) for n in pages.kv_indptr[request : request + 2])
-        if isinstance(pages, RaggedKV):
-            return min(limit, end - begin)
-        entries = min(end, pages.kv_indices.shape[0]) - begin
-        return min(limit, entries * (self._config.page_size or 1))
 
     def check_num_tokens(self, num_tokens: int) -> None:
         """Refuse a q with fewer rows than the requests have query tokens.
@@ -76,14 +62,24 @@ class ReferencePlan:
         if num_tokens < self._starts[-1]:
             raise ValueError(f"q has {num_tokens} rows: qo_indptr[-1] is {self._starts[-1]}")
 
+    @torch.no_grad()
     def run(self, call: Call) -> None:
-        """Compute a call that was checked."""
+        """Compute a call that was checked.
+
+        Raises:
+            ValueError: on the CPU, for an entry or an offset that lies outside the cache.
+        """
+        wrongs = [
+            _what_is_read_wrong(call, self._config, b, kv_len, self._q_len(b))
+            for b, kv_len in enumerate(self._lens)
+        ]
+        self._raise_on_cpu(wrongs)
         call.out[self._starts[-1] :] = 0.0
         if call.lse is not None:
             call.lse[self._starts[-1] :] = -math.inf
         for b in range(len(self._lens)):
             rows = slice(self._starts[b], self._starts[b] + self._q_len(b))
-            if self._is_invalid[b]:
+            if self._is_invalid[b] or wrongs[b]:
                 out = lse = math.nan
             else:
                 out, lse = self._attend(call, rows, b)  # type: ignore[assignment]
@@ -110,13 +106,80 @@ class ReferencePlan:
         return out.to(call.out.dtype), lse.float()
 
 
+def _limit(pages: Pages, request: int, page_size: int, num_kv_tokens: int) -> int:
+    """The most tokens that a request may have by its table."""
+    if not isinstance(pages, CsrPages | RaggedKV):
+        return pages.capacity(page_size)
+    begin, end = (int(n) for n in pages.kv_indptr[request : request + 2])
+    if isinstance(pages, RaggedKV):
+        return min(end, num_kv_tokens) - begin
+    return (min(end, pages.kv_indices.shape[0]) - begin) * page_size
+
+
+def _what_is_wrong(
+    batch: Batch, config: PlannerConfig, request: int, kv_len: int, q_len: int
+) -> str:
+    """Say which length of a request exceeds what was planned, or nothing."""
+    page_size = config.page_size or 1
+    limit = min(batch.max_kv_len, _limit(batch.pages, request, page_size, MAX_KV_LEN))
+    if kv_len > max(limit, 0):
+        return f"seq_lens[{request}] is {kv_len}: the table or max_kv_len ends at {max(limit, 0)}"
+    if q_len > batch.max_q_len:
+        return f"request {request} has {q_len} query tokens: max_q_len is {batch.max_q_len}"
+    return ""
+
+
+def _what_is_read_wrong(
+    call: Call, config: PlannerConfig, request: int, kv_len: int, q_len: int
+) -> str:
+    """Say what lies outside the cache of all that a request reads, or nothing."""
+    if kv_len == 0 or q_len == 0:
+        return ""
+    pages, page_size = call.pages, config.page_size or 1
+    limit = _limit(pages, request, page_size, call.kv.k.tensor.shape[0])
+    if kv_len > limit:
+        return f"request {request} has {kv_len} tokens: pages and kv hold {max(limit, 0)} of them"
+    if isinstance(pages, BlockTable | TokenTable) and pages.rows is not None:
+        num_rows = (pages.table if isinstance(pages, BlockTable) else pages.slots).shape[0]
+        if not 0 <= int(pages.rows[request]) < num_rows:
+            return f"rows[{request}] is {int(pages.rows[request])}: the table has {num_rows} rows"
+    start = first_visible(kv_len, q_len, config.window_left)
+    for which, (name, cache) in enumerate((("K", call.kv.k), ("V", call.kv.v))):
+        entries, size = _entries(pages, request, start, kv_len, page_size, which)
+        end = cache.tensor.shape[0] * size
+        wrong = entries[(entries < 0) | (entries >= end)]
+        if wrong.numel() > 0:
+            entry = int(wrong[0])
+            return f"request {request} has the entry {entry} for {name}: the cache ends at {end}"
+    return ""
+
+
+def _entries(
+    pages: Pages, request: int, start: int, kv_len: int, page_size: int, which: int
+) -> tuple[Tensor, int]:
+    """The entries that a request reads, and how many of them a page has."""
+    if isinstance(pages, TokenTable):
+        return _row(pages.slots, pages.rows, request)[start:kv_len], page_size
+    first, last = start // page_size, -(-kv_len // page_size)
+    if isinstance(pages, BlockTable):
+        row = _row(pages.table, pages.rows, request)
+        return (row if row.dim() == 1 else row[which])[first:last], 1
+    begin = int(pages.kv_indptr[request])
+    if isinstance(pages, CsrPages):
+        return pages.kv_indices[begin + first : begin + last], 1
+    return torch.tensor([begin, begin + kv_len - 1]), 1
+
+
 def _mask(mask: Mask, rows: slice, request: int, kv_len: int) -> Tensor:
     """Return bool [q_len, kv_len]."""
     q_len = rows.stop - rows.start
     if mask.indptr is not None:
         begin, width = int(mask.indptr[request]), -(-kv_len // 8)
-        packed = mask.values[begin : begin + q_len * width].view(q_len, width)
-        return _unpack(packed)[:, :kv_len]
+        # What the mask is too short to say is not seen.
+        packed = mask.values.new_zeros(q_len * width)
+        given = mask.values[max(begin, 0) : max(begin + q_len * width, 0)]
+        packed[: given.shape[0]] = given
+        return _unpack(packed.view(q_len, width))[:, :kv_len]
     bits = mask.values[rows] if mask.layout == "bool" else _unpack(mask.values[rows])
     seen = torch.ones((q_len, kv_len), dtype=torch.bool, device=bits.device)
     covered = min(kv_len, mask.width)
@@ -134,6 +197,8 @@ def _gather(
     cache: Tensor, pages: Pages, request: int, kv_len: int, start: int, *, which: int
 ) -> Tensor:
     """Copy the tokens of a request out of K (``which`` 0) or V (1)."""
+    if kv_len == 0:
+        return cache[:0, 0]
     if isinstance(pages, TokenTable):
         return _gather_slots(cache, _row(pages.slots, pages.rows, request), kv_len, start)
     if isinstance(pages, BlockTable):

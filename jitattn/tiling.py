@@ -136,9 +136,10 @@ _PREFILL_SMEM = {
 
 def _value_dim(spec: AttentionSpec, most: int) -> int:
     """Return the columns of V that a CTA computes: all, or an even part of at most ``most``."""
-    return next(
-        spec.head_dim_vo // blocks for blocks in (1, 2, 4) if spec.head_dim_vo // blocks <= most
-    )
+    # In whole tiles of 16 columns.
+    num_tiles = spec.head_dim_vo // 16
+    blocks = next(n for n in range(1, 33) if num_tiles % n == 0 and num_tiles // n * 16 <= most)
+    return num_tiles // blocks * 16
 
 
 def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:

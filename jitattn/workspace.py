@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from jitattn.errors import ConfigError
+
 
 class Workspace:
     """Memory for the splits of requests, grown as planners ask for it and never shrunk.
@@ -36,7 +38,10 @@ class Workspace:
             return self.partials, self.counters
 
 
-_defaults: dict[tuple[int, int], Workspace] = {}
+# The raw handle that means another stream in each thread.
+_PER_THREAD_STREAM = 2
+
+_defaults: dict[tuple[int, int, int], Workspace] = {}
 _defaults_lock = threading.Lock()
 
 
@@ -44,19 +49,33 @@ def default_workspace(device: torch.device, stream: int) -> Workspace:
     """Return the workspace that plans share by default on ``stream``, a raw handle, of a device."""
     assert device.index is not None  # canonical
     with _defaults_lock:
-        key = (device.index, stream)
+        thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+        key = (device.index, stream, thread)
         if key not in _defaults:
             _defaults[key] = Workspace(device)
         return _defaults[key]
 
 
 def canonical_device(device: torch.device | str | int | None) -> torch.device:
-    """Return ``device`` with its index; None is the current CUDA device, or the CPU without one."""
-    if device is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    """Return ``device`` with its index; None is the current CUDA device, or the CPU without one.
+
+    Raises:
+        ConfigError: it is neither the CPU nor a CUDA device of this machine.
+    """
+    if device is None and not torch.cuda.is_available():
+        return torch.device("cpu")
+    try:
+        resolved = torch.device("cuda" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError([f"device={device!r} is no device: {error}"]) from error
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise ConfigError([f"device={device} is neither a CUDA device nor the CPU"])
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = resolved.index
+    if index is None and count > 0:
+        index = torch.cuda.current_device()
+    if index is None or index >= count:
+        raise ConfigError([f"device={device}: this process sees {count} CUDA devices"])
+    return torch.device("cuda", index)

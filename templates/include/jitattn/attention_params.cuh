@@ -43,6 +43,7 @@ struct AttentionParams {
   int64_t sink_stride;
   int64_t mask_row_stride;  // in bytes
   int64_t mask_indptr_stride;
+  int64_t mask_bytes;  // kRagged: of all rows
 
   int32_t num_tokens;  // rows of q and out
   int32_t num_qo_heads;
