@@ -328,7 +328,7 @@ def test_any_failing_call_costs_a_warning_only(
     if call == "open":
         real = Path.open
 
-        def open_to_read(self: Path, mode: str = "r", *arguments: object) -> object:
+        def open_to_read(self: Path, mode: str = "r", *rest: object, **options: object) -> object:
             return real(self, mode) if "w" not in mode else fail()
 
         monkeypatch.setattr(Path, "open", open_to_read)
