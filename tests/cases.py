@@ -531,6 +531,7 @@ SOFT_CAP = Case(
     head_dim=64, page_size=1, dtype="float16", page_table="separate", logits_soft_cap=5.0
 )
 WIDE = Case(head_dim=128, group_size=16)
+MASKED_D128 = Case(head_dim=128, mask="bool")
 
 EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
 """One case of each layout."""
