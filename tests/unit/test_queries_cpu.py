@@ -7,6 +7,7 @@ jitattn/reference.py. Masks are read back from the tensors that ``run`` gets.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -280,3 +281,14 @@ def test_mixed_cases(case: Case) -> None:
     """The cases of the GPU, on the reference backend: caches, tables and masks are read right."""
     inputs = make_inputs(case, "cpu")
     check(case, *attend(inputs), expected(inputs))
+
+
+def test_random_mixed_batches() -> None:
+    """A few of the examples of tests/gpu/test_random_mixed.py, on the reference backend."""
+    pytest.importorskip("hypothesis")
+    from tests.mixed_strategies import VARIANTS, run_shard
+
+    assert len(VARIANTS) <= 60
+    reached: Counter[str] = Counter()
+    run_shard(1, 12, "cpu", reached)
+    assert reached["examples"] >= 12
