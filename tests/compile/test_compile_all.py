@@ -46,27 +46,31 @@ class Job:
 
 
 def jobs() -> Iterator[Job]:
-    """The whole sample for sm_90a; of the others a sixth each, and what needs most registers."""
+    """The whole sample for sm_90a; of the others an eighth each, and what needs most registers."""
     for i, arch in enumerate(ARCHITECTURES):
         yield Job(ScheduleSpec(), arch)
         for n, spec in enumerate(sample_specs(arch)):
-            if arch == "sm_90a" or n % 6 == i or is_heavy(spec):
+            if arch == "sm_90a" or n % 8 == i or is_heavy(spec):
                 yield Job(spec, arch, disassemble=n % 9 == i)
 
 
 def is_heavy(spec: AttentionSpec) -> bool:
     """Many accumulators, and several pages of a warp's slice to address at once."""
-    return spec.head_dim in (128, 224, 240, 256, 512) and spec.page_size < 16
+    if isinstance(spec, PrefillSpec):
+        return spec.head_dim in (48, 96, 240)
+    return spec.head_dim in (128, 224, 240, 256) and spec.page_size < 16
 
 
 JOBS = tuple(jobs())
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[dict[Job, Future[nvrtc.Compiled]]]:
-    """Compile everything on as many threads as there are; NVRTC works outside the GIL."""
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[nvrtc.Compiled]]]:
+    """Compile what is asked for on as many threads as there are; NVRTC works outside the GIL."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    jobs = dict.fromkeys(call.params["job"] for call in calls if call and "job" in call.params)
     with ThreadPoolExecutor() as pool:
-        yield {job: pool.submit(compile_job, job) for job in JOBS}
+        yield {job: pool.submit(compile_job, job) for job in jobs}
         pool.shutdown(cancel_futures=True)
 
 
