@@ -66,15 +66,6 @@ def device_facts(index: int) -> DeviceFacts:
     )
 
 
-def driver_version() -> tuple[int, int] | None:
-    """Return the CUDA version of the driver, or None where there is no driver."""
-    try:
-        version = int(_check(cuda.cuDriverGetVersion(), "driver version"))
-    except (DriverError, RuntimeError, ImportError):
-        return None
-    return version // 1000, version % 1000 // 10
-
-
 @functools.cache
 def _primary_context(index: int) -> Any:
     # Retained once and never released: torch holds the same context for the process's life.

@@ -499,6 +499,6 @@ def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
     count = int(value)
-    if not 0 <= count <= MAX_KV_LEN:
-        raise ValueError(f"{name} is {count}: expected 0 to {MAX_KV_LEN}")
-    return count
+    if count < 0:
+        raise ValueError(f"{name} is {count}: expected at least 0")
+    return min(count, MAX_KV_LEN)
