@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run tests/gpu/test_sanitizer_subset.py under compute-sanitizer, one tool after the other.
+# Run tests/gpu/test_sanitizer_*.py under compute-sanitizer, one tool after the other.
 # Ends with 0 only when all are clean and memcheck finds a planted fault.
 # Usage, from the repository root: tests/gpu/sanitize.sh [memcheck racecheck initcheck synccheck]
 # Without arguments all four run. CASES="-k csr" and the like pick cases.
@@ -47,7 +47,7 @@ for tool in "${tools[@]}"; do
   echo "$tool:"
   # shellcheck disable=SC2086  # CASES is several words
   sanitize "$tool" "$python" -m pytest -q -p no:cacheprovider ${CASES:-} \
-    tests/gpu/test_sanitizer_subset.py ||
+    tests/gpu/test_sanitizer_subset.py tests/gpu/test_sanitizer_queries.py ||
     status=1
 done
 exit $status
