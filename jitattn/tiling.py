@@ -8,6 +8,7 @@ from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
     KernelSpec,
+    Loader,
     MergeSpec,
     PrefillSpec,
     ScheduleSpec,
@@ -118,7 +119,7 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
 def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
     tiles = (
-        _prefill_tile(spec, tile_tokens, num_stages)
+        _prefill_tile(spec, arch, tile_tokens, num_stages)
         for tile_tokens, num_stages in ((64, 2), (32, 2), (64, 1), (32, 1), (16, 1))
     )
     limit = min(SMEM_LIMIT[arch], _PREFILL_SMEM[arch])
@@ -165,9 +166,12 @@ def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
     )
 
 
-def _prefill_tile(spec: PrefillSpec, tile_tokens: int, num_stages: int) -> PrefillTile:
-    # A wide key leaves registers for half the accumulator.
-    value_dim = _value_dim(spec, _MAX_VALUE_DIM if spec.head_dim <= 256 else _MAX_VALUE_DIM // 2)
+def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:
+    # A wide key leaves registers for half the accumulator, and so do, without the addressing of
+    # newer architectures, masks and single elements.
+    takes_registers = arch == "sm_80" and spec.use_custom_mask and spec.loader is Loader.PLAIN
+    is_narrow = spec.head_dim > 256 or takes_registers
+    value_dim = _value_dim(spec, _MAX_VALUE_DIM // 2 if is_narrow else _MAX_VALUE_DIM)
     row_bytes = 2 * (spec.head_dim + value_dim) + 2 * _VECTOR_BYTES
     query_bytes = _PREFILL_ROWS * (2 * spec.head_dim + _VECTOR_BYTES)
     return PrefillTile(
