@@ -29,9 +29,9 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 KV_LAYOUTS = ("NHD", "HND")
 PAGE_TABLES = tuple(table.value for table in PageTable)
 
-# Where the decode kernels were run, by architecture; tests/gpu/RESULTS.md has the run.
+# Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
 TESTED_ON = {
-    "sm_80": "compiled, not run",
+    "sm_80": "decode run on H100 from PTX; prefill compiled, not run",
     "sm_90a": "run on H100",
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
