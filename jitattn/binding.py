@@ -223,12 +223,12 @@ def _view_ragged_mask(
         raise ValueError(
             f"custom_mask[1] has shape {list(indptr.shape)}: expected [{batch_size + 1}]"
         )
+    check_device("custom_mask[0]", packed, device)
+    check_device("custom_mask[1]", indptr, device)
     if device.type == "cpu" and int(indptr[-1]) > packed.shape[0]:
         raise ValueError(
             f"custom_mask[1][-1] is {int(indptr[-1])}: custom_mask[0] has {packed.shape[0]} bytes"
         )
-    check_device("custom_mask[0]", packed, device)
-    check_device("custom_mask[1]", indptr, device)
     return Mask("ragged", packed, 0, indptr)
 
 
