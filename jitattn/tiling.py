@@ -30,6 +30,8 @@ _MERGE_BYTES = 8 * 1024
 _VECTOR_BYTES = 16
 # Static shared memory of the attention kernels, with room to spare.
 _STATIC_BYTES = 2 * 1024
+# What two CTAs of an SM of sm_90 or sm_100 may use each.
+_HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA, 16 a warp.
 _PREFILL_ROWS = 64
 # Columns of V whose accumulator fits the registers; wider V takes several CTAs.
@@ -122,17 +124,9 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
         _prefill_tile(spec, arch, tile_tokens, num_stages)
         for tile_tokens, num_stages in ((64, 2), (32, 2), (64, 1), (32, 1), (16, 1))
     )
-    limit = min(SMEM_LIMIT[arch], _PREFILL_SMEM[arch])
+    # Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
+    limit = min(SMEM_LIMIT[arch], _HALF_SM_SMEM)
     return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= limit)
-
-
-# Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
-_PREFILL_SMEM = {
-    "sm_80": 99 * 1024,
-    "sm_90a": 113 * 1024,
-    "sm_100f": 113 * 1024,
-    "sm_120f": 99 * 1024,
-}
 
 
 def _value_dim(spec: AttentionSpec, most: int) -> int:
@@ -167,8 +161,8 @@ def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
 
 
 def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:
-    # A wide key leaves registers for half the accumulator, and so do, without the addressing of
-    # newer architectures, masks and single elements.
+    # A wide key leaves registers for half the accumulator. So does the plain loader with a mask on
+    # sm_80, where the compile tests saw the whole one spill.
     takes_registers = arch == "sm_80" and spec.use_custom_mask and spec.loader is Loader.PLAIN
     is_narrow = spec.head_dim > 256 or takes_registers
     value_dim = _value_dim(spec, _MAX_VALUE_DIM // 2 if is_narrow else _MAX_VALUE_DIM)
