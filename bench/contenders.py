@@ -78,6 +78,7 @@ def set_up(batch: Batch, page_table: str) -> Setup:
         planner = jitattn.AttentionPlanner(**arguments, device=batch.q.device)
     except jitattn.ConfigError as error:
         raise SkipError(str(error)) from error
+    jitattn.build_info(planner)  # waits for what would go on compiling while something is timed
     separate = page_table == "separate"
     caches = []
     for copy in range(batch.num_copies):

@@ -1,46 +1,74 @@
 """Build kernels in this process, time it, print JSON: a process of `bench_compile`.
 
-Apart from bench_compile, so that the process imports nothing that `build` would have to.
+Apart from bench_compile, so that the process imports nothing that the build would have to.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
+from unittest import mock
 
 
-def main(config_text: str, arch: str, which: str) -> None:
-    """Build the decode kernel of a planner ("decode") or everything it needs ("all").
+def build_decode(config_text: str, arch: str) -> dict[str, object]:
+    """Time `build` of a planner's decode kernel, without jitattn's imports.
 
     Args:
         config_text: the planner's arguments, as `jitattn precompile --config` takes them.
         arch: for example "sm_90a".
-        which: "decode" or "all".
     """
     from jitattn import knobs
-    from jitattn.build import build_all
+    from jitattn.build import build
     from jitattn.config import PlannerConfig
     from jitattn.support import resolve
 
-    specs = resolve(PlannerConfig.parse(config_text), arch)
+    spec = resolve(PlannerConfig.parse(config_text), arch)[0]
     settings = knobs.load()
     start, start_cpu = time.perf_counter(), time.process_time()
-    kernels = build_all(specs[:1] if which == "decode" else specs, arch, settings)
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
-    facts = {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "num_kernels": len(kernels),
-        "origins": sorted({kernel.origin for kernel in kernels}),
-        "symbol": kernels[0].symbol,
-        "registers": kernels[0].registers,
-        "spill_bytes": kernels[0].spill_bytes,
-        "cubin_bytes": len(kernels[0].cubin),
-        "compiler": kernels[0].compiler,
+    kernel = build(spec, arch, settings)
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - start_cpu,
+        "origins": [kernel.origin],
+        "symbol": kernel.symbol,
+        "registers": kernel.registers,
+        "spill_bytes": kernel.spill_bytes,
+        "cubin_bytes": len(kernel.cubin),
     }
-    print(json.dumps(facts))
+
+
+def construct(config_text: str, arch: str) -> dict[str, object]:
+    """Time a planner's constructor, jitattn's imports included, and what it leaves to compile.
+
+    Args:
+        config_text: as for `build_decode`.
+        arch: of the card that is pretended; nothing is loaded onto one.
+    """
+    import torch
+
+    start = time.perf_counter()
+    from jitattn import cuda_backend
+    from jitattn.config import PlannerConfig
+    from jitattn.driver import DeviceFacts
+
+    capability = divmod(int(re.sub(r"\D", "", arch)), 10)
+    facts = DeviceFacts(0, "none", capability, num_sms=132, max_smem_bytes=0)
+    with (
+        mock.patch.object(cuda_backend, "device_facts", lambda index: facts),
+        mock.patch.object(cuda_backend, "load_kernel", lambda *arguments: None),
+    ):
+        kernels = cuda_backend.KernelSet(PlannerConfig.parse(config_text), torch.device("cuda", 0))
+    seconds = time.perf_counter() - start
+    infos = kernels.infos()  # waits
+    return {
+        "seconds": seconds,
+        "complete_seconds": time.perf_counter() - start,
+        "origins": sorted({info.origin for info in infos}),
+    }
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    which = {"decode": build_decode, "planner": construct}[sys.argv[1]]
+    print(json.dumps(which(*sys.argv[2:])))

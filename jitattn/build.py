@@ -7,13 +7,14 @@ NVRTC is never touched.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -131,22 +132,62 @@ def build(spec: KernelSpec, arch: str, knobs: Knobs, *, hint: str = "") -> Kerne
     return replace(kernel, seconds=time.perf_counter() - started)
 
 
+class Pending:
+    """A kernel that was found, or that another thread compiles."""
+
+    def __init__(self, work: Kernel | Future[Kernel], make: Callable[[], Kernel]) -> None:
+        """Made by ``start``; ``make`` builds the kernel on the calling thread."""
+        self._work = work
+        self._make = make
+        self._process = os.getpid()
+
+    @property
+    def was_found(self) -> bool:
+        """Whether nothing had to be compiled."""
+        return isinstance(self._work, Kernel)
+
+    def result(self) -> Kernel:
+        """Wait for the kernel and return it; raise what ``build`` raises, at every call."""
+        if isinstance(self._work, Kernel):
+            return self._work
+        if os.getpid() != self._process:
+            return self._make()  # forked, and the other thread stayed with the parent
+        return self._work.result()
+
+
+def start(
+    specs: Sequence[KernelSpec], arch: str, knobs: Knobs, *, hint: str = ""
+) -> tuple[Pending, ...]:
+    """Look up several kernels and let other threads compile the rest; see ``build``.
+
+    They compile as many at a time as there are cores, in the order of ``specs``, so that who needs
+    only the first ones hardly notices the others. At its end the process waits for all of them.
+
+    Raises:
+        KernelNotFoundError, CacheError: as ``build`` does; a failing compilation raises later, from
+            ``Pending.result``.
+    """
+    # Threads only delay reading, but NVRTC lets them work side by side.
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="jitattn-build")
+    pending = []
+    for spec in specs:
+        started = time.perf_counter()
+        make = functools.partial(build, spec, arch, knobs, hint=hint)
+        work: Kernel | Future[Kernel]
+        if (kernel := _find(_Job(spec, arch, knobs.lineinfo), knobs)) is not None:
+            work = replace(kernel, seconds=time.perf_counter() - started)
+        else:
+            work = pool.submit(make) if knobs.jit else make()
+        pending.append(Pending(work, make))
+    pool.shutdown(wait=False)
+    return tuple(pending)
+
+
 def build_all(
     specs: Sequence[KernelSpec], arch: str, knobs: Knobs, *, hint: str = ""
 ) -> tuple[Kernel, ...]:
     """Build several kernels, those to compile at the same time; see ``build``."""
-    found: dict[KernelSpec, Kernel] = {}
-    for spec in specs:
-        started = time.perf_counter()
-        if (kernel := _find(_Job(spec, arch, knobs.lineinfo), knobs)) is not None:
-            found[spec] = replace(kernel, seconds=time.perf_counter() - started)
-    missing = [spec for spec in specs if spec not in found]
-    if missing:  # threads only delay reading, but NVRTC lets them work side by side
-        workers = min(len(missing), os.cpu_count() or 1)
-        with ThreadPoolExecutor(workers, thread_name_prefix="jitattn-build") as pool:
-            made = pool.map(lambda spec: build(spec, arch, knobs, hint=hint), missing)
-            found |= zip(missing, made, strict=True)
-    return tuple(found[spec] for spec in specs)
+    return tuple(pending.result() for pending in start(specs, arch, knobs, hint=hint))
 
 
 def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:

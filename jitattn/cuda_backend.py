@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jitattn import knobs, support
 from jitattn.binding import Batch, BoundCache, CacheView, Call, Mask, is_aligned
-from jitattn.build import Kernel, build_all
+from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.errors import ConfigError
@@ -71,13 +71,27 @@ class KernelInfo:
     compiler: str
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """An attention kernel on a device, and the tile it was rendered with."""
+    """An attention kernel on a device, and the tile it was rendered with; loaded when needed."""
 
-    kernel: LoadedKernel
-    tile: DecodeTile | PrefillTile
-    row_tile: int
+    def __init__(
+        self, pending: Pending, tile: DecodeTile | PrefillTile, row_tile: int, device_index: int
+    ) -> None:
+        """Hold a kernel that may still be compiling."""
+        self.tile = tile
+        self.row_tile = row_tile
+        self.pending = pending
+        self._device_index = device_index
+        self._loaded: LoadedKernel | None = None
+
+    def load(self) -> LoadedKernel:
+        """Load the kernel, once it is built; raises what ``build`` raises, at every call."""
+        if self._loaded is None:  # who gets here at the same time does the same
+            kernel = self.pending.result()
+            self._loaded = load_kernel(
+                kernel.cubin, kernel.symbol, self._device_index, self.tile.smem_bytes
+            )
+        return self._loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +101,18 @@ class BoundKernels:
     decode: AttentionKernel
     prefill: AttentionKernel
 
+    def load(self, *, with_prefill: bool) -> None:
+        """Load the decode kernel, and the prefill kernel if that is wanted or takes no time."""
+        self.decode.load()
+        if with_prefill or self.prefill.pending.was_found:
+            self.prefill.load()
+
 
 class KernelSet:
-    """The kernels of a configuration on a device; the plain loader's are loaded when needed."""
+    """The kernels of a configuration on a device; the plain loader's are built when needed.
+
+    Nobody waits for a prefill kernel to compile before a plan needs one.
+    """
 
     def __init__(self, config: PlannerConfig, device: torch.device) -> None:
         assert device.index is not None
@@ -98,16 +121,22 @@ class KernelSet:
         self.facts = device_facts(device.index)
         self.arch = arch_of(self.facts)
         self._lock = threading.Lock()
-        self._built: list[tuple[Kernel, int]] = []
+        self._started: list[tuple[KernelSpec, Pending]] = []
+        self._needs_prefill = False
         self._specs = support.resolve(config, self.arch)
-        schedule_spec = ScheduleSpec()
-        schedule_tile = tile_for(schedule_spec, self.arch)
-        decode_spec, prefill_spec = self._attention_specs(Loader.VECTOR)
-        built = self._build((decode_spec, prefill_spec, schedule_spec))
-        self.kernels = self._load_attention((decode_spec, prefill_spec), built[:2])
+        decode, prefill = self._attention_specs(Loader.VECTOR)
+        schedule = ScheduleSpec()
+        # In this order: on few cores the prefill kernel takes the one that the schedule frees.
+        pending = self._start((decode, schedule, prefill))
+        self.kernels = self._attention_kernels((decode, prefill), pending[::2])
         self._bound = {Loader.VECTOR: self.kernels}
-        self.schedule_kernel = self._load(built[2], schedule_tile.smem_bytes)
-        self.schedule_threads = schedule_tile.num_threads
+        tile = tile_for(schedule, self.arch)
+        built = pending[1].result()
+        self.schedule_kernel = load_kernel(
+            built.cubin, built.symbol, self.facts.index, tile.smem_bytes
+        )
+        self.schedule_threads = tile.num_threads
+        self.kernels.load(with_prefill=False)
 
     def kernels_for(self, k: CacheView, v: CacheView) -> BoundKernels:
         """Return the kernels whose loader the strides of ``k`` and ``v`` allow."""
@@ -116,8 +145,39 @@ class KernelSet:
         with self._lock:
             if loader not in self._bound:
                 specs = self._attention_specs(loader)
-                self._bound[loader] = self._load_attention(specs, self._build(specs))
-            return self._bound[loader]
+                self._bound[loader] = self._attention_kernels(specs, self._start(specs))
+            kernels, with_prefill = self._bound[loader], self._needs_prefill
+        kernels.load(with_prefill=with_prefill)
+        return kernels
+
+    def load_prefill(self) -> None:
+        """Load the prefill kernels, those of caches still to be bound too, so that no run has to.
+
+        A run may be captured, and nothing is loaded in a capture.
+        """
+        with self._lock:
+            self._needs_prefill = True
+            bound = tuple(self._bound.values())
+        for kernels in bound:
+            kernels.load(with_prefill=True)
+
+    def infos(self) -> list[KernelInfo]:
+        """Return the kernels asked for so far, and wait for those that still compile."""
+        infos = []
+        for spec, pending in tuple(self._started):
+            kernel = pending.result()
+            info = KernelInfo(
+                name=kernel.symbol,
+                arch=kernel.arch,
+                origin=kernel.origin,
+                seconds=kernel.seconds,
+                registers=kernel.registers,
+                spill_bytes=kernel.spill_bytes,
+                smem_bytes=kernel.smem_bytes + tile_for(spec, self.arch).smem_bytes,
+                compiler=kernel.compiler,
+            )
+            infos.append(info)
+        return infos
 
     def _attention_specs(self, loader: Loader) -> tuple[DecodeSpec, PrefillSpec]:
         decode, prefill = (
@@ -129,42 +189,22 @@ class KernelSet:
         assert isinstance(prefill, PrefillSpec)
         return decode, prefill
 
-    def infos(self) -> list[KernelInfo]:
-        """Return the kernels built so far."""
-        return [
-            KernelInfo(
-                name=kernel.symbol,
-                arch=kernel.arch,
-                origin=kernel.origin,
-                seconds=kernel.seconds,
-                registers=kernel.registers,
-                spill_bytes=kernel.spill_bytes,
-                smem_bytes=kernel.smem_bytes + dynamic_bytes,
-                compiler=kernel.compiler,
-            )
-            for kernel, dynamic_bytes in self._built
-        ]
+    def _start(self, specs: Sequence[KernelSpec]) -> tuple[Pending, ...]:
+        pending = start(specs, self.arch, knobs.load(), hint=self.config.arguments_text())
+        self._started += zip(specs, pending, strict=True)
+        return pending
 
-    def _build(self, specs: Sequence[KernelSpec]) -> tuple[Kernel, ...]:
-        return build_all(specs, self.arch, knobs.load(), hint=self.config.arguments_text())
-
-    def _load_attention(
-        self, specs: tuple[DecodeSpec, PrefillSpec], built: Sequence[Kernel]
+    def _attention_kernels(
+        self, specs: tuple[DecodeSpec, PrefillSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
-        decode_tile = decode_tile_for(specs[0], self.arch)
-        prefill_tile = prefill_tile_for(specs[1], self.arch)
+        decode, prefill = specs
+        decode_tile = decode_tile_for(decode, self.arch)
+        prefill_tile = prefill_tile_for(prefill, self.arch)
+        index = self.facts.index
         return BoundKernels(
-            AttentionKernel(
-                self._load(built[0], decode_tile.smem_bytes), decode_tile, specs[0].row_tile
-            ),
-            AttentionKernel(
-                self._load(built[1], prefill_tile.smem_bytes), prefill_tile, prefill_tile.row_tile
-            ),
+            AttentionKernel(pending[0], decode_tile, decode.row_tile, index),
+            AttentionKernel(pending[1], prefill_tile, prefill_tile.row_tile, index),
         )
-
-    def _load(self, kernel: Kernel, smem_bytes: int) -> LoadedKernel:
-        self._built.append((kernel, smem_bytes))
-        return load_kernel(kernel.cubin, kernel.symbol, self.facts.index, smem_bytes)
 
 
 class CudaPlan:
@@ -183,6 +223,8 @@ class CudaPlan:
         # Without requests of many rows the prefill kernel would have nothing to do.
         num_rows = batch.max_q_len * kernels.config.group_size
         has_prefill = batch.max_q_len > 1 and num_rows > kernels.kernels.decode.row_tile
+        if has_prefill:
+            kernels.load_prefill()
         self._parts = [
             _Part(kernels, workspace, batch, sm_scale, is_prefill=is_prefill)
             for is_prefill in ([False, True] if has_prefill else [False])
@@ -270,7 +312,7 @@ class _Part:
         """Return the launch of ``kernel``, this part's or its twin with another loader."""
         if kernel not in self._launches:
             self._launches[kernel] = Launch(
-                kernel.kernel, self._params, self._grid, kernel.tile.num_threads
+                kernel.load(), self._params, self._grid, kernel.tile.num_threads
             )
         return self._launches[kernel]
 
@@ -336,6 +378,10 @@ class _Part:
         attention.schedule = schedule
         attention.num_qo_heads = config.num_qo_heads
         attention.group_size = config.group_size
+        # So that x // group_size is one multiplication and one shift for x below 2**31.
+        shift = (config.group_size - 1).bit_length()
+        attention.group_magic = -(-(2 ** (31 + shift)) // config.group_size)
+        attention.group_shift = shift
         attention.num_row_blocks = self._num_row_blocks
         attention.num_head_blocks = self._num_head_blocks
         attention.max_splits = self._max_splits

@@ -15,8 +15,9 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,38 @@ class Compiled:
     log: str
 
 
+# A child that is forked while a thread compiles finds NVRTC's locks held by nobody, and hangs when
+# it compiles. So a fork waits for those at work, and those who come meanwhile wait for the fork.
+_entry = threading.Lock()
+_idle = threading.Condition()
+_num_inside = 0
+
+
+@contextmanager
+def _no_fork() -> Iterator[None]:
+    """Keep the process from forking. Not to be nested."""
+    global _num_inside
+    with _entry, _idle:
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _idle:
+            _num_inside -= 1
+            _idle.notify_all()
+
+
+def _before_fork() -> None:
+    _entry.acquire()
+    with _idle:
+        _idle.wait_for(lambda: _num_inside == 0)
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_entry.release, after_in_child=_entry.release
+)
+
+
 def options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
     """Return the options of every compilation for ``arch``, for example ``"sm_90a"``.
 
@@ -50,6 +83,7 @@ def options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
     return (*always, "-lineinfo") if lineinfo else always
 
 
+@_no_fork()
 def compile_cubin(
     source: str, *, name: str, headers: Mapping[str, str], options: Sequence[str]
 ) -> Compiled:
@@ -86,6 +120,7 @@ def compile_cubin(
 
 
 @functools.cache
+@_no_fork()
 def toolchain() -> str:
     """Identify the compiler build, for example ``"V13.5.37 CL-39125733"``.
 

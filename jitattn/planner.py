@@ -45,7 +45,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class AttentionPlanner:
     """The kernels of one attention configuration on one device.
 
-    Constructing it compiles or loads every kernel that a plan launches. Thread-safe.
+    Constructing it compiles or loads its kernels. The prefill kernel goes on compiling in the
+    background, and the first plan with requests for it waits. Thread-safe.
 
     Attributes:
         config: the arguments, with dtypes as names.
@@ -110,7 +111,8 @@ class AttentionPlanner:
 
         Raises:
             ConfigError: with every reason why the configuration has no kernel.
-            CompileError, KernelNotFoundError: a kernel can't be had (jitattn.errors).
+            CompileError, KernelNotFoundError: a kernel can't be had (jitattn.errors). Of the
+                prefill kernel ``plan`` and ``build_info`` say that it doesn't compile.
         """
         self.config = PlannerConfig.from_arguments(
             {
@@ -213,6 +215,7 @@ class AttentionPlanner:
 
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner.
+            CompileError: the batch needs the prefill kernel, which doesn't compile.
         """
         _check_pages(pages, self.config, self.device)
         check_vector("seq_lens", seq_lens, device=self.device)
@@ -413,7 +416,13 @@ class Plan:
 
 
 def build_info(planner: AttentionPlanner) -> list[KernelInfo]:
-    """Return what is known of each kernel that ``planner`` has loaded; none on "reference"."""
+    """Return what is known of each kernel of ``planner``; none on "reference".
+
+    Waits for those that still compile in the background.
+
+    Raises:
+        CompileError: one of them doesn't compile.
+    """
     return [] if planner._kernels is None else planner._kernels.infos()
 
 

@@ -10,12 +10,13 @@ import gzip
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from jitattn import build, cuda_backend, driver, merge
-from jitattn.build import Kernel
+from jitattn.build import Kernel, Pending
 from jitattn.driver import LoadedKernel
 from jitattn.spec import KernelSpec
 from jitattn.tiling import tile_for
@@ -59,11 +60,12 @@ class PtxKernels:
             entry=spec.symbol,
         )
 
-    def build_all(
+    def start(
         self, wanted: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str = ""
-    ) -> tuple[Kernel, ...]:
-        """Stands for jitattn.build.build_all."""
-        return tuple(self.build(spec, arch, knobs, hint=hint) for spec in wanted)
+    ) -> tuple[Pending, ...]:
+        """Stands for jitattn.build.start."""
+        makes = [partial(self.build, spec, arch, knobs, hint=hint) for spec in wanted]
+        return tuple(Pending(make(), make) for make in makes)
 
     def load(self, cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> LoadedKernel:
         """Stands for jitattn.driver.LoadedKernel."""
@@ -81,7 +83,7 @@ def pretend_sm80(folder: Path) -> Iterator[None]:
     caches = (harness._planner, merge._kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_backend, "arch_of", lambda facts: ARCH)
-        patch.setattr(cuda_backend, "build_all", kernels.build_all)
+        patch.setattr(cuda_backend, "start", kernels.start)
         patch.setattr(cuda_backend, "LoadedKernel", kernels.load)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import queue
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import tempfile
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -539,6 +541,137 @@ def test_threads_compile_a_kernel_once(settings: Knobs, compilations: Compilatio
     assert compilations.count == 1
     assert len({kernel.cubin for kernel in kernels}) == 1
     assert sorted(kernel.origin for kernel in kernels)[0] == "compiled"
+
+
+# ---------------------------------------------------------------------------- in the background
+
+
+class Gates:
+    """A compiler that begins each kernel and goes on when the test says so."""
+
+    def __init__(self, real: Callable[..., nvrtc.Compiled]) -> None:
+        self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._opened: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        self._real = real
+        self._process = os.getpid()
+
+    def open(self, symbol: str) -> None:
+        self._opened[symbol].set()
+
+    def __call__(self, source: str, *, name: str, **arguments: object) -> nvrtc.Compiled:
+        if os.getpid() == self._process:  # a child has nobody to open them
+            self.begun.put(name.removesuffix(".cu"))
+            assert self._opened[name.removesuffix(".cu")].wait(60)
+        return self._real(source, name=name, **arguments)
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch, compilations: Compilations) -> Gates:
+    made = Gates(compilations)
+    monkeypatch.setattr(nvrtc, "compile_cubin", made)
+    return made
+
+
+def start(settings: Knobs, *specs: TinySpec) -> tuple[build.Pending, ...]:
+    return build.start(specs, ARCH, settings)  # type: ignore[arg-type]
+
+
+def test_the_first_ones_are_there_before_the_last_is_compiled(
+    settings: Knobs, gates: Gates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    pending = start(settings, TinySpec("a"), TinySpec("b"), TinySpec("c"))
+    assert {gates.begun.get(timeout=60), gates.begun.get(timeout=60)} == {"a", "b"}
+    gates.open("b")
+    assert gates.begun.get(timeout=60) == "c"
+    gates.open("a")
+    assert [p.result().symbol for p in pending[:2]] == ["a", "b"]
+    gates.open("c")
+    assert pending[2].result().origin == "compiled"
+    assert not any(p.was_found for p in pending)
+
+
+def test_what_exists_is_found_at_once(settings: Knobs, gates: Gates) -> None:
+    gates.open("tiny")
+    get(settings)
+    build.forget()
+    for origin in ("disk", "memory"):
+        (pending,) = start(settings, TinySpec())
+        assert pending.was_found
+        assert pending.result().origin == origin
+
+
+def test_without_jit_nothing_is_left_for_later(settings: Knobs, gates: Gates) -> None:
+    with pytest.raises(KernelNotFoundError):
+        start(off(settings), TinySpec())
+    assert gates.begun.empty()
+
+
+def test_a_failure_in_the_background_is_told_to_everybody_who_asks(settings: Knobs) -> None:
+    good, bad = start(settings, TinySpec("good"), TinySpec("bad", body="oops"))
+    assert good.result().origin == "compiled"
+    for _ in range(3):
+        with pytest.raises(CompileError, match=r"bad\.cu does not compile"):
+            bad.result()
+
+
+def test_who_builds_what_is_being_compiled_waits_for_it(
+    settings: Knobs, gates: Gates, compilations: Compilations
+) -> None:
+    (pending,) = start(settings, TinySpec())
+    assert gates.begun.get(timeout=60) == "tiny"
+    origins: list[str] = []
+    other = threading.Thread(target=lambda: origins.append(get(settings).origin))
+    other.start()
+    gates.open("tiny")
+    other.join()
+    assert (pending.result().origin, origins) == ("compiled", ["memory"])
+    assert compilations.count == 1
+
+
+def _ask_in_child(pending: build.Pending, results: object) -> None:
+    warnings.simplefilter("ignore")  # the parent holds the lock of the cache
+    results.put(pending.result().origin)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_compiles_what_its_parent_had_begun(settings: Knobs, gates: Gates) -> None:
+    (pending,) = start(replace(settings, lock_timeout=0.1), TinySpec())
+    assert gates.begun.get(timeout=60) == "tiny"
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=_ask_in_child, args=(pending, results))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert results.get() == "compiled"
+    gates.open("tiny")
+    assert pending.result().origin == "compiled"
+
+
+LEAVER = textwrap.dedent("""
+    from jitattn import build, knobs
+    from jitattn.spec import ScheduleSpec
+
+    (pending,) = build.start([ScheduleSpec()], "sm_90a", knobs.load())
+    print(pending.was_found)
+""")
+
+
+def test_a_process_that_ends_completes_what_it_began(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment["JITATTN_CACHE_DIR"] = str(tmp_path / "cache")
+    for was_found in ("False", "True"):
+        done = subprocess.run(
+            [sys.executable, "-c", LEAVER], env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{was_found}\n", "")
+    kernels = KernelCache(tmp_path / "cache")
+    assert len(kernels.entries()) == 1
+    assert not kernels.verify()
+
+
+# ---------------------------------------------------------------------------- processes
 
 
 RACER = textwrap.dedent("""

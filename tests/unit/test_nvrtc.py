@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,30 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
             nvrtc._binding()
     finally:
         nvrtc._binding.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_for_those_who_compile_and_the_child_can_compile() -> None:
+    codes: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                nvrtc.compile_cubin(kernel("*x = 3.f;"), name="k", headers={}, options=OPTIONS)
+            finally:
+                os._exit(0 if sys.exc_info()[0] is None else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    forking = threading.Thread(target=fork)
+    with nvrtc._no_fork():
+        forking.start()
+        forking.join(0.2)
+        assert nvrtc._entry.locked()
+        assert not codes
+    forking.join(60)
+    assert codes == [0]
+    nvrtc.compile_cubin(kernel("*x = 4.f;"), name="k", headers={}, options=OPTIONS)
 
 
 def test_importing_does_not_load_the_compiler() -> None:
