@@ -385,6 +385,12 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
 
     places = [*knobs.precompiled, *([knobs.cache_dir] if knobs.cache_dir else [])]
     searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
+    if job.lineinfo:
+        return (
+            f"{job.spec.symbol} for {job.arch} with source lines (JITATTN_LINEINFO=1) is not "
+            f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
+            "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
+        )
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
     config = quote(hint or _config_text(job.spec))
     return (

@@ -270,6 +270,16 @@ def test_without_a_hint_the_command_comes_from_the_spec(tmp_path: Path) -> None:
         get(Knobs(cache_dir=None, jit=False))
 
 
+def test_source_lines_are_in_no_bundle_so_none_is_suggested(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    build.fill(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
+    settings = Knobs(cache_dir=None, precompiled=(bundle,), jit=False, lineinfo=True)
+    with pytest.raises(KernelNotFoundError, match="unset JITATTN_LINEINFO, or") as caught:
+        get(settings)
+    assert "precompile -" not in str(caught.value)
+    assert get(replace(settings, lineinfo=False)).origin == "precompiled"
+
+
 def test_without_jit_nothing_is_compiled(settings: Knobs, compilations: Compilations) -> None:
     compilations.fails = True
     with pytest.raises(KernelNotFoundError):
