@@ -27,6 +27,7 @@ _PACKAGES = (
     "nvidia-cuda-nvrtc-cu12",
     "nvidia-cuda-nvdisasm",
     "nvidia-cutlass",
+    "filelock",
     "jinja2",
     "platformdirs",
     "rich",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +61,12 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["jinja2"].ok is False
     assert found["torch"].ok is None
     assert found["torch"].advice == "pip install torch"
+
+
+def test_every_dependency_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=]", text)[0] for text in project["dependencies"]}
+    assert names - {"cuda-python"} <= set(doctor._PACKAGES)  # which brings cuda-bindings
 
 
 def test_no_driver_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
