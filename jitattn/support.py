@@ -97,6 +97,11 @@ def _page_size_fits(config: PlannerConfig) -> bool:
     return config.page_size is not None and 1 <= config.page_size <= 2**20
 
 
+def _kv_layout_fits(config: PlannerConfig) -> bool:
+    has_pages = config.page_table != PageTable.RAGGED
+    return config.kv_layout in (KV_LAYOUTS if has_pages else KV_LAYOUTS[:1])
+
+
 RULES = (
     _rule(
         "num_qo_heads",
@@ -136,7 +141,13 @@ RULES = (
         lambda c: c.out_dtype is None or c.out_dtype in OUT_DTYPES,
         f"is not one of {', '.join(OUT_DTYPES)}",
     ),
-    _one_of("kv_layout", KV_LAYOUTS),
+    _rule(
+        "kv_layout",
+        ", ".join(KV_LAYOUTS) + "; NHD with page_table=ragged",
+        _kv_layout_fits,
+        f"does not fit: {' or '.join(KV_LAYOUTS)} with pages, NHD with page_table=ragged, where K "
+        "and V are [num_kv_tokens, num_kv_heads, head_dim]",
+    ),
     _one_of("page_table", PAGE_TABLES),
     _rule(
         "window_left",

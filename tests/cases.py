@@ -445,6 +445,8 @@ def _fit(case: Case) -> Case:
         case = replace(case, num_kv_heads=1)
     if not case.has_rows:
         case = replace(case, rows=None)
+    if case.page_table == "ragged":
+        case = replace(case, kv_layout="NHD")
     num_scores = max(q * n for q, n in zip(case.queries, case.lengths, strict=True))
     heavy = num_scores * case.group_size * case.num_kv_heads > 2_000_000
     return replace(case, num_kv_heads=1) if heavy else case

@@ -34,6 +34,8 @@ def call(inputs: Inputs, **changes: object) -> object:
 @pytest.mark.parametrize("cache", ["pair_nhd", "one_nhd", "interleaved", "odd_strides"])
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_every_layout(case: Case, cache: str, kv_layout: str, device: str) -> None:
+    if case.page_table == "ragged" and kv_layout == "HND":
+        pytest.skip("ragged K and V have no pages, so no order in them")
     case = replace(case, lengths=(40, 0, 17), cache=cache, kv_layout=kv_layout)
     inputs = make_inputs(case, device)
     out, lse = call(inputs)
