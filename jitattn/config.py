@@ -12,7 +12,10 @@ from jitattn.errors import ConfigError
 # No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
 # same.
 MAX_KV_LEN = 2**30
-_OPTIONAL = {"page_size", "head_dim_vo", "out_dtype", "sm_scale", "variant", "num_sms"}
+_OPTIONAL = {
+    *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
+    *("variant", "skip_softmax_threshold", "num_sms"),
+}
 _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
 
 
@@ -41,6 +44,7 @@ class PlannerConfig:
     use_sinks: bool = False
     use_custom_mask: bool = False
     variant: str | None = None
+    skip_softmax_threshold: float | None = None
     batch_invariant: bool = False
     early_kv: bool = False
     num_sms: int | None = None

@@ -74,6 +74,7 @@ class AttentionPlanner:
         use_sinks: bool = False,
         use_custom_mask: bool = False,
         variant: str | None = None,
+        skip_softmax_threshold: float | None = None,
         batch_invariant: bool = False,
         early_kv: bool = False,
         num_sms: int | None = None,
@@ -102,6 +103,8 @@ class AttentionPlanner:
             use_sinks: ``run`` gets ``sinks``.
             use_custom_mask: ``run`` gets ``custom_mask``.
             variant: not built yet.
+            skip_softmax_threshold: not built yet: leave out a KV tile whose every score lies more
+                than this below the running maximum; None is never.
             batch_invariant: a request's bits depend on nothing but its own values and length.
             early_kv: not built yet.
             num_sms: multiprocessors to use; None is all.
@@ -133,6 +136,7 @@ class AttentionPlanner:
                 "use_sinks": use_sinks,
                 "use_custom_mask": use_custom_mask,
                 "variant": variant,
+                "skip_softmax_threshold": skip_softmax_threshold,
                 "batch_invariant": batch_invariant,
                 "early_kv": early_kv,
                 "num_sms": num_sms,

@@ -82,12 +82,12 @@ def _one_of(argument: str, choices: tuple[str, ...], why: str = "") -> Rule:
     )
 
 
-def _not_built(argument: str, default: object, what: str) -> Rule:
+def _not_built(argument: str, default: object, what: str, instead: str) -> Rule:
     return _rule(
         argument,
         str(default),
         lambda config: getattr(config, argument) == default,
-        f"is refused: {what} not built yet",
+        f"is refused: {what} not built yet; leave it {default}: {instead}",
     )
 
 
@@ -167,8 +167,25 @@ RULES = (
         lambda c: c.num_sms is None or c.num_sms >= 1,
         "is not at least 1",
     ),
-    _not_built("variant", None, "variants are"),
-    _not_built("early_kv", False, "loading keys before the previous kernel has finished is"),
+    _not_built(
+        "variant",
+        None,
+        "score variants such as ALiBi are",
+        "windows, soft caps, sinks and masks are arguments of their own, rotary embeddings belong "
+        "into q and the cache, and flash_attn_with_kvcache(alibi_slopes=...) has ALiBi meanwhile",
+    ),
+    _not_built(
+        "skip_softmax_threshold",
+        None,
+        "leaving out KV tiles whose scores are all that far below the running maximum is",
+        "then every visible key counts",
+    ),
+    _not_built(
+        "early_kv",
+        False,
+        "loading keys before the previous kernel has finished is",
+        "then keys are loaded after it",
+    ),
 )
 # Both values of these work in every kernel.
 _ANY = {

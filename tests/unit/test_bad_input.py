@@ -127,7 +127,10 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "fp8 cache": ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype=float8_e4m3fn"),
     "fp8 queries": ({"q_dtype": "float8_e4m3fn"}, "q_dtype=float8_e4m3fn"),
     "nvfp4 cache": ({"kv_dtype": "nvfp4"}, "kv_dtype=nvfp4"),
-    "variant": ({"variant": "score + bias"}, "variant"),
+    "variant": ({"variant": "score + bias"}, r"variant=score \+ bias is refused"),
+    "ALiBi": ({"variant": "alibi"}, r"variant=alibi is refused: .*ALiBi .*alibi_slopes"),
+    "skipped tiles": ({"skip_softmax_threshold": 12}, "skip_softmax_threshold=12.0 is refused"),
+    "no threshold": ({"skip_softmax_threshold": "off"}, "skip_softmax_threshold='off'"),
     "early_kv": ({"early_kv": True}, "early_kv"),
 }
 
