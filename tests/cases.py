@@ -452,6 +452,12 @@ def _fit(case: Case) -> Case:
     return replace(case, num_kv_heads=1) if heavy else case
 
 
+def of(case: Case, *pairs: tuple[int, int], **changes: object) -> Case:
+    """The case with these (q_len, kv_len)."""
+    q_lens, lengths = zip(*pairs, strict=True)
+    return replace(case, q_lens=q_lens, lengths=lengths, **changes)
+
+
 # --- cases of the other GPU tests -----------------------------------------------------------------
 
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +15,11 @@ import jitattn
 from jitattn import reference
 from jitattn.pages import Pages
 from tests.cases import Case
-from tests.inputs import CANARY, Inputs, Tokens, make_inputs, surroundings
-from tests.queries import row_starts
+from tests.inputs import CANARY, Inputs, Tokens, make_inputs, surroundings, uniform_probe
+from tests.queries import Rows, row_starts
+
+Result = tuple[Tensor, Tensor]
+"""Out and lse."""
 
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
@@ -115,6 +120,12 @@ def extras(inputs: Inputs) -> dict[str, object]:
     return {"sinks": inputs.sinks, "custom_mask": mask}
 
 
+def uniform(case: Case, device: torch.device | str) -> tuple[Inputs, Tensor, Tensor]:
+    """Inputs, out and lse of a uniform probe."""
+    inputs = make_inputs(case, device, uniform_probe(case, device))
+    return inputs, *attend(inputs)
+
+
 def attend(
     inputs: Inputs, planner: jitattn.AttentionPlanner | None = None, **changes: object
 ) -> tuple[Tensor, Tensor]:
@@ -186,9 +197,45 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
+def assert_same(got: Result, want: Result) -> None:
+    """Bitwise equality of out and lse, on whatever devices they are."""
+    assert same_bits(got[0].to(want[0].device), want[0]), "out differs"
+    assert same_bits(got[1].to(want[1].device), want[1]), "lse differs"
+
+
 def target_rows(inputs: Inputs, targets: Sequence[int]) -> Tensor:
     """What an address probe must return: V of each request's target, for every query head."""
     starts = inputs.kv_indptr[:-1]
     index = [start + target for start, target in zip(starts, targets, strict=True)]
     rows = inputs.v[index].repeat_interleave(inputs.case.group_size, dim=1)
     return rows.to(getattr(torch, inputs.case.out_dtype or inputs.case.dtype))
+
+
+def check_addresses(inputs: Inputs, out: Tensor, targets: Sequence[int]) -> int:
+    """Rows that see their request's target return its V row, bit for bit; how many they are."""
+    rows = Rows.of(inputs.case, inputs.device)
+    target = torch.tensor(targets, device=inputs.device)[rows.request]
+    sees = (target >= rows.first) & (target < rows.last)
+    want = target_rows(inputs, targets)[rows.request]
+    assert torch.equal(out[: len(want)][sees], want[sees]), "a target's address is wrong"
+    return int(sees.sum())
+
+
+def fill_dead_slots(inputs: Inputs, value: float) -> None:
+    """Fill everything that is NaN in a pair of caches with a value."""
+    inputs.cache = tuple(
+        torch.where(torch.isnan(cache), torch.full_like(cache, value), cache)
+        for cache in inputs.cache
+    )
+
+
+@contextmanager
+def forbid_waiting() -> Iterator[None]:
+    """Make torch raise when something copies to the host or waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

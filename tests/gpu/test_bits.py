@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitattn
 from tests.cases import (
@@ -27,22 +26,16 @@ from tests.cases import (
     Case,
 )
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, planner_for, same_bits
+from tests.harness import Result, assert_same, attend, check, expected, planner_for, same_bits
 from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
 from tests.layouts import attend_through, same_pages
 
 LENGTHS = (4097, 1, 0, 16, 255, 12000, 33)
-Result = tuple[Tensor, Tensor]
 
 
 def bits_of(case: Case) -> tuple[Inputs, Result]:
     inputs = make_inputs(case, DEVICE)
     return inputs, attend(inputs)
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -6,7 +6,6 @@ Names and numbers follow the list of cases; every one is varied beyond the numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,22 +26,17 @@ from tests.cases import (
     Case,
 )
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, planner_for, same_bits, target_rows
-from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
-
-Result = tuple[Tensor, Tensor]
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
-
-
-def uniform(case: Case) -> tuple[Inputs, Tensor, Tensor]:
-    """Inputs, out and lse of a uniform probe."""
-    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
-    return inputs, *attend(inputs)
-
+from tests.harness import (
+    assert_same,
+    attend,
+    check,
+    expected,
+    fill_dead_slots,
+    planner_for,
+    target_rows,
+    uniform,
+)
+from tests.inputs import address_probe, make_inputs, random_tokens, uniform_probe
 
 # --- C01: K and V interleaved inside each page ----------------------------------------------------
 
@@ -145,21 +139,6 @@ def test_c04_one_table_row_and_one_length() -> None:
 # --- C07: page offsets beyond 32 bits -------------------------------------------------------------
 
 EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements
-
-
-@pytest.fixture(scope="module")
-def large_pool() -> Iterator[Tensor]:
-    """8.6 GB: pages of 16 tokens, 8 heads and 128 columns, K and V interleaved."""
-    num_pages, page = 131_074, (2, 16, 8, 128)
-    needed = num_pages * 2 * math.prod(page)
-    if DEVICE != "cuda":
-        pytest.skip("8.6 GB for one test is for a GPU")
-    if torch.cuda.mem_get_info()[0] < needed + 2**30:
-        pytest.skip(f"needs {needed / 1e9:.1f} GB of device memory")
-    pool = torch.empty((num_pages, *page), dtype=torch.bfloat16, device=DEVICE)
-    yield pool
-    del pool
-    torch.cuda.empty_cache()
 
 
 def large_case(batch_size: int) -> Case:
@@ -283,14 +262,6 @@ def test_c12_lengths_that_are_no_multiple(case: Case, causal: bool) -> None:
 # --- C13: NaN in slots that must not count --------------------------------------------------------
 
 
-def dead_slots(inputs: Inputs, value: float) -> None:
-    """Fill everything that is NaN in the caches with a value."""
-    inputs.cache = tuple(
-        torch.where(torch.isnan(cache), torch.full_like(cache, value), cache)
-        for cache in inputs.cache
-    )
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -306,11 +277,11 @@ def dead_slots(inputs: Inputs, value: float) -> None:
 def test_c13_dead_slots(case: Case, poison: float) -> None:
     inputs = make_inputs(case, DEVICE)
     poisoned = inputs.cache
-    dead_slots(inputs, 0.0)
+    fill_dead_slots(inputs, 0.0)
     want = attend(inputs)
     assert bool(torch.isfinite(want[0]).all())
     inputs.cache = poisoned
-    dead_slots(inputs, poison)
+    fill_dead_slots(inputs, poison)
     assert_same(attend(inputs), want)
 
 
@@ -386,7 +357,7 @@ def test_c15_minus_infinity_is_no_sink() -> None:
 @pytest.mark.parametrize("case", [D128, D64, D128_PAGE_3], ids=str)
 def test_c16_visible_keys(case: Case, window_left: int) -> None:
     case = replace(case, lengths=(300, 1, 64), window_left=window_left)
-    inputs, out, lse = uniform(case)
+    inputs, out, lse = uniform(case, DEVICE)
     for row, length in zip(lse, case.lengths, strict=True):
         count = length if window_left < 0 else min(length - 1, window_left) + 1
         counted = row.double().exp()
@@ -407,7 +378,7 @@ def test_c16_negative_windows(window_left: int) -> None:
 @pytest.mark.parametrize("case", [D128, D128_SEPARATE, D256], ids=str)
 def test_c18_the_query_is_the_last_token(case: Case) -> None:
     lengths = (128, 5, 2, 1, 65, 129, 0)
-    inputs, out, lse = uniform(replace(case, lengths=lengths))
+    inputs, out, lse = uniform(replace(case, lengths=lengths), DEVICE)
     counts = torch.tensor(lengths, dtype=torch.float64, device=DEVICE)[:, None].expand_as(lse)
     torch.testing.assert_close(lse.double().exp(), counts, rtol=1e-5, atol=0)
     assert bool((out[-1] == 0).all())

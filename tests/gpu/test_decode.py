@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,7 +10,16 @@ import torch
 import jitattn
 from tests.cases import D64, D128, D128_FP16, D128_SEPARATE, D256, PAGE_1, WIDE, Case, decode_cases
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, planner_for, run_case, same_bits, target_rows
+from tests.harness import (
+    attend,
+    check,
+    expected,
+    forbid_waiting,
+    planner_for,
+    run_case,
+    same_bits,
+    target_rows,
+)
 from tests.inputs import Inputs, address_probe, make_inputs, uniform_probe
 
 FAMILIES = (D64, D128, D128_FP16, D128_SEPARATE, D256, PAGE_1, WIDE)
@@ -159,18 +165,6 @@ def test_layers_share_a_plan() -> None:
     ]
     for layer, result in zip(layers * 3, results, strict=True):
         check(case, *result, expected(layer))
-
-
-@contextmanager
-def forbid_waiting() -> Iterator[None]:
-    """Make torch raise when something copies to the host or waits for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -16,11 +16,10 @@ from torch import Tensor
 import jitattn
 from tests.cases import D128, D128_CSR, D192X128, RAGGED, Case
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, planner_for, same_bits
+from tests.harness import assert_same, attend, check, expected, planner_for
 from tests.inputs import Inputs, make_inputs
 
 ROOT = Path(__file__).parents[2]
-Result = tuple[Tensor, Tensor]
 CASES = tuple(replace(case, lengths=(9, 5000, 0)) for case in (D128, D128_CSR, RAGGED, D192X128))
 
 pytestmark = pytest.mark.skipif(
@@ -48,11 +47,6 @@ def on(device: int, inputs: Inputs) -> Inputs:
         sinks=move(inputs.sinks),
         garbage=move(inputs.garbage),
     )
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0].cpu(), want[0].cpu()), "out differs"
-    assert same_bits(got[1].cpu(), want[1].cpu()), "lse differs"
 
 
 def equal_cards() -> bool:

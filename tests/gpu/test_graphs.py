@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,28 +13,20 @@ from torch import Tensor
 import jitattn
 from tests.cases import D128, D128_CSR, D192X128, EVERY_LAYOUT, RAGGED, Case
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, extras, plan_of, planner_for, same_bits
+from tests.harness import (
+    Result,
+    assert_same,
+    attend,
+    check,
+    expected,
+    extras,
+    forbid_waiting,
+    plan_of,
+    planner_for,
+)
 from tests.inputs import Inputs, make_inputs
 
-Result = tuple[Tensor, Tensor]
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="graphs and streams are the device's")
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
-
-
-@contextmanager
-def forbid_waiting() -> Iterator[None]:
-    """Make torch raise when something copies to the host or waits for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import MASKED_KERNELS, Case, Kernel
+from tests.cases import MASKED_KERNELS, Case, Kernel, of
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, same_bits
+from tests.harness import assert_same, attend, check, expected
 from tests.inputs import Inputs, Tokens, make_inputs, random_tokens, uniform_probe
 from tests.queries import MaskOf, Rows, mask_of_last_keys, pack, ragged_mask, request_and_place
 
-Result = tuple[Tensor, Tensor]
 FORMS = ("bool", "packed", "ragged")
 
 
@@ -39,17 +38,6 @@ PLAIN = CASES[0]
 # Those whose kernels without a mask other tests use as well.
 WITH_UNMASKED_TWIN = (CASES[0], CASES[1], CASES[4], CASES[9], CASES[11])
 BATCH = ((1, 300), (2, 40), (3, 9000), (64, 700), (70, 70), (0, 9), (5, 3), (4, 0), (300, 333))
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
-
-
-def of(case: Case, *pairs: tuple[int, int], **changes: object) -> Case:
-    """The case with these (q_len, kv_len)."""
-    q_lens, lengths = zip(*pairs, strict=True)
-    return replace(case, q_lens=q_lens, lengths=lengths, **changes)
 
 
 @pytest.mark.parametrize("form", FORMS)

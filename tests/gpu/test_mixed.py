@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitattn
 from tests.cases import (
@@ -31,6 +30,8 @@ from tests.cases import (
 from tests.gpu.device import DEVICE
 from tests.gpu.test_graphs import Layer, captured, forbid_waiting
 from tests.harness import (
+    Result,
+    assert_same,
     attend,
     check,
     expected,
@@ -44,18 +45,12 @@ from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
 from tests.layouts import attend_through, same_pages
 from tests.queries import row_starts
 
-Result = tuple[Tensor, Tensor]
 on_the_device = pytest.mark.skipif(DEVICE != "cuda", reason="the CPU refuses or has no graphs")
 # Both kernels, splits in both, padding and requests without queries.
 PAIRS = (
     *((1, 4097), (1, 1), (3, 0), (1, 16), (0, 255), (64, 12_000), (300, 333)),
     *((2, 5000), (90, 90), (5, 3), (1, -1)),
 )
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
 
 
 def of(case: Case, pairs: Sequence[tuple[int, int]] = PAIRS, **changes: object) -> Case:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -34,40 +33,25 @@ from tests.cases import (
     SOFT_CAP,
     WIDE,
     Case,
+    of,
 )
 from tests.gpu.device import DEVICE
 from tests.harness import (
+    assert_same,
     attend,
     check,
+    check_addresses,
     expected,
     extras,
+    fill_dead_slots,
     plan_of,
     planner_for,
-    same_bits,
-    target_rows,
+    uniform,
 )
-from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
+from tests.inputs import address_probe, make_inputs, random_tokens, uniform_probe
 from tests.queries import Rows, request_and_place
 
-Result = tuple[Tensor, Tensor]
 FAMILIES = (D64, D128, D128_FP16, D128_SEPARATE, D128_PAGE_3, PAGE_1, WIDE, D192X128, D256, D512)
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
-
-
-def of(case: Case, *pairs: tuple[int, int]) -> Case:
-    """The case with these (q_len, kv_len)."""
-    q_lens, lengths = zip(*pairs, strict=True)
-    return replace(case, q_lens=q_lens, lengths=lengths)
-
-
-def uniform(case: Case) -> tuple[Inputs, Tensor, Tensor]:
-    """Inputs, out and lse of a uniform probe."""
-    inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
-    return inputs, *attend(inputs)
 
 
 def check_counts(case: Case, lse: Tensor) -> None:
@@ -75,16 +59,6 @@ def check_counts(case: Case, lse: Tensor) -> None:
     counted = lse.double().exp()
     want = Rows.of(case, lse.device).num_keys.double()[:, None].expand_as(counted)
     torch.testing.assert_close(counted, want, rtol=1e-5, atol=0)
-
-
-def check_addresses(inputs: Inputs, out: Tensor, targets: Sequence[int]) -> None:
-    """Rows that see their request's target return its V row, bit for bit."""
-    rows = Rows.of(inputs.case, inputs.device)
-    target = torch.tensor(targets, device=inputs.device)[rows.request]
-    sees = (target >= rows.first) & (target < rows.last)
-    assert bool(sees.any())
-    want = target_rows(inputs, targets)[rows.request]
-    assert torch.equal(out[sees], want[sees])
 
 
 # --- C01: K and V interleaved inside each page ----------------------------------------------------
@@ -98,7 +72,7 @@ def test_c01_interleaved_pools(cache: str, target: int, q_len: int) -> None:
     tokens = address_probe(case, DEVICE, [target, target])
     inputs = make_inputs(case, DEVICE, tokens)
     result = attend(inputs)
-    check_addresses(inputs, result[0], [target, target])
+    assert check_addresses(inputs, result[0], [target, target]) > 0
     plain = replace(case, cache="pair_nhd")
     assert_same(result, attend(make_inputs(plain, DEVICE, tokens)))
 
@@ -141,21 +115,6 @@ def test_c04_one_request(q_len: int) -> None:
 EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements
 
 
-@pytest.fixture(scope="module")
-def large_pool() -> Iterator[Tensor]:
-    """8.6 GB: pages of 16 tokens, 8 heads and 128 columns, K and V interleaved."""
-    num_pages, page = 131_074, (2, 16, 8, 128)
-    needed = num_pages * 2 * math.prod(page)
-    if DEVICE != "cuda":
-        pytest.skip("8.6 GB for one test is for a GPU")
-    if torch.cuda.mem_get_info()[0] < needed + 2**30:
-        pytest.skip(f"needs {needed / 1e9:.1f} GB of device memory")
-    pool = torch.empty((num_pages, *page), dtype=torch.bfloat16, device=DEVICE)
-    yield pool
-    del pool
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize("q_len", [2, 5, 32])
 @pytest.mark.parametrize("target", [3, 16])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
@@ -170,7 +129,7 @@ def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
         large_pool[second, i] = pages[:, 1]
     inputs.table = torch.tensor([EDGES, second], dtype=torch.int32, device=DEVICE).T.contiguous()
     inputs.cache = large_pool
-    check_addresses(inputs, attend(inputs)[0], [target] * count)
+    assert check_addresses(inputs, attend(inputs)[0], [target] * count) > 0
 
 
 # --- C08: garbage in unused table entries ---------------------------------------------------------
@@ -246,14 +205,6 @@ def test_c12_lengths_that_are_no_multiple(case: Case, q_len: int, causal: bool) 
 # --- C13: NaN in slots that must not count --------------------------------------------------------
 
 
-def dead_slots(inputs: Inputs, value: float) -> None:
-    """Fill everything that is NaN in the caches with a value."""
-    inputs.cache = tuple(
-        torch.where(torch.isnan(cache), torch.full_like(cache, value), cache)
-        for cache in inputs.cache
-    )
-
-
 @pytest.mark.parametrize("window_left", [-1, 20])
 @pytest.mark.parametrize("q_len", [1, 4, 64])
 @pytest.mark.parametrize("case", [*FAMILIES, SOFT_CAP, RAGGED], ids=str)
@@ -262,11 +213,11 @@ def test_c13_dead_slots(case: Case, q_len: int, window_left: int, poison: float)
     case = of(case, (q_len, 13), (q_len, 17), (q_len, 70), (q_len, 3001))
     inputs = make_inputs(replace(case, window_left=window_left), DEVICE)
     poisoned = inputs.cache
-    dead_slots(inputs, 0.0)
+    fill_dead_slots(inputs, 0.0)
     want = attend(inputs)
     assert bool(torch.isfinite(want[0]).all())
     inputs.cache = poisoned
-    dead_slots(inputs, poison)
+    fill_dead_slots(inputs, poison)
     assert_same(attend(inputs), want)
 
 
@@ -343,7 +294,7 @@ WINDOWS = (-1, 0, 1, 15, 16, 63, 64, 127, 128, 298, 299, 300, 10**9, 2**31 - 1, 
 def test_c16_visible_keys(case: Case, window_left: int, causal: bool) -> None:
     case = of(case, (300, 300), (5, 300), (1, 64))
     case = replace(case, window_left=window_left, causal=causal)
-    inputs, out, lse = uniform(case)
+    inputs, out, lse = uniform(case, DEVICE)
     check_counts(case, lse)
     if causal:
         position = torch.arange(300, device=DEVICE, dtype=torch.float64)
@@ -392,7 +343,7 @@ ALIGNMENTS = ((3, 128), (2, 5), (5, 2), (1, 1), (64, 65), (130, 129), (7, 0))
 @pytest.mark.parametrize("case", [*FAMILIES, *EVERY_LAYOUT], ids=str)
 def test_c18_alignment_in_one_batch(case: Case) -> None:
     case = of(case, *ALIGNMENTS)
-    inputs, out, lse = uniform(case)
+    inputs, out, lse = uniform(case, DEVICE)
     check_counts(case, lse)
     rows = Rows.of(case, DEVICE)
     place = request_and_place(case, DEVICE)[1]
@@ -409,7 +360,7 @@ def test_c18_alignment_in_one_batch(case: Case) -> None:
 @pytest.mark.parametrize("case", [D128, D64, D256], ids=str)
 def test_c18_alignment_alone(case: Case, pair: tuple[int, int]) -> None:
     case = of(case, pair)
-    inputs, out, lse = uniform(case)
+    inputs, out, lse = uniform(case, DEVICE)
     check_counts(case, lse)
     check(case, out, lse, expected(inputs))
 
@@ -532,7 +483,7 @@ def test_every_address_of_a_long_request(case: Case) -> None:
     pairs = [(q_len, 5001) for q_len in (2, 20, 130)] * 5
     case = replace(of(case, *pairs), num_kv_heads=1)
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, list(edges)))
-    check_addresses(inputs, attend(inputs)[0], edges)
+    assert check_addresses(inputs, attend(inputs)[0], edges) > 0
 
 
 # --- repeats --------------------------------------------------------------------------------------

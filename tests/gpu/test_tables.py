@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,18 +13,12 @@ from torch import Tensor
 import jitattn
 from tests.cases import D64, D128, D192X128, EVERY_LAYOUT, RAGGED, TABLES, TWINS, Case, twins_of
 from tests.gpu.device import DEVICE
-from tests.harness import attend, check, expected, planner_for, same_bits, target_rows
+from tests.harness import assert_same, attend, check, expected, planner_for, same_bits, target_rows
 from tests.inputs import CACHES, Inputs, address_probe, make_inputs, random_tokens, spread
 from tests.layouts import attend_through, ragged_inputs, same_pages
 
 Pair = tuple[Tensor, Tensor]
-Result = tuple[Tensor, Tensor]
 LENGTHS = (4097, 1, 0, 16, 255, 2000, 33)
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
 
 
 def nan(*shape: int) -> Tensor:
@@ -361,20 +355,6 @@ def test_c04_q_of_a_fused_projection(case: Case, num_tokens: int) -> None:
 
 
 # --- C07: offsets beyond 32 bits, in every layout -------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def large_pool() -> Iterator[Tensor]:
-    """8.6 GB: 131,074 pages of 16 tokens, 8 heads and 128 columns, K and V interleaved."""
-    shape = (131_074, 2, 16, 8, 128)
-    if DEVICE != "cuda":
-        pytest.skip("8.6 GB for one test is for a GPU")
-    if torch.cuda.mem_get_info()[0] < 2 * math.prod(shape) + 2**30:
-        pytest.skip("needs 10 GB of device memory")
-    pool = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-    yield pool
-    del pool
-    torch.cuda.empty_cache()
 
 
 EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements

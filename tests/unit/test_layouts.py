@@ -25,17 +25,19 @@ from tests.cases import (
     Case,
 )
 from tests.devices import EVERYWHERE
-from tests.harness import attend, check, expected, planner_for, run_case, same_bits, target_rows
+from tests.harness import (
+    assert_same,
+    attend,
+    check,
+    expected,
+    planner_for,
+    run_case,
+    target_rows,
+)
 from tests.inputs import address_probe, make_inputs, spread, uniform_probe
 from tests.layouts import attend_through, ragged_inputs, same_pages, wide_table
 
-Result = tuple[Tensor, Tensor]
 SMALL = Case(head_dim=32, page_size=4, lengths=(5, 0, 17, 40), num_kv_heads=2, group_size=2)
-
-
-def assert_same(got: Result, want: Result) -> None:
-    assert same_bits(got[0], want[0]), "out differs"
-    assert same_bits(got[1], want[1]), "lse differs"
 
 
 # --- the same logical tokens ----------------------------------------------------------------------
