@@ -2,21 +2,25 @@
 
 Planners are drawn from `VARIANTS`, a few for each kernel of tests/cases.py, so that a carried
 bundle holds every kernel and equal planners are made once; everything else is drawn freely.
+`examples` has one query token a request, tests/mixed_strategies.py any number.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import sys
+import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.cases import CACHES_SEPARATE, CACHES_SHARED, GROUPS, KERNELS, Case, Kernel
-from tests.harness import attend, check, expected, planner_for, target_rows
+from tests.harness import attend, check, check_addresses, expected, planner_for
 from tests.inputs import (
     ROW_VIEWS,
     Inputs,
@@ -28,8 +32,9 @@ from tests.inputs import (
 )
 
 VARIANTS_PER_KERNEL = 4
+NUM_SHARDS = 20
 NUM_EXAMPLES = int(os.environ.get("JITATTN_TEST_EXAMPLES", "3000"))
-"""Of the test on a GPU; the environment may ask for fewer, or more."""
+"""Of a test on a GPU; the environment may ask for fewer, or more."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Example:
     probe: str
 
 
-def _variant(kernel: Kernel, rng: random.Random) -> Case:
+def variant(kernel: Kernel, rng: random.Random) -> Case:
+    """Planner arguments for a kernel of the list."""
     group_size = rng.choice(GROUPS[kernel.band])
     return Case(
         head_dim=kernel.head_dim,
@@ -51,19 +57,20 @@ def _variant(kernel: Kernel, rng: random.Random) -> Case:
         page_table=kernel.page_table,
         logits_soft_cap=rng.choice((0.5, 5.0, 30.0)) if kernel.soft_cap else 0.0,
         group_size=group_size,
-        num_kv_heads=rng.choice((1, 1, 2, 3)) if group_size < 20 else 1,
+        num_kv_heads=rng.choice((1, 1, 2, 3)) if group_size < 13 else 1,
         kv_layout=rng.choice(("NHD", "HND") if kernel.page_table != "ragged" else ("NHD",)),
         window_left=rng.choice((-1, -1, -1, 0, 1, 16, 100, 1000)),
         causal=rng.random() < 0.8,
         sm_scale=rng.choice((None, None, 0.05, 0.4)),
         sinks=rng.choice((None, None, "float32", "bfloat16", "float16-column", "float64")),
         batch_invariant=rng.random() < 0.4,
+        mask="bool" if kernel.mask else None,
     )
 
 
 def _variants() -> tuple[Case, ...]:
     rng = random.Random(80)
-    return tuple(_variant(kernel, rng) for kernel in KERNELS for _ in range(VARIANTS_PER_KERNEL))
+    return tuple(variant(kernel, rng) for kernel in KERNELS for _ in range(VARIANTS_PER_KERNEL))
 
 
 VARIANTS = _variants()
@@ -85,10 +92,14 @@ def lengths(longest: int) -> st.SearchStrategy[tuple[int, ...]]:
 def examples(draw: st.DrawFn, longest: int = 3000) -> Example:
     """An example of a kernel on the list."""
     case = draw(st.sampled_from(VARIANTS))
+    return placed(draw, replace(case, lengths=draw(lengths(longest))))
+
+
+def placed(draw: st.DrawFn, case: Case) -> Example:
+    """An example of the case: how it lies in memory, how it is called, and what it probes."""
     caches = CACHES_SEPARATE if case.page_table == "separate" else CACHES_SHARED
     case = replace(
         case,
-        lengths=draw(lengths(longest)),
         cache=draw(st.sampled_from([c for c in caches if c != "size_1" or case.num_kv_heads == 1])),
         q_view=draw(st.sampled_from([view for view in ROW_VIEWS if view != "heads_outside"])),
         out_view=draw(st.sampled_from([view for view in ROW_VIEWS if view != "qkv"])),
@@ -98,18 +109,19 @@ def examples(draw: st.DrawFn, longest: int = 3000) -> Example:
         seed=draw(st.integers(0, 2**16)),
     )
     probes = ["random", "random", "uniform"]
-    if case.logits_soft_cap == 0.0 and min(case.lengths) > 0:
+    if case.logits_soft_cap == 0.0 and case.mask is None and min(case.lengths) > 0:
         probes.append("address")
     return Example(case, draw(st.sampled_from(probes)))
 
 
 def inputs_of(example: Example, device: str) -> tuple[Inputs, list[int] | None]:
-    """Inputs, and the targets of an address probe."""
+    """Inputs, and the targets of an address probe: keys that each request's last row sees."""
     case = example.case
     if example.probe == "address":
         rng = random.Random(case.seed)
         first = first_visible(case, torch.device("cpu")).tolist()
-        targets = [rng.randint(f, n - 1) for f, n in zip(first, case.lengths, strict=True)]
+        last = [length - 1 for length in case.lengths]
+        targets = [rng.randint(min(f, n), n) for f, n in zip(first, last, strict=True)]
         return make_inputs(case, device, address_probe(case, device, targets)), targets
     tokens = (uniform_probe if example.probe == "uniform" else random_tokens)(case, device)
     return make_inputs(case, device, tokens), None
@@ -118,31 +130,53 @@ def inputs_of(example: Example, device: str) -> tuple[Inputs, list[int] | None]:
 def run_example(example: Example, device: str, reached: Counter[str] | None = None) -> None:
     """Compare an example with the reference, and bit for bit where a probe says what is right."""
     inputs, targets = inputs_of(example, device)
-    planner = planner_for(example.case, device)
+    case = example.case
+    planner = planner_for(case, device)
     out, lse = attend(inputs, planner)
-    check(example.case, out, lse, expected(inputs))
+    check(case, out, lse, expected(inputs))
     if targets is not None:
-        assert torch.equal(out, target_rows(inputs, targets)), "a target's address is wrong"
+        check_addresses(inputs, out, targets)
     kernels = planner.bind(inputs.cache).kernels
     if reached is not None and kernels is not None:
-        reached[kernels.decode.load().symbol] += 1
+        kernel = kernels.decode if case.q_lens is None else kernels.prefill
+        reached[kernel.load().symbol] += 1
 
 
-def run_shard(number: int, num_examples: int, device: str, reached: Counter[str]) -> None:
-    """Run ``num_examples`` examples drawn from the seed ``number``."""
+@dataclass
+class Shards:
+    """Examples in shards, each drawn from its number as the seed, and the kernels they reached."""
 
-    @seed(number)
-    @settings(
-        max_examples=num_examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
-    @given(examples())
-    def shard(example: Example) -> None:
-        reached["examples"] += 1
-        run_example(example, device, reached)
+    examples: st.SearchStrategy[Example]
+    device: str
+    num_examples: int = NUM_EXAMPLES
+    num_run: int = 0
+    reached: Counter[str] = field(default_factory=Counter)
 
-    shard()
+    def run(self, number: int) -> None:
+        """Run one of `NUM_SHARDS`."""
+        before, start = self.num_run, time.monotonic()
+
+        @seed(number)
+        @settings(
+            max_examples=-(-self.num_examples // NUM_SHARDS),
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+        )
+        @given(self.examples)
+        def shard(example: Example) -> None:
+            self.num_run += 1
+            run_example(example, self.device, self.reached)
+
+        shard()
+        count, seconds = self.num_run - before, time.monotonic() - start
+        sys.stdout.write(f"seed {number}: {count} examples in {seconds:.1f} s\n")
+
+    def check_reached(self, num_kernels: int) -> None:
+        """What the shards that ran before in this process reached together."""
+        sys.stdout.write(f"{self.num_run} examples over {len(self.reached)} kernels\n")
+        if self.num_run < 3000:
+            pytest.skip(f"{self.num_run} examples are too few to tell")
+        assert len(self.reached) >= num_kernels

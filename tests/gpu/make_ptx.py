@@ -1,4 +1,4 @@
-"""Compile every kernel of the GPU tests to PTX for compute capability 8.0, without a GPU.
+"""Compile the kernels of tests/gpu/test_sm80.py to PTX for compute capability 8.0, without a GPU.
 
     pip download --no-deps nvidia-cuda-nvrtc==13.0.88 -d wheel
     python -m zipfile -e wheel/*.whl nvrtc-13.0
@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from jitattn.sources import headers
-from jitattn.spec import KernelSpec
+from jitattn.spec import KernelSpec, PrefillSpec
 from jitattn.support import resolve
 from tests.cases import kernel_configs
 
@@ -28,8 +28,13 @@ ARCH, VIRTUAL = "sm_80", "compute_80"
 
 
 def specs() -> tuple[KernelSpec, ...]:
-    """Every kernel that the GPU tests launch, none twice."""
-    found = {spec: None for config in kernel_configs(ARCH) for spec in resolve(config, ARCH)}
+    """The decode kernels of all GPU tests, the prefill kernels of some, and what goes with them."""
+    from tests.mixed_strategies import SM80_VARIANTS  # needs hypothesis
+
+    kernels = [spec for config in kernel_configs(ARCH) for spec in resolve(config, ARCH)]
+    found = {spec: None for spec in kernels if not isinstance(spec, PrefillSpec)}
+    for case in SM80_VARIANTS:
+        found |= dict.fromkeys(resolve(case.config(), ARCH))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -63,9 +63,14 @@ class PtxKernels:
     def start(
         self, wanted: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str = ""
     ) -> tuple[Pending, ...]:
-        """Stands for jitattn.build.start."""
-        makes = [partial(self.build, spec, arch, knobs, hint=hint) for spec in wanted]
-        return tuple(Pending(make(), make) for make in makes)
+        """Stands for jitattn.build.start; not every planner's prefill kernel is in the folder."""
+        pending = []
+        for spec in wanted:
+            make = partial(self.build, spec, arch, knobs, hint=hint)
+            compiled: Future[Kernel] = Future()  # what was compiled is loaded when it is needed
+            compiled.set_result(make())
+            pending.append(Pending(compiled, make))
+        return tuple(pending)
 
     def load(self, cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> LoadedKernel:
         """Stands for jitattn.driver.LoadedKernel."""

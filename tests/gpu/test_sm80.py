@@ -1,15 +1,13 @@
 """The sm_80 code of the kernels, as PTX, on the card at hand: see tests/gpu/sm80.py.
 
 JITATTN_TEST_PTX names the folder that tests/gpu/make_ptx.py filled, JITATTN_TEST_SM80_EXAMPLES how
-many random examples run.
+many random examples of decode run, and as many of mixed batches.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +16,29 @@ import pytest
 import torch
 
 import jitattn
-from tests.cases import D128, EVERY_LAYOUT, Case, decode_cases
+from jitattn.spec import PrefillSpec
+from jitattn.support import resolve
+from tests.cases import D128, EVERY_LAYOUT, Case, decode_cases, mixed_cases
 from tests.gpu.device import DEVICE
 from tests.gpu.sm80 import pretend_sm80
 from tests.harness import attend, check, expected, planner_for, run_case, same_bits
 from tests.inputs import make_inputs
 
 pytest.importorskip("hypothesis")
-from tests.strategies import run_shard
+from tests import mixed_strategies, strategies
+from tests.gpu.make_ptx import ARCH, specs
+from tests.mixed_strategies import SM80_VARIANTS
+from tests.strategies import NUM_SHARDS, Shards
 
 FOLDER = os.environ.get("JITATTN_TEST_PTX", "")
 NUM_EXAMPLES = int(os.environ.get("JITATTN_TEST_SM80_EXAMPLES", "3000"))
-NUM_SHARDS = 20
-REACHED: Counter[str] = Counter()
 SEEDS = range(1001, 1001 + NUM_SHARDS)
+DECODE = Shards(strategies.examples(), DEVICE, NUM_EXAMPLES)
+MIXED = Shards(mixed_strategies.examples(SM80_VARIANTS), DEVICE, NUM_EXAMPLES)
+PREFILL_SPECS = {spec for spec in specs() if isinstance(spec, PrefillSpec)}
+MIXED_CASES = [
+    case for case in mixed_cases() if PREFILL_SPECS.intersection(resolve(case.config(), ARCH))
+][::2]
 
 pytestmark = pytest.mark.skipif(not FOLDER or DEVICE != "cuda", reason="JITATTN_TEST_PTX is unset")
 
@@ -56,20 +63,24 @@ def test_decode(case: Case) -> None:
     run_case(case, DEVICE)
 
 
+@pytest.mark.parametrize("case", MIXED_CASES, ids=str)
+def test_mixed(case: Case) -> None:
+    run_case(case, DEVICE)
+
+
 @pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
 def test_random_examples(seed: int) -> None:
-    before = REACHED["examples"]
-    run_shard(seed, -(-NUM_EXAMPLES // NUM_SHARDS), DEVICE, REACHED)
-    sys.stdout.write(f"seed {seed}: {REACHED['examples'] - before} examples\n")
+    DECODE.run(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
+def test_random_mixed_batches(seed: int) -> None:
+    MIXED.run(seed)
 
 
 def test_the_examples_reached_enough_kernels() -> None:
-    """Runs after the shards of this process."""
-    num_kernels = len([name for name in REACHED if name != "examples"])
-    sys.stdout.write(f"{REACHED['examples']} examples over {num_kernels} sm_80 kernels\n")
-    if REACHED["examples"] < 3000:
-        pytest.skip(f"{REACHED['examples']} examples are too few to tell")
-    assert num_kernels >= 80
+    DECODE.check_reached(80)
+    MIXED.check_reached(len(SM80_VARIANTS))
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)

@@ -7,7 +7,6 @@ jitattn/reference.py. Masks are read back from the tensors that ``run`` gets.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -286,9 +285,10 @@ def test_mixed_cases(case: Case) -> None:
 def test_random_mixed_batches() -> None:
     """A few of the examples of tests/gpu/test_random_mixed.py, on the reference backend."""
     pytest.importorskip("hypothesis")
-    from tests.mixed_strategies import VARIANTS, run_shard
+    from tests.mixed_strategies import VARIANTS, examples
+    from tests.strategies import NUM_SHARDS, Shards
 
     assert len(VARIANTS) <= 60
-    reached: Counter[str] = Counter()
-    run_shard(1, 12, "cpu", reached)
-    assert reached["examples"] >= 12
+    shards = Shards(examples(), "cpu", num_examples=12 * NUM_SHARDS)
+    shards.run(1)
+    assert shards.num_run >= 12
