@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from jitattn import nvrtc
@@ -189,6 +190,66 @@ def test_nvrtc_12_is_taken_where_the_driver_is_old(
     env = {**os.environ, "PYTHONPATH": search, "LD_LIBRARY_PATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", CHOICE], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == f"{driver} {[str(nvrtc_12)] if taken else []}", done.stderr
+
+
+# An NVRTC 13 whose cubins say which it is.
+NVRTC_13 = r"""
+#include <string.h>
+static const char ptx[] =
+    "// Cuda compilation tools, release 13.{minor}, V13.{minor}.1\n// Build ID: CL-{minor}\n";
+static const char cubin[] = "\x7f" "ELF of 13.{minor}";
+int nvrtcVersion(int* major, int* minor) {{ *major = 13; *minor = {minor}; return 0; }}
+int nvrtcCreateProgram(void** program) {{ *program = &program; return 0; }}
+int nvrtcDestroyProgram(void** program) {{ return 0; }}
+int nvrtcCompileProgram(void* program) {{ return 0; }}
+int nvrtcGetProgramLogSize(void* program, size_t* size) {{ *size = 1; return 0; }}
+int nvrtcGetProgramLog(void* program, char* log) {{ *log = 0; return 0; }}
+int nvrtcGetPTXSize(void* program, size_t* size) {{ *size = sizeof ptx; return 0; }}
+int nvrtcGetPTX(void* program, char* text) {{ memcpy(text, ptx, sizeof ptx); return 0; }}
+int nvrtcGetCUBINSize(void* program, size_t* size) {{ *size = sizeof cubin - 1; return 0; }}
+int nvrtcGetCUBIN(void* program, char* code) {{ memcpy(code, cubin, sizeof cubin - 1); return 0; }}
+"""
+BUILD = """
+from jitattn import build, cubin, knobs
+from jitattn.cubin import Resources
+from jitattn.spec import ScheduleSpec
+cubin.resources_of = lambda *arguments: Resources(
+    registers=8, spill_bytes=0, smem_bytes=0, code_bytes=8
+)
+kernel = build.build(ScheduleSpec(), "sm_90a", knobs.load())
+print(kernel.origin, kernel.compiler, kernel.cubin[1:])
+"""
+
+
+def test_c44_of_two_compilers_the_loaded_one_is_named(tmp_path: Path) -> None:
+    """Which one LD_LIBRARY_PATH has first decides; neither is served what the other compiled."""
+    python = [sys._base_executable, "-S", "-c"]
+    where = "import site; print(*site.getsitepackages(), site.getusersitepackages(), sep='\\n')"
+    places = subprocess.run([*python, where], capture_output=True, text=True).stdout.splitlines()
+    if any((Path(place) / "nvidia").exists() for place in places):
+        pytest.skip("the interpreter has an NVRTC of its own, which the binding would take")
+    for minor in (0, 5):
+        library(tmp_path / f"13.{minor}" / "libnvrtc.so.13", NVRTC_13.format(minor=minor))
+    unwanted = ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH")
+    env = {name: value for name, value in os.environ.items() if name not in unwanted}
+    env["JITATTN_CACHE_DIR"] = str(tmp_path / "cache")
+    env["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(site_without_nvidia(tmp_path))])
+    for first, second, origin in ((0, 5, "compiled"), (5, 0, "compiled"), (0, 5, "disk")):
+        folders = [str(tmp_path / f"13.{minor}") for minor in (first, second)]
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
+        done = subprocess.run([*python, BUILD], env=env, capture_output=True, text=True)
+        wanted = f"{origin} V13.{first}.1 CL-{first} {f'ELF of 13.{first}'.encode()}\n"
+        assert done.stdout == wanted, done.stderr
+
+
+def site_without_nvidia(folder: Path) -> Path:
+    """A folder of all that is installed here, the binding included, but no NVRTC."""
+    site = folder / "site"
+    site.mkdir()
+    for entry in Path(jinja2.__file__).parents[1].iterdir():
+        if entry.name != "nvidia":
+            (site / entry.name).symlink_to(entry)
+    return site
 
 
 def test_the_search_digest_sees_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
