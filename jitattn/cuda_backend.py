@@ -217,9 +217,11 @@ class CudaPlan:
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
         self._index = kernels.facts.index
         self._is_empty = batch.pages.batch_size == 0
+        self._streams: set[int] = set()  # those that the allocator knows to use our memory
         if workspace is None:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             workspace = default_workspace(kernels.device, stream)
+            self._streams.add(stream)
         # Without requests of many rows the prefill kernel would have nothing to do.
         num_rows = batch.max_q_len * kernels.config.group_size
         has_prefill = batch.max_q_len > 1 and num_rows > kernels.kernels.decode.row_tile
@@ -256,11 +258,25 @@ class CudaPlan:
 
     def _launch(self, launch: Launch) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream not in self._streams:
+            self._lend_memory(stream)
         if torch.cuda.current_device() == self._index:
             launch(stream)
         else:
             with torch.cuda.device(self._index):
                 launch(stream)
+
+    def _lend_memory(self, stream: int) -> None:
+        """Keep our memory from others until ``stream``, the current one, is done with it.
+
+        It was allocated on another stream, whose next tensor could get it when the plan is gone.
+        """
+        with torch.cuda.device(self._index):
+            if torch.cuda.is_current_stream_capturing():
+                return  # who replays the graph keeps the plan
+            for part in self._parts:
+                part.record_stream(torch.cuda.current_stream())
+        self._streams.add(stream)
 
 
 class _Part:
@@ -315,6 +331,11 @@ class _Part:
                 kernel.load(), self._params, self._grid, kernel.tile.num_threads
             )
         return self._launches[kernel]
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that ``stream`` uses the memory of this part."""
+        for tensor in (self._memory, *self._buffers):
+            tensor.record_stream(stream)
 
     def patch(self, call: Call) -> None:
         """Write the tensors of a call into the parameters."""

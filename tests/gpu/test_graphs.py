@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import D128, D128_CSR, D192X128, EVERY_LAYOUT, RAGGED, Case
+from tests.cases import D128, D128_CSR, D192X128, EVERY_LAYOUT, RAGGED, Case, of
 from tests.gpu.device import DEVICE
 from tests.harness import (
     Result,
@@ -406,6 +406,35 @@ def test_streams_side_by_side_have_workspaces_of_their_own() -> None:
     torch.cuda.synchronize()
     for layer, want in zip(layers, wants, strict=True):
         assert_same((layer.out, layer.lse), want)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "case", [replace(D128, lengths=(3000, 17)), of(D128, (100, 3000), (1, 5000))], ids=str
+)
+def test_a_plan_may_be_dropped_while_another_stream_runs_it(case: Case, own: bool) -> None:
+    """Its memory is not given to the next tensors of the stream that it was made on."""
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    workspace = jitattn.Workspace(DEVICE) if own else None
+    planner = jitattn.AttentionPlanner(
+        **case.planner_arguments(), device=DEVICE, workspace=workspace
+    )
+    plan, kv = plan_of(inputs, planner), planner.bind(inputs.cache)
+    out, lse = inputs.new_out(), inputs.new_lse()
+    sizes = {part._memory.numel() for part in plan._backend._parts}
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # 50 ms and more
+        plan.run(inputs.q, kv, out=out, lse=lse)
+    del plan, planner, workspace
+    junk = [
+        torch.zeros(size, dtype=torch.uint8, device=DEVICE) for size in sizes for _ in range(20)
+    ]
+    side.synchronize()
+    assert_same((out, lse), want)
+    del junk
 
 
 def test_a_workspace_given() -> None:
