@@ -68,6 +68,15 @@ def test_first_use_compiles_and_the_next_process_loads(tmp_path: Path) -> None:
     assert set(again["origins"]) == {"disk"}
 
 
+def test_a_process_that_only_decodes_leaves_the_prefill_kernel_too(tmp_path: Path) -> None:
+    """It compiles in the background, and the process waits for it at its end."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    own = {"JITATTN_CACHE_DIR": str(tmp_path), "JITATTN_PRECOMPILED": None, "JITATTN_JIT": None}
+    decode = "from tests.cases import D128; from tests.harness import run_case\n"
+    compute(decode + "run_case(D128, 'cuda'); print('{}')", **own)
+    assert set(compute(COMPUTE, **own)["origins"]) == {"disk"}
+
+
 def test_a_bundle_needs_no_compiler(tmp_path: Path) -> None:
     bundle = os.environ.get("JITATTN_PRECOMPILED")
     if not bundle:
