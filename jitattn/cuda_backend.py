@@ -30,6 +30,7 @@ from jitattn.params import (
     REQUEST_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
+    Divisor,
     Schedule,
     ScheduleParams,
 )
@@ -398,13 +399,9 @@ class _Part:
         attention.counters = counters.data_ptr()
         attention.schedule = schedule
         attention.num_qo_heads = config.num_qo_heads
-        attention.group_size = config.group_size
-        # So that x // group_size is one multiplication and one shift for x below 2**31.
-        shift = (config.group_size - 1).bit_length()
-        attention.group_magic = -(-(2 ** (31 + shift)) // config.group_size)
-        attention.group_shift = shift
-        attention.num_row_blocks = self._num_row_blocks
-        attention.num_head_blocks = self._num_head_blocks
+        attention.group_size = Divisor.of(config.group_size)
+        attention.num_row_blocks = Divisor.of(self._num_row_blocks)
+        attention.num_head_blocks = Divisor.of(self._num_head_blocks)
         attention.max_splits = self._max_splits
         attention.is_causal = config.causal
         attention.window_left = config.window_left

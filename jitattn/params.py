@@ -7,7 +7,7 @@ templates/page_table.cuh.jinja. tests/compile/test_params.py has the compiler co
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 from jitattn.spec import PageTable
 
@@ -66,6 +66,18 @@ class ScheduleParams(ctypes.Structure):
     )
 
 
+class Divisor(ctypes.Structure):
+    """A number to divide by, and what makes that one multiplication and one shift."""
+
+    _fields_ = (("value", c_int32), ("magic", c_uint32), ("shift", c_int32))
+
+    @classmethod
+    def of(cls, value: int) -> Divisor:
+        """Return ``value``, at least 1, as a divisor of numbers below 2**31."""
+        shift = (value - 1).bit_length()
+        return cls(value, -(-(1 << (31 + shift)) // value), shift)
+
+
 class AttentionParams(ctypes.Structure):
     """Argument of an attention kernel, but for its page table."""
 
@@ -100,9 +112,9 @@ class AttentionParams(ctypes.Structure):
         ("mask_bytes", c_int64),
         ("num_tokens", c_int32),
         ("num_qo_heads", c_int32),
-        ("group_size", c_int32),
-        ("num_row_blocks", c_int32),
-        ("num_head_blocks", c_int32),
+        ("group_size", Divisor),
+        ("num_row_blocks", Divisor),
+        ("num_head_blocks", Divisor),
         ("max_splits", c_int32),
         ("is_causal", c_int32),
         ("window_left", c_int32),

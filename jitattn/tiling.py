@@ -114,19 +114,26 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
 
 def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
     """Return the decode tile of ``spec``: as many warps as its shared memory allows."""
-    tiles = (_decode_tile(spec, num_warps) for num_warps in (4, 2, 1))
+    has_large_smem = SMEM_LIMIT[arch] >= 2 * _HALF_SM_SMEM
+    tiles = (_decode_tile(spec, num_warps, has_large_smem) for num_warps in (4, 2, 1))
     return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch])
 
 
 def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
     tiles = (
-        _prefill_tile(spec, arch, tile_tokens, num_stages)
+        _prefill_tile(spec, tile_tokens, num_stages)
         for tile_tokens, num_stages in ((64, 2), (32, 2), (64, 1), (32, 1), (16, 1))
     )
     # Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
     limit = min(SMEM_LIMIT[arch], _HALF_SM_SMEM)
-    return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= limit)
+    return next(
+        tile
+        for tile in tiles
+        if tile.smem_bytes + _STATIC_BYTES <= limit
+        # A wide accumulator leaves registers for the scores of short tiles only.
+        and (tile.value_dim <= _MAX_VALUE_DIM // 2 or tile.tile_tokens <= 32)
+    )
 
 
 def _value_dim(spec: AttentionSpec, most: int) -> int:
@@ -137,7 +144,7 @@ def _value_dim(spec: AttentionSpec, most: int) -> int:
     return num_tiles // blocks * 16
 
 
-def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
+def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> DecodeTile:
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
     warp_tokens = 32 if max(spec.head_dim, spec.head_dim_vo) <= 64 else 16
     tile_tokens = num_warps * warp_tokens
@@ -145,8 +152,12 @@ def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
     num_stages = max(2, min(4, _RING_BYTES // (tile_tokens * row_bytes)))
     # One vector of padding a row puts the eight rows of an ldmatrix into different banks.
     ring_bytes = num_stages * tile_tokens * (row_bytes + 2 * _VECTOR_BYTES)
-    merge_dims = min(_MERGE_BYTES // (4 * num_warps * spec.row_tile), value_dim)
-    merge_bytes = 4 * num_warps * spec.row_tile * (merge_dims + 4)
+    # All columns at once where two CTAs of an SM have the room.
+    spare_bytes = _HALF_SM_SMEM - _STATIC_BYTES - ring_bytes if has_large_smem else 0
+    column_bytes = 4 * num_warps * spec.row_tile
+    most = max(spare_bytes // column_bytes - 4, _MERGE_BYTES // column_bytes)
+    merge_dims = min(most // 16 * 16, value_dim)
+    merge_bytes = column_bytes * (merge_dims + 4)
     query_bytes = spec.row_tile * (2 * spec.head_dim + _VECTOR_BYTES)
     return DecodeTile(
         num_warps=num_warps,
@@ -160,11 +171,13 @@ def _decode_tile(spec: DecodeSpec, num_warps: int) -> DecodeTile:
     )
 
 
-def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:
-    # A wide key leaves registers for half the accumulator. So does the plain loader with a mask on
-    # sm_80, where the compile tests saw the whole one spill.
-    takes_registers = arch == "sm_80" and spec.use_custom_mask and spec.loader is Loader.PLAIN
-    is_narrow = spec.head_dim > 256 or takes_registers
+def _prefill_tile(spec: PrefillSpec, tile_tokens: int, num_stages: int) -> PrefillTile:
+    # Registers left for half the widest accumulator: the compiler spilled with the whole one.
+    is_narrow = (
+        max(spec.head_dim, spec.head_dim_vo) > 256
+        or spec.loader is Loader.PLAIN
+        or spec.use_logits_soft_cap
+    )
     value_dim = _value_dim(spec, _MAX_VALUE_DIM // 2 if is_narrow else _MAX_VALUE_DIM)
     row_bytes = 2 * (spec.head_dim + value_dim) + 2 * _VECTOR_BYTES
     query_bytes = _PREFILL_ROWS * (2 * spec.head_dim + _VECTOR_BYTES)

@@ -13,6 +13,19 @@ enum class MaskKind : int32_t {
   kRagged = 2,  // one bit a key, over all keys; rows of whole bytes from mask_indptr[request] on
 };
 
+// A number to divide by, and what makes that one multiplication. Twin: jitattn/params.py.
+struct Divisor {
+  int32_t value;
+  uint32_t magic;
+  int32_t shift;
+
+  __device__ __forceinline__ operator int32_t() const { return value; }
+  // x / value, for x from 0 to 2**31 - 1.
+  __device__ __forceinline__ int32_t divide(int32_t x) const {
+    return __umulhi(2u * x, magic) >> shift;
+  }
+};
+
 struct AttentionParams {
   const uint16_t* q;     // [num_tokens, num_qo_heads, head_dim]
   const uint16_t* k;     // [num_pages, page_size, num_kv_heads, head_dim], any strides
@@ -47,9 +60,9 @@ struct AttentionParams {
 
   int32_t num_tokens;  // rows of q and out
   int32_t num_qo_heads;
-  int32_t group_size;
-  int32_t num_row_blocks;   // decode: row tiles that the group of a KV head takes
-  int32_t num_head_blocks;  // num_kv_heads * num_row_blocks * kNumValueBlocks
+  Divisor group_size;
+  Divisor num_row_blocks;   // decode: row tiles that the group of a KV head takes
+  Divisor num_head_blocks;  // num_kv_heads * num_row_blocks * kNumValueBlocks
   int32_t max_splits;       // batch-invariant: partial rows of a unit; else 0
   int32_t is_causal;
   int32_t window_left;  // -1: all
