@@ -78,6 +78,18 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
   return r;
 }
 
+// Adds to a counter in global memory and returns what it was. What this thread, or those it has met
+// at a barrier, wrote before is visible to who finds the addition; and what others had written
+// before theirs is visible here.
+__device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* counter, int32_t value) {
+  int32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(counter), "r"(value)
+               : "memory");
+  return old;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
