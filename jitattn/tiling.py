@@ -8,7 +8,6 @@ from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
     KernelSpec,
-    Loader,
     MergeSpec,
     PrefillSpec,
     ScheduleSpec,
@@ -122,7 +121,7 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
 def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
     tiles = (
-        _prefill_tile(spec, tile_tokens, num_stages)
+        _prefill_tile(spec, arch, tile_tokens, num_stages)
         for tile_tokens, num_stages in ((64, 2), (32, 2), (64, 1), (32, 1), (16, 1))
     )
     # Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
@@ -171,14 +170,15 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     )
 
 
-def _prefill_tile(spec: PrefillSpec, tile_tokens: int, num_stages: int) -> PrefillTile:
-    # Registers left for half the widest accumulator: the compiler spilled with the whole one.
-    is_narrow = (
-        max(spec.head_dim, spec.head_dim_vo) > 256
-        or spec.loader is Loader.PLAIN
-        or spec.use_logits_soft_cap
-    )
-    value_dim = _value_dim(spec, _MAX_VALUE_DIM // 2 if is_narrow else _MAX_VALUE_DIM)
+def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:
+    # As wide an accumulator as the compiler fits in registers without spilling. It can't depend on
+    # the loader: a plan's launches with either share their parameters.
+    most = _MAX_VALUE_DIM
+    if arch == "sm_80" or spec.use_logits_soft_cap or spec.head_dim_vo > 256:
+        most = 224
+    if spec.head_dim > 256:
+        most = 128
+    value_dim = _value_dim(spec, most)
     row_bytes = 2 * (spec.head_dim + value_dim) + 2 * _VECTOR_BYTES
     query_bytes = _PREFILL_ROWS * (2 * spec.head_dim + _VECTOR_BYTES)
     return PrefillTile(
