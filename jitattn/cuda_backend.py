@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
 from jitattn import knobs, support
-from jitattn.binding import Batch, BoundCache, CacheView, Call, Mask, is_aligned
+from jitattn.binding import NO_LAYOUT, Batch, CacheView, Call, Mask, RowLayout
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
@@ -42,6 +44,7 @@ _LOG2E = math.log2(math.e)
 _INT32_MAX = 2**31 - 1
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
+_FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
 # Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
 # holds. More and shorter splits balance better and merge longer.
@@ -123,6 +126,7 @@ class KernelSet:
         self.arch = arch_of(self.facts)
         self._lock = threading.Lock()
         self._started: list[tuple[KernelSpec, Pending]] = []
+        self._recipes: dict[tuple[float, bool], Recipe] = {}
         self._needs_prefill = False
         self._specs = support.resolve(config, self.arch)
         decode, prefill = self._attention_specs(Loader.VECTOR)
@@ -161,6 +165,14 @@ class KernelSet:
             bound = tuple(self._bound.values())
         for kernels in bound:
             kernels.load(with_prefill=True)
+
+    def recipe(self, sm_scale: float, *, is_prefill: bool) -> Recipe:
+        """Return what plans have in common of the decode or of the prefill kernel."""
+        recipe = self._recipes.get((sm_scale, is_prefill))
+        if recipe is None:  # who gets here at the same time does the same
+            recipe = Recipe(self, sm_scale, is_prefill=is_prefill)
+            self._recipes[sm_scale, is_prefill] = recipe
+        return recipe
 
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""
@@ -211,6 +223,8 @@ class KernelSet:
 class CudaPlan:
     """The schedule of a batch on the device, and the launches that use it."""
 
+    __slots__ = ("_index", "_is_empty", "_parts", "_streams")
+
     def __init__(
         self, kernels: KernelSet, sm_scale: float, workspace: Workspace | None, batch: Batch
     ) -> None:
@@ -220,18 +234,15 @@ class CudaPlan:
         self._is_empty = batch.pages.batch_size == 0
         self._streams: set[int] = set()  # those that the allocator knows to use our memory
         if workspace is None:
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            stream = _C._cuda_getCurrentRawStream(self._index)
             workspace = default_workspace(kernels.device, stream)
             self._streams.add(stream)
+        self._parts = [_Part(kernels.recipe(sm_scale, is_prefill=False), workspace, batch)]
         # Without requests of many rows the prefill kernel would have nothing to do.
         num_rows = batch.max_q_len * kernels.config.group_size
-        has_prefill = batch.max_q_len > 1 and num_rows > kernels.kernels.decode.row_tile
-        if has_prefill:
+        if batch.max_q_len > 1 and num_rows > kernels.kernels.decode.row_tile:
             kernels.load_prefill()
-        self._parts = [
-            _Part(kernels, workspace, batch, sm_scale, is_prefill=is_prefill)
-            for is_prefill in ([False, True] if has_prefill else [False])
-        ]
+            self._parts.append(_Part(kernels.recipe(sm_scale, is_prefill=True), workspace, batch))
         self.refresh()
 
     def refresh(self) -> None:
@@ -239,9 +250,6 @@ class CudaPlan:
         if not self._is_empty:
             for part in self._parts:
                 self._launch(part.schedule_launch)
-
-    def check_num_tokens(self, num_tokens: int) -> None:
-        """Accept any: only the device knows the offsets, and rows that q lacks are left out."""
 
     def run(self, call: Call) -> None:
         """Patch the parameters of a call that was checked, and launch."""
@@ -253,15 +261,15 @@ class CudaPlan:
         kernels = call.kv.kernels
         if not isinstance(kernels, BoundKernels):
             raise ValueError("kv was bound by a planner of the reference backend")
-        for part, kernel in zip(self._parts, (kernels.decode, kernels.prefill), strict=False):
+        for part in self._parts:
             part.patch(call)
-            self._launch(part.launch_of(kernel))
+            self._launch(part.launch_of(kernels))
 
     def _launch(self, launch: Launch) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = _C._cuda_getCurrentRawStream(self._index)
         if stream not in self._streams:
             self._lend_memory(stream)
-        if torch.cuda.current_device() == self._index:
+        if _C._cuda_getDevice() == self._index:
             launch(stream)
         else:
             with torch.cuda.device(self._index):
@@ -280,58 +288,148 @@ class CudaPlan:
         self._streams.add(stream)
 
 
-class _Part:
-    """One of the two kernels of a plan: its schedule, its parameters and its launches."""
+class Recipe:
+    """What the plans of a planner have in common, of one of the two kernels.
 
-    def __init__(
-        self,
-        kernels: KernelSet,
-        workspace: Workspace,
-        batch: Batch,
-        sm_scale: float,
-        *,
-        is_prefill: bool,
-    ) -> None:
-        self._kernels = kernels
-        self._batch = batch
-        self._is_prefill = is_prefill
+    Attributes:
+        kernel: the kernel.
+        params_type, params: its parameters as a plan begins with them, and their type.
+        schedule_params: likewise of the schedule kernel, a ``ScheduleParams``.
+        num_partials, num_counters: what it needs of a workspace.
+    """
+
+    def __init__(self, kernels: KernelSet, sm_scale: float, *, is_prefill: bool) -> None:
         config = kernels.config
         kernel = kernels.kernels.prefill if is_prefill else kernels.kernels.decode
-        self._kernel = kernel
-        self._max_splits = _MAX_SPLITS if config.batch_invariant else 0
-        self._num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
+        self.config = config
+        self.device = kernels.device
+        self.kernel = kernel
+        self.is_prefill = is_prefill
+        self.is_ragged = config.page_table == PageTable.RAGGED
+        self.schedule_kernel = kernels.schedule_kernel
+        self.schedule_threads = kernels.schedule_threads
+        max_splits = _MAX_SPLITS if config.batch_invariant else 0
+        num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
         head_dim_vo = config.head_dim_vo or config.head_dim
         num_value_blocks = head_dim_vo // kernel.tile.value_dim
-        self._num_head_blocks = config.num_kv_heads * self._num_row_blocks * num_value_blocks
+        num_head_blocks = config.num_kv_heads * num_row_blocks * num_value_blocks
         num_ctas = kernels.facts.num_sms * kernel.tile.ctas_per_sm
         if config.num_sms is not None:
             # The card spreads CTAs over its SMs, so that each is one SM taken from others.
             num_ctas = min(config.num_sms, kernels.facts.num_sms)
-        self._max_slots = max(1, num_ctas // self._num_head_blocks)
-        self._grid = self._max_slots * self._num_head_blocks
+        self.max_slots = max(1, num_ctas // num_head_blocks)
+        self.grid = self.max_slots * num_head_blocks
         if config.num_sms is not None:
-            self._grid = min(self._grid, num_ctas)
-        self._memory, schedule = self._allocate_schedule()
-        rows = self._max_slots * 2 * max(self._max_splits, 1)
-        self._num_partial_rows = rows * self._num_head_blocks * kernel.row_tile
-        self._buffers = workspace.reserve(
-            self._num_partial_rows * (kernel.tile.value_dim + 2),
-            self._max_slots * self._num_head_blocks,
+            self.grid = min(self.grid, num_ctas)
+        num_rows = self.max_slots * 2 * max(max_splits, 1) * num_head_blocks * kernel.row_tile
+        self.num_values = num_rows * kernel.tile.value_dim
+        self.num_partials = self.num_values + 2 * num_rows
+        self.num_counters = self.max_slots * num_head_blocks
+        self.params_type = KERNEL_PARAMS[PageTable(config.page_table)]
+        params = self.params_type()
+        params.attention.num_row_blocks = Divisor.of(num_row_blocks)
+        params.attention.num_head_blocks = Divisor.of(num_head_blocks)
+        params.attention.max_splits = max_splits
+        _write_config(params.attention, config, sm_scale)
+        self.params = bytes(params)
+        decode_rows = kernels.kernels.decode.row_tile
+        self.schedule_params = bytes(self._schedule_params(max_splits, decode_rows))
+
+    def _schedule_params(self, max_splits: int, decode_rows: int) -> ScheduleParams:
+        config, tile_tokens = self.config, self.kernel.tile.tile_tokens
+        return ScheduleParams(
+            is_causal=config.causal,
+            window_left=config.window_left,
+            group_size=config.group_size,
+            decode_rows=decode_rows,
+            prefill_rows=self.kernel.row_tile if self.is_prefill else 0,
+            max_slots=self.max_slots,
+            tile_tokens=tile_tokens,
+            unit_cost=_UNIT_COST,
+            min_slot_cost=_MIN_SLOT_COST,
+            max_splits=max_splits,
+            min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
         )
-        self._params = self._attention_params(schedule, sm_scale)
+
+    def allocate_schedule(self, batch: Batch) -> tuple[Tensor, Schedule]:
+        """Allocate the schedule of ``batch``, and say where its parts are."""
+        batch_size = batch.pages.batch_size
+        max_units = batch_size
+        if self.is_prefill:
+            num_rows = batch.max_q_len * self.config.group_size
+            max_units *= -(-num_rows // self.kernel.row_tile)
+        offsets = _schedule_offsets(batch_size, max_units, self.max_slots)
+        memory = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
+        base = memory.data_ptr()
+        return memory, Schedule(*[base + offset for offset in offsets[:-1]])
+
+
+@functools.lru_cache(maxsize=1024)
+def _schedule_offsets(batch_size: int, max_units: int, max_slots: int) -> tuple[int, ...]:
+    """Return where the parts of ``struct Schedule`` begin, in its order, and where the last ends.
+
+    In bytes; each is a multiple of 16.
+    """
+    parts = (
+        HEADER_BYTES,
+        REQUEST_BYTES * batch_size,
+        UNIT_BYTES * max_units,
+        BOUNDARY_BYTES * (max_slots + 1),
+        UNIT_BEGIN_BYTES * (batch_size + 1),
+        COST_BYTES * (max_units + 1),
+    )
+    return tuple(itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0))
+
+
+class _Part:
+    """One of the two kernels of a plan: its schedule, its parameters and its launches."""
+
+    __slots__ = (
+        "_attention",
+        "_buffers",
+        "_cache_strides",
+        "_launches",
+        "_lse_layout",
+        "_memory",
+        "_out_layout",
+        "_pages",
+        "_params",
+        "_q_layout",
+        "_recipe",
+        "schedule_launch",
+    )
+
+    def __init__(self, recipe: Recipe, workspace: Workspace, batch: Batch) -> None:
+        self._recipe = recipe
+        self._memory, schedule = recipe.allocate_schedule(batch)
+        self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
+        self._params = recipe.params_type.from_buffer_copy(recipe.params)
+        self._attention = attention = self._params.attention
+        partials, counters = self._buffers
+        attention.partials = pointer = partials.data_ptr()
+        attention.partial_sums = pointer + 4 * recipe.num_values
+        attention.counters = counters.data_ptr()
+        attention.schedule = schedule
+        schedule_params = _schedule_params(recipe, batch, schedule)
         self.schedule_launch = Launch(
-            kernels.schedule_kernel, self._schedule_params(schedule), 1, kernels.schedule_threads
+            recipe.schedule_kernel, schedule_params, 1, recipe.schedule_threads
         )
         self._launches: dict[AttentionKernel, Launch] = {}
+        # What the parameters say already.
         self._pages: Pages | None = None
+        self._cache_strides: tuple[int, ...] = ()
+        self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
-    def launch_of(self, kernel: AttentionKernel) -> Launch:
-        """Return the launch of ``kernel``, this part's or its twin with another loader."""
-        if kernel not in self._launches:
-            self._launches[kernel] = Launch(
-                kernel.load(), self._params, self._grid, kernel.tile.num_threads
+    def launch_of(self, kernels: BoundKernels) -> Launch:
+        """Return the launch of this part's kernel, or of its twin with another loader."""
+        kernel = kernels.prefill if self._recipe.is_prefill else kernels.decode
+        launch = self._launches.get(kernel)
+        if launch is None:
+            launch = Launch(
+                kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads
             )
-        return self._launches[kernel]
+            self._launches[kernel] = launch
+        return launch
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that ``stream`` uses the memory of this part."""
@@ -339,112 +437,82 @@ class _Part:
             tensor.record_stream(stream)
 
     def patch(self, call: Call) -> None:
-        """Write the tensors of a call into the parameters."""
+        """Write into the parameters what differs from the last call."""
+        attention, kv = self._attention, call.kv
         if call.pages is not self._pages:
             _write_pages(self._params.pages, call.pages)
             self._pages = call.pages
-        if isinstance(call.pages, RaggedKV):
-            self._params.pages.num_entries = call.kv.k.tensor.shape[0]
-        params, q, out, lse = self._params.attention, call.q, call.out, call.lse
-        _write_cache(params, call.kv)
-        params.num_tokens = q.shape[0]
-        params.q = q.data_ptr()
-        params.q_token_stride, params.q_head_stride = q.stride()[:2]
-        params.q_is_aligned = is_aligned(q, 8)
-        params.out = out.data_ptr()
-        params.out_token_stride, params.out_head_stride = out.stride()[:2]
-        params.out_is_aligned = is_aligned(out, 4)
-        params.lse = None if lse is None else lse.data_ptr()
-        if lse is not None:
-            params.lse_token_stride, params.lse_head_stride = lse.stride()
+        if self._recipe.is_ragged:
+            self._params.pages.num_entries = kv.k.tensor.shape[0]
+        if kv.strides != self._cache_strides:
+            self._write_cache_strides(kv.strides)
+        q_layout, out_layout = call.q_layout, call.out_layout
+        if (
+            q_layout is not self._q_layout
+            or out_layout is not self._out_layout
+            or call.lse_layout is not self._lse_layout
+        ):
+            self._write_layouts(q_layout, out_layout, call.lse_layout)
+        attention.q = pointer = call.q.data_ptr()
+        attention.q_is_aligned = q_layout.is_aligned(pointer)
+        attention.out = pointer = call.out.data_ptr()
+        attention.out_is_aligned = out_layout.is_aligned(pointer)
+        attention.k = kv.k.tensor.data_ptr()
+        attention.v = kv.v.tensor.data_ptr()
+        attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:
-            params.sinks = call.sinks.data_ptr()
-            params.sink_stride = call.sinks.stride(0)
-            params.sink_code = FLOAT_CODES[str(call.sinks.dtype).removeprefix("torch.")]
+            attention.sinks = call.sinks.data_ptr()
+            attention.sink_stride = call.sinks.stride(0)
+            attention.sink_code = _FLOAT_CODES[call.sinks.dtype]
         if call.mask is not None:
-            _write_mask(params, call.mask)
+            _write_mask(attention, call.mask)
 
-    def _allocate_schedule(self) -> tuple[Tensor, Schedule]:
-        """Allocate the parts of ``struct Schedule``, in order, each a multiple of 16 bytes."""
-        batch_size = self._batch.pages.batch_size
-        units_a_request = 1
-        if self._is_prefill:
-            num_rows = self._batch.max_q_len * self._kernels.config.group_size
-            units_a_request = -(-num_rows // self._kernel.row_tile)
-        max_units = batch_size * units_a_request
-        parts = (
-            HEADER_BYTES,
-            REQUEST_BYTES * batch_size,
-            UNIT_BYTES * max_units,
-            BOUNDARY_BYTES * (self._max_slots + 1),
-            UNIT_BEGIN_BYTES * (batch_size + 1),
-            COST_BYTES * (max_units + 1),
-        )
-        offsets, total = [], 0
-        for part in parts:
-            offsets.append(total)
-            total += -(-part // 16) * 16
-        memory = torch.empty(total, dtype=torch.uint8, device=self._kernels.device)
-        base = memory.data_ptr()
-        return memory, Schedule(*(base + offset for offset in offsets))
+    def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
+        attention = self._attention
+        attention.num_tokens = q.shape[0]
+        attention.q_token_stride, attention.q_head_stride = q.strides[:2]
+        attention.out_token_stride, attention.out_head_stride = out.strides[:2]
+        attention.lse_token_stride, attention.lse_head_stride = lse.strides or (0, 0)
+        self._q_layout, self._out_layout, self._lse_layout = q, out, lse
 
-    def _attention_params(self, schedule: Schedule, sm_scale: float) -> ctypes.Structure:
-        config = self._kernels.config
-        params = KERNEL_PARAMS[PageTable(config.page_table)]()
-        attention = params.attention
-        partials, counters = self._buffers
-        num_values = self._num_partial_rows * self._kernel.tile.value_dim
-        attention.partials = partials.data_ptr()
-        attention.partial_sums = partials.data_ptr() + 4 * num_values
-        attention.counters = counters.data_ptr()
-        attention.schedule = schedule
-        attention.num_qo_heads = config.num_qo_heads
-        attention.group_size = Divisor.of(config.group_size)
-        attention.num_row_blocks = Divisor.of(self._num_row_blocks)
-        attention.num_head_blocks = Divisor.of(self._num_head_blocks)
-        attention.max_splits = self._max_splits
-        attention.is_causal = config.causal
-        attention.window_left = config.window_left
-        cap = config.logits_soft_cap
-        attention.score_scale = sm_scale / cap if cap > 0 else sm_scale * _LOG2E
-        attention.cap_log2 = cap * _LOG2E
-        return params
+    def _write_cache_strides(self, strides: tuple[int, ...]) -> None:
+        attention = self._attention
+        attention.k_page_stride, attention.k_token_stride, attention.k_head_stride = strides[:3]
+        attention.v_page_stride, attention.v_token_stride, attention.v_head_stride = strides[3:]
+        self._cache_strides = strides
 
-    def _schedule_params(self, schedule: Schedule) -> ScheduleParams:
-        config, batch = self._kernels.config, self._batch
-        pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
-        tile_tokens = self._kernel.tile.tile_tokens
-        params = ScheduleParams(
-            seq_lens=seq_lens.data_ptr(),
-            schedule=schedule,
-            seq_lens_stride=seq_lens.stride(0),
-            max_kv_len=batch.max_kv_len,
-            seq_lens_are_int64=seq_lens.dtype == torch.int64,
-            batch_size=pages.batch_size,
-            max_q_len=batch.max_q_len,
-            is_causal=config.causal,
-            window_left=config.window_left,
-            group_size=config.group_size,
-            decode_rows=self._kernels.kernels.decode.row_tile,
-            prefill_rows=self._kernel.row_tile if self._is_prefill else 0,
-            max_slots=self._max_slots,
-            tile_tokens=tile_tokens,
-            unit_cost=_UNIT_COST,
-            min_slot_cost=_MIN_SLOT_COST,
-            max_splits=self._max_splits,
-            min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
-        )
-        if qo_indptr is not None:
-            params.qo_indptr = qo_indptr.data_ptr()
-            params.qo_indptr_stride = qo_indptr.stride(0)
-        if isinstance(pages, CsrPages | RaggedKV):
-            params.kv_indptr = pages.kv_indptr.data_ptr()
-            params.kv_indptr_stride = pages.kv_indptr.stride(0)
-            params.num_entries, params.entry_tokens = _INT32_MAX, 1
-        if isinstance(pages, CsrPages):
-            params.num_entries = pages.kv_indices.shape[0]
-            params.entry_tokens = config.page_size
-        return params
+
+def _write_config(params: ctypes.Structure, config: PlannerConfig, sm_scale: float) -> None:
+    params.num_qo_heads = config.num_qo_heads
+    params.group_size = Divisor.of(config.group_size)
+    params.is_causal = config.causal
+    params.window_left = config.window_left
+    cap = config.logits_soft_cap
+    params.score_scale = sm_scale / cap if cap > 0 else sm_scale * _LOG2E
+    params.cap_log2 = cap * _LOG2E
+
+
+def _schedule_params(recipe: Recipe, batch: Batch, schedule: Schedule) -> ScheduleParams:
+    pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
+    params = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+    params.seq_lens = seq_lens.data_ptr()
+    params.schedule = schedule
+    params.seq_lens_stride = seq_lens.stride(0)
+    params.max_kv_len = batch.max_kv_len
+    params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
+    params.batch_size = pages.batch_size
+    params.max_q_len = batch.max_q_len
+    if qo_indptr is not None:
+        params.qo_indptr = qo_indptr.data_ptr()
+        params.qo_indptr_stride = qo_indptr.stride(0)
+    if isinstance(pages, (CsrPages, RaggedKV)):
+        params.kv_indptr = pages.kv_indptr.data_ptr()
+        params.kv_indptr_stride = pages.kv_indptr.stride(0)
+        params.num_entries, params.entry_tokens = _INT32_MAX, 1
+    if isinstance(pages, CsrPages):
+        params.num_entries = pages.kv_indices.shape[0]
+        params.entry_tokens = recipe.config.page_size
+    return params
 
 
 def _write_pages(params: ctypes.Structure, pages: Pages) -> None:
@@ -467,33 +535,19 @@ def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -
     if table.dim() == 3:
         params.kv_stride = table.stride(1)
     params.rows = None if rows is None else rows.data_ptr()
-    if rows is not None:
-        params.rows_stride = rows.stride(0)
-        params.rows_are_int64 = rows.dtype == torch.int64
-
-
-def _write_cache(params: ctypes.Structure, kv: BoundCache) -> None:
-    k, v = kv.k, kv.v
-    params.k = k.tensor.data_ptr()
-    params.k_page_stride = k.page_stride
-    params.k_token_stride = k.token_stride
-    params.k_head_stride = k.head_stride
-    params.v = v.tensor.data_ptr()
-    params.v_page_stride = v.page_stride
-    params.v_token_stride = v.token_stride
-    params.v_head_stride = v.head_stride
+    params.rows_stride = 0 if rows is None else rows.stride(0)
+    params.rows_are_int64 = rows is not None and rows.dtype is torch.int64
 
 
 def _write_mask(params: ctypes.Structure, mask: Mask) -> None:
     params.mask = mask.values.data_ptr()
     params.mask_kind = _MASK_KINDS[mask.layout]
-    if mask.indptr is not None:
-        params.mask_bytes = mask.values.shape[0]
-        params.mask_indptr = mask.indptr.data_ptr()
-        params.mask_indptr_stride = mask.indptr.stride(0)
-    else:
-        params.mask_row_stride = mask.values.stride(0)
-        params.mask_width = mask.width
+    is_ragged = mask.indptr is not None
+    params.mask_row_stride = 0 if is_ragged else mask.values.stride(0)
+    params.mask_width = mask.width
+    params.mask_bytes = mask.values.shape[0] if is_ragged else 0
+    params.mask_indptr = None if mask.indptr is None else mask.indptr.data_ptr()
+    params.mask_indptr_stride = 0 if mask.indptr is None else mask.indptr.stride(0)
 
 
 def arch_of(facts: DeviceFacts) -> str:

@@ -236,12 +236,13 @@ def check_indptr(name: str, indptr: Tensor) -> None:
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise TypeError unless ``value`` is a tensor of one of ``dtypes``."""
+    if isinstance(value, Tensor) and value.dtype in dtypes:
+        return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a tensor of {wanted}")
-    if value.dtype not in dtypes:
-        given = str(value.dtype).removeprefix("torch.")
-        raise TypeError(f"{name} has dtype {given}: expected {wanted}")
+    given = str(value.dtype).removeprefix("torch.")
+    raise TypeError(f"{name} has dtype {given}: expected {wanted}")
 
 
 def check_vector(name: str, value: Tensor, *, device: torch.device) -> None:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from jitattn import knobs, support
 from jitattn.binding import (
+    NO_LAYOUT,
     Batch,
     BoundCache,
     Call,
     Mask,
+    RowLayout,
     check_last_stride,
     check_rows,
     check_writable,
@@ -40,6 +42,9 @@ CustomMask = Tensor | tuple[Tensor, Tensor]
 
 _BACKENDS = ("auto", "cuda", "reference")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Kernels read q and write out in vectors of so many elements where rows begin at a multiple.
+_Q_VECTOR, _OUT_VECTOR = 8, 4
 
 
 class AttentionPlanner:
@@ -149,6 +154,8 @@ class AttentionPlanner:
         self._q_dtype: torch.dtype = getattr(torch, self.config.q_dtype)
         self._out_dtype: torch.dtype = getattr(torch, self.config.out_dtype or self.config.q_dtype)
         self._sm_scale = head_dim**-0.5 if self.config.sm_scale is None else self.config.sm_scale
+        self._use_sinks = self.config.use_sinks
+        self._use_custom_mask = self.config.use_custom_mask
         self._checks = knobs.load().check
         self._kernels: KernelSet | None = None
         if self.backend == "cuda":
@@ -190,7 +197,7 @@ class AttentionPlanner:
                 )
         k, v = view_caches(kv_cache, self.config, self.device)
         kernels = None if self._kernels is None else self._kernels.kernels_for(k, v)
-        return BoundCache(self.config, k, v, kernels)
+        return BoundCache(self.config, self.device, k, v, kernels)
 
     def plan(
         self,
@@ -250,11 +257,30 @@ class AttentionPlanner:
 class Plan:
     """A batch, split over the card. For one thread at a time, and one stream."""
 
+    __slots__ = (
+        "__weakref__",
+        "_backend",
+        "_batch",
+        "_checked_lens",
+        "_checked_queries",
+        "_lse_layout",
+        "_new_lse_layout",
+        "_new_out_layout",
+        "_out_is_like_q",
+        "_out_layout",
+        "_planner",
+        "_q_layout",
+    )
+
     def __init__(self, planner: AttentionPlanner, batch: Batch, backend: _Backend) -> None:
         """Made by ``AttentionPlanner.plan``."""
         self._planner = planner
         self._batch = batch
         self._backend = backend
+        # How the last tensors lay that passed their checks, and those that run allocated. The
+        # layouts of outputs go by the number of tokens of q, and are forgotten with its layout.
+        self._q_layout = NO_LAYOUT
+        self._forget_outputs()
         # The lengths that the schedule was made from, while the caller's may move on.
         self._checked_lens = batch.seq_lens.clone() if planner._checks else None
         self._checked_queries = (
@@ -313,26 +339,38 @@ class Plan:
         Defined by: jitattn/reference.py::attention.
         """
         planner, batch = self._planner, self._batch
-        self._refuse(q_scale=q_scale, out_scale=out_scale)
-        self._check_sinks(sinks)
-        self._check_q(q)
-        bound = self._bound(kv)
-        if pages is not None and pages is not batch.pages:
+        if q_scale is not None or out_scale is not None:
+            self._refuse(q_scale=q_scale, out_scale=out_scale)
+        if sinks is not None or planner._use_sinks:
+            self._check_sinks(sinks)
+        if not self._q_layout.fits(q):
+            self._check_q(q)
+        if (
+            not isinstance(kv, BoundCache)
+            or kv.config is not planner.config
+            or kv.device is not planner.device
+        ):  # not of this planner
+            kv = self._bound(kv)
+        if pages is None:
+            pages = batch.pages
+        elif pages is not batch.pages:
             self._check_same_size(pages)
-        shape = q.shape[0], planner.config.num_qo_heads
-        head_dim_vo = planner.config.head_dim_vo or planner.config.head_dim
-        out = self._output("out", out, (*shape, head_dim_vo), planner._out_dtype)
-        check_last_stride("out", out)
-        if out.data_ptr() == q.data_ptr() and out.numel() > 0:
-            raise ValueError("out is q: give another tensor")
+        if out is None:
+            out, out_layout = self._new_out(q)
+        else:
+            out_layout = self._layout_of_out(out, q)
+        lse_layout = NO_LAYOUT
         if lse is not None or return_lse:
-            lse = self._output("lse", lse, shape, torch.float32)
-        pages = batch.pages if pages is None else pages
-        mask = self._mask(custom_mask, shape[0])
+            lse, lse_layout = self._lse(lse)
+        mask = None
+        if custom_mask is not None or planner._use_custom_mask:
+            mask = self._mask(custom_mask, q.shape[0])
         if self._checked_lens is not None and not _is_capturing(planner.device):
             check_queries(self._checked_queries, q.shape[0])
-            check_page_ids(pages, self._checked_lens, self._checked_queries, bound, planner.config)
-        self._backend.run(Call(q, bound, pages, out, lse, sinks, mask))
+            check_page_ids(pages, self._checked_lens, self._checked_queries, kv, planner.config)
+        self._backend.run(
+            Call(q, self._q_layout, kv, pages, out, out_layout, lse, lse_layout, sinks, mask)
+        )
         if return_lse:
             assert lse is not None
             return out, lse
@@ -343,23 +381,24 @@ class Plan:
         check_tensor("q", q, (planner._q_dtype,))
         one_each = self._batch.qo_indptr is None
         num_tokens = self._batch.pages.batch_size if one_each else q.shape[0] if q.dim() else 0
-        check_rows(
-            "q",
-            q,
-            (num_tokens, config.num_qo_heads, config.head_dim),
-            planner._q_dtype,
-            planner.device,
-        )
+        shape = num_tokens, config.num_qo_heads, config.head_dim
+        check_rows("q", q, shape, planner._q_dtype, planner.device)
         check_last_stride("q", q)
-        self._backend.check_num_tokens(num_tokens)
+        self._q_layout = RowLayout(q, vector=_Q_VECTOR)
+        self._forget_outputs()
+
+    def _forget_outputs(self) -> None:
+        self._out_is_like_q = False
+        self._out_layout = self._new_out_layout = NO_LAYOUT
+        self._lse_layout = self._new_lse_layout = NO_LAYOUT
 
     def _bound(self, kv: BoundCache | KVCache) -> BoundCache:
         planner = self._planner
         bound = kv if isinstance(kv, BoundCache) else planner.bind(kv)
         if bound.config is not planner.config and bound.config != planner.config:
             raise ValueError("kv was bound by a planner of another configuration")
-        if bound.k.tensor.device != planner.device:
-            raise ValueError(f"kv is on {bound.k.tensor.device}: expected {planner.device}")
+        if bound.device != planner.device:
+            raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
         return bound
 
     def _mask(self, custom_mask: CustomMask | None, num_tokens: int) -> Mask | None:
@@ -409,14 +448,46 @@ class Plan:
                 f"of at most {wanted[1]}, like the plan's"
             )
 
-    def _output(
-        self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        if given is None:
-            return torch.empty(shape, dtype=dtype, device=self._planner.device)
-        check_rows(name, given, shape, dtype, self._planner.device)
-        check_writable(name, given)
-        return given
+    def _new_out(self, q: Tensor) -> tuple[Tensor, RowLayout]:
+        if self._out_is_like_q:
+            return torch.empty_like(q), self._new_out_layout  # takes half the time
+        planner = self._planner
+        out = torch.empty(self._out_shape(), dtype=planner._out_dtype, device=planner.device)
+        if self._new_out_layout is NO_LAYOUT:
+            self._new_out_layout = RowLayout(out, vector=_OUT_VECTOR)
+            self._out_is_like_q = self._new_out_layout.fits(q)
+        return out, self._new_out_layout
+
+    def _layout_of_out(self, out: Tensor, q: Tensor) -> RowLayout:
+        if not self._out_layout.fits(out):
+            planner = self._planner
+            check_rows("out", out, self._out_shape(), planner._out_dtype, planner.device)
+            check_writable("out", out)
+            check_last_stride("out", out)
+            self._out_layout = RowLayout(out, vector=_OUT_VECTOR)
+        if out.data_ptr() == q.data_ptr() and out.numel() > 0:
+            raise ValueError("out is q: give another tensor")
+        return self._out_layout
+
+    def _out_shape(self) -> tuple[int, int, int]:
+        config = self._planner.config
+        num_tokens = self._q_layout.shape[0]
+        return num_tokens, config.num_qo_heads, config.head_dim_vo or config.head_dim
+
+    def _lse(self, lse: Tensor | None) -> tuple[Tensor, RowLayout]:
+        device = self._planner.device
+        if lse is not None and self._lse_layout.fits(lse):
+            return lse, self._lse_layout
+        shape = self._q_layout.shape[0], self._planner.config.num_qo_heads
+        if lse is not None:
+            check_rows("lse", lse, shape, torch.float32, device)
+            check_writable("lse", lse)
+            self._lse_layout = RowLayout(lse)
+            return lse, self._lse_layout
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        if self._new_lse_layout is NO_LAYOUT:
+            self._new_lse_layout = RowLayout(lse)
+        return lse, self._new_lse_layout
 
 
 def build_info(planner: AttentionPlanner) -> list[KernelInfo]:
@@ -434,8 +505,6 @@ class _Backend(Protocol):
     """What a plan needs of the code that computes."""
 
     def refresh(self) -> None: ...
-
-    def check_num_tokens(self, num_tokens: int) -> None: ...
 
     def run(self, call: Call) -> None: ...
 

@@ -53,22 +53,16 @@ class ReferencePlan:
     def _q_len(self, request: int) -> int:
         return max(self._starts[request + 1] - self._starts[request], 0)
 
-    def check_num_tokens(self, num_tokens: int) -> None:
-        """Refuse a q with fewer rows than the requests have query tokens.
-
-        Raises:
-            ValueError: naming both numbers.
-        """
-        if num_tokens < self._starts[-1]:
-            raise ValueError(f"q has {num_tokens} rows: qo_indptr[-1] is {self._starts[-1]}")
-
     @torch.no_grad()
     def run(self, call: Call) -> None:
         """Compute a call that was checked.
 
         Raises:
-            ValueError: on the CPU, for an entry or an offset that lies outside the cache.
+            ValueError: q has fewer rows than the requests have query tokens, or, on the CPU, an
+                entry or an offset lies outside the cache.
         """
+        if call.q.shape[0] < self._starts[-1]:
+            raise ValueError(f"q has {call.q.shape[0]} rows: qo_indptr[-1] is {self._starts[-1]}")
         wrongs = [
             _what_is_read_wrong(call, self._config, b, kv_len, self._q_len(b))
             for b, kv_len in enumerate(self._lens)

@@ -48,12 +48,15 @@ _defaults_lock = threading.Lock()
 def default_workspace(device: torch.device, stream: int) -> Workspace:
     """Return the workspace that plans share by default on ``stream``, a raw handle, of a device."""
     assert device.index is not None  # canonical
-    with _defaults_lock:
-        thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
-        key = (device.index, stream, thread)
-        if key not in _defaults:
-            _defaults[key] = Workspace(device)
-        return _defaults[key]
+    thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+    key = (device.index, stream, thread)
+    workspace = _defaults.get(key)
+    if workspace is None:
+        with _defaults_lock:
+            if key not in _defaults:
+                _defaults[key] = Workspace(device)
+            workspace = _defaults[key]
+    return workspace
 
 
 def canonical_device(device: torch.device | str | int | None) -> torch.device:
