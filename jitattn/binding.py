@@ -175,6 +175,7 @@ class Batch:
     """
 
     pages: Pages
+    batch_size: int
     seq_lens: Tensor
     qo_indptr: Tensor | None
     max_kv_len: int

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import math
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from jitattn.params import (
     REQUEST_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
+    AttentionParams,
     Divisor,
     Schedule,
     ScheduleParams,
@@ -44,6 +46,7 @@ _LOG2E = math.log2(math.e)
 _INT32_MAX = 2**31 - 1
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
+_POINTERS = struct.Struct(f"{len(Schedule._fields_)}P")  # of struct Schedule
 _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
 # Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
@@ -126,7 +129,6 @@ class KernelSet:
         self.arch = arch_of(self.facts)
         self._lock = threading.Lock()
         self._started: list[tuple[KernelSpec, Pending]] = []
-        self._recipes: dict[tuple[float, bool], Recipe] = {}
         self._needs_prefill = False
         self._specs = support.resolve(config, self.arch)
         decode, prefill = self._attention_specs(Loader.VECTOR)
@@ -166,13 +168,20 @@ class KernelSet:
         for kernels in bound:
             kernels.load(with_prefill=True)
 
-    def recipe(self, sm_scale: float, *, is_prefill: bool) -> Recipe:
-        """Return what plans have in common of the decode or of the prefill kernel."""
-        recipe = self._recipes.get((sm_scale, is_prefill))
-        if recipe is None:  # who gets here at the same time does the same
-            recipe = Recipe(self, sm_scale, is_prefill=is_prefill)
-            self._recipes[sm_scale, is_prefill] = recipe
-        return recipe
+    def plan(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
+        """Return a plan of ``batch``, whose schedule the device makes."""
+        return CudaPlan(self, workspace, batch)
+
+    # Two threads may make one each: they are alike.
+    @functools.cached_property
+    def decode_recipe(self) -> Recipe:
+        """What plans have in common of the decode kernel."""
+        return Recipe(self, is_prefill=False)
+
+    @functools.cached_property
+    def prefill_recipe(self) -> Recipe:
+        """What plans have in common of the prefill kernel."""
+        return Recipe(self, is_prefill=True)
 
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""
@@ -225,24 +234,21 @@ class CudaPlan:
 
     __slots__ = ("_index", "_is_empty", "_parts", "_streams")
 
-    def __init__(
-        self, kernels: KernelSet, sm_scale: float, workspace: Workspace | None, batch: Batch
-    ) -> None:
+    def __init__(self, kernels: KernelSet, workspace: Workspace | None, batch: Batch) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
         self._index = kernels.facts.index
-        self._is_empty = batch.pages.batch_size == 0
+        self._is_empty = batch.batch_size == 0
         self._streams: set[int] = set()  # those that the allocator knows to use our memory
         if workspace is None:
             stream = _C._cuda_getCurrentRawStream(self._index)
             workspace = default_workspace(kernels.device, stream)
             self._streams.add(stream)
-        self._parts = [_Part(kernels.recipe(sm_scale, is_prefill=False), workspace, batch)]
+        self._parts = [_Part(kernels.decode_recipe, workspace, batch)]
         # Without requests of many rows the prefill kernel would have nothing to do.
-        num_rows = batch.max_q_len * kernels.config.group_size
-        if batch.max_q_len > 1 and num_rows > kernels.kernels.decode.row_tile:
+        if batch.max_q_len > kernels.decode_recipe.max_q_len:
             kernels.load_prefill()
-            self._parts.append(_Part(kernels.recipe(sm_scale, is_prefill=True), workspace, batch))
+            self._parts.append(_Part(kernels.prefill_recipe, workspace, batch))
         self.refresh()
 
     def refresh(self) -> None:
@@ -293,19 +299,23 @@ class Recipe:
 
     Attributes:
         kernel: the kernel.
+        max_q_len: the most query tokens of a request that fill one row tile, at least 1.
         params_type, params: its parameters as a plan begins with them, and their type.
         schedule_params: likewise of the schedule kernel, a ``ScheduleParams``.
         num_partials, num_counters: what it needs of a workspace.
     """
 
-    def __init__(self, kernels: KernelSet, sm_scale: float, *, is_prefill: bool) -> None:
+    def __init__(self, kernels: KernelSet, *, is_prefill: bool) -> None:
         config = kernels.config
         kernel = kernels.kernels.prefill if is_prefill else kernels.kernels.decode
         self.config = config
         self.device = kernels.device
         self.kernel = kernel
         self.is_prefill = is_prefill
-        self.is_ragged = config.page_table == PageTable.RAGGED
+        self.max_q_len = max(1, kernel.row_tile // config.group_size)
+        layout = PageTable(config.page_table)
+        self.is_ragged = layout is PageTable.RAGGED
+        self.has_indptr = layout in (PageTable.CSR, PageTable.RAGGED)
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = _MAX_SPLITS if config.batch_invariant else 0
@@ -325,12 +335,13 @@ class Recipe:
         self.num_values = num_rows * kernel.tile.value_dim
         self.num_partials = self.num_values + 2 * num_rows
         self.num_counters = self.max_slots * num_head_blocks
-        self.params_type = KERNEL_PARAMS[PageTable(config.page_table)]
+        self.params_type = KERNEL_PARAMS[layout]
+        self.schedule_offset = self.params_type.attention.offset + AttentionParams.schedule.offset
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
         params.attention.num_head_blocks = Divisor.of(num_head_blocks)
         params.attention.max_splits = max_splits
-        _write_config(params.attention, config, sm_scale)
+        _write_config(params.attention, config)
         self.params = bytes(params)
         decode_rows = kernels.kernels.decode.row_tile
         self.schedule_params = bytes(self._schedule_params(max_splits, decode_rows))
@@ -351,25 +362,23 @@ class Recipe:
             min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
         )
 
-    def allocate_schedule(self, batch: Batch) -> tuple[Tensor, Schedule]:
-        """Allocate the schedule of ``batch``, and say where its parts are."""
-        batch_size = batch.pages.batch_size
-        max_units = batch_size
+    def allocate_schedule(self, batch: Batch) -> tuple[Tensor, list[int]]:
+        """Allocate the schedule of ``batch``, and say where its parts are, in order."""
+        max_units = batch.batch_size
         if self.is_prefill:
             num_rows = batch.max_q_len * self.config.group_size
             max_units *= -(-num_rows // self.kernel.row_tile)
-        offsets = _schedule_offsets(batch_size, max_units, self.max_slots)
-        memory = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
+        offsets, size = _schedule_offsets(batch.batch_size, max_units, self.max_slots)
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         base = memory.data_ptr()
-        return memory, Schedule(*[base + offset for offset in offsets[:-1]])
+        return memory, [base + offset for offset in offsets]
 
 
 @functools.lru_cache(maxsize=1024)
-def _schedule_offsets(batch_size: int, max_units: int, max_slots: int) -> tuple[int, ...]:
-    """Return where the parts of ``struct Schedule`` begin, in its order, and where the last ends.
-
-    In bytes; each is a multiple of 16.
-    """
+def _schedule_offsets(
+    batch_size: int, max_units: int, max_slots: int
+) -> tuple[tuple[int, ...], int]:
+    """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size."""
     parts = (
         HEADER_BYTES,
         REQUEST_BYTES * batch_size,
@@ -378,7 +387,8 @@ def _schedule_offsets(batch_size: int, max_units: int, max_slots: int) -> tuple[
         UNIT_BEGIN_BYTES * (batch_size + 1),
         COST_BYTES * (max_units + 1),
     )
-    return tuple(itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0))
+    *offsets, size = itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0)
+    return tuple(offsets), size
 
 
 class _Part:
@@ -409,8 +419,9 @@ class _Part:
         attention.partials = pointer = partials.data_ptr()
         attention.partial_sums = pointer + 4 * recipe.num_values
         attention.counters = counters.data_ptr()
-        attention.schedule = schedule
-        schedule_params = _schedule_params(recipe, batch, schedule)
+        _POINTERS.pack_into(self._params, recipe.schedule_offset, *schedule)
+        schedule_params = _schedule_params(recipe, batch)
+        _POINTERS.pack_into(schedule_params, ScheduleParams.schedule.offset, *schedule)
         self.schedule_launch = Launch(
             recipe.schedule_kernel, schedule_params, 1, recipe.schedule_threads
         )
@@ -425,9 +436,7 @@ class _Part:
         kernel = kernels.prefill if self._recipe.is_prefill else kernels.decode
         launch = self._launches.get(kernel)
         if launch is None:
-            launch = Launch(
-                kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads
-            )
+            launch = Launch(kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads)
             self._launches[kernel] = launch
         return launch
 
@@ -462,7 +471,7 @@ class _Part:
         attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:
             attention.sinks = call.sinks.data_ptr()
-            attention.sink_stride = call.sinks.stride(0)
+            attention.sink_stride = call.sinks.stride()[0]
             attention.sink_code = _FLOAT_CODES[call.sinks.dtype]
         if call.mask is not None:
             _write_mask(attention, call.mask)
@@ -482,36 +491,36 @@ class _Part:
         self._cache_strides = strides
 
 
-def _write_config(params: ctypes.Structure, config: PlannerConfig, sm_scale: float) -> None:
+def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
     params.num_qo_heads = config.num_qo_heads
     params.group_size = Divisor.of(config.group_size)
     params.is_causal = config.causal
     params.window_left = config.window_left
-    cap = config.logits_soft_cap
-    params.score_scale = sm_scale / cap if cap > 0 else sm_scale * _LOG2E
+    scale, cap = config.score_scale, config.logits_soft_cap
+    params.score_scale = scale / cap if cap > 0 else scale * _LOG2E
     params.cap_log2 = cap * _LOG2E
 
 
-def _schedule_params(recipe: Recipe, batch: Batch, schedule: Schedule) -> ScheduleParams:
+def _schedule_params(recipe: Recipe, batch: Batch) -> ScheduleParams:
     pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
     params = ScheduleParams.from_buffer_copy(recipe.schedule_params)
     params.seq_lens = seq_lens.data_ptr()
-    params.schedule = schedule
-    params.seq_lens_stride = seq_lens.stride(0)
+    params.seq_lens_stride = seq_lens.stride()[0]
     params.max_kv_len = batch.max_kv_len
     params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
-    params.batch_size = pages.batch_size
+    params.batch_size = batch.batch_size
     params.max_q_len = batch.max_q_len
     if qo_indptr is not None:
         params.qo_indptr = qo_indptr.data_ptr()
         params.qo_indptr_stride = qo_indptr.stride(0)
-    if isinstance(pages, (CsrPages, RaggedKV)):
+    if recipe.has_indptr:
+        assert isinstance(pages, CsrPages | RaggedKV)
         params.kv_indptr = pages.kv_indptr.data_ptr()
         params.kv_indptr_stride = pages.kv_indptr.stride(0)
         params.num_entries, params.entry_tokens = _INT32_MAX, 1
-    if isinstance(pages, CsrPages):
-        params.num_entries = pages.kv_indices.shape[0]
-        params.entry_tokens = recipe.config.page_size
+        if isinstance(pages, CsrPages):
+            params.num_entries = pages.kv_indices.shape[0]
+            params.entry_tokens = recipe.config.page_size
     return params
 
 

@@ -6,6 +6,7 @@ device to split the batch; ``run`` patches a struct and launches.
 
 from __future__ import annotations
 
+import operator
 from numbers import Integral
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,7 +30,17 @@ from jitattn.binding import (
 from jitattn.checks import check_lengths, check_page_ids, check_queries
 from jitattn.config import MAX_KV_LEN, PlannerConfig
 from jitattn.errors import ConfigError
-from jitattn.pages import Pages, check_device, check_indptr, check_tensor, check_vector
+from jitattn.pages import (
+    BlockTable,
+    CsrPages,
+    Pages,
+    RaggedKV,
+    TokenTable,
+    check_device,
+    check_indptr,
+    check_tensor,
+    check_vector,
+)
 from jitattn.reference_backend import ReferencePlan
 from jitattn.workspace import Workspace, canonical_device
 
@@ -40,6 +51,7 @@ KVCache = Tensor | tuple[Tensor, Tensor]
 Scale = float | Tensor
 CustomMask = Tensor | tuple[Tensor, Tensor]
 
+_TABLES = (BlockTable, TokenTable, CsrPages, RaggedKV)
 _BACKENDS = ("auto", "cuda", "reference")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -153,7 +165,6 @@ class AttentionPlanner:
         self._workspace = _check_workspace(workspace, self.device)
         self._q_dtype: torch.dtype = getattr(torch, self.config.q_dtype)
         self._out_dtype: torch.dtype = getattr(torch, self.config.out_dtype or self.config.q_dtype)
-        self._sm_scale = head_dim**-0.5 if self.config.sm_scale is None else self.config.sm_scale
         self._use_sinks = self.config.use_sinks
         self._use_custom_mask = self.config.use_custom_mask
         self._checks = knobs.load().check
@@ -163,11 +174,10 @@ class AttentionPlanner:
 
             self._kernels = KernelSet(self.config, self.device)
 
-    def __getattr__(self, name: str) -> object:
-        """Read an argument of the configuration under its name."""
-        if name in PlannerConfig.__slots__ and "config" in self.__dict__:
-            return getattr(self.config, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            """Read an argument of the configuration under its name."""
 
     @property
     def workspace(self) -> Workspace | None:
@@ -230,28 +240,41 @@ class AttentionPlanner:
         """
         _check_pages(pages, self.config, self.device)
         check_vector("seq_lens", seq_lens, device=self.device)
-        if seq_lens.shape[0] != pages.batch_size:
+        batch_size = pages.batch_size
+        if seq_lens.shape[0] != batch_size:
             raise ValueError(
-                f"seq_lens has {seq_lens.shape[0]} entries: expected {pages.batch_size}, one for "
-                "each request of pages"
+                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
+                "request of pages"
             )
         batch = Batch(
             pages,
+            batch_size,
             seq_lens,
             qo_indptr,
             max_kv_len=_kv_limit(pages, self.config, max_kv_len),
-            max_q_len=_query_limit(pages, qo_indptr, max_q_len),
+            max_q_len=_query_limit(batch_size, self.device, qo_indptr, max_q_len),
         )
         if self._checks:
             check_lengths(batch, self.config)
         backend: _Backend
         if self._kernels is None:
-            backend = ReferencePlan(self.config, self._sm_scale, batch)
+            backend = ReferencePlan(self.config, batch)
         else:
-            from jitattn.cuda_backend import CudaPlan
-
-            backend = CudaPlan(self._kernels, self._sm_scale, self._workspace, batch)
+            backend = self._kernels.plan(self._workspace, batch)
         return Plan(self, batch, backend)
+
+
+def _add_arguments() -> None:
+    """Let a planner's arguments be read under their names.
+
+    By properties: ``__getattr__`` would slow down the reading of every attribute.
+    """
+    for name in PlannerConfig.__slots__:
+        read = property(operator.attrgetter(f"config.{name}"))
+        setattr(AttentionPlanner, name, read)
+
+
+_add_arguments()
 
 
 class Plan:
@@ -268,6 +291,7 @@ class Plan:
         "_new_out_layout",
         "_out_is_like_q",
         "_out_layout",
+        "_pages",
         "_planner",
         "_q_layout",
     )
@@ -277,10 +301,13 @@ class Plan:
         self._planner = planner
         self._batch = batch
         self._backend = backend
-        # How the last tensors lay that passed their checks, and those that run allocated. The
-        # layouts of outputs go by the number of tokens of q, and are forgotten with its layout.
+        # The last table that passed its checks, how the last tensors lay that did, and those that
+        # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
+        self._pages = batch.pages
         self._q_layout = NO_LAYOUT
-        self._forget_outputs()
+        self._out_is_like_q = False
+        self._out_layout = self._new_out_layout = NO_LAYOUT
+        self._lse_layout = self._new_lse_layout = NO_LAYOUT
         # The lengths that the schedule was made from, while the caller's may move on.
         self._checked_lens = batch.seq_lens.clone() if planner._checks else None
         self._checked_queries = (
@@ -338,7 +365,7 @@ class Plan:
 
         Defined by: jitattn/reference.py::attention.
         """
-        planner, batch = self._planner, self._batch
+        planner = self._planner
         if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
         if sinks is not None or planner._use_sinks:
@@ -349,16 +376,10 @@ class Plan:
             not isinstance(kv, BoundCache)
             or kv.config is not planner.config
             or kv.device is not planner.device
-        ):  # not of this planner
+        ):  # not bound by this planner
             kv = self._bound(kv)
-        if pages is None:
-            pages = batch.pages
-        elif pages is not batch.pages:
-            self._check_same_size(pages)
-        if out is None:
-            out, out_layout = self._new_out(q)
-        else:
-            out_layout = self._layout_of_out(out, q)
+        pages = self._batch.pages if pages is None else self._checked_pages(pages)
+        out, out_layout = self._new_out(q) if out is None else self._checked_out(out, q)
         lse_layout = NO_LAYOUT
         if lse is not None or return_lse:
             lse, lse_layout = self._lse(lse)
@@ -380,14 +401,11 @@ class Plan:
         planner, config = self._planner, self._planner.config
         check_tensor("q", q, (planner._q_dtype,))
         one_each = self._batch.qo_indptr is None
-        num_tokens = self._batch.pages.batch_size if one_each else q.shape[0] if q.dim() else 0
+        num_tokens = self._batch.batch_size if one_each else q.shape[0] if q.dim() else 0
         shape = num_tokens, config.num_qo_heads, config.head_dim
         check_rows("q", q, shape, planner._q_dtype, planner.device)
         check_last_stride("q", q)
         self._q_layout = RowLayout(q, vector=_Q_VECTOR)
-        self._forget_outputs()
-
-    def _forget_outputs(self) -> None:
         self._out_is_like_q = False
         self._out_layout = self._new_out_layout = NO_LAYOUT
         self._lse_layout = self._new_lse_layout = NO_LAYOUT
@@ -411,8 +429,7 @@ class Plan:
             )
         if custom_mask is None:
             return None
-        batch_size = self._batch.pages.batch_size
-        return view_mask(custom_mask, num_tokens, batch_size, self._planner.device)
+        return view_mask(custom_mask, num_tokens, self._batch.batch_size, self._planner.device)
 
     def _refuse(self, **arguments: object) -> None:
         for name, value in arguments.items():
@@ -434,6 +451,12 @@ class Plan:
                 f"sinks has shape {list(sinks.shape)}: expected [{config.num_qo_heads}]"
             )
         check_device("sinks", sinks, self._planner.device)
+
+    def _checked_pages(self, pages: Pages) -> Pages:
+        if pages is not self._pages:
+            self._check_same_size(pages)
+            self._pages = pages
+        return pages
 
     def _check_same_size(self, pages: Pages) -> None:
         planned = self._batch.pages
@@ -458,7 +481,7 @@ class Plan:
             self._out_is_like_q = self._new_out_layout.fits(q)
         return out, self._new_out_layout
 
-    def _layout_of_out(self, out: Tensor, q: Tensor) -> RowLayout:
+    def _checked_out(self, out: Tensor, q: Tensor) -> tuple[Tensor, RowLayout]:
         if not self._out_layout.fits(out):
             planner = self._planner
             check_rows("out", out, self._out_shape(), planner._out_dtype, planner.device)
@@ -467,7 +490,7 @@ class Plan:
             self._out_layout = RowLayout(out, vector=_OUT_VECTOR)
         if out.data_ptr() == q.data_ptr() and out.numel() > 0:
             raise ValueError("out is q: give another tensor")
-        return self._out_layout
+        return out, self._out_layout
 
     def _out_shape(self) -> tuple[int, int, int]:
         config = self._planner.config
@@ -539,12 +562,12 @@ def _check_workspace(workspace: Workspace | None, device: torch.device) -> Works
 
 
 def _check_pages(pages: Pages, config: PlannerConfig, device: torch.device) -> None:
-    if not isinstance(pages, Pages):
+    if not isinstance(pages, _TABLES):
         raise TypeError(
             f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
             "RaggedKV"
         )
-    if pages.layout.value != config.page_table:
+    if pages.layout != config.page_table:
         raise ValueError(
             f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "
             f"page_table={config.page_table!r}"
@@ -559,7 +582,9 @@ def _kv_limit(pages: Pages, config: PlannerConfig, max_kv_len: int | None) -> in
     return min(capacity, _count("max_kv_len", max_kv_len))
 
 
-def _query_limit(pages: Pages, qo_indptr: Tensor | None, max_q_len: int | None) -> int:
+def _query_limit(
+    batch_size: int, device: torch.device, qo_indptr: Tensor | None, max_q_len: int | None
+) -> int:
     if max_q_len is not None:
         max_q_len = _count("max_q_len", max_q_len)
     if qo_indptr is None:
@@ -567,11 +592,9 @@ def _query_limit(pages: Pages, qo_indptr: Tensor | None, max_q_len: int | None) 
             raise ValueError(f"max_q_len is {max_q_len}: without qo_indptr a request has one token")
         return 1
     check_indptr("qo_indptr", qo_indptr)
-    check_device("qo_indptr", qo_indptr, pages.device)
-    if qo_indptr.shape[0] != pages.batch_size + 1:
-        raise ValueError(
-            f"qo_indptr has {qo_indptr.shape[0]} entries: expected {pages.batch_size + 1}"
-        )
+    check_device("qo_indptr", qo_indptr, device)
+    if qo_indptr.shape[0] != batch_size + 1:
+        raise ValueError(f"qo_indptr has {qo_indptr.shape[0]} entries: expected {batch_size + 1}")
     if max_q_len is None:
         raise ValueError("max_q_len is None: qo_indptr needs the most tokens of a request")
     return max_q_len

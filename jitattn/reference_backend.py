@@ -16,10 +16,9 @@ from jitattn.reference import attention, first_visible, gather
 class ReferencePlan:
     """Plans and runs by the definition, in float64 torch."""
 
-    def __init__(self, config: PlannerConfig, sm_scale: float, batch: Batch) -> None:
+    def __init__(self, config: PlannerConfig, batch: Batch) -> None:
         """Made by ``AttentionPlanner.plan``."""
         self._config = config
-        self._sm_scale = sm_scale
         self._batch = batch
         self._lens: list[int] = []
         self._starts: list[int] = []
@@ -93,7 +92,7 @@ class ReferencePlan:
             causal=self._config.causal,
             window_left=self._config.window_left,
             logits_soft_cap=self._config.logits_soft_cap,
-            sm_scale=self._sm_scale,
+            sm_scale=self._config.score_scale,
             sinks=call.sinks,
             masks=None if call.mask is None else [_mask(call.mask, rows, request, kv_len)],
         )

@@ -30,6 +30,9 @@ class Workspace:
 
     def reserve(self, num_partials: int, num_counters: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers of at least ``num_partials`` floats and ``num_counters`` counters."""
+        partials, counters = self.partials, self.counters  # these never shrink
+        if partials.numel() >= num_partials and counters.numel() >= num_counters:
+            return partials, counters
         with self._lock:
             if self.partials.numel() < num_partials:
                 self.partials = torch.empty(num_partials, dtype=torch.float32, device=self.device)
