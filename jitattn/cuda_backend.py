@@ -239,11 +239,13 @@ class CudaPlan:
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
         self._index = kernels.facts.index
         self._is_empty = batch.batch_size == 0
-        self._streams: set[int] = set()  # those that the allocator knows to use our memory
+        self._streams: set[int]  # those that the allocator knows to use our memory
         if workspace is None:
             stream = _C._cuda_getCurrentRawStream(self._index)
             workspace = default_workspace(kernels.device, stream)
-            self._streams.add(stream)
+            self._streams = {stream}
+        else:
+            self._streams = set()
         self._parts = [_Part(kernels.decode_recipe, workspace, batch)]
         # Without requests of many rows the prefill kernel would have nothing to do.
         if batch.max_q_len > kernels.decode_recipe.max_q_len:

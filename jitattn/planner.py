@@ -59,7 +59,22 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Q_VECTOR, _OUT_VECTOR = 8, 4
 
 
-class AttentionPlanner:
+class _Arguments:
+    """The arguments of a planner, to be read under their names."""
+
+    config: PlannerConfig
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object: ...
+
+
+for _name in PlannerConfig.__slots__:
+    # A __getattr__ would slow down the reading of every attribute.
+    setattr(_Arguments, _name, property(operator.attrgetter(f"config.{_name}")))
+
+
+class AttentionPlanner(_Arguments):
     """The kernels of one attention configuration on one device.
 
     Constructing it compiles or loads its kernels. The prefill kernel goes on compiling in the
@@ -174,11 +189,6 @@ class AttentionPlanner:
 
             self._kernels = KernelSet(self.config, self.device)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> object:
-            """Read an argument of the configuration under its name."""
-
     @property
     def workspace(self) -> Workspace | None:
         """The workspace given, or None for one of each device and stream."""
@@ -262,19 +272,6 @@ class AttentionPlanner:
         else:
             backend = self._kernels.plan(self._workspace, batch)
         return Plan(self, batch, backend)
-
-
-def _add_arguments() -> None:
-    """Let a planner's arguments be read under their names.
-
-    By properties: ``__getattr__`` would slow down the reading of every attribute.
-    """
-    for name in PlannerConfig.__slots__:
-        read = property(operator.attrgetter(f"config.{name}"))
-        setattr(AttentionPlanner, name, read)
-
-
-_add_arguments()
 
 
 class Plan:
