@@ -20,7 +20,7 @@ from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.errors import ConfigError
-from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
+from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
@@ -41,6 +41,8 @@ from jitattn.params import (
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable, PrefillSpec, ScheduleSpec
 from jitattn.tiling import DecodeTile, PrefillTile, decode_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
+
+_MAX_SHEETS = 64  # that a planner keeps of plans that are gone
 
 _LOG2E = math.log2(math.e)
 _INT32_MAX = 2**31 - 1
@@ -317,7 +319,7 @@ class Recipe:
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
         layout = PageTable(config.page_table)
         self.is_ragged = layout is PageTable.RAGGED
-        self.has_indptr = layout in (PageTable.CSR, PageTable.RAGGED)
+        self._sheets: list[_Sheet] = []
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = _MAX_SPLITS if config.batch_invariant else 0
@@ -362,7 +364,20 @@ class Recipe:
             min_slot_cost=_MIN_SLOT_COST,
             max_splits=max_splits,
             min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
+            entry_tokens=config.page_size or 1,
         )
+
+    def take_sheet(self) -> _Sheet:
+        """Return a sheet that nobody uses; what it says of a plan or a call is out of date."""
+        try:
+            return self._sheets.pop()
+        except IndexError:
+            return _Sheet(self)
+
+    def give_back(self, sheet: _Sheet) -> None:
+        """Take a sheet from a plan that is gone."""
+        if len(self._sheets) < _MAX_SHEETS:
+            self._sheets.append(sheet)
 
     def allocate_schedule(self, batch: Batch) -> tuple[Tensor, list[int]]:
         """Allocate the schedule of ``batch``, and say where its parts are, in order."""
@@ -393,14 +408,32 @@ def _schedule_offsets(
     return tuple(offsets), size
 
 
+class _Sheet:
+    """The parameters of a part of a plan, and the launches that read them: host memory alone.
+
+    Making one takes as long as the rest of a plan, so that who drops a plan leaves its sheets to
+    the next. A launch has read its sheet when it returns, captured ones too.
+    """
+
+    __slots__ = ("attention", "launches", "params", "schedule", "schedule_launch")
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.params = recipe.params_type.from_buffer_copy(recipe.params)
+        self.attention: ctypes.Structure = self.params.attention
+        self.schedule = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+        self.schedule_launch = Launch(
+            recipe.schedule_kernel, self.schedule, 1, recipe.schedule_threads
+        )
+        self.launches: dict[AttentionKernel, Launch] = {}
+
+
 class _Part:
-    """One of the two kernels of a plan: its schedule, its parameters and its launches."""
+    """One of the two kernels of a plan: its schedule, and the sheet it writes and launches."""
 
     __slots__ = (
         "_attention",
         "_buffers",
         "_cache_strides",
-        "_launches",
         "_lse_layout",
         "_memory",
         "_out_layout",
@@ -408,38 +441,46 @@ class _Part:
         "_params",
         "_q_layout",
         "_recipe",
-        "schedule_launch",
+        "_sheet",
     )
 
     def __init__(self, recipe: Recipe, workspace: Workspace, batch: Batch) -> None:
         self._recipe = recipe
         self._memory, schedule = recipe.allocate_schedule(batch)
         self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
-        self._params = recipe.params_type.from_buffer_copy(recipe.params)
-        self._attention = attention = self._params.attention
+        self._sheet = sheet = recipe.take_sheet()
+        self._params = sheet.params
+        self._attention = attention = sheet.attention
         partials, counters = self._buffers
         attention.partials = pointer = partials.data_ptr()
         attention.partial_sums = pointer + 4 * recipe.num_values
         attention.counters = counters.data_ptr()
         _POINTERS.pack_into(self._params, recipe.schedule_offset, *schedule)
-        schedule_params = _schedule_params(recipe, batch)
-        _POINTERS.pack_into(schedule_params, ScheduleParams.schedule.offset, *schedule)
-        self.schedule_launch = Launch(
-            recipe.schedule_kernel, schedule_params, 1, recipe.schedule_threads
-        )
-        self._launches: dict[AttentionKernel, Launch] = {}
+        _POINTERS.pack_into(sheet.schedule, ScheduleParams.schedule.offset, *schedule)
+        _write_batch(sheet.schedule, batch)
         # What the parameters say already.
         self._pages: Pages | None = None
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
+    def __del__(self) -> None:
+        # Without a sheet where memory ran out.
+        if hasattr(self, "_sheet"):
+            self._recipe.give_back(self._sheet)
+
+    @property
+    def schedule_launch(self) -> Launch:
+        """The launch of the schedule kernel."""
+        return self._sheet.schedule_launch
+
     def launch_of(self, kernels: BoundKernels) -> Launch:
         """Return the launch of this part's kernel, or of its twin with another loader."""
         kernel = kernels.prefill if self._recipe.is_prefill else kernels.decode
-        launch = self._launches.get(kernel)
+        launches = self._sheet.launches
+        launch = launches.get(kernel)
         if launch is None:
             launch = Launch(kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads)
-            self._launches[kernel] = launch
+            launches[kernel] = launch
         return launch
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -503,27 +544,21 @@ def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
     params.cap_log2 = cap * _LOG2E
 
 
-def _schedule_params(recipe: Recipe, batch: Batch) -> ScheduleParams:
+def _write_batch(params: ScheduleParams, batch: Batch) -> None:
     pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
-    params = ScheduleParams.from_buffer_copy(recipe.schedule_params)
     params.seq_lens = seq_lens.data_ptr()
     params.seq_lens_stride = seq_lens.stride()[0]
-    params.max_kv_len = batch.max_kv_len
     params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
     params.batch_size = batch.batch_size
+    params.max_kv_len = batch.max_kv_len
     params.max_q_len = batch.max_q_len
-    if qo_indptr is not None:
-        params.qo_indptr = qo_indptr.data_ptr()
-        params.qo_indptr_stride = qo_indptr.stride(0)
-    if recipe.has_indptr:
-        assert isinstance(pages, CsrPages | RaggedKV)
-        params.kv_indptr = pages.kv_indptr.data_ptr()
-        params.kv_indptr_stride = pages.kv_indptr.stride(0)
-        params.num_entries, params.entry_tokens = _INT32_MAX, 1
-        if isinstance(pages, CsrPages):
-            params.num_entries = pages.kv_indices.shape[0]
-            params.entry_tokens = recipe.config.page_size
-    return params
+    params.qo_indptr = None if qo_indptr is None else qo_indptr.data_ptr()
+    params.qo_indptr_stride = 0 if qo_indptr is None else qo_indptr.stride()[0]
+    if isinstance(pages, (BlockTable, TokenTable)):  # a union takes longer
+        return
+    params.kv_indptr = pages.kv_indptr.data_ptr()
+    params.kv_indptr_stride = pages.kv_indptr.stride()[0]
+    params.num_entries = pages.kv_indices.shape[0] if isinstance(pages, CsrPages) else _INT32_MAX
 
 
 def _write_pages(params: ctypes.Structure, pages: Pages) -> None:
