@@ -320,7 +320,7 @@ def test_a_cache_of_another_planner(cuda: FakeCuda) -> None:
     planner, twin = cuda.planner(**SHAPE), cuda.planner(**SHAPE)
     other = cuda.planner(**SHAPE, window_left=3)
     reference = jitattn.AttentionPlanner(**SHAPE, device="cpu")
-    elsewhere = twin.bind(cache())
+    elsewhere = planner.bind(cache())
     elsewhere.device = torch.device("meta")
     plan = planner.plan(table(), LENS)
     plan.run(queries(), planner.bind(cache()))
