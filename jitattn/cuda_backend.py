@@ -411,8 +411,8 @@ def _schedule_offsets(
 class _Sheet:
     """The parameters of a part of a plan, and the launches that read them: host memory alone.
 
-    Making one takes as long as the rest of a plan, so that who drops a plan leaves its sheets to
-    the next. A launch has read its sheet when it returns, captured ones too.
+    It takes a while to make, so that a plan that is dropped leaves its sheets to later ones: a
+    launch, captured or not, has read its sheet when it returns.
     """
 
     __slots__ = ("attention", "launches", "params", "schedule", "schedule_launch")
@@ -442,6 +442,7 @@ class _Part:
         "_q_layout",
         "_recipe",
         "_sheet",
+        "schedule_launch",
     )
 
     def __init__(self, recipe: Recipe, workspace: Workspace, batch: Batch) -> None:
@@ -450,6 +451,7 @@ class _Part:
         self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
         self._sheet = sheet = recipe.take_sheet()
         self._params = sheet.params
+        self.schedule_launch = sheet.schedule_launch
         self._attention = attention = sheet.attention
         partials, counters = self._buffers
         attention.partials = pointer = partials.data_ptr()
@@ -467,11 +469,6 @@ class _Part:
         # Without a sheet where memory ran out.
         if hasattr(self, "_sheet"):
             self._recipe.give_back(self._sheet)
-
-    @property
-    def schedule_launch(self) -> Launch:
-        """The launch of the schedule kernel."""
-        return self._sheet.schedule_launch
 
     def launch_of(self, kernels: BoundKernels) -> Launch:
         """Return the launch of this part's kernel, or of its twin with another loader."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -417,6 +418,30 @@ def test_plans_that_live_share_nothing(cuda: FakeCuda) -> None:
         assert bytes(cuda.last().params.attention.schedule) == scheduled
         schedules.add(scheduled)
     assert len(schedules) == len({id(p._backend._parts[0]._sheet) for p in plans}) == len(plans)
+
+
+def test_threads_plan_and_run_at_once(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    barrier = threading.Barrier(8)
+    wrong: list[object] = []
+
+    def work() -> None:
+        kv = planner.bind(cache())
+        barrier.wait()
+        for _ in range(100):
+            plan, q = planner.plan(table(), LENS), queries()
+            plan.run(q, kv)
+            params = plan._backend._parts[0]._params.attention
+            if (params.q, params.k) != (q.data_ptr(), kv.k.tensor.data_ptr()):
+                wrong.append(params)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(cuda.launches) == 8 * 100 * 2
 
 
 def test_every_table_and_cache_of_ragged_batches(cuda: FakeCuda) -> None:
