@@ -84,12 +84,18 @@ def synchronises(operation: Operation, batch: Batch) -> bool:
 
 
 def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
-    """Return plan, refresh, run and run(out=) of jitattn."""
+    """Return plan, refresh, run and run(out=) of jitattn, and a launch alone.
+
+    The launch, of the schedule kernel, is the floor: the driver and one call from Python.
+    """
     setup = set_up(batch, page_table)
+    launch = setup.plan._backend._parts[0].schedule_launch
+    stream = torch.cuda.current_stream().cuda_stream
     make_plan = functools.partial(setup.planner.plan, setup.pages, batch.seq_lens)
     refresh = setup.plan.refresh
     name = f"jitattn-{page_table}"
     return [
+        Operation(name, "launch", lambda q: [functools.partial(launch, stream)] * len(q)),
         Operation(name, "plan", lambda queries: [make_plan] * len(queries)),
         Operation(name, "refresh", lambda queries: [refresh] * len(queries)),
         *_run_operations(name, setup.plan.run, setup.caches, torch.empty_like(batch.q)),

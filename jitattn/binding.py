@@ -26,11 +26,15 @@ class CacheView:
     head_stride: int
 
     @property
+    def strides(self) -> tuple[int, int, int]:
+        """The strides of pages, tokens and heads."""
+        return self.page_stride, self.token_stride, self.head_stride
+
+    @property
     def is_vector_aligned(self) -> bool:
         """Whether every row starts at a multiple of 16 bytes."""
         size = self.tensor.element_size()
-        strides = (self.page_stride, self.token_stride, self.head_stride)
-        offsets = [self.tensor.data_ptr(), *(stride * size for stride in strides)]
+        offsets = [self.tensor.data_ptr(), *(stride * size for stride in self.strides)]
         return all(offset % _VECTOR_BYTES == 0 for offset in offsets)
 
 
@@ -43,14 +47,23 @@ class BoundCache:
         v: V likewise.
     """
 
-    __slots__ = ("config", "k", "kernels", "v")
+    __slots__ = ("config", "device", "k", "kernels", "strides", "v")
 
-    def __init__(self, config: PlannerConfig, k: CacheView, v: CacheView, kernels: object) -> None:
-        """Made by ``AttentionPlanner.bind``."""
+    def __init__(
+        self,
+        config: PlannerConfig,
+        device: torch.device,
+        k: CacheView,
+        v: CacheView,
+        kernels: object,
+    ) -> None:
+        """Made by ``AttentionPlanner.bind``, with the planner's own ``config`` and ``device``."""
         self.config = config
+        self.device = device
         self.k = k
         self.v = v
         self.kernels = kernels
+        self.strides = k.strides + v.strides
 
 
 def view_caches(
@@ -153,7 +166,7 @@ class Mask:
     indptr: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take four times as long to make
 class Batch:
     """What a plan is made of, checked.
 
@@ -162,21 +175,69 @@ class Batch:
     """
 
     pages: Pages
+    batch_size: int
     seq_lens: Tensor
     qo_indptr: Tensor | None
     max_kv_len: int
     max_q_len: int
 
 
-@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How a tensor lies in memory that passed its checks: those that lie alike pass them, too.
+
+    Attributes:
+        shape: its shape, rows of the batch first.
+        strides: in elements.
+        alignment: bytes of which the address of a tensor is a multiple when each of its rows
+            begins at a multiple of a vector; 0 when the strides allow none.
+    """
+
+    __slots__ = ("_device", "_dtype", "alignment", "shape", "strides")
+
+    def __init__(self, tensor: Tensor | None, *, vector: int = 1) -> None:
+        """Describe ``tensor``, with vectors of ``vector`` elements; None is like no tensor."""
+        self.shape: tuple[int, ...] = ()
+        self.strides: tuple[int, ...] = ()
+        self.alignment = 0
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
+        if tensor is not None:
+            self.shape, self.strides = tensor.shape, tensor.stride()
+            self._dtype, self._device = tensor.dtype, tensor.device
+            if all(stride % vector == 0 for stride in row_strides(tensor)):
+                self.alignment = vector * tensor.element_size()
+
+    def fits(self, tensor: object) -> bool:
+        """Whether ``tensor`` is a tensor that lies like this one."""
+        return (
+            type(tensor) is Tensor
+            and tensor.dtype is self._dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+            and tensor.device == self._device
+        )
+
+    def is_aligned(self, pointer: int) -> bool:
+        """Whether the rows of a tensor at ``pointer`` begin at multiples of a vector."""
+        return self.alignment > 0 and pointer % self.alignment == 0
+
+
+NO_LAYOUT = RowLayout(None)
+"""The layout that no tensor has."""
+
+
+@dataclass(slots=True)
 class Call:
-    """The tensors of one ``run``, checked."""
+    """The tensors of one ``run``, checked, and how those lie that differ from run to run."""
 
     q: Tensor
+    q_layout: RowLayout
     kv: BoundCache
     pages: Pages
     out: Tensor
+    out_layout: RowLayout
     lse: Tensor | None
+    lse_layout: RowLayout
     sinks: Tensor | None
     mask: Mask | None
 
@@ -268,11 +329,3 @@ def row_strides(tensor: Tensor) -> tuple[int, int]:
     return tuple(
         s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True)
     )  # type: ignore[return-value]
-
-
-def is_aligned(tensor: Tensor, num_elements: int) -> bool:
-    """Whether every row of ``tensor`` starts at a multiple of ``num_elements`` elements."""
-    num_bytes = num_elements * tensor.element_size()
-    return tensor.data_ptr() % num_bytes == 0 and all(
-        s % num_elements == 0 for s in row_strides(tensor)
-    )

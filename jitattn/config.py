@@ -108,6 +108,11 @@ class PlannerConfig:
         """Query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
+    @property
+    def score_scale(self) -> float:
+        """What multiplies q.k: ``sm_scale`` or its default."""
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
 
 def dtype_name(value: object) -> str:
     """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""

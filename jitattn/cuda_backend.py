@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import math
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
 from jitattn import knobs, support
-from jitattn.binding import Batch, BoundCache, CacheView, Call, Mask, is_aligned
+from jitattn.binding import NO_LAYOUT, Batch, CacheView, Call, Mask, RowLayout
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.errors import ConfigError
-from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
+from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
@@ -30,6 +33,7 @@ from jitattn.params import (
     REQUEST_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
+    AttentionParams,
     Divisor,
     Schedule,
     ScheduleParams,
@@ -38,10 +42,14 @@ from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable, PrefillSpec,
 from jitattn.tiling import DecodeTile, PrefillTile, decode_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
+_MAX_SHEETS = 64  # that a planner keeps of plans that are gone
+
 _LOG2E = math.log2(math.e)
 _INT32_MAX = 2**31 - 1
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
+_POINTERS = struct.Struct(f"{len(Schedule._fields_)}P")  # of struct Schedule
+_FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
 # Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
 # holds. More and shorter splits balance better and merge longer.
@@ -162,6 +170,21 @@ class KernelSet:
         for kernels in bound:
             kernels.load(with_prefill=True)
 
+    def plan(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
+        """Return a plan of ``batch``, whose schedule the device makes."""
+        return CudaPlan(self, workspace, batch)
+
+    # Two threads may make one each: they are alike.
+    @functools.cached_property
+    def decode_recipe(self) -> Recipe:
+        """What plans have in common of the decode kernel."""
+        return Recipe(self, is_prefill=False)
+
+    @functools.cached_property
+    def prefill_recipe(self) -> Recipe:
+        """What plans have in common of the prefill kernel."""
+        return Recipe(self, is_prefill=True)
+
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""
         infos = []
@@ -211,27 +234,25 @@ class KernelSet:
 class CudaPlan:
     """The schedule of a batch on the device, and the launches that use it."""
 
-    def __init__(
-        self, kernels: KernelSet, sm_scale: float, workspace: Workspace | None, batch: Batch
-    ) -> None:
+    __slots__ = ("_index", "_is_empty", "_parts", "_streams")
+
+    def __init__(self, kernels: KernelSet, workspace: Workspace | None, batch: Batch) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
         self._index = kernels.facts.index
-        self._is_empty = batch.pages.batch_size == 0
-        self._streams: set[int] = set()  # those that the allocator knows to use our memory
+        self._is_empty = batch.batch_size == 0
+        self._streams: set[int]  # those that the allocator knows to use our memory
         if workspace is None:
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            stream = _C._cuda_getCurrentRawStream(self._index)
             workspace = default_workspace(kernels.device, stream)
-            self._streams.add(stream)
+            self._streams = {stream}
+        else:
+            self._streams = set()
+        self._parts = [_Part(kernels.decode_recipe, workspace, batch)]
         # Without requests of many rows the prefill kernel would have nothing to do.
-        num_rows = batch.max_q_len * kernels.config.group_size
-        has_prefill = batch.max_q_len > 1 and num_rows > kernels.kernels.decode.row_tile
-        if has_prefill:
+        if batch.max_q_len > kernels.decode_recipe.max_q_len:
             kernels.load_prefill()
-        self._parts = [
-            _Part(kernels, workspace, batch, sm_scale, is_prefill=is_prefill)
-            for is_prefill in ([False, True] if has_prefill else [False])
-        ]
+            self._parts.append(_Part(kernels.prefill_recipe, workspace, batch))
         self.refresh()
 
     def refresh(self) -> None:
@@ -239,9 +260,6 @@ class CudaPlan:
         if not self._is_empty:
             for part in self._parts:
                 self._launch(part.schedule_launch)
-
-    def check_num_tokens(self, num_tokens: int) -> None:
-        """Accept any: only the device knows the offsets, and rows that q lacks are left out."""
 
     def run(self, call: Call) -> None:
         """Patch the parameters of a call that was checked, and launch."""
@@ -253,15 +271,15 @@ class CudaPlan:
         kernels = call.kv.kernels
         if not isinstance(kernels, BoundKernels):
             raise ValueError("kv was bound by a planner of the reference backend")
-        for part, kernel in zip(self._parts, (kernels.decode, kernels.prefill), strict=False):
+        for part in self._parts:
             part.patch(call)
-            self._launch(part.launch_of(kernel))
+            self._launch(part.launch_of(kernels))
 
     def _launch(self, launch: Launch) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = _C._cuda_getCurrentRawStream(self._index)
         if stream not in self._streams:
             self._lend_memory(stream)
-        if torch.cuda.current_device() == self._index:
+        if _C._cuda_getDevice() == self._index:
             launch(stream)
         else:
             with torch.cuda.device(self._index):
@@ -280,58 +298,187 @@ class CudaPlan:
         self._streams.add(stream)
 
 
-class _Part:
-    """One of the two kernels of a plan: its schedule, its parameters and its launches."""
+class Recipe:
+    """What the plans of a planner have in common, of one of the two kernels.
 
-    def __init__(
-        self,
-        kernels: KernelSet,
-        workspace: Workspace,
-        batch: Batch,
-        sm_scale: float,
-        *,
-        is_prefill: bool,
-    ) -> None:
-        self._kernels = kernels
-        self._batch = batch
-        self._is_prefill = is_prefill
+    Attributes:
+        kernel: the kernel.
+        max_q_len: the most query tokens of a request that fill one row tile, at least 1.
+        params_type, params: its parameters as a plan begins with them, and their type.
+        schedule_params: likewise of the schedule kernel, a ``ScheduleParams``.
+        num_partials, num_counters: what it needs of a workspace.
+    """
+
+    def __init__(self, kernels: KernelSet, *, is_prefill: bool) -> None:
         config = kernels.config
         kernel = kernels.kernels.prefill if is_prefill else kernels.kernels.decode
-        self._kernel = kernel
-        self._max_splits = _MAX_SPLITS if config.batch_invariant else 0
-        self._num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
+        self.config = config
+        self.device = kernels.device
+        self.kernel = kernel
+        self.is_prefill = is_prefill
+        self.max_q_len = max(1, kernel.row_tile // config.group_size)
+        layout = PageTable(config.page_table)
+        self.is_ragged = layout is PageTable.RAGGED
+        self._sheets: list[_Sheet] = []
+        self.schedule_kernel = kernels.schedule_kernel
+        self.schedule_threads = kernels.schedule_threads
+        max_splits = _MAX_SPLITS if config.batch_invariant else 0
+        num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
         head_dim_vo = config.head_dim_vo or config.head_dim
         num_value_blocks = head_dim_vo // kernel.tile.value_dim
-        self._num_head_blocks = config.num_kv_heads * self._num_row_blocks * num_value_blocks
+        num_head_blocks = config.num_kv_heads * num_row_blocks * num_value_blocks
         num_ctas = kernels.facts.num_sms * kernel.tile.ctas_per_sm
         if config.num_sms is not None:
             # The card spreads CTAs over its SMs, so that each is one SM taken from others.
             num_ctas = min(config.num_sms, kernels.facts.num_sms)
-        self._max_slots = max(1, num_ctas // self._num_head_blocks)
-        self._grid = self._max_slots * self._num_head_blocks
+        self.max_slots = max(1, num_ctas // num_head_blocks)
+        self.grid = self.max_slots * num_head_blocks
         if config.num_sms is not None:
-            self._grid = min(self._grid, num_ctas)
-        self._memory, schedule = self._allocate_schedule()
-        rows = self._max_slots * 2 * max(self._max_splits, 1)
-        self._num_partial_rows = rows * self._num_head_blocks * kernel.row_tile
-        self._buffers = workspace.reserve(
-            self._num_partial_rows * (kernel.tile.value_dim + 2),
-            self._max_slots * self._num_head_blocks,
-        )
-        self._params = self._attention_params(schedule, sm_scale)
-        self.schedule_launch = Launch(
-            kernels.schedule_kernel, self._schedule_params(schedule), 1, kernels.schedule_threads
-        )
-        self._launches: dict[AttentionKernel, Launch] = {}
-        self._pages: Pages | None = None
+            self.grid = min(self.grid, num_ctas)
+        num_rows = self.max_slots * 2 * max(max_splits, 1) * num_head_blocks * kernel.row_tile
+        self.num_values = num_rows * kernel.tile.value_dim
+        self.num_partials = self.num_values + 2 * num_rows
+        self.num_counters = self.max_slots * num_head_blocks
+        self.params_type = KERNEL_PARAMS[layout]
+        self.schedule_offset = self.params_type.attention.offset + AttentionParams.schedule.offset
+        params = self.params_type()
+        params.attention.num_row_blocks = Divisor.of(num_row_blocks)
+        params.attention.num_head_blocks = Divisor.of(num_head_blocks)
+        params.attention.max_splits = max_splits
+        _write_config(params.attention, config)
+        self.params = bytes(params)
+        decode_rows = kernels.kernels.decode.row_tile
+        self.schedule_params = bytes(self._schedule_params(max_splits, decode_rows))
 
-    def launch_of(self, kernel: AttentionKernel) -> Launch:
-        """Return the launch of ``kernel``, this part's or its twin with another loader."""
-        if kernel not in self._launches:
-            self._launches[kernel] = Launch(
-                kernel.load(), self._params, self._grid, kernel.tile.num_threads
-            )
-        return self._launches[kernel]
+    def _schedule_params(self, max_splits: int, decode_rows: int) -> ScheduleParams:
+        config, tile_tokens = self.config, self.kernel.tile.tile_tokens
+        return ScheduleParams(
+            is_causal=config.causal,
+            window_left=config.window_left,
+            group_size=config.group_size,
+            decode_rows=decode_rows,
+            prefill_rows=self.kernel.row_tile if self.is_prefill else 0,
+            max_slots=self.max_slots,
+            tile_tokens=tile_tokens,
+            unit_cost=_UNIT_COST,
+            min_slot_cost=_MIN_SLOT_COST,
+            max_splits=max_splits,
+            min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
+            entry_tokens=config.page_size or 1,
+        )
+
+    def take_sheet(self) -> _Sheet:
+        """Return a sheet that nobody uses; what it says of a plan or a call is out of date."""
+        try:
+            return self._sheets.pop()
+        except IndexError:
+            return _Sheet(self)
+
+    def give_back(self, sheet: _Sheet) -> None:
+        """Take a sheet from a plan that is gone."""
+        if len(self._sheets) < _MAX_SHEETS:
+            self._sheets.append(sheet)
+
+    def allocate_schedule(self, batch: Batch) -> tuple[Tensor, list[int]]:
+        """Allocate the schedule of ``batch``, and say where its parts are, in order."""
+        max_units = batch.batch_size
+        if self.is_prefill:
+            num_rows = batch.max_q_len * self.config.group_size
+            max_units *= -(-num_rows // self.kernel.row_tile)
+        offsets, size = _schedule_offsets(batch.batch_size, max_units, self.max_slots)
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        base = memory.data_ptr()
+        return memory, [base + offset for offset in offsets]
+
+
+@functools.lru_cache(maxsize=1024)
+def _schedule_offsets(
+    batch_size: int, max_units: int, max_slots: int
+) -> tuple[tuple[int, ...], int]:
+    """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size."""
+    parts = (
+        HEADER_BYTES,
+        REQUEST_BYTES * batch_size,
+        UNIT_BYTES * max_units,
+        BOUNDARY_BYTES * (max_slots + 1),
+        UNIT_BEGIN_BYTES * (batch_size + 1),
+        COST_BYTES * (max_units + 1),
+    )
+    *offsets, size = itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0)
+    return tuple(offsets), size
+
+
+class _Sheet:
+    """The parameters of a part of a plan, and the launches that read them: host memory alone.
+
+    It takes a while to make, so that a plan that is dropped leaves its sheets to later ones: a
+    launch, captured or not, has read its sheet when it returns.
+    """
+
+    __slots__ = ("attention", "launches", "params", "schedule", "schedule_launch")
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.params = recipe.params_type.from_buffer_copy(recipe.params)
+        self.attention: ctypes.Structure = self.params.attention
+        self.schedule = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+        self.schedule_launch = Launch(
+            recipe.schedule_kernel, self.schedule, 1, recipe.schedule_threads
+        )
+        self.launches: dict[AttentionKernel, Launch] = {}
+
+
+class _Part:
+    """One of the two kernels of a plan: its schedule, and the sheet it writes and launches."""
+
+    __slots__ = (
+        "_attention",
+        "_buffers",
+        "_cache_strides",
+        "_lse_layout",
+        "_memory",
+        "_out_layout",
+        "_pages",
+        "_params",
+        "_q_layout",
+        "_recipe",
+        "_sheet",
+        "schedule_launch",
+    )
+
+    def __init__(self, recipe: Recipe, workspace: Workspace, batch: Batch) -> None:
+        self._recipe = recipe
+        self._memory, schedule = recipe.allocate_schedule(batch)
+        self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
+        self._sheet = sheet = recipe.take_sheet()
+        self._params = sheet.params
+        self.schedule_launch = sheet.schedule_launch
+        self._attention = attention = sheet.attention
+        partials, counters = self._buffers
+        attention.partials = pointer = partials.data_ptr()
+        attention.partial_sums = pointer + 4 * recipe.num_values
+        attention.counters = counters.data_ptr()
+        _POINTERS.pack_into(self._params, recipe.schedule_offset, *schedule)
+        _POINTERS.pack_into(sheet.schedule, ScheduleParams.schedule.offset, *schedule)
+        _write_batch(sheet.schedule, batch)
+        # What the parameters say already.
+        self._pages: Pages | None = None
+        self._cache_strides: tuple[int, ...] = ()
+        self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
+
+    def __del__(self) -> None:
+        # Without a sheet where memory ran out.
+        if hasattr(self, "_sheet"):
+            self._recipe.give_back(self._sheet)
+
+    def launch_of(self, kernels: BoundKernels) -> Launch:
+        """Return the launch of this part's kernel, or of its twin with another loader."""
+        kernel = kernels.prefill if self._recipe.is_prefill else kernels.decode
+        launches = self._sheet.launches
+        launch = launches.get(kernel)
+        if launch is None:
+            launch = Launch(kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads)
+            launches[kernel] = launch
+        return launch
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that ``stream`` uses the memory of this part."""
@@ -339,112 +486,76 @@ class _Part:
             tensor.record_stream(stream)
 
     def patch(self, call: Call) -> None:
-        """Write the tensors of a call into the parameters."""
+        """Write into the parameters what differs from the last call."""
+        attention, kv = self._attention, call.kv
         if call.pages is not self._pages:
             _write_pages(self._params.pages, call.pages)
             self._pages = call.pages
-        if isinstance(call.pages, RaggedKV):
-            self._params.pages.num_entries = call.kv.k.tensor.shape[0]
-        params, q, out, lse = self._params.attention, call.q, call.out, call.lse
-        _write_cache(params, call.kv)
-        params.num_tokens = q.shape[0]
-        params.q = q.data_ptr()
-        params.q_token_stride, params.q_head_stride = q.stride()[:2]
-        params.q_is_aligned = is_aligned(q, 8)
-        params.out = out.data_ptr()
-        params.out_token_stride, params.out_head_stride = out.stride()[:2]
-        params.out_is_aligned = is_aligned(out, 4)
-        params.lse = None if lse is None else lse.data_ptr()
-        if lse is not None:
-            params.lse_token_stride, params.lse_head_stride = lse.stride()
+        if self._recipe.is_ragged:
+            self._params.pages.num_entries = kv.k.tensor.shape[0]
+        if kv.strides != self._cache_strides:
+            self._write_cache_strides(kv.strides)
+        q_layout, out_layout = call.q_layout, call.out_layout
+        if (
+            q_layout is not self._q_layout
+            or out_layout is not self._out_layout
+            or call.lse_layout is not self._lse_layout
+        ):
+            self._write_layouts(q_layout, out_layout, call.lse_layout)
+        attention.q = pointer = call.q.data_ptr()
+        attention.q_is_aligned = q_layout.is_aligned(pointer)
+        attention.out = pointer = call.out.data_ptr()
+        attention.out_is_aligned = out_layout.is_aligned(pointer)
+        attention.k = kv.k.tensor.data_ptr()
+        attention.v = kv.v.tensor.data_ptr()
+        attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:
-            params.sinks = call.sinks.data_ptr()
-            params.sink_stride = call.sinks.stride(0)
-            params.sink_code = FLOAT_CODES[str(call.sinks.dtype).removeprefix("torch.")]
+            attention.sinks = call.sinks.data_ptr()
+            attention.sink_stride = call.sinks.stride()[0]
+            attention.sink_code = _FLOAT_CODES[call.sinks.dtype]
         if call.mask is not None:
-            _write_mask(params, call.mask)
+            _write_mask(attention, call.mask)
 
-    def _allocate_schedule(self) -> tuple[Tensor, Schedule]:
-        """Allocate the parts of ``struct Schedule``, in order, each a multiple of 16 bytes."""
-        batch_size = self._batch.pages.batch_size
-        units_a_request = 1
-        if self._is_prefill:
-            num_rows = self._batch.max_q_len * self._kernels.config.group_size
-            units_a_request = -(-num_rows // self._kernel.row_tile)
-        max_units = batch_size * units_a_request
-        parts = (
-            HEADER_BYTES,
-            REQUEST_BYTES * batch_size,
-            UNIT_BYTES * max_units,
-            BOUNDARY_BYTES * (self._max_slots + 1),
-            UNIT_BEGIN_BYTES * (batch_size + 1),
-            COST_BYTES * (max_units + 1),
-        )
-        offsets, total = [], 0
-        for part in parts:
-            offsets.append(total)
-            total += -(-part // 16) * 16
-        memory = torch.empty(total, dtype=torch.uint8, device=self._kernels.device)
-        base = memory.data_ptr()
-        return memory, Schedule(*(base + offset for offset in offsets))
+    def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
+        attention = self._attention
+        attention.num_tokens = q.shape[0]
+        attention.q_token_stride, attention.q_head_stride = q.strides[:2]
+        attention.out_token_stride, attention.out_head_stride = out.strides[:2]
+        attention.lse_token_stride, attention.lse_head_stride = lse.strides or (0, 0)
+        self._q_layout, self._out_layout, self._lse_layout = q, out, lse
 
-    def _attention_params(self, schedule: Schedule, sm_scale: float) -> ctypes.Structure:
-        config = self._kernels.config
-        params = KERNEL_PARAMS[PageTable(config.page_table)]()
-        attention = params.attention
-        partials, counters = self._buffers
-        num_values = self._num_partial_rows * self._kernel.tile.value_dim
-        attention.partials = partials.data_ptr()
-        attention.partial_sums = partials.data_ptr() + 4 * num_values
-        attention.counters = counters.data_ptr()
-        attention.schedule = schedule
-        attention.num_qo_heads = config.num_qo_heads
-        attention.group_size = Divisor.of(config.group_size)
-        attention.num_row_blocks = Divisor.of(self._num_row_blocks)
-        attention.num_head_blocks = Divisor.of(self._num_head_blocks)
-        attention.max_splits = self._max_splits
-        attention.is_causal = config.causal
-        attention.window_left = config.window_left
-        cap = config.logits_soft_cap
-        attention.score_scale = sm_scale / cap if cap > 0 else sm_scale * _LOG2E
-        attention.cap_log2 = cap * _LOG2E
-        return params
+    def _write_cache_strides(self, strides: tuple[int, ...]) -> None:
+        attention = self._attention
+        attention.k_page_stride, attention.k_token_stride, attention.k_head_stride = strides[:3]
+        attention.v_page_stride, attention.v_token_stride, attention.v_head_stride = strides[3:]
+        self._cache_strides = strides
 
-    def _schedule_params(self, schedule: Schedule) -> ScheduleParams:
-        config, batch = self._kernels.config, self._batch
-        pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
-        tile_tokens = self._kernel.tile.tile_tokens
-        params = ScheduleParams(
-            seq_lens=seq_lens.data_ptr(),
-            schedule=schedule,
-            seq_lens_stride=seq_lens.stride(0),
-            max_kv_len=batch.max_kv_len,
-            seq_lens_are_int64=seq_lens.dtype == torch.int64,
-            batch_size=pages.batch_size,
-            max_q_len=batch.max_q_len,
-            is_causal=config.causal,
-            window_left=config.window_left,
-            group_size=config.group_size,
-            decode_rows=self._kernels.kernels.decode.row_tile,
-            prefill_rows=self._kernel.row_tile if self._is_prefill else 0,
-            max_slots=self._max_slots,
-            tile_tokens=tile_tokens,
-            unit_cost=_UNIT_COST,
-            min_slot_cost=_MIN_SLOT_COST,
-            max_splits=self._max_splits,
-            min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
-        )
-        if qo_indptr is not None:
-            params.qo_indptr = qo_indptr.data_ptr()
-            params.qo_indptr_stride = qo_indptr.stride(0)
-        if isinstance(pages, CsrPages | RaggedKV):
-            params.kv_indptr = pages.kv_indptr.data_ptr()
-            params.kv_indptr_stride = pages.kv_indptr.stride(0)
-            params.num_entries, params.entry_tokens = _INT32_MAX, 1
-        if isinstance(pages, CsrPages):
-            params.num_entries = pages.kv_indices.shape[0]
-            params.entry_tokens = config.page_size
-        return params
+
+def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
+    params.num_qo_heads = config.num_qo_heads
+    params.group_size = Divisor.of(config.group_size)
+    params.is_causal = config.causal
+    params.window_left = config.window_left
+    scale, cap = config.score_scale, config.logits_soft_cap
+    params.score_scale = scale / cap if cap > 0 else scale * _LOG2E
+    params.cap_log2 = cap * _LOG2E
+
+
+def _write_batch(params: ScheduleParams, batch: Batch) -> None:
+    pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
+    params.seq_lens = seq_lens.data_ptr()
+    params.seq_lens_stride = seq_lens.stride()[0]
+    params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
+    params.batch_size = batch.batch_size
+    params.max_kv_len = batch.max_kv_len
+    params.max_q_len = batch.max_q_len
+    params.qo_indptr = None if qo_indptr is None else qo_indptr.data_ptr()
+    params.qo_indptr_stride = 0 if qo_indptr is None else qo_indptr.stride()[0]
+    if isinstance(pages, (BlockTable, TokenTable)):  # a union takes longer
+        return
+    params.kv_indptr = pages.kv_indptr.data_ptr()
+    params.kv_indptr_stride = pages.kv_indptr.stride()[0]
+    params.num_entries = pages.kv_indices.shape[0] if isinstance(pages, CsrPages) else _INT32_MAX
 
 
 def _write_pages(params: ctypes.Structure, pages: Pages) -> None:
@@ -467,33 +578,19 @@ def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -
     if table.dim() == 3:
         params.kv_stride = table.stride(1)
     params.rows = None if rows is None else rows.data_ptr()
-    if rows is not None:
-        params.rows_stride = rows.stride(0)
-        params.rows_are_int64 = rows.dtype == torch.int64
-
-
-def _write_cache(params: ctypes.Structure, kv: BoundCache) -> None:
-    k, v = kv.k, kv.v
-    params.k = k.tensor.data_ptr()
-    params.k_page_stride = k.page_stride
-    params.k_token_stride = k.token_stride
-    params.k_head_stride = k.head_stride
-    params.v = v.tensor.data_ptr()
-    params.v_page_stride = v.page_stride
-    params.v_token_stride = v.token_stride
-    params.v_head_stride = v.head_stride
+    params.rows_stride = 0 if rows is None else rows.stride(0)
+    params.rows_are_int64 = rows is not None and rows.dtype is torch.int64
 
 
 def _write_mask(params: ctypes.Structure, mask: Mask) -> None:
     params.mask = mask.values.data_ptr()
     params.mask_kind = _MASK_KINDS[mask.layout]
-    if mask.indptr is not None:
-        params.mask_bytes = mask.values.shape[0]
-        params.mask_indptr = mask.indptr.data_ptr()
-        params.mask_indptr_stride = mask.indptr.stride(0)
-    else:
-        params.mask_row_stride = mask.values.stride(0)
-        params.mask_width = mask.width
+    is_ragged = mask.indptr is not None
+    params.mask_row_stride = 0 if is_ragged else mask.values.stride(0)
+    params.mask_width = mask.width
+    params.mask_bytes = mask.values.shape[0] if is_ragged else 0
+    params.mask_indptr = None if mask.indptr is None else mask.indptr.data_ptr()
+    params.mask_indptr_stride = 0 if mask.indptr is None else mask.indptr.stride(0)
 
 
 def arch_of(facts: DeviceFacts) -> str:

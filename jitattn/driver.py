@@ -35,7 +35,17 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def _result(code: int) -> Any:
+    """Return ``code`` as the binding names it, or as it is if the binding is older than it."""
+    try:
+        return cuda.CUresult(code)
+    except ValueError:
+        return code
+
+
 def _describe(status: Any) -> str:
+    if not isinstance(status, cuda.CUresult):
+        return f"error {status}"
     error, text = cuda.cuGetErrorString(status)
     message = text.decode() if error == _OK and text else "unknown error"
     return f"{getattr(status, 'name', status)} ({message})"
@@ -100,6 +110,7 @@ class LoadedKernel:
             kernel = _check(cuda.cuLibraryGetKernel(self._library, symbol.encode()), what)
             # Loading is lazy, and must not happen inside a capture: this asks for it now.
             self.function = _check(cuda.cuKernelGetFunction(kernel), what)
+            self.argument = ctypes.c_void_p.from_param(int(self.function))
             if smem_bytes > 48 * 1024:
                 limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(cuda.cuFuncSetAttribute(self.function, limit, smem_bytes), what)
@@ -115,6 +126,40 @@ def load_kernel(cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -
     return LoadedKernel(cubin, symbol, device_index, smem_bytes)
 
 
+class _LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig`` of cuda.h."""
+
+    _fields_ = (
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _config_argument(grid: int, num_threads: int, smem_bytes: int, stream: int) -> Any:
+    """Return a reference to a configuration, which launches share since nobody changes it."""
+    return ctypes.byref(_LaunchConfig(grid, 1, 1, num_threads, 1, 1, smem_bytes, stream))
+
+
+@functools.cache
+def _launch_function() -> Callable[..., int]:
+    """Return the driver's ``cuLaunchKernelEx``, to be called with ready-made arguments.
+
+    Called this way it costs half of what the binding costs. The library is the one that the
+    binding has loaded, since there is a kernel.
+    """
+    function: Callable[..., int] = ctypes.CDLL("libcuda.so.1")["cuLaunchKernelEx"]
+    return function
+
+
 class Launch:
     """One kernel, its grid and its parameter struct, prepared so that launching does little.
 
@@ -122,22 +167,30 @@ class Launch:
     several threads at once.
     """
 
+    __slots__ = (
+        "_arguments",
+        "_function",
+        "_grid",
+        "_num_threads",
+        "_pointer",
+        "_stream",
+        "kernel",
+        "params",
+    )
+
     def __init__(
         self, kernel: LoadedKernel, params: ctypes.Structure, grid: int, num_threads: int
     ) -> None:
         """Prepare launches of ``grid`` CTAs of ``num_threads`` threads."""
         self.kernel = kernel
         self.params = params
-        config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
-        config.sharedMemBytes = kernel.smem_bytes
-        self._config = config
+        self._grid = grid
+        self._num_threads = num_threads
+        # The driver wants an array of pointers to parameters; there is one.
+        self._pointer = ctypes.byref(ctypes.c_void_p(ctypes.addressof(params)))
         self._stream = -1
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        self._arguments = ctypes.addressof(self._pointers)
-        self._function = kernel.function
-        self._launch: Callable[..., tuple[Any, ...]] = cuda.cuLaunchKernelEx
+        self._arguments: tuple[Any, ...] = ()
+        self._function = _launch_function()
 
     def __call__(self, stream: int) -> None:
         """Launch on ``stream``, a raw handle of the kernel's device.
@@ -146,11 +199,16 @@ class Launch:
             DriverError: the driver refused the launch.
         """
         if stream != self._stream:
-            self._config.hStream = cuda.CUstream(stream)
-            self._stream = stream
-        status = self._launch(self._config, self._function, self._arguments, 0)[0]
-        if status != _OK:
-            self._launch_in_context(status)
+            self._turn_to(stream)
+        status = self._function(*self._arguments)
+        if status:
+            self._launch_in_context(_result(status))
+
+    def _turn_to(self, stream: int) -> None:
+        kernel = self.kernel
+        config = _config_argument(self._grid, self._num_threads, kernel.smem_bytes, stream)
+        self._arguments = (config, kernel.argument, self._pointer, None)
+        self._stream = stream
 
     def _launch_in_context(self, status: Any) -> None:
         # A thread that has not touched CUDA yet has no context of its own.
@@ -160,6 +218,6 @@ class Launch:
         )
         if status in no_context:
             with _context(self.kernel.device_index):
-                status = self._launch(self._config, self._function, self._arguments, 0)[0]
+                status = _result(self._function(*self._arguments))
         if status != _OK:
             raise DriverError(f"cannot launch {self.kernel.symbol}: {_describe(status)}")

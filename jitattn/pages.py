@@ -62,7 +62,7 @@ class BlockTable:
     @property
     def batch_size(self) -> int:
         """Requests that the table lists."""
-        return int((self.table if self.rows is None else self.rows).shape[0])
+        return (self.table if self.rows is None else self.rows).shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +71,7 @@ class BlockTable:
 
     def capacity(self, page_size: int) -> int:
         """Return the most tokens of a request."""
-        return min(int(self.table.shape[-1]) * page_size, MAX_KV_LEN)
+        return min(self.table.shape[-1] * page_size, MAX_KV_LEN)
 
 
 class TokenTable:
@@ -110,7 +110,7 @@ class TokenTable:
     @property
     def batch_size(self) -> int:
         """Requests that the table lists."""
-        return int((self.slots if self.rows is None else self.rows).shape[0])
+        return (self.slots if self.rows is None else self.rows).shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -163,7 +163,7 @@ class CsrPages:
     @property
     def batch_size(self) -> int:
         """Requests that the table lists."""
-        return int(self.kv_indptr.shape[0]) - 1
+        return self.kv_indptr.shape[0] - 1
 
     @property
     def device(self) -> torch.device:
@@ -203,7 +203,7 @@ class RaggedKV:
     @property
     def batch_size(self) -> int:
         """Requests that the table lists."""
-        return int(self.kv_indptr.shape[0]) - 1
+        return self.kv_indptr.shape[0] - 1
 
     @property
     def device(self) -> torch.device:
@@ -236,12 +236,13 @@ def check_indptr(name: str, indptr: Tensor) -> None:
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise TypeError unless ``value`` is a tensor of one of ``dtypes``."""
+    if isinstance(value, Tensor) and value.dtype in dtypes:
+        return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a tensor of {wanted}")
-    if value.dtype not in dtypes:
-        given = str(value.dtype).removeprefix("torch.")
-        raise TypeError(f"{name} has dtype {given}: expected {wanted}")
+    given = str(value.dtype).removeprefix("torch.")
+    raise TypeError(f"{name} has dtype {given}: expected {wanted}")
 
 
 def check_vector(name: str, value: Tensor, *, device: torch.device) -> None:

@@ -6,6 +6,7 @@ device to split the batch; ``run`` patches a struct and launches.
 
 from __future__ import annotations
 
+import operator
 from numbers import Integral
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from jitattn import knobs, support
 from jitattn.binding import (
+    NO_LAYOUT,
     Batch,
     BoundCache,
     Call,
     Mask,
+    RowLayout,
     check_last_stride,
     check_rows,
     check_writable,
@@ -27,7 +30,17 @@ from jitattn.binding import (
 from jitattn.checks import check_lengths, check_page_ids, check_queries
 from jitattn.config import MAX_KV_LEN, PlannerConfig
 from jitattn.errors import ConfigError
-from jitattn.pages import Pages, check_device, check_indptr, check_tensor, check_vector
+from jitattn.pages import (
+    BlockTable,
+    CsrPages,
+    Pages,
+    RaggedKV,
+    TokenTable,
+    check_device,
+    check_indptr,
+    check_tensor,
+    check_vector,
+)
 from jitattn.reference_backend import ReferencePlan
 from jitattn.workspace import Workspace, canonical_device
 
@@ -38,11 +51,30 @@ KVCache = Tensor | tuple[Tensor, Tensor]
 Scale = float | Tensor
 CustomMask = Tensor | tuple[Tensor, Tensor]
 
+_TABLES = (BlockTable, TokenTable, CsrPages, RaggedKV)
 _BACKENDS = ("auto", "cuda", "reference")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+# Kernels read q and write out in vectors of so many elements where rows begin at a multiple.
+_Q_VECTOR, _OUT_VECTOR = 8, 4
 
-class AttentionPlanner:
+
+class _Arguments:
+    """The arguments of a planner, to be read under their names."""
+
+    config: PlannerConfig
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object: ...
+
+
+for _name in PlannerConfig.__slots__:
+    # A __getattr__ would slow down the reading of every attribute.
+    setattr(_Arguments, _name, property(operator.attrgetter(f"config.{_name}")))
+
+
+class AttentionPlanner(_Arguments):
     """The kernels of one attention configuration on one device.
 
     Constructing it compiles or loads its kernels. The prefill kernel goes on compiling in the
@@ -148,19 +180,14 @@ class AttentionPlanner:
         self._workspace = _check_workspace(workspace, self.device)
         self._q_dtype: torch.dtype = getattr(torch, self.config.q_dtype)
         self._out_dtype: torch.dtype = getattr(torch, self.config.out_dtype or self.config.q_dtype)
-        self._sm_scale = head_dim**-0.5 if self.config.sm_scale is None else self.config.sm_scale
+        self._use_sinks = self.config.use_sinks
+        self._use_custom_mask = self.config.use_custom_mask
         self._checks = knobs.load().check
         self._kernels: KernelSet | None = None
         if self.backend == "cuda":
             from jitattn.cuda_backend import KernelSet
 
             self._kernels = KernelSet(self.config, self.device)
-
-    def __getattr__(self, name: str) -> object:
-        """Read an argument of the configuration under its name."""
-        if name in PlannerConfig.__slots__ and "config" in self.__dict__:
-            return getattr(self.config, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def workspace(self) -> Workspace | None:
@@ -190,7 +217,7 @@ class AttentionPlanner:
                 )
         k, v = view_caches(kv_cache, self.config, self.device)
         kernels = None if self._kernels is None else self._kernels.kernels_for(k, v)
-        return BoundCache(self.config, k, v, kernels)
+        return BoundCache(self.config, self.device, k, v, kernels)
 
     def plan(
         self,
@@ -223,38 +250,61 @@ class AttentionPlanner:
         """
         _check_pages(pages, self.config, self.device)
         check_vector("seq_lens", seq_lens, device=self.device)
-        if seq_lens.shape[0] != pages.batch_size:
+        batch_size = pages.batch_size
+        if seq_lens.shape[0] != batch_size:
             raise ValueError(
-                f"seq_lens has {seq_lens.shape[0]} entries: expected {pages.batch_size}, one for "
-                "each request of pages"
+                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
+                "request of pages"
             )
         batch = Batch(
             pages,
+            batch_size,
             seq_lens,
             qo_indptr,
             max_kv_len=_kv_limit(pages, self.config, max_kv_len),
-            max_q_len=_query_limit(pages, qo_indptr, max_q_len),
+            max_q_len=_query_limit(batch_size, self.device, qo_indptr, max_q_len),
         )
         if self._checks:
             check_lengths(batch, self.config)
         backend: _Backend
         if self._kernels is None:
-            backend = ReferencePlan(self.config, self._sm_scale, batch)
+            backend = ReferencePlan(self.config, batch)
         else:
-            from jitattn.cuda_backend import CudaPlan
-
-            backend = CudaPlan(self._kernels, self._sm_scale, self._workspace, batch)
+            backend = self._kernels.plan(self._workspace, batch)
         return Plan(self, batch, backend)
 
 
 class Plan:
     """A batch, split over the card. For one thread at a time, and one stream."""
 
+    __slots__ = (
+        "__weakref__",
+        "_backend",
+        "_batch",
+        "_checked_lens",
+        "_checked_queries",
+        "_lse_layout",
+        "_new_lse_layout",
+        "_new_out_layout",
+        "_out_is_like_q",
+        "_out_layout",
+        "_pages",
+        "_planner",
+        "_q_layout",
+    )
+
     def __init__(self, planner: AttentionPlanner, batch: Batch, backend: _Backend) -> None:
         """Made by ``AttentionPlanner.plan``."""
         self._planner = planner
         self._batch = batch
         self._backend = backend
+        # The last table that passed its checks, how the last tensors lay that did, and those that
+        # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
+        self._pages = batch.pages
+        self._q_layout = NO_LAYOUT
+        self._out_is_like_q = False
+        self._out_layout = self._new_out_layout = NO_LAYOUT
+        self._lse_layout = self._new_lse_layout = NO_LAYOUT
         # The lengths that the schedule was made from, while the caller's may move on.
         self._checked_lens = batch.seq_lens.clone() if planner._checks else None
         self._checked_queries = (
@@ -312,27 +362,33 @@ class Plan:
 
         Defined by: jitattn/reference.py::attention.
         """
-        planner, batch = self._planner, self._batch
-        self._refuse(q_scale=q_scale, out_scale=out_scale)
-        self._check_sinks(sinks)
-        self._check_q(q)
-        bound = self._bound(kv)
-        if pages is not None and pages is not batch.pages:
-            self._check_same_size(pages)
-        shape = q.shape[0], planner.config.num_qo_heads
-        head_dim_vo = planner.config.head_dim_vo or planner.config.head_dim
-        out = self._output("out", out, (*shape, head_dim_vo), planner._out_dtype)
-        check_last_stride("out", out)
-        if out.data_ptr() == q.data_ptr() and out.numel() > 0:
-            raise ValueError("out is q: give another tensor")
+        planner = self._planner
+        if q_scale is not None or out_scale is not None:
+            self._refuse(q_scale=q_scale, out_scale=out_scale)
+        if sinks is not None or planner._use_sinks:
+            self._check_sinks(sinks)
+        if not self._q_layout.fits(q):
+            self._check_q(q)
+        if (
+            not isinstance(kv, BoundCache)
+            or kv.config is not planner.config
+            or kv.device is not planner.device
+        ):  # not bound by this planner
+            kv = self._bound(kv)
+        pages = self._batch.pages if pages is None else self._checked_pages(pages)
+        out, out_layout = self._new_out(q) if out is None else self._checked_out(out, q)
+        lse_layout = NO_LAYOUT
         if lse is not None or return_lse:
-            lse = self._output("lse", lse, shape, torch.float32)
-        pages = batch.pages if pages is None else pages
-        mask = self._mask(custom_mask, shape[0])
+            lse, lse_layout = self._lse(lse)
+        mask = None
+        if custom_mask is not None or planner._use_custom_mask:
+            mask = self._mask(custom_mask, q.shape[0])
         if self._checked_lens is not None and not _is_capturing(planner.device):
             check_queries(self._checked_queries, q.shape[0])
-            check_page_ids(pages, self._checked_lens, self._checked_queries, bound, planner.config)
-        self._backend.run(Call(q, bound, pages, out, lse, sinks, mask))
+            check_page_ids(pages, self._checked_lens, self._checked_queries, kv, planner.config)
+        self._backend.run(
+            Call(q, self._q_layout, kv, pages, out, out_layout, lse, lse_layout, sinks, mask)
+        )
         if return_lse:
             assert lse is not None
             return out, lse
@@ -342,24 +398,22 @@ class Plan:
         planner, config = self._planner, self._planner.config
         check_tensor("q", q, (planner._q_dtype,))
         one_each = self._batch.qo_indptr is None
-        num_tokens = self._batch.pages.batch_size if one_each else q.shape[0] if q.dim() else 0
-        check_rows(
-            "q",
-            q,
-            (num_tokens, config.num_qo_heads, config.head_dim),
-            planner._q_dtype,
-            planner.device,
-        )
+        num_tokens = self._batch.batch_size if one_each else q.shape[0] if q.dim() else 0
+        shape = num_tokens, config.num_qo_heads, config.head_dim
+        check_rows("q", q, shape, planner._q_dtype, planner.device)
         check_last_stride("q", q)
-        self._backend.check_num_tokens(num_tokens)
+        self._q_layout = RowLayout(q, vector=_Q_VECTOR)
+        self._out_is_like_q = False
+        self._out_layout = self._new_out_layout = NO_LAYOUT
+        self._lse_layout = self._new_lse_layout = NO_LAYOUT
 
     def _bound(self, kv: BoundCache | KVCache) -> BoundCache:
         planner = self._planner
         bound = kv if isinstance(kv, BoundCache) else planner.bind(kv)
         if bound.config is not planner.config and bound.config != planner.config:
             raise ValueError("kv was bound by a planner of another configuration")
-        if bound.k.tensor.device != planner.device:
-            raise ValueError(f"kv is on {bound.k.tensor.device}: expected {planner.device}")
+        if bound.device != planner.device:
+            raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
         return bound
 
     def _mask(self, custom_mask: CustomMask | None, num_tokens: int) -> Mask | None:
@@ -372,8 +426,7 @@ class Plan:
             )
         if custom_mask is None:
             return None
-        batch_size = self._batch.pages.batch_size
-        return view_mask(custom_mask, num_tokens, batch_size, self._planner.device)
+        return view_mask(custom_mask, num_tokens, self._batch.batch_size, self._planner.device)
 
     def _refuse(self, **arguments: object) -> None:
         for name, value in arguments.items():
@@ -396,6 +449,12 @@ class Plan:
             )
         check_device("sinks", sinks, self._planner.device)
 
+    def _checked_pages(self, pages: Pages) -> Pages:
+        if pages is not self._pages:
+            self._check_same_size(pages)
+            self._pages = pages
+        return pages
+
     def _check_same_size(self, pages: Pages) -> None:
         planned = self._batch.pages
         _check_pages(pages, self._planner.config, self._planner.device)
@@ -409,14 +468,46 @@ class Plan:
                 f"of at most {wanted[1]}, like the plan's"
             )
 
-    def _output(
-        self, name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        if given is None:
-            return torch.empty(shape, dtype=dtype, device=self._planner.device)
-        check_rows(name, given, shape, dtype, self._planner.device)
-        check_writable(name, given)
-        return given
+    def _new_out(self, q: Tensor) -> tuple[Tensor, RowLayout]:
+        if self._out_is_like_q:
+            return torch.empty_like(q), self._new_out_layout  # takes half the time
+        planner = self._planner
+        out = torch.empty(self._out_shape(), dtype=planner._out_dtype, device=planner.device)
+        if self._new_out_layout is NO_LAYOUT:
+            self._new_out_layout = RowLayout(out, vector=_OUT_VECTOR)
+            self._out_is_like_q = self._new_out_layout.fits(q)
+        return out, self._new_out_layout
+
+    def _checked_out(self, out: Tensor, q: Tensor) -> tuple[Tensor, RowLayout]:
+        if not self._out_layout.fits(out):
+            planner = self._planner
+            check_rows("out", out, self._out_shape(), planner._out_dtype, planner.device)
+            check_writable("out", out)
+            check_last_stride("out", out)
+            self._out_layout = RowLayout(out, vector=_OUT_VECTOR)
+        if out.data_ptr() == q.data_ptr() and out.numel() > 0:
+            raise ValueError("out is q: give another tensor")
+        return out, self._out_layout
+
+    def _out_shape(self) -> tuple[int, int, int]:
+        config = self._planner.config
+        num_tokens = self._q_layout.shape[0]
+        return num_tokens, config.num_qo_heads, config.head_dim_vo or config.head_dim
+
+    def _lse(self, lse: Tensor | None) -> tuple[Tensor, RowLayout]:
+        device = self._planner.device
+        if lse is not None and self._lse_layout.fits(lse):
+            return lse, self._lse_layout
+        shape = self._q_layout.shape[0], self._planner.config.num_qo_heads
+        if lse is not None:
+            check_rows("lse", lse, shape, torch.float32, device)
+            check_writable("lse", lse)
+            self._lse_layout = RowLayout(lse)
+            return lse, self._lse_layout
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        if self._new_lse_layout is NO_LAYOUT:
+            self._new_lse_layout = RowLayout(lse)
+        return lse, self._new_lse_layout
 
 
 def build_info(planner: AttentionPlanner) -> list[KernelInfo]:
@@ -434,8 +525,6 @@ class _Backend(Protocol):
     """What a plan needs of the code that computes."""
 
     def refresh(self) -> None: ...
-
-    def check_num_tokens(self, num_tokens: int) -> None: ...
 
     def run(self, call: Call) -> None: ...
 
@@ -470,12 +559,12 @@ def _check_workspace(workspace: Workspace | None, device: torch.device) -> Works
 
 
 def _check_pages(pages: Pages, config: PlannerConfig, device: torch.device) -> None:
-    if not isinstance(pages, Pages):
+    if not isinstance(pages, _TABLES):
         raise TypeError(
             f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
             "RaggedKV"
         )
-    if pages.layout.value != config.page_table:
+    if pages.layout != config.page_table:
         raise ValueError(
             f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "
             f"page_table={config.page_table!r}"
@@ -490,7 +579,9 @@ def _kv_limit(pages: Pages, config: PlannerConfig, max_kv_len: int | None) -> in
     return min(capacity, _count("max_kv_len", max_kv_len))
 
 
-def _query_limit(pages: Pages, qo_indptr: Tensor | None, max_q_len: int | None) -> int:
+def _query_limit(
+    batch_size: int, device: torch.device, qo_indptr: Tensor | None, max_q_len: int | None
+) -> int:
     if max_q_len is not None:
         max_q_len = _count("max_q_len", max_q_len)
     if qo_indptr is None:
@@ -498,11 +589,9 @@ def _query_limit(pages: Pages, qo_indptr: Tensor | None, max_q_len: int | None) 
             raise ValueError(f"max_q_len is {max_q_len}: without qo_indptr a request has one token")
         return 1
     check_indptr("qo_indptr", qo_indptr)
-    check_device("qo_indptr", qo_indptr, pages.device)
-    if qo_indptr.shape[0] != pages.batch_size + 1:
-        raise ValueError(
-            f"qo_indptr has {qo_indptr.shape[0]} entries: expected {pages.batch_size + 1}"
-        )
+    check_device("qo_indptr", qo_indptr, device)
+    if qo_indptr.shape[0] != batch_size + 1:
+        raise ValueError(f"qo_indptr has {qo_indptr.shape[0]} entries: expected {batch_size + 1}")
     if max_q_len is None:
         raise ValueError("max_q_len is None: qo_indptr needs the most tokens of a request")
     return max_q_len

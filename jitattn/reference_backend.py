@@ -16,10 +16,9 @@ from jitattn.reference import attention, first_visible, gather
 class ReferencePlan:
     """Plans and runs by the definition, in float64 torch."""
 
-    def __init__(self, config: PlannerConfig, sm_scale: float, batch: Batch) -> None:
+    def __init__(self, config: PlannerConfig, batch: Batch) -> None:
         """Made by ``AttentionPlanner.plan``."""
         self._config = config
-        self._sm_scale = sm_scale
         self._batch = batch
         self._lens: list[int] = []
         self._starts: list[int] = []
@@ -53,22 +52,16 @@ class ReferencePlan:
     def _q_len(self, request: int) -> int:
         return max(self._starts[request + 1] - self._starts[request], 0)
 
-    def check_num_tokens(self, num_tokens: int) -> None:
-        """Refuse a q with fewer rows than the requests have query tokens.
-
-        Raises:
-            ValueError: naming both numbers.
-        """
-        if num_tokens < self._starts[-1]:
-            raise ValueError(f"q has {num_tokens} rows: qo_indptr[-1] is {self._starts[-1]}")
-
     @torch.no_grad()
     def run(self, call: Call) -> None:
         """Compute a call that was checked.
 
         Raises:
-            ValueError: on the CPU, for an entry or an offset that lies outside the cache.
+            ValueError: q has fewer rows than the requests have query tokens, or, on the CPU, an
+                entry or an offset lies outside the cache.
         """
+        if call.q.shape[0] < self._starts[-1]:
+            raise ValueError(f"q has {call.q.shape[0]} rows: qo_indptr[-1] is {self._starts[-1]}")
         wrongs = [
             _what_is_read_wrong(call, self._config, b, kv_len, self._q_len(b))
             for b, kv_len in enumerate(self._lens)
@@ -99,7 +92,7 @@ class ReferencePlan:
             causal=self._config.causal,
             window_left=self._config.window_left,
             logits_soft_cap=self._config.logits_soft_cap,
-            sm_scale=self._sm_scale,
+            sm_scale=self._config.score_scale,
             sinks=call.sinks,
             masks=None if call.mask is None else [_mask(call.mask, rows, request, kv_len)],
         )

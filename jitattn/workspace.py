@@ -30,6 +30,9 @@ class Workspace:
 
     def reserve(self, num_partials: int, num_counters: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers of at least ``num_partials`` floats and ``num_counters`` counters."""
+        partials, counters = self.partials, self.counters  # these never shrink
+        if partials.numel() >= num_partials and counters.numel() >= num_counters:
+            return partials, counters
         with self._lock:
             if self.partials.numel() < num_partials:
                 self.partials = torch.empty(num_partials, dtype=torch.float32, device=self.device)
@@ -48,12 +51,15 @@ _defaults_lock = threading.Lock()
 def default_workspace(device: torch.device, stream: int) -> Workspace:
     """Return the workspace that plans share by default on ``stream``, a raw handle, of a device."""
     assert device.index is not None  # canonical
-    with _defaults_lock:
-        thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
-        key = (device.index, stream, thread)
-        if key not in _defaults:
-            _defaults[key] = Workspace(device)
-        return _defaults[key]
+    thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+    key = (device.index, stream, thread)
+    workspace = _defaults.get(key)
+    if workspace is None:
+        with _defaults_lock:
+            if key not in _defaults:
+                _defaults[key] = Workspace(device)
+            workspace = _defaults[key]
+    return workspace
 
 
 def canonical_device(device: torch.device | str | int | None) -> torch.device:

@@ -1,0 +1,493 @@
+"""What ``plan`` and ``run`` remember between calls never shows: parameters, checks and errors.
+
+A call that follows others must hand the kernels what a first call would, bit for bit, and must be
+refused where a first call would be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitattn
+from jitattn.binding import NO_LAYOUT, RowLayout
+from jitattn.cuda_backend import CudaPlan
+from tests.unit import fake_cuda
+from tests.unit.fake_cuda import FakeCuda
+
+B, HQ, HKV, D, PAGE, PAGES, WIDTH = 3, 8, 2, 32, 4, 6, 5
+SHAPE = {"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": D, "page_size": PAGE}
+REFUSED = (TypeError, ValueError)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return fake_cuda.install(monkeypatch)
+
+
+def queries(num_tokens: int = B, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(num_tokens, HQ, D, dtype=dtype)
+
+
+def cache(num_pages: int = PAGES) -> Tensor:
+    return torch.zeros(num_pages, 2, PAGE, HKV, D, dtype=torch.bfloat16)
+
+
+def table(width: int = WIDTH, *, batch_size: int = B) -> jitattn.BlockTable:
+    return jitattn.BlockTable(torch.zeros(batch_size, width, dtype=torch.int32))
+
+
+LENS = torch.tensor([5, 9, 0], dtype=torch.int32)
+OFFSETS = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def own(params: ctypes.Structure) -> dict[str, object]:
+    """What kernels get, but for the addresses of the plan's own memory."""
+    fields = {}
+    for part in ("attention", "pages"):
+        value = getattr(params, part)
+        for name, _ in value._fields_:
+            entry = getattr(value, name)
+            fields[name] = bytes(entry) if isinstance(entry, ctypes.Structure) else entry
+    for name in ("schedule", "partials", "partial_sums", "counters"):
+        fields.pop(name)
+    return fields
+
+
+def strided(rng: random.Random, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Memory of one of a few layouts; the last dimension is contiguous, any address."""
+    gaps = [rng.choice((0, 0, 1, 4, 8)) for _ in shape]
+    offset = rng.choice((0, 0, 1, 2, 4, 8))
+    strides, size = [0] * len(shape), 1
+    for i in reversed(range(len(shape))):
+        strides[i] = size
+        size = size * shape[i] + gaps[i]
+    return torch.zeros(size + offset, dtype=dtype)[offset:].as_strided(
+        shape, strides, storage_offset=offset
+    )
+
+
+def bound_caches(planner: jitattn.AttentionPlanner, rng: random.Random) -> list[object]:
+    caches: list[object] = [planner.bind(cache()) for _ in range(3)]
+    pools = [tuple(strided(rng, PAGES, PAGE, HKV, D) for _ in "kv") for _ in range(3)]
+    return [*caches, *map(planner.bind, pools), pools[0]]
+
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "sinks": {"use_sinks": True},
+    "mask": {"use_custom_mask": True},
+    "other dims": {"head_dim_vo": 64, "out_dtype": "float32"},
+    "separate": {"page_table": "separate"},
+}
+
+
+def masks(rng: random.Random, num_tokens: int) -> object:
+    width = rng.choice((8, 16))
+    if rng.random() < 0.3:
+        return torch.zeros(99, dtype=torch.uint8), OFFSETS
+    if rng.random() < 0.5:
+        return torch.zeros(num_tokens, width // 8, dtype=torch.uint8)
+    return torch.zeros(num_tokens, width, dtype=torch.bool)
+
+
+def arguments(rng: random.Random, config: str, num_tokens: int) -> dict[str, object]:
+    """Arguments of ``run`` besides q and kv, at random."""
+    value_dim = 64 if config == "other dims" else D
+    out_dtype = torch.float32 if config == "other dims" else torch.bfloat16
+    given: dict[str, object] = {}
+    if rng.random() < 0.6:
+        given["out"] = strided(rng, num_tokens, HQ, value_dim, dtype=out_dtype)
+    if rng.random() < 0.4:
+        given["lse"] = strided(rng, num_tokens, HQ, dtype=torch.float32)
+    given["return_lse"] = rng.random() < 0.3
+    if config == "sinks":
+        dtype = rng.choice((torch.float32, torch.bfloat16, torch.float64))
+        given["sinks"] = torch.zeros(HQ * 2, dtype=dtype)[:: rng.choice((1, 2))][:HQ]
+    if config == "mask":
+        given["custom_mask"] = masks(rng, num_tokens)
+    return given
+
+
+def tables(config: str) -> list[jitattn.BlockTable]:
+    shape = (9, 2, WIDTH + 3) if config == "separate" else (9, WIDTH + 3)
+    wide = torch.zeros(shape, dtype=torch.int32)
+    rows = torch.tensor([4, 0, 2])
+    return [
+        jitattn.BlockTable(wide[:B, ..., :WIDTH]),
+        jitattn.BlockTable(wide[..., :WIDTH], rows=rows),
+        jitattn.BlockTable(wide[3:6, ..., 1 : WIDTH + 1]),
+        jitattn.BlockTable(wide[..., :WIDTH], rows=rows.int()),
+    ]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("max_q_len", [None, 2, 40])
+def test_a_call_after_others_gets_what_a_first_call_gets(
+    cuda: FakeCuda, config: str, max_q_len: int | None
+) -> None:
+    rng = random.Random(f"{config} {max_q_len}")
+    planner = cuda.planner(**SHAPE | CONFIGS[config])
+    if config == "other dims":
+        pools = [
+            (strided(rng, PAGES, PAGE, HKV, D), strided(rng, PAGES, PAGE, HKV, 64))
+            for _ in range(4)
+        ]
+        caches = [*map(planner.bind, pools), pools[0]]
+    else:
+        caches = bound_caches(planner, rng)
+    pages = tables(config)
+    offsets = None if max_q_len is None else OFFSETS
+    plan = planner.plan(pages[0], LENS, offsets, max_q_len=max_q_len)
+    for _ in range(60):
+        num_tokens = B if offsets is None else rng.choice((6, 7))
+        q = strided(rng, num_tokens, HQ, D)
+        given = arguments(rng, config, num_tokens)
+        others = rng.choice((None, None, *pages))
+        kv = rng.choice(caches)
+        del cuda.launches[:]
+        result = plan.run(q, kv, pages=others, **given)
+        again = list(cuda.launches)
+        # What was allocated is given to the first call, so that it gets the same addresses.
+        out, lse = result if isinstance(result, tuple) else (result, given.get("lse"))
+        fresh = planner.plan(pages[0], LENS, offsets, max_q_len=max_q_len)
+        del cuda.launches[:]
+        fresh.run(q, kv, pages=others, **given | {"out": out, "lse": lse})
+        assert len(again) == len(cuda.launches) == (2 if max_q_len == 40 else 1)
+        for one, other in zip(again, cuda.launches, strict=True):
+            assert own(one.params) == own(other.params)
+            assert (one.symbol, one.grid, one.num_threads) == (
+                other.symbol,
+                other.grid,
+                other.num_threads,
+            )
+
+
+def test_alignment_is_that_of_each_call(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan, kv = planner.plan(table(), LENS), planner.bind(cache())
+    memory = torch.zeros(B * HQ * D + 8, dtype=torch.bfloat16)
+    for offset in (1, 0, 8, 4, 0, 2):
+        q = memory[offset:][: B * HQ * D].view(B, HQ, D)
+        out = torch.zeros_like(memory)[offset:][: B * HQ * D].view(B, HQ, D)
+        plan.run(q, kv, out=out)
+        got = cuda.last().params.attention
+        assert got.q_is_aligned == (offset % 8 == 0)
+        assert got.out_is_aligned == (offset % 4 == 0)
+        assert (got.q, got.out) == (q.data_ptr(), out.data_ptr())
+
+
+def test_lse_and_sinks_of_each_call(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE, use_sinks=True)
+    plan, kv = planner.plan(table(), LENS), planner.bind(cache())
+    lse = torch.zeros(HQ, B).t()
+    for dtype, code in ((torch.float32, 2), (torch.bfloat16, 1), (torch.float64, 3)):
+        sinks = torch.zeros(2 * HQ, dtype=dtype)[::2]
+        plan.run(queries(), kv, lse=lse, sinks=sinks)
+        got = cuda.last().params.attention
+        assert (got.lse, got.lse_token_stride, got.lse_head_stride) == (lse.data_ptr(), 1, B)
+        assert (got.sinks, got.sink_stride, got.sink_code) == (sinks.data_ptr(), 2, code)
+        plan.run(queries(), kv, sinks=sinks)
+        assert cuda.last().params.attention.lse is None
+
+
+def test_outputs_are_new_and_dense(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan, kv = planner.plan(table(), LENS), planner.bind(cache())
+    packed = torch.zeros(B, 3 * HQ, D, dtype=torch.bfloat16)[:, :HQ]
+    outs = [plan.run(q, kv) for q in (queries(), queries(), packed, packed, queries())]
+    assert len({out.data_ptr() for out in outs}) == len(outs)
+    assert {(tuple(out.shape), out.stride(), out.dtype) for out in outs} == {
+        ((B, HQ, D), (HQ * D, D, 1), torch.bfloat16)
+    }
+
+
+def test_a_slice_whose_strides_are_those_of_out_is_not_its_shape(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE, head_dim_vo=64)
+    pool = torch.zeros(PAGES, PAGE, HKV, 64, dtype=torch.bfloat16)
+    plan, kv = planner.plan(table(), LENS), planner.bind((pool[..., :D], pool))
+    q = torch.zeros(B, HQ, 64, dtype=torch.bfloat16)[..., :D]
+    assert [plan.run(q, kv).shape[-1] for _ in range(3)] == [64] * 3
+
+
+def test_a_cache_may_have_moved(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    pool = cache()
+    plan, kv = planner.plan(table(), LENS), planner.bind(pool)
+    plan.run(queries(), kv)
+    size = pool.untyped_storage().nbytes()
+    pool.untyped_storage().resize_(0)
+    junk = torch.zeros(size, dtype=torch.uint8)
+    pool.untyped_storage().resize_(size)
+    plan.run(queries(), kv)
+    assert cuda.last().params.attention.k == pool.data_ptr()
+    del junk
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def overlapping(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(1).expand(tensor.shape)
+
+
+Change = Callable[[Tensor, dict[str, object]], tuple[Tensor, dict[str, object]]]
+
+BAD: dict[str, tuple[Change, str]] = {
+    "q of another dtype": (lambda q, a: (q.half(), a), "q has dtype"),
+    "q on another device": (lambda q, a: (q.to("meta"), a), "q is on meta"),
+    "q of strided elements": (
+        lambda q, a: (q.transpose(1, 2).contiguous().transpose(1, 2), a),
+        "q has strides",
+    ),
+    "q with more tokens": (lambda q, a: (queries(B + 1), a), "q has shape"),
+    "q as rows": (lambda q, a: (q.flatten(1), a), "q has shape"),
+    "no q": (lambda q, a: (None, a), "q is a NoneType"),
+    "q_scale": (lambda q, a: (q, a | {"q_scale": 1.0}), "q_scale"),
+    "out_scale": (lambda q, a: (q, a | {"out_scale": 1.0}), "out_scale"),
+    "sinks": (lambda q, a: (q, a | {"sinks": torch.zeros(HQ)}), "sinks"),
+    "custom_mask": (lambda q, a: (q, a | {"custom_mask": q}), "custom_mask"),
+    "out is q": (lambda q, a: (q, a | {"out": q}), "out is q"),
+    "out begins where q does": (lambda q, a: (q, a | {"out": q.view(B, HQ, D)}), "out is q"),
+    "out of another dtype": (lambda q, a: (q, a | {"out": a["out"].float()}), "out has dtype"),
+    "out on another device": (lambda q, a: (q, a | {"out": a["out"].to("meta")}), "out is on"),
+    "out with more tokens": (lambda q, a: (q, a | {"out": queries(B + 1)}), "out has shape"),
+    "out over itself": (lambda q, a: (q, a | {"out": overlapping(q)}), "share memory"),
+    "out of strided elements": (
+        lambda q, a: (q, a | {"out": q.transpose(1, 2).contiguous().transpose(1, 2)}),
+        "out has strides",
+    ),
+    "no tensor for out": (lambda q, a: (q, a | {"out": 1}), "out is a int"),
+    "lse of another dtype": (lambda q, a: (q, a | {"lse": a["lse"].double()}), "lse has dtype"),
+    "lse on another device": (lambda q, a: (q, a | {"lse": a["lse"].to("meta")}), "lse is on"),
+    "lse with more heads": (lambda q, a: (q, a | {"lse": torch.zeros(B, HQ + 1)}), "lse has shape"),
+    "lse over itself": (lambda q, a: (q, a | {"lse": overlapping(a["lse"])}), "share memory"),
+    "another layout of pages": (
+        lambda q, a: (
+            q,
+            a | {"pages": jitattn.BlockTable(torch.zeros(B, 2, WIDTH, dtype=torch.int32))},
+        ),
+        "page_table='shared'",
+    ),
+    "narrow pages": (lambda q, a: (q, a | {"pages": table(WIDTH - 1)}), "pages has"),
+    "no pages": (lambda q, a: (q, a | {"pages": 1}), "pages is a int"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_call_after_good_ones_is_refused(cuda: FakeCuda, bad: str) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan, kv = planner.plan(table(), LENS), planner.bind(cache())
+    good = {"out": queries(), "lse": torch.zeros(B, HQ), "pages": table()}
+    for _ in range(2):
+        plan.run(queries(), kv, **good)
+    num_launches = len(cuda.launches)
+    change, message = BAD[bad]
+    for _ in range(2):
+        q, given = change(queries(), good)
+        with pytest.raises(REFUSED, match=message):
+            plan.run(q, kv, **given)
+    assert len(cuda.launches) == num_launches
+    plan.run(queries(), kv, **good)
+    assert len(cuda.launches) == num_launches + 1
+
+
+def test_outputs_must_fit_the_q_of_their_call(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan = planner.plan(table(), LENS, OFFSETS, max_q_len=3)
+    kv = planner.bind(cache())
+    for num_tokens, other in ((6, 7), (7, 6)):
+        lse = torch.zeros(num_tokens, HQ)
+        plan.run(queries(num_tokens), kv, out=queries(num_tokens), lse=lse)
+        with pytest.raises(ValueError, match="out has shape"):
+            plan.run(queries(other), kv, out=queries(num_tokens))
+        with pytest.raises(ValueError, match="lse has shape"):
+            plan.run(queries(other), kv, lse=lse)
+        assert plan.run(queries(other), kv).shape[0] == other
+        assert plan.run(queries(other), kv, return_lse=True)[1].shape[0] == other
+
+
+def test_a_cache_of_another_planner(cuda: FakeCuda) -> None:
+    planner, twin = cuda.planner(**SHAPE), cuda.planner(**SHAPE)
+    other = cuda.planner(**SHAPE, window_left=3)
+    reference = jitattn.AttentionPlanner(**SHAPE, device="cpu")
+    elsewhere = planner.bind(cache())
+    elsewhere.device = torch.device("meta")
+    plan = planner.plan(table(), LENS)
+    plan.run(queries(), planner.bind(cache()))
+    plan.run(queries(), twin.bind(cache()))
+    num_launches = len(cuda.launches)
+    for kv, message in (
+        (other.bind(cache()), "another configuration"),
+        (reference.bind(cache()), "reference backend"),
+        (elsewhere, "kv is on meta"),
+        (cache()[0], "kv_cache has shape"),
+        (None, "kv_cache is a NoneType"),
+    ):
+        with pytest.raises(REFUSED, match=message):
+            plan.run(queries(), kv)
+    assert len(cuda.launches) == num_launches
+
+
+def test_a_subclass_of_tensor_is_checked_every_time(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan, kv = planner.plan(table(), LENS), planner.bind(cache())
+    for _ in range(2):
+        plan.run(torch.nn.Parameter(queries(), requires_grad=False), kv)
+        with pytest.raises(TypeError, match="q has dtype"):
+            plan.run(torch.nn.Parameter(queries().half(), requires_grad=False), kv)
+
+
+def test_the_check_of_ids_sees_every_call(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITATTN_CHECK", "1")
+    planner = cuda.planner(**SHAPE)
+    pages = table()
+    plan, kv = planner.plan(pages, LENS), planner.bind(cache())
+    plan.run(queries(), kv)
+    num_launches = len(cuda.launches)
+    pages.table[1, 2] = PAGES
+    with pytest.raises(ValueError, match="request 1 has the entry 6"):
+        plan.run(queries(), kv)
+    assert len(cuda.launches) == num_launches
+
+
+def test_a_layout_fits_what_lies_alike() -> None:
+    tensor = torch.zeros(4, 8, 16, dtype=torch.bfloat16)
+    layout = RowLayout(tensor, vector=8)
+    assert layout.fits(torch.ones_like(tensor))
+    others = (
+        tensor[:3],
+        tensor.half(),
+        tensor.to("meta"),
+        torch.nn.Parameter(tensor),
+        torch.zeros(4, 9, 16, dtype=torch.bfloat16)[:, :8],
+        tensor.unsqueeze(0),
+        None,
+        7,
+    )
+    assert not any(layout.fits(other) for other in others)
+    assert not any(NO_LAYOUT.fits(other) for other in (*others, torch.zeros(())))
+    assert (layout.is_aligned(32), layout.is_aligned(8)) == (True, False)
+    odd = RowLayout(torch.zeros(4, 8, 17, dtype=torch.bfloat16)[..., :16], vector=8)
+    assert not odd.is_aligned(32)
+
+
+# --- plans, streams, devices ----------------------------------------------------------------------
+
+
+def test_plans_say_what_they_were_given(cuda: FakeCuda) -> None:
+    """Whatever the plans before them said, whose parameters they write over."""
+    planner = cuda.planner(**SHAPE)
+    lens = {dtype: torch.zeros(2 * B, dtype=dtype)[::2] for dtype in (torch.int32, torch.int64)}
+    for i in range(8):
+        seq_lens = lens[torch.int64 if i % 2 else torch.int32]
+        offsets = OFFSETS if i % 3 else None
+        max_q_len = 3 if i % 3 else None
+        planner.plan(table(), seq_lens, offsets, max_q_len=max_q_len, max_kv_len=10 + i)
+        got = cuda.last().params
+        assert (got.seq_lens, got.seq_lens_stride) == (seq_lens.data_ptr(), 2)
+        assert (got.batch_size, got.max_kv_len) == (B, 10 + i)
+        assert got.seq_lens_are_int64 == i % 2
+        assert got.max_q_len == (3 if i % 3 else 1)
+        assert got.qo_indptr == (OFFSETS.data_ptr() if i % 3 else None)
+
+
+def test_plans_that_live_share_nothing(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    kv = planner.bind(cache())
+    kept = [planner.plan(table(), LENS) for _ in range(3)]
+    for _ in range(5):
+        planner.plan(table(), LENS)
+    gc.collect()
+    plans = [*kept, *(planner.plan(table(), LENS) for _ in range(3))]
+    schedules = set()
+    for plan in plans:
+        plan.refresh()
+        scheduled = bytes(cuda.last().params.schedule)
+        plan.run(queries(), kv)
+        assert bytes(cuda.last().params.attention.schedule) == scheduled
+        schedules.add(scheduled)
+    assert len(schedules) == len({id(p._backend._parts[0]._sheet) for p in plans}) == len(plans)
+
+
+def test_threads_plan_and_run_at_once(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    barrier = threading.Barrier(8)
+    wrong: list[object] = []
+
+    def work() -> None:
+        kv = planner.bind(cache())
+        barrier.wait()
+        for _ in range(100):
+            plan, q = planner.plan(table(), LENS), queries()
+            plan.run(q, kv)
+            params = plan._backend._parts[0]._params.attention
+            if (params.q, params.k) != (q.data_ptr(), kv.k.tensor.data_ptr()):
+                wrong.append(params)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(cuda.launches) == 8 * 100 * 2
+
+
+def test_every_table_and_cache_of_ragged_batches(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE | {"page_size": None, "page_table": "ragged"})
+    pages = jitattn.RaggedKV(torch.tensor([0, 5, 14, 14], dtype=torch.int32))
+    plan = planner.plan(pages, LENS)
+    assert cuda.last().params.kv_indptr == pages.kv_indptr.data_ptr()
+    assert (cuda.last().params.num_entries, cuda.last().params.entry_tokens) == (2**31 - 1, 1)
+    for num_tokens in (14, 20, 17):
+        pair = tuple(torch.zeros(num_tokens, HKV, D, dtype=torch.bfloat16) for _ in "kv")
+        plan.run(queries(), planner.bind(pair))
+        assert cuda.last().params.pages.num_entries == num_tokens
+
+
+def test_csr_plans_know_their_pages(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE, page_table="csr")
+    offsets = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    for num_pages in (5, 9):
+        pages = jitattn.CsrPages(offsets, torch.zeros(num_pages, dtype=torch.int32))
+        planner.plan(pages, LENS)
+        got = cuda.last().params
+        assert (got.num_entries, got.entry_tokens) == (num_pages, PAGE)
+
+
+def test_launches_follow_the_current_stream_and_device(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[int] = []
+    monkeypatch.setattr(CudaPlan, "_lend_memory", lambda plan, stream: lent.append(stream))
+    planner = cuda.planner(**SHAPE)
+    plan, kv = planner.plan(table(), LENS), planner.bind(cache())
+    for stream, device in ((0, 0), (7, 0), (7, 1), (0, 1), (8, 0)):
+        cuda.stream, cuda.device = stream, device
+        for call in (plan.refresh, lambda: plan.run(queries(), kv)):
+            call()
+            assert cuda.last().stream == stream
+            assert cuda.last().devices == (() if device == 0 else (0,))
+    assert lent == [7] * 4 + [8] * 2
+    cuda.is_capturing = True
+    with pytest.raises(ValueError, match="inside a capture"):
+        planner.plan(table(), LENS)
+
+
+def test_an_empty_batch_launches_nothing(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan = planner.plan(table(batch_size=0), LENS[:0])
+    out, lse = plan.run(queries(0), planner.bind(cache()), return_lse=True)
+    assert (out.shape, lse.shape) == ((0, HQ, D), (0, HQ))
+    assert cuda.launches == []
