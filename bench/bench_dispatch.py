@@ -27,6 +27,7 @@ from bench.report import console
 from bench.rivals import FlashInferFa2
 from bench.timing import Call, Timing, no_gc, summarize
 from bench.workloads import Batch, Case, make_batch
+from jitattn.cuda_backend import CudaPlan
 
 CASE = Case(
     name="B8x256-h32_8-d128-p16",
@@ -89,6 +90,7 @@ def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
     The launch, of the schedule kernel, is the floor: the driver and one call from Python.
     """
     setup = set_up(batch, page_table)
+    assert isinstance(setup.plan._backend, CudaPlan)
     launch = setup.plan._backend._parts[0].schedule_launch
     stream = torch.cuda.current_stream().cuda_stream
     make_plan = functools.partial(setup.planner.plan, setup.pages, batch.seq_lens)

@@ -111,6 +111,9 @@ class LoadedKernel:
             # Loading is lazy, and must not happen inside a capture: this asks for it now.
             self.function = _check(cuda.cuKernelGetFunction(kernel), what)
             self.argument = ctypes.c_void_p.from_param(int(self.function))
+            version = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PTX_VERSION
+            # From compute capability 9.0 on, kernels wait for their predecessor themselves.
+            self.begins_early = _check(cuda.cuFuncGetAttribute(version, self.function), what) >= 90
             if smem_bytes > 48 * 1024:
                 limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(cuda.cuFuncSetAttribute(self.function, limit, smem_bytes), what)
@@ -124,6 +127,20 @@ def load_kernel(cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -
         DriverError: the cubin doesn't fit the device or the driver.
     """
     return LoadedKernel(cubin, symbol, device_index, smem_bytes)
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute`` of cuda.h, of a value that is an int."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+# The kernel may begin while its predecessor on the stream still runs (programmatic dependent
+# launch): see wait_for_previous_kernel in templates/include/jitattn/ptx.cuh.
+_BEGIN_EARLY = _LaunchAttribute(
+    int(cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION),
+    value=(1,),
+)
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -144,9 +161,14 @@ class _LaunchConfig(ctypes.Structure):
 
 
 @functools.lru_cache(maxsize=1024)
-def _config_argument(grid: int, num_threads: int, smem_bytes: int, stream: int) -> Any:
+def _config_argument(
+    grid: int, num_threads: int, smem_bytes: int, stream: int, begins_early: bool
+) -> Any:
     """Return a reference to a configuration, which launches share since nobody changes it."""
-    return ctypes.byref(_LaunchConfig(grid, 1, 1, num_threads, 1, 1, smem_bytes, stream))
+    config = _LaunchConfig(grid, 1, 1, num_threads, 1, 1, smem_bytes, stream)
+    if begins_early:
+        config.attributes, config.num_attributes = ctypes.addressof(_BEGIN_EARLY), 1
+    return ctypes.byref(config)
 
 
 @functools.cache
@@ -206,7 +228,9 @@ class Launch:
 
     def _turn_to(self, stream: int) -> None:
         kernel = self.kernel
-        config = _config_argument(self._grid, self._num_threads, kernel.smem_bytes, stream)
+        config = _config_argument(
+            self._grid, self._num_threads, kernel.smem_bytes, stream, kernel.begins_early
+        )
         self._arguments = (config, kernel.argument, self._pointer, None)
         self._stream = stream
 

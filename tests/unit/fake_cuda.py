@@ -55,6 +55,7 @@ class FakeKernel:
         self.device_index = device_index
         self.smem_bytes = smem_bytes
         self.argument = self
+        self.begins_early = False
 
 
 @dataclass(frozen=True)

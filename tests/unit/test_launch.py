@@ -74,6 +74,22 @@ def test_the_configuration_is_that_of_the_binding(function: FakeFunction) -> Non
         assert function.configs[-1] == wanted
 
 
+def test_a_kernel_that_waits_itself_begins_early(
+    function: FakeFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KERNEL, "begins_early", True)
+    Launch(KERNEL, Params(), 7, 32)(0)
+    config = driver._LaunchConfig.from_buffer_copy(function.configs[-1])
+    assert config.num_attributes == 1
+    attribute = binding.CUlaunchAttribute()
+    attribute.id = (
+        binding.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    )
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    size = ctypes.sizeof(driver._LaunchAttribute)
+    assert ctypes.string_at(config.attributes, size) == ctypes.string_at(attribute.getPtr(), size)
+
+
 def test_the_parameters_are_those_of_the_moment(function: FakeFunction) -> None:
     params = Params()
     launch = Launch(KERNEL, params, 1, 32)

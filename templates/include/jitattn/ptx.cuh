@@ -9,12 +9,35 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes to shared memory, or writes zeros and reads nothing when `valid` is false.
+// Copies 16 bytes to shared memory, or writes zeros and reads nothing when `valid` is false. The L2
+// cache fetches the aligned kFetchBytes around them, 128 or 256.
+template <int kFetchBytes>
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, bool valid) {
   const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global),
-               "r"(bytes)
-               : "memory");
+  if constexpr (kFetchBytes == 256) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+  }
+}
+
+// Lets the next kernel on the stream begin, where it was launched to begin early; it waits itself
+// for this one's end before it reads or writes anything that others may write or read.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits for the end of the previous kernel on the stream, whose writes are visible then.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void cp_async_commit() {
