@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jitattn import knobs, support
-from jitattn.binding import Batch, BoundCache, CacheView, Call, Mask, is_aligned
+from jitattn.binding import Batch, BoundCache, CacheView, Call, Mask, Scale, is_aligned
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
@@ -482,6 +482,15 @@ def _write_cache(params: ctypes.Structure, kv: BoundCache) -> None:
     params.v_page_stride = v.page_stride
     params.v_token_stride = v.token_stride
     params.v_head_stride = v.head_stride
+    if kv.k_scale is not None and kv.v_scale is not None:
+        _write_scale(params.k_scale, kv.k_scale)
+        _write_scale(params.v_scale, kv.v_scale)
+
+
+def _write_scale(params: ctypes.Structure, scale: Scale) -> None:
+    params.values = None if scale.tensor is None else scale.tensor.data_ptr()
+    params.stride = scale.stride
+    params.value = scale.value
 
 
 def _write_mask(params: ctypes.Structure, mask: Mask) -> None:
