@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from jitattn.config import PlannerConfig
 from jitattn.pages import Pages, check_device, check_tensor
 
 _VECTOR_BYTES = 16
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,19 @@ class CacheView:
         return all(offset % _VECTOR_BYTES == 0 for offset in offsets)
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the stored values of a quantised cache are multiplied with.
+
+    ``tensor`` is float32 with one entry for each KV head, ``stride`` elements apart, or with one
+    for all and a stride of 0. It is read when the kernel runs. Without it ``value`` counts.
+    """
+
+    value: float
+    tensor: Tensor | None = None
+    stride: int = 0
+
+
 class BoundCache:
     """A cache that a planner has checked; ``run`` takes it without looking again.
 
@@ -45,9 +61,11 @@ class BoundCache:
         config: the configuration it was checked against.
         k: K as [num_pages, page_size, num_kv_heads, head_dim].
         v: V likewise.
+        k_scale: what a stored K is multiplied with; None where K is not quantised.
+        v_scale: likewise of V.
     """
 
-    __slots__ = ("config", "device", "k", "kernels", "strides", "v")
+    __slots__ = ("config", "device", "k", "k_scale", "kernels", "strides", "v", "v_scale")
 
     def __init__(
         self,
@@ -56,6 +74,9 @@ class BoundCache:
         k: CacheView,
         v: CacheView,
         kernels: object,
+        *,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
     ) -> None:
         """Made by ``AttentionPlanner.bind``, with the planner's own ``config`` and ``device``."""
         self.config = config
@@ -64,12 +85,55 @@ class BoundCache:
         self.v = v
         self.kernels = kernels
         self.strides = k.strides + v.strides
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+
+
+def view_scale(
+    name: str, scale: float | Tensor | None, config: PlannerConfig, device: torch.device
+) -> Scale | None:
+    """Return a scale of K or V, 1 when it is not given; None where K and V are not quantised.
+
+    Raises:
+        TypeError: neither a number nor a float32 tensor.
+        ValueError: given for a cache that is not quantised, not finite, or a tensor whose shape or
+            device doesn't fit.
+    """
+    if getattr(torch, config.kv_dtype) not in _FP8_DTYPES:
+        if scale is not None:
+            raise ValueError(f"{name} is given, but a cache of {config.kv_dtype} is not quantised")
+        return None
+    if scale is None:
+        return Scale(1.0)
+    if not isinstance(scale, Tensor):
+        return Scale(_scale_value(name, scale))
+    check_tensor(name, scale, (torch.float32,))
+    if tuple(scale.shape) not in ((), (1,), (config.num_kv_heads,)):
+        raise ValueError(
+            f"{name} has shape {list(scale.shape)}: expected [], [1] or [{config.num_kv_heads}], "
+            "one for each KV head"
+        )
+    check_device(name, scale, device)
+    return Scale(1.0, scale, scale.stride(0) if scale.numel() > 1 else 0)
+
+
+def _scale_value(name: str, scale: object) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(
+            f"{name} is a {type(scale).__name__}: expected a number or a tensor of float32"
+        )
+    value = float(scale)
+    if not abs(value) <= _LARGEST_FLOAT:
+        raise ValueError(f"{name} is {value}: expected a finite float32")
+    return value
 
 
 def view_caches(
     kv_cache: Tensor | tuple[Tensor, Tensor], config: PlannerConfig, device: torch.device
 ) -> tuple[CacheView, CacheView]:
     """Return K and V of one tensor [num_pages, 2, ...] or of a pair of 4-D tensors.
+
+    FP8 may come as uint8, the bytes it is stored in.
 
     Raises:
         TypeError: no tensor or pair of tensors, or another dtype than the planner's.
@@ -130,6 +194,7 @@ def _view(
         )
     check_device(name, cache, device)
     check_last_stride(name, cache)
+    view = view.view(getattr(torch, config.kv_dtype))  # of its bytes
     sizes, strides = view.shape, view.stride()
     page, token, head = (strides[i] if sizes[i] > 1 else 0 for i in range(3))
     # Ragged tokens follow each other at the stride of their pages.
@@ -137,7 +202,8 @@ def _view(
 
 
 def _check_rank(name: str, cache: object, config: PlannerConfig, *, num_dims: int) -> None:
-    check_tensor(name, cache, (getattr(torch, config.kv_dtype),))
+    dtype = getattr(torch, config.kv_dtype)
+    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _FP8_DTYPES else (dtype,))
     assert isinstance(cache, Tensor)
     if cache.dim() != num_dims:
         page = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"

@@ -15,7 +15,7 @@ import torch
 from torch import _C, Tensor
 
 from jitattn import knobs, support
-from jitattn.binding import NO_LAYOUT, Batch, CacheView, Call, Mask, RowLayout
+from jitattn.binding import NO_LAYOUT, Batch, CacheView, Call, Mask, RowLayout, Scale
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
@@ -508,6 +508,9 @@ class _Part:
         attention.out_is_aligned = out_layout.is_aligned(pointer)
         attention.k = kv.k.tensor.data_ptr()
         attention.v = kv.v.tensor.data_ptr()
+        if kv.k_scale is not None and kv.v_scale is not None:
+            _write_scale(attention.k_scale, kv.k_scale)
+            _write_scale(attention.v_scale, kv.v_scale)
         attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:
             attention.sinks = call.sinks.data_ptr()
@@ -580,6 +583,12 @@ def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -
     params.rows = None if rows is None else rows.data_ptr()
     params.rows_stride = 0 if rows is None else rows.stride(0)
     params.rows_are_int64 = rows is not None and rows.dtype is torch.int64
+
+
+def _write_scale(params: ctypes.Structure, scale: Scale) -> None:
+    params.values = None if scale.tensor is None else scale.tensor.data_ptr()
+    params.stride = scale.stride
+    params.value = scale.value
 
 
 def _write_mask(params: ctypes.Structure, mask: Mask) -> None:

@@ -78,6 +78,12 @@ class Divisor(ctypes.Structure):
         return cls(value, -(-(1 << (31 + shift)) // value), shift)
 
 
+class Scale(ctypes.Structure):
+    """What a stored value of a KV head is multiplied with: one of ``values``, or ``value``."""
+
+    _fields_ = (("values", c_void_p), ("stride", c_int64), ("value", c_float))
+
+
 class AttentionParams(ctypes.Structure):
     """Argument of an attention kernel, but for its page table."""
 
@@ -94,6 +100,8 @@ class AttentionParams(ctypes.Structure):
         ("mask", c_void_p),
         ("mask_indptr", c_void_p),
         ("schedule", Schedule),
+        ("k_scale", Scale),
+        ("v_scale", Scale),
         ("q_token_stride", c_int64),
         ("q_head_stride", c_int64),
         ("k_page_stride", c_int64),

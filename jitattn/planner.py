@@ -26,6 +26,7 @@ from jitattn.binding import (
     check_writable,
     view_caches,
     view_mask,
+    view_scale,
 )
 from jitattn.checks import check_lengths, check_page_ids, check_queries
 from jitattn.config import MAX_KV_LEN, PlannerConfig
@@ -203,21 +204,25 @@ class AttentionPlanner(_Arguments):
             kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before
                 tokens), or a pair of such tensors without the second dimension, or for "ragged" a
                 pair of [num_kv_tokens, num_kv_heads, head_dim]. Any strides with a contiguous
-                last dimension.
-            k_scale: for quantised caches, which are not built yet.
-            v_scale: likewise.
+                last dimension. FP8 may come as uint8.
+            k_scale: of an FP8 cache: what a stored K times it is the value of; a number or a
+                float32 tensor, [], [1] or [num_kv_heads] of any stride, read whenever a kernel
+                runs. None is 1.
+            v_scale: likewise, of V.
 
         Raises:
-            TypeError, ValueError: the cache doesn't fit the planner, or has a scale.
+            TypeError, ValueError: the cache or a scale doesn't fit the planner, or a cache that is
+                not quantised has a scale.
         """
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                raise ValueError(
-                    f"{name} is given, but a cache of {self.config.kv_dtype} is not quantised"
-                )
+        scales = [
+            view_scale(name, scale, self.config, self.device)
+            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        ]
         k, v = view_caches(kv_cache, self.config, self.device)
         kernels = None if self._kernels is None else self._kernels.kernels_for(k, v)
-        return BoundCache(self.config, self.device, k, v, kernels)
+        return BoundCache(
+            self.config, self.device, k, v, kernels, k_scale=scales[0], v_scale=scales[1]
+        )
 
     def plan(
         self,

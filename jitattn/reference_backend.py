@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from jitattn.binding import Batch, Call, Mask
+from jitattn.binding import Batch, Call, Mask, Scale
 from jitattn.config import MAX_KV_LEN, PlannerConfig
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.reference import attention, first_visible, gather
@@ -85,8 +85,14 @@ class ReferencePlan:
         start = first_visible(kv_len, q_len, self._config.window_left)
         out, lse = attention(
             call.q[rows],
-            _gather(call.kv.k.tensor, call.pages, request, kv_len, start, which=0),
-            _gather(call.kv.v.tensor, call.pages, request, kv_len, start, which=1),
+            _scaled(
+                _gather(call.kv.k.tensor, call.pages, request, kv_len, start, which=0),
+                call.kv.k_scale,
+            ),
+            _scaled(
+                _gather(call.kv.v.tensor, call.pages, request, kv_len, start, which=1),
+                call.kv.v_scale,
+            ),
             [0, q_len],
             [0, kv_len],
             causal=self._config.causal,
@@ -201,6 +207,15 @@ def _gather(
     if isinstance(pages, CsrPages):
         return gather(cache, pages.kv_indices[begin:], kv_len, start=start)
     return cache[begin : begin + kv_len, 0]
+
+
+def _scaled(tokens: Tensor, scale: Scale | None) -> Tensor:
+    """Return the values that stored tokens [kv_len, num_kv_heads, head_dim] stand for."""
+    if scale is None:
+        return tokens
+    if scale.tensor is None:
+        return tokens.double() * scale.value
+    return tokens.double() * scale.tensor.double().reshape(-1, 1)
 
 
 def _row(table: Tensor, rows: Tensor | None, request: int) -> Tensor:

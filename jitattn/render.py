@@ -17,7 +17,13 @@ from jitattn.tiling import tile_for
 
 __all__ = ["TEMPLATES", "LineMarkers", "environment", "headers", "render"]
 
-_CUDA_TYPE = {"float16": "Half", "bfloat16": "BFloat16", "float32": "Float"}
+_CUDA_TYPE = {
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "float32": "Float",
+    "float8_e4m3fn": "Float8E4M3",
+    "float8_e5m2": "Float8E5M2",
+}
 
 
 class LineMarkers(Extension):

@@ -13,6 +13,13 @@ class DType(StrEnum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an element."""
+        return _NUM_BYTES[self]
 
     @property
     def short(self) -> str:
@@ -20,7 +27,20 @@ class DType(StrEnum):
         return _SHORT[self]
 
 
-_SHORT = {DType.FLOAT16: "f16", DType.BFLOAT16: "bf16", DType.FLOAT32: "f32"}
+_NUM_BYTES = {
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.FLOAT32: 4,
+    DType.FLOAT8_E4M3FN: 1,
+    DType.FLOAT8_E5M2: 1,
+}
+_SHORT = {
+    DType.FLOAT16: "f16",
+    DType.BFLOAT16: "bf16",
+    DType.FLOAT32: "f32",
+    DType.FLOAT8_E4M3FN: "e4m3",
+    DType.FLOAT8_E5M2: "e5m2",
+}
 
 
 class PageTable(StrEnum):

@@ -25,6 +25,7 @@ ARCHITECTURES = tuple(SMEM_LIMIT)
 
 HEAD_DIMS = (*range(16, 257, 16), 512)
 Q_DTYPES = ("bfloat16", "float16")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 KV_LAYOUTS = ("NHD", "HND")
 PAGE_TABLES = tuple(table.value for table in PageTable)
@@ -131,9 +132,9 @@ RULES = (
     _one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
     _rule(
         "kv_dtype",
-        "the same as q_dtype",
-        lambda c: c.kv_dtype == c.q_dtype,
-        "differs from q_dtype: pass the same for both (FP8 and NVFP4 caches are not built yet)",
+        "the same as q_dtype, " + ", ".join(FP8_DTYPES),
+        lambda c: c.kv_dtype in (c.q_dtype, *FP8_DTYPES),
+        f"is neither q_dtype nor one of {', '.join(FP8_DTYPES)} (NVFP4 caches are not built yet)",
     ),
     _rule(
         "out_dtype",
@@ -288,6 +289,7 @@ _SAMPLE: dict[str, tuple[object, ...]] = {
     "page_size": (1, 3, 8, 16, 48, 64, 128),
     "row_tile": (8, 16, 32, None),  # None: the prefill kernel
     "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
+    "kv_dtype": (None, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2),  # None: q_dtype
     "out_dtype": (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
     "page_table": tuple(PageTable),
     "loader": tuple(Loader),
@@ -344,7 +346,7 @@ def _can_meet(row: dict[str, object]) -> bool:
 def _spec_of(row: dict[str, object]) -> AttentionSpec:
     fields = row | {
         "head_dim_vo": row["head_dim_vo"] or row["head_dim"],
-        "kv_dtype": row["q_dtype"],
+        "kv_dtype": row["kv_dtype"] or row["q_dtype"],
     }
     row_tile = fields.pop("row_tile")
     if row_tile is None:

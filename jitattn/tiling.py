@@ -135,6 +135,11 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
     )
 
 
+def _row_bytes(num_bytes: int) -> int:
+    """Return the pitch of a row in shared memory: padded_row() of constants.cuh.jinja."""
+    return (num_bytes // _VECTOR_BYTES | 1) * _VECTOR_BYTES
+
+
 def _value_dim(spec: AttentionSpec, most: int) -> int:
     """Return the columns of V that a CTA computes: all, or an even part of at most ``most``."""
     # In whole tiles of 16 columns.
@@ -147,17 +152,18 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
     warp_tokens = 32 if max(spec.head_dim, spec.head_dim_vo) <= 64 else 16
     tile_tokens = num_warps * warp_tokens
-    row_bytes = 2 * (spec.head_dim + value_dim)
-    num_stages = max(2, min(4, _RING_BYTES // (tile_tokens * row_bytes)))
-    # One vector of padding a row puts the eight rows of an ldmatrix into different banks.
-    ring_bytes = num_stages * tile_tokens * (row_bytes + 2 * _VECTOR_BYTES)
+    item_bytes = spec.kv_dtype.num_bytes
+    token_bytes = item_bytes * (spec.head_dim + value_dim)
+    num_stages = max(2, min(4, _RING_BYTES // (tile_tokens * token_bytes)))
+    row_bytes = _row_bytes(item_bytes * spec.head_dim) + _row_bytes(item_bytes * value_dim)
+    ring_bytes = num_stages * tile_tokens * row_bytes
     # All columns at once where two CTAs of an SM have the room.
     spare_bytes = _HALF_SM_SMEM - _STATIC_BYTES - ring_bytes if has_large_smem else 0
     column_bytes = 4 * num_warps * spec.row_tile
     most = max(spare_bytes // column_bytes - 4, _MERGE_BYTES // column_bytes)
     merge_dims = min(most // 16 * 16, value_dim)
     merge_bytes = column_bytes * (merge_dims + 4)
-    query_bytes = spec.row_tile * (2 * spec.head_dim + _VECTOR_BYTES)
+    query_bytes = spec.row_tile * _row_bytes(2 * spec.head_dim)
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
@@ -179,8 +185,9 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
     if spec.head_dim > 256:
         most = 128
     value_dim = _value_dim(spec, most)
-    row_bytes = 2 * (spec.head_dim + value_dim) + 2 * _VECTOR_BYTES
-    query_bytes = _PREFILL_ROWS * (2 * spec.head_dim + _VECTOR_BYTES)
+    item_bytes = spec.kv_dtype.num_bytes
+    row_bytes = _row_bytes(item_bytes * spec.head_dim) + _row_bytes(item_bytes * value_dim)
+    query_bytes = _PREFILL_ROWS * _row_bytes(2 * spec.head_dim)
     return PrefillTile(
         num_warps=_PREFILL_ROWS // 16,
         tile_tokens=tile_tokens,

@@ -32,6 +32,8 @@ class Case:
         mask: the form of a custom mask, "bool", "packed" or "ragged"; see tests/queries.py.
         mask_width: last keys that a "bool" or "packed" mask covers, a multiple of 8.
         cache: the name of a builder in `tests.inputs.CACHES`.
+        kv_dtype: the type of a quantised cache, or None for one of ``dtype``.
+        scales: the form of k_scale and v_scale, a key of `SCALES`; see `tests.inputs.make_scale`.
         kv_layout: the order in which the cache's dimensions are named, whatever their strides.
         q_view, out_view: how q and out lie in memory; see `tests.inputs.ROW_VIEWS`.
         sinks: their dtype, or None; a name ending in "-column" is a strided column of a matrix.
@@ -44,6 +46,7 @@ class Case:
     head_dim_vo: int | None = None
     page_size: int = 16
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
     out_dtype: str | None = None
     page_table: str = "shared"
     logits_soft_cap: float = 0.0
@@ -63,6 +66,7 @@ class Case:
     causal: bool = True
     sm_scale: float | None = None
     sinks: str | None = None
+    scales: str | None = None
     rows: str | None = None
     lengths_dtype: str = "int32"
     call: str = "buffers"
@@ -81,6 +85,11 @@ class Case:
     def value_dim(self) -> int:
         """head_dim_vo with its default filled in."""
         return self.head_dim_vo or self.head_dim
+
+    @property
+    def stored_dtype(self) -> str:
+        """kv_dtype with its default filled in."""
+        return self.kv_dtype or self.dtype
 
     @property
     def queries(self) -> tuple[int, ...]:
@@ -106,7 +115,7 @@ class Case:
             "head_dim_vo": self.head_dim_vo,
             "page_size": None if self.page_table == "ragged" else self.page_size,
             "q_dtype": self.dtype,
-            "kv_dtype": self.dtype,
+            "kv_dtype": self.stored_dtype,
             "out_dtype": self.out_dtype,
             "kv_layout": self.kv_layout,
             "page_table": self.page_table,
@@ -132,6 +141,8 @@ class Case:
             f"g{self.group_size}x{self.num_kv_heads}-{self.cache}-{self.kv_layout}",
             f"b{len(self.lengths)}-max{max(self.lengths)}",
         ]
+        if self.kv_dtype:
+            parts.append(f"{self.kv_dtype.removeprefix('float8_')}-scales_{self.scales}")
         if self.q_lens is not None:
             parts.append(f"q{sum(self.q_lens)}-max{max(self.q_lens)}")
         if self.mask:
@@ -157,6 +168,7 @@ class Kernel:
     page_size: int
     head_dim_vo: int | None = None
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
     out_dtype: str | None = None
     page_table: str = "shared"
     soft_cap: bool = False
@@ -183,12 +195,14 @@ def _kernel(
     out: str | None = None,
     vo: int | None = None,
     mask: bool = False,
+    kv: str | None = None,
 ) -> Kernel:
     return Kernel(
         head_dim=head_dim,
         head_dim_vo=vo,
         page_size=page_size,
         dtype={"bf16": "bfloat16", "fp16": "float16"}[dtype],
+        kv_dtype=kv and {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[kv],
         out_dtype=out,
         page_table=page_table,
         soft_cap=soft_cap,
@@ -303,6 +317,36 @@ MASKED_KERNELS: tuple[Kernel, ...] = (
     _kernel(512, 16, "bf16", "shared", 8, mask=True),
 )
 
+# FP8 caches: both types with both types of q, rows of an odd and an even number of vectors, every
+# layout.
+FP8_KERNELS: tuple[Kernel, ...] = (
+    _kernel(128, 16, "bf16", "shared", 8, kv="e4m3"),
+    _kernel(128, 16, "bf16", "separate", 8, kv="e4m3"),
+    _kernel(128, 16, "bf16", "shared", 8, kv="e5m2"),
+    _kernel(128, 16, "fp16", "shared", 8, kv="e4m3"),
+    _kernel(128, 3, "fp16", "separate", 16, kv="e5m2", soft_cap=True),
+    _kernel(128, 64, "bf16", "csr", 16, kv="e4m3", out="float32"),
+    _kernel(128, 1, "bf16", "token", 8, kv="e4m3"),
+    _kernel(128, 1, "bf16", "ragged", 8, kv="e4m3"),
+    _kernel(64, 16, "bf16", "shared", 8, kv="e4m3"),
+    _kernel(64, 16, "bf16", "separate", 32, kv="e5m2"),
+    _kernel(16, 1, "bf16", "shared", 32, kv="e4m3"),
+    _kernel(48, 5, "fp16", "csr", 16, kv="e5m2", soft_cap=True),
+    _kernel(80, 24, "bf16", "token", 16, kv="e5m2"),
+    _kernel(112, 16, "fp16", "separate", 8, kv="e4m3"),
+    _kernel(192, 16, "bf16", "shared", 8, kv="e4m3", vo=128),
+    _kernel(240, 8, "bf16", "separate", 8, kv="e4m3"),
+    _kernel(256, 16, "bf16", "shared", 8, kv="e4m3"),
+    _kernel(256, 1, "fp16", "ragged", 8, kv="e5m2", vo=48),
+    _kernel(512, 16, "bf16", "shared", 8, kv="e4m3"),
+)
+MASKED_FP8_KERNELS: tuple[Kernel, ...] = (
+    _kernel(128, 16, "bf16", "shared", 8, kv="e4m3", mask=True),
+    _kernel(64, 3, "fp16", "separate", 16, kv="e5m2", mask=True, soft_cap=True),
+)
+SCALES = (None, "float", "0-d", "[1]", "heads", "heads-column")
+"""Forms of a scale: none, a number, or a tensor for all heads or for each; a column is strided."""
+
 CACHES_SHARED = (
     "one_nhd",
     "one_hnd",
@@ -412,6 +456,11 @@ def decode_cases() -> tuple[Case, ...]:
     for kernel in KERNELS:
         for _ in range(CASES_PER_KERNEL):
             cases.append(_fit(_deal(kernel, decks, rng, seed=len(cases))))
+    forms = _Deck(SCALES, random.Random(21))
+    for kernel in FP8_KERNELS:
+        for _ in range(CASES_PER_KERNEL):
+            case = _deal(kernel, decks, rng, seed=len(cases))
+            cases.append(_fit(replace(case, scales=forms.deal())))
     return tuple(cases)
 
 
@@ -422,6 +471,7 @@ def _deal(kernel: Kernel, decks: dict[str, _Deck], rng: random.Random, seed: int
         head_dim_vo=kernel.head_dim_vo,
         page_size=kernel.page_size,
         dtype=kernel.dtype,
+        kv_dtype=kernel.kv_dtype,
         out_dtype=kernel.out_dtype,
         page_table=kernel.page_table,
         logits_soft_cap=decks["soft cap"].deal() if kernel.soft_cap else 0.0,
@@ -503,8 +553,9 @@ def mixed_cases() -> tuple[Case, ...]:
     """The cases of tests/gpu/test_mixed.py: the same ones in every process."""
     rng = random.Random(40)
     decks = _decks(rng) | _query_decks(rng)
+    forms = _Deck(SCALES, random.Random(41))
     cases = []
-    for kernel in (*KERNELS, *MASKED_KERNELS):
+    for kernel in (*KERNELS, *MASKED_KERNELS, *FP8_KERNELS, *MASKED_FP8_KERNELS):
         for _ in range(MIXED_CASES_PER_KERNEL):
             case = _deal(kernel, decks, rng, seed=len(cases))
             kind = QUERIES[str(decks["queries"].deal())]
@@ -516,6 +567,7 @@ def mixed_cases() -> tuple[Case, ...]:
                 spare_rows=decks["spare_rows"].deal(),
                 mask=decks["mask"].deal() if kernel.mask else None,
                 mask_width=decks["mask_width"].deal(),
+                scales=forms.deal() if kernel.kv_dtype else None,
             )
             cases.append(_fit(case))
     return tuple(cases)
@@ -540,6 +592,13 @@ SOFT_CAP = Case(
 )
 WIDE = Case(head_dim=128, group_size=16)
 MASKED_D128 = Case(head_dim=128, mask="bool")
+E4M3 = Case(head_dim=128, kv_dtype="float8_e4m3fn", scales="heads")
+E4M3_SEPARATE = replace(E4M3, page_table="separate")
+E4M3_FP16 = replace(E4M3, dtype="float16")
+E4M3_RAGGED = replace(E4M3, page_table="ragged", page_size=1)
+E4M3_D256 = replace(E4M3, head_dim=256)
+E5M2 = replace(E4M3, kv_dtype="float8_e5m2")
+FP8_FAMILIES = (E4M3, E4M3_SEPARATE, E4M3_FP16, E4M3_RAGGED, E4M3_D256, E5M2)
 
 EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
 """One case of each layout."""
@@ -556,6 +615,7 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
+    named += (*FP8_FAMILIES, *twins_of(E4M3))
     return (
         *decode_cases(),
         *mixed_cases(),

@@ -133,7 +133,7 @@ def attend(
     case = inputs.case
     planner = planner or planner_for(case, inputs.device)
     plan = plan_of(inputs, planner)
-    kv = planner.bind(inputs.cache)
+    kv = inputs.bind(planner)
     if case.call == "returned":
         arguments = {"return_lse": True} | extras(inputs) | changes
         out, lse = plan.run(inputs.q, kv, **arguments)
@@ -224,7 +224,7 @@ def check_addresses(inputs: Inputs, out: Tensor, targets: Sequence[int]) -> int:
 def fill_dead_slots(inputs: Inputs, value: float) -> None:
     """Fill everything that is NaN in a pair of caches with a value."""
     inputs.cache = tuple(
-        torch.where(torch.isnan(cache), torch.full_like(cache, value), cache)
+        torch.where(torch.isnan(cache.float()), value, cache.float()).to(cache.dtype)
         for cache in inputs.cache
     )
 

@@ -9,8 +9,8 @@
 * Rows of q past the last request are NaN.
 * out and lse start as NaN; memory around a strided out carries a canary.
 
-The dense tokens from which the cache was filled are kept, so the reference reads neither tables
-nor strides.
+The dense tokens from which the cache was filled are kept, as the values that a quantised cache
+stands for, so the reference reads neither tables nor strides nor scales.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from tests.cases import Case
 from tests.queries import MaskOf, make_mask, offsets_of
 
 Pair = tuple[Tensor, Tensor]
-Tokens = tuple[Tensor, Tensor, Tensor]  # q [rows, Hq, D], k [total, Hkv, D], v [total, Hkv, Dv]
+Tokens = tuple[Tensor, Tensor, Tensor]
+"""q [rows, Hq, D], and k [total, Hkv, D] and v [total, Hkv, Dv] as the cache stores them."""
+Scale = float | Tensor | None
 CANARY = -1234.0
 DEAD_PAGES = 3
 
@@ -221,7 +223,7 @@ class Inputs:
 
     case: Case
     q: Tensor
-    k: Tensor  # dense, [total, Hkv, D]
+    k: Tensor  # dense, [total, Hkv, D]; float64 and scaled where the cache is quantised
     v: Tensor
     kv_indptr: list[int]  # of the dense tokens
     cache: Tensor | Pair
@@ -229,6 +231,8 @@ class Inputs:
     rows: Tensor | None
     indptr: Tensor | None  # kv_indptr of the layouts "csr" and "ragged"
     seq_lens: Tensor
+    k_scale: Scale
+    v_scale: Scale
     sinks: Tensor | None
     qo_indptr: Tensor | None
     mask: MaskOf | None
@@ -249,6 +253,10 @@ class Inputs:
             case "ragged":
                 return jitattn.RaggedKV(self.indptr)
         return jitattn.BlockTable(self.table, rows=self.rows)
+
+    def bind(self, planner: jitattn.AttentionPlanner) -> jitattn.BoundCache:
+        """The cache with its scales."""
+        return planner.bind(self.cache, k_scale=self.k_scale, v_scale=self.v_scale)
 
     def new_out(self) -> Tensor:
         """An out of NaN whose surroundings carry the canary."""
@@ -275,20 +283,38 @@ def generator(case: Case, device: torch.device | str) -> torch.Generator:
 
 
 def random_tokens(case: Case, device: torch.device | str) -> Tokens:
-    """Dense q, k, v in the case's dtype; scores with a spread of about 2, so that keys differ."""
-    rng, dtype = generator(case, device), getattr(torch, case.dtype)
+    """Dense q, k, v in the case's dtypes; scores with a spread of about 2, so that keys differ."""
+    rng = generator(case, device)
     total = sum(max(0, length) for length in case.lengths)
 
     def normal(rows: int, heads: int, std: float, dim: int = case.head_dim) -> Tensor:
-        shape = (rows, heads, dim)
-        return (std * torch.randn(shape, generator=rng, device=device)).to(dtype)
+        return std * torch.randn((rows, heads, dim), generator=rng, device=device)
 
     q_std = 2.0 / (case.scale * math.sqrt(case.head_dim))
-    return (
+    return stored(
+        case,
         normal(case.num_tokens, case.num_qo_heads, min(q_std, 8.0)),
         normal(total, case.num_kv_heads, 1.0),
         normal(total, case.num_kv_heads, 1.0, case.value_dim),
     )
+
+
+def stored(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tokens:
+    """The tokens in the case's dtypes."""
+    dtype = getattr(torch, case.stored_dtype)
+    return q.to(getattr(torch, case.dtype)), k.to(dtype), v.to(dtype)
+
+
+def values(tokens: Tensor, scale: Scale) -> Tensor:
+    """What stored tokens [total, Hkv, D] stand for."""
+    if not is_fp8(tokens):
+        return tokens
+    factor = torch.as_tensor(1.0 if scale is None else scale, device=tokens.device).double()
+    return tokens.double() * factor.reshape(-1, 1)
+
+
+def is_fp8(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def uniform_probe(case: Case, device: torch.device | str) -> Tokens:
@@ -302,23 +328,25 @@ def address_probe(case: Case, device: torch.device | str, targets: list[int]) ->
 
     ``targets[b]`` is a token of request b. Its score is at least 120 above every other one, so
     their weights are 0 in float32. V rows carry their own address in integers that every dtype
-    holds exactly: the token's base-16 digits, its KV head and its page's column, then a hash.
+    holds exactly: the token's base-16 digits (base 8 in e5m2), its KV head and its page's column,
+    then a hash.
     """
-    q, k, v = (torch.zeros_like(x) for x in random_tokens(case, device))
+    q, k, v = (torch.zeros_like(x, dtype=torch.float32) for x in random_tokens(case, device))
     level = 2.0 ** math.ceil(math.log2(math.sqrt(120 / (case.scale * case.head_dim))))
-    q.fill_(level)
+    q.fill_(level if case.scales is None else 2 * level)  # a k_scale is 1/2 at the least
     starts = _indptr(case)
     k[[start + target for start, target in zip(starts[:-1], targets, strict=True)]] = level
     request, position = _request_and_position(case, q.device)
     head = torch.arange(case.num_kv_heads, device=q.device)[None, :, None]
     column = torch.arange(case.value_dim, device=q.device)[None, None, :]
     token = position[:, None, None]
-    address = (token * 7 + column * 5 + head * 3 + request[:, None, None]) % 16
-    digits = (token, token // 16, token // 256, head, token // case.page_size)
+    base = 8 if case.kv_dtype == "float8_e5m2" else 16
+    address = (token * 7 + column * 5 + head * 3 + request[:, None, None]) % base
+    digits = (token, token // base, token // base**2, head, token // case.page_size)
     for i, digit in enumerate(digits):
-        address[..., i] = (digit % 16).expand(*address.shape[:2], 1)[..., 0]
+        address[..., i] = (digit % base).expand(*address.shape[:2], 1)[..., 0]
     v.copy_(address)
-    return q, k, v
+    return stored(case, q, k, v)
 
 
 def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
@@ -334,7 +362,7 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
         num_kv_heads=case.num_kv_heads,
         key_dim=case.head_dim,
         value_dim=case.value_dim,
-        dtype=dense_q.dtype,
+        dtype=k.dtype,
         device=device,
     )
     slots = _deal_slots(case, pool, starts, rng)
@@ -350,17 +378,20 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     lists = _Lists(case, lengths, starts, _dead_page(case, pool), caches[0].shape[0])
     table, garbage, rows = lists.write(slots, rng)
     has_indptr = case.page_table in ("csr", "ragged")
+    k_scale, v_scale = make_scale(case, device, K_SCALES), make_scale(case, device, V_SCALES)
     return Inputs(
         case=case,
         q=q,
-        k=k,
-        v=v,
+        k=values(k, k_scale),
+        v=values(v, v_scale),
         kv_indptr=_indptr(case),
         cache=name_cache(cache, case),
         table=table,
         rows=rows,
         indptr=spread(starts.int(), 1 + case.seed % 2) if has_indptr else None,
         seq_lens=torch.tensor(case.lengths, device=device).to(getattr(torch, case.lengths_dtype)),
+        k_scale=k_scale,
+        v_scale=v_scale,
         sinks=_sinks(case, rng),
         qo_indptr=offsets_of(case, device),
         mask=make_mask(case, rng),
@@ -452,6 +483,8 @@ def _scatter(case: Case, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
     request, position = _request_and_position(case, tokens.device)
     live = position >= first_visible(case, tokens.device)[request]
     slots = slots[live]
+    if is_fp8(cache):
+        tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
     cache[slots // case.page_size, slots % case.page_size] = tokens[live]
 
 
@@ -549,3 +582,21 @@ def _sinks(case: Case, rng: torch.Generator) -> Tensor | None:
     values = 3.0 * torch.randn(shape, generator=rng, device=rng.device)
     matrix = values.to(getattr(torch, name))
     return matrix[:, 1] if column else matrix[:, 0].contiguous()
+
+
+K_SCALES = (0.75, 0.5, 1.0, 1.3)
+V_SCALES = (3.0, 0.25, 1.0, 4.0)
+"""Scales of the KV heads, in turn. Those of V keep the integers of an address probe exact."""
+
+
+def make_scale(case: Case, device: torch.device | str, scales: tuple[float, ...]) -> Scale:
+    """A scale in the case's form, one of `tests.cases.SCALES`."""
+    if case.scales is None:
+        return None
+    if case.scales == "float":
+        return scales[0]
+    count = case.num_kv_heads if case.scales.startswith("heads") else 1
+    matrix = torch.full((count, 3), math.nan, device=device)
+    matrix[:, 1] = torch.tensor([scales[i % len(scales)] for i in range(count)])
+    column = matrix[:, 1] if case.scales == "heads-column" else matrix[:, 1].contiguous()
+    return column[0] if case.scales == "0-d" else column

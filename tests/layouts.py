@@ -57,7 +57,7 @@ def attend_through(
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call with other pages than the case's."""
     plan = plan_of(inputs, planner, pages)
-    kv = planner.bind(inputs.cache)
+    kv = inputs.bind(planner)
     return plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
 
 

@@ -13,16 +13,17 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tests.cases import KERNELS, MASKED_KERNELS, Case
+from tests.cases import FP8_KERNELS, KERNELS, MASKED_FP8_KERNELS, MASKED_KERNELS, Case
 from tests.strategies import Example, placed, variant
 
 
 def _variants() -> tuple[Case, ...]:
-    """Every second kernel, the widest, and all with masks: 55 or so."""
+    """Every second kernel, the widest, and all with masks: 65 or so."""
     rng = random.Random(5)
     kernels = [kernel for kernel in KERNELS[::2] if kernel.head_dim < 512]
     kernels += [kernel for kernel in KERNELS if kernel.head_dim == 512]
-    return tuple(variant(kernel, rng) for kernel in (*kernels, *MASKED_KERNELS))
+    kernels += (*MASKED_KERNELS, *FP8_KERNELS[::2], *MASKED_FP8_KERNELS)
+    return tuple(variant(kernel, rng) for kernel in kernels)
 
 
 VARIANTS = _variants()

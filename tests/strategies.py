@@ -19,7 +19,16 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.cases import CACHES_SEPARATE, CACHES_SHARED, GROUPS, KERNELS, Case, Kernel
+from tests.cases import (
+    CACHES_SEPARATE,
+    CACHES_SHARED,
+    FP8_KERNELS,
+    GROUPS,
+    KERNELS,
+    SCALES,
+    Case,
+    Kernel,
+)
 from tests.harness import attend, check, check_addresses, expected, planner_for
 from tests.inputs import (
     ROW_VIEWS,
@@ -53,6 +62,7 @@ def variant(kernel: Kernel, rng: random.Random) -> Case:
         head_dim_vo=kernel.head_dim_vo,
         page_size=kernel.page_size,
         dtype=kernel.dtype,
+        kv_dtype=kernel.kv_dtype,
         out_dtype=kernel.out_dtype,
         page_table=kernel.page_table,
         logits_soft_cap=rng.choice((0.5, 5.0, 30.0)) if kernel.soft_cap else 0.0,
@@ -65,12 +75,14 @@ def variant(kernel: Kernel, rng: random.Random) -> Case:
         sinks=rng.choice((None, None, "float32", "bfloat16", "float16-column", "float64")),
         batch_invariant=rng.random() < 0.4,
         mask="bool" if kernel.mask else None,
+        scales=rng.choice(SCALES) if kernel.kv_dtype else None,
     )
 
 
 def _variants() -> tuple[Case, ...]:
     rng = random.Random(80)
-    return tuple(variant(kernel, rng) for kernel in KERNELS for _ in range(VARIANTS_PER_KERNEL))
+    kernels = (*KERNELS, *FP8_KERNELS)
+    return tuple(variant(kernel, rng) for kernel in kernels for _ in range(VARIANTS_PER_KERNEL))
 
 
 VARIANTS = _variants()

@@ -44,7 +44,7 @@ class Layer:
     def of(cls, inputs: Inputs) -> Layer:
         planner = planner_for(inputs.case, DEVICE)
         plan = plan_of(inputs, planner)
-        kv = planner.bind(inputs.cache)
+        kv = inputs.bind(planner)
         return cls(inputs, planner, plan, kv, inputs.new_out(), inputs.new_lse())
 
     def run(self) -> None:

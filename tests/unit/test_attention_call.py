@@ -24,6 +24,8 @@ def call(inputs: Inputs, **changes: object) -> object:
         "logits_soft_cap": case.logits_soft_cap,
         "sm_scale": case.sm_scale,
         "sinks": inputs.sinks,
+        "k_scale": inputs.k_scale,
+        "v_scale": inputs.v_scale,
         "return_lse": True,
     } | changes
     return jitattn.attention(inputs.q, inputs.cache, inputs.pages(), inputs.seq_lens, **arguments)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -30,6 +30,10 @@ GOOD = {
 
 def bf16(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def fp8(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
 
 
 def int32(*shape: int) -> Tensor:
@@ -74,6 +78,12 @@ def queries(qo_indptr: object = None, max_q_len: object = 3, num_tokens: int = T
     return Call(plan=plan, q=bf16(num_tokens, HQ, D))
 
 
+def scaled(**scales: object) -> Call:
+    """A valid call with an FP8 cache and these scales."""
+    cache = (fp8(PAGES, PAGE, HKV, D), fp8(PAGES, PAGE, HKV, D))
+    return Call(planner={"kv_dtype": "float8_e4m3fn"}, cache=cache, bind=scales)
+
+
 def bytes_of(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.uint8)
 
@@ -87,6 +97,7 @@ def masked(custom_mask: object) -> Call:
 
 def test_the_unchanged_call_is_accepted() -> None:
     assert Call()().shape == (B, HQ, D)
+    assert scaled(k_scale=2, v_scale=torch.ones(HKV))().shape == (B, HQ, D)
     assert queries()().shape == (TOKENS, HQ, D)
     assert masked(torch.ones(TOKENS, 4, dtype=torch.bool))().shape == (TOKENS, HQ, D)
     assert masked((bytes_of(9), offsets(0, 3, 9)))().shape == (TOKENS, HQ, D)
@@ -124,7 +135,8 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "head_dim_vo no multiple of 16": ({"head_dim_vo": 24}, "head_dim_vo=24"),
     "head_dim_vo too large": ({"head_dim_vo": 528}, "head_dim_vo=528"),
     # Parts of the contract that later versions build: refused with a reason, never ignored.
-    "fp8 cache": ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype=float8_e4m3fn"),
+    "another fp8 cache": ({"kv_dtype": torch.float8_e4m3fnuz}, "kv_dtype=float8_e4m3fnuz"),
+    "bytes of no type": ({"kv_dtype": torch.uint8}, "kv_dtype=uint8"),
     "fp8 queries": ({"q_dtype": "float8_e4m3fn"}, "q_dtype=float8_e4m3fn"),
     "nvfp4 cache": ({"kv_dtype": "nvfp4"}, "kv_dtype=nvfp4"),
     "variant": ({"variant": "score + bias"}, r"variant=score \+ bias is refused"),
@@ -252,6 +264,34 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "cache on another device": (lambda: Call(cache=bf16(6, 2, PAGE, HKV, D).to("meta")), "meta"),
     "k_scale for bf16": (lambda: Call(bind={"k_scale": 0.5}), "k_scale"),
     "v_scale for bf16": (lambda: Call(bind={"v_scale": torch.tensor(0.5)}), "v_scale"),
+    "cache of the other FP8 type": (
+        lambda: Call(planner={"kv_dtype": "float8_e5m2"}, cache=fp8(6, 2, PAGE, HKV, D)),
+        "float8_e4m3fn.*float8_e5m2",
+    ),
+    "bf16 cache, FP8 planner": (
+        lambda: Call(planner={"kv_dtype": "float8_e5m2"}),
+        "bfloat16.*float8_e5m2",
+    ),
+    "bytes, bf16 planner": (
+        lambda: Call(cache=fp8(6, 2, PAGE, HKV, D).view(torch.uint8)),
+        "uint8.*bfloat16",
+    ),
+    "a scale for each query head": (
+        lambda: scaled(k_scale=torch.ones(HQ)),
+        r"k_scale.*\[8\].*\[2\]",
+    ),
+    "v_scale of rank 2": (lambda: scaled(v_scale=torch.ones(HKV, 1)), r"v_scale.*\[2, 1\]"),
+    "an empty scale": (lambda: scaled(k_scale=torch.ones(0)), "k_scale"),
+    "bf16 scale": (lambda: scaled(k_scale=bf16(1)), "k_scale.*bfloat16"),
+    "float64 scale": (lambda: scaled(v_scale=torch.ones(HKV).double()), "v_scale.*float64"),
+    "integer scale tensor": (lambda: scaled(v_scale=int32(1)), "v_scale.*int32"),
+    "scale on another device": (lambda: scaled(k_scale=torch.ones((), device="meta")), "k_scale"),
+    "list of scales": (lambda: scaled(v_scale=[1.0, 2.0]), "v_scale"),
+    "text for a scale": (lambda: scaled(k_scale="0.5"), "k_scale"),
+    "boolean scale": (lambda: scaled(k_scale=True), "k_scale"),
+    "NaN for a scale": (lambda: scaled(v_scale=float("nan")), "v_scale is nan"),
+    "infinite scale": (lambda: scaled(k_scale=float("inf")), "k_scale is inf"),
+    "scale beyond float32": (lambda: scaled(k_scale=1e39), "k_scale is 1e"),
     # run
     "q of rank 2": (lambda: Call(q=bf16(B, HQ * D)), "q"),
     "q with too few tokens": (lambda: Call(q=bf16(1, HQ, D)), "q"),
@@ -282,6 +322,14 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "sinks on another device": (
         lambda: Call(planner=SINKS, run={"sinks": torch.zeros(HQ, device="meta")}),
         "sinks",
+    ),
+    "q_scale for bf16 beside FP8": (
+        lambda: replace(scaled(), run={"q_scale": 0.5}),
+        "q_scale",
+    ),
+    "out_scale for bf16 beside FP8": (
+        lambda: replace(scaled(), run={"out_scale": 0.5}),
+        "out_scale",
     ),
     "q_scale for bf16": (lambda: Call(run={"q_scale": 0.5}), "q_scale"),
     "out_scale for bf16": (lambda: Call(run={"out_scale": torch.tensor([0.5])}), "out_scale"),

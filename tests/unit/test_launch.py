@@ -82,9 +82,7 @@ def test_a_kernel_that_waits_itself_begins_early(
     config = driver._LaunchConfig.from_buffer_copy(function.configs[-1])
     assert config.num_attributes == 1
     attribute = binding.CUlaunchAttribute()
-    attribute.id = (
-        binding.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    )
+    attribute.id = binding.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     size = ctypes.sizeof(driver._LaunchAttribute)
     assert ctypes.string_at(config.attributes, size) == ctypes.string_at(attribute.getPtr(), size)

@@ -26,10 +26,21 @@ struct Divisor {
   }
 };
 
+// What a stored value of a KV head is multiplied with. Twin: jitattn/params.py.
+struct Scale {
+  const float* values;  // [num_kv_heads], or one with a stride of 0; null: `value`
+  int64_t stride;
+  float value;
+
+  __device__ __forceinline__ float of(int32_t kv_head) const {
+    return values ? values[kv_head * stride] : value;
+  }
+};
+
 struct AttentionParams {
   const uint16_t* q;     // [num_tokens, num_qo_heads, head_dim]
-  const uint16_t* k;     // [num_pages, page_size, num_kv_heads, head_dim], any strides
-  const uint16_t* v;     // likewise, head_dim_vo
+  const void* k;         // [num_pages, page_size, num_kv_heads, head_dim], any strides
+  const void* v;         // likewise, head_dim_vo
   void* out;             // [num_tokens, num_qo_heads, head_dim_vo]
   float* lse;            // [num_tokens, num_qo_heads], may be null
   const void* sinks;     // [num_qo_heads], may be null
@@ -39,6 +50,8 @@ struct AttentionParams {
   const uint8_t* mask;   // by mask_kind
   const int32_t* mask_indptr;  // [batch_size + 1], in bytes
   Schedule schedule;
+  Scale k_scale;  // of FP8 caches
+  Scale v_scale;
 
   // Strides in elements; the last dimension is contiguous.
   int64_t q_token_stride;

@@ -12,6 +12,10 @@ using uint64_t = unsigned long long;
 
 namespace jitattn {
 
+#ifdef __CUDA_ARCH__
+constexpr int kArch = __CUDA_ARCH__;  // 800 for sm_80
+#endif
+
 constexpr int kWarpSize = 32;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;

@@ -58,6 +58,19 @@ __device__ __forceinline__ uint4 load_16(const uint16_t* source) {
   return {words[0], words[1], words[2], words[3]};
 }
 
+// Sixteen 8-bit elements, wherever they lie.
+__device__ __forceinline__ uint4 load_16(const uint8_t* source) {
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i / 4] |= uint32_t(source[i]) << i % 4 * 8;
+  return {words[0], words[1], words[2], words[3]};
+}
+
+__device__ __forceinline__ void st_shared_8(uint32_t smem, uint2 value) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem), "r"(value.x), "r"(value.y)
+               : "memory");
+}
+
 __device__ __forceinline__ void st_shared_16(uint32_t smem, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(value.x), "r"(value.y),
                "r"(value.z), "r"(value.w)
@@ -68,6 +81,16 @@ __device__ __forceinline__ void st_shared_16(uint32_t smem, uint4 value) {
 __device__ __forceinline__ uint2 ldmatrix_x2(uint32_t smem) {
   uint2 r;
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r.x), "=r"(r.y)
+               : "r"(smem)
+               : "memory");
+  return r;
+}
+
+// The same, each matrix transposed on the way.
+__device__ __forceinline__ uint2 ldmatrix_x2_trans(uint32_t smem) {
+  uint2 r;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(r.x), "=r"(r.y)
                : "r"(smem)
                : "memory");

@@ -23,6 +23,7 @@ struct Half {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
   }
+  static __device__ __forceinline__ uint32_t from_halves(uint32_t word) { return word; }
   // d[16 x 8] += a[16 x 16] b[16 x 8], accumulated in float.
   static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
     asm volatile(
@@ -45,6 +46,10 @@ struct BFloat16 {
     uint32_t word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
+  }
+  // Of two Half in a word; exact for what has few bits.
+  static __device__ __forceinline__ uint32_t from_halves(uint32_t word) {
+    return pack(Half::to_float(word & 0xffff), Half::to_float(word >> 16));
   }
   static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
     asm volatile(

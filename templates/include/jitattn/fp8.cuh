@@ -1,0 +1,58 @@
+// Element types of 8-bit caches, and their way to the 16-bit types of products.
+#pragma once
+
+#include "jitattn/prelude.cuh"
+
+namespace jitattn {
+
+// Every value is one of Half and of BFloat16 as well, NaN and Inf included.
+// `to_halves` returns the values of bytes 0 and 2 of a word, and of bytes 1 and 3.
+struct Float8E5M2 {
+  using Storage = uint8_t;
+  static __device__ __forceinline__ uint2 to_halves(uint32_t bytes) {
+    return {bytes << 8 & 0xff00ff00u, bytes & 0xff00ff00u};  // the high byte of Half
+  }
+};
+
+struct Float8E4M3 {
+  using Storage = uint8_t;
+  static __device__ __forceinline__ uint2 to_halves(uint32_t bytes) {
+    if constexpr (kArch < 890) return {shift(bytes << 8), shift(bytes)};
+    const uint32_t low = convert(bytes), high = convert(bytes >> 16);
+    return {low & 0xffff | high << 16, low >> 16 | high & 0xffff0000u};
+  }
+
+ private:
+  // The two bytes of the low half.
+  static __device__ __forceinline__ uint32_t convert(uint32_t bytes) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(word) : "h"(static_cast<uint16_t>(bytes)));
+    return word;
+  }
+  // The high byte of each half: its exponent has another bias than that of Half. What would become
+  // 480 is NaN.
+  static __device__ __forceinline__ uint32_t shift(uint32_t bytes) {
+    const uint32_t magnitudes = bytes >> 1 & 0x3f803f80u;
+    const uint32_t largest = 0x3f003f00u, factor = 0x5c005c00u;  // 448 / 2**8, 2**8
+    uint32_t word, is_nan;
+    asm("mul.rn.f16x2 %0, %1, %2;"
+        : "=r"(word)
+        : "r"(magnitudes | bytes & 0x80008000u), "r"(factor));
+    asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(is_nan) : "r"(magnitudes), "r"(largest));
+    return word | is_nan;
+  }
+};
+
+// The values of bytes 0 and 2 of a word, and of bytes 1 and 3, as pairs of a 16-bit type.
+template <typename To, typename From>
+__device__ __forceinline__ uint2 unpack(uint32_t bytes) {
+  // Discarded here, since callers that are no templates compile what they don't use.
+  if constexpr (sizeof(typename From::Storage) > 1)
+    return {};
+  else {
+    const uint2 halves = From::to_halves(bytes);
+    return {To::from_halves(halves.x), To::from_halves(halves.y)};
+  }
+}
+
+}  // namespace jitattn

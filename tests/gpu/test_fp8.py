@@ -1,0 +1,324 @@
+"""FP8 caches: codes, scales, dead slots, tables, strides and graphs, for both kernels.
+
+Values at large are in test_decode.py, test_mixed.py and the random examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import (
+    CACHES_SHARED,
+    E4M3,
+    E4M3_D256,
+    E4M3_FP16,
+    E4M3_RAGGED,
+    E4M3_SEPARATE,
+    E5M2,
+    FP8_FAMILIES,
+    SCALES,
+    TABLES,
+    Case,
+    of,
+    twins_of,
+)
+from tests.gpu.device import DEVICE
+from tests.gpu.test_graphs import Layer, captured
+from tests.harness import (
+    assert_same,
+    attend,
+    check,
+    check_addresses,
+    expected,
+    extras,
+    fill_dead_slots,
+    plan_of,
+    planner_for,
+    run_case,
+    same_bits,
+)
+from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
+from tests.layouts import attend_through, same_pages
+
+Q_LENS = (1, 5, 40)
+"""One token, a few for the decode kernel at a group of two, and many for the prefill kernel."""
+# Both kernels, splits in both, padding and requests without queries.
+PAIRS = (
+    *((1, 4097), (1, 1), (3, 0), (1, 16), (0, 255), (64, 6000), (100, 133)),
+    *((2, 5000), (90, 90), (5, 3), (1, -1)),
+)
+on_the_device = pytest.mark.skipif(DEVICE != "cuda", reason="graphs are the device's")
+
+
+def codes(case: Case, which: Sequence[int] | Tensor) -> Tensor:
+    """FP8 numbers by their bytes."""
+    numbers = torch.as_tensor(which, device=DEVICE).to(torch.uint8)
+    return numbers.view(getattr(torch, case.stored_dtype))
+
+
+# --- what a byte stands for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q_len", [1, 30])
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+def test_every_byte(case: Case, q_len: int) -> None:
+    check_every_byte_of_v(case, q_len)
+    check_every_byte_of_k(case, q_len)
+
+
+def check_every_byte_of_v(case: Case, q_len: int) -> None:
+    """256 requests of one key: out is its row of V, bit for bit; NaN and Inf are not lost."""
+    case = of(replace(case, num_kv_heads=1, scales=None, causal=False), *[(q_len, 1)] * 256)
+    q, k, v = uniform_probe(case, DEVICE)
+    request = torch.arange(256, device=DEVICE)[:, None, None]
+    column = torch.arange(case.value_dim, device=DEVICE)
+    v = codes(case, (request + column).expand(v.shape) % 256)
+    out, _ = attend(make_inputs(case, DEVICE, (q, torch.zeros_like(k), v)))
+    want = v.to(out.dtype).repeat_interleave(q_len, 0).expand_as(out)
+    finite = torch.isfinite(want)
+    assert torch.equal(out[finite], want[finite])
+    assert bool((~torch.isfinite(out[~finite])).all())
+
+
+def check_every_byte_of_k(case: Case, q_len: int) -> None:
+    """256 requests of one key with one number in it: lse is that times q's number of the column."""
+    case = replace(case, num_kv_heads=1, scales=None, causal=False, sm_scale=2.0**-4)
+    case = of(case, *[(q_len, 1)] * 256)
+    q, k, v = uniform_probe(case, DEVICE)
+    column = torch.arange(256, device=DEVICE) * 37 % case.head_dim
+    numbers = codes(case, range(256))
+    k = k.float().fill_(0.0)
+    k[torch.arange(256, device=DEVICE), 0, column] = numbers.float()
+    weights = 1 + torch.arange(case.head_dim, device=DEVICE) % 128 / 128  # tell columns apart
+    q = weights.to(q.dtype).expand_as(q)
+    k = k.to(numbers.dtype)
+    _, lse = attend(make_inputs(case, DEVICE, (q, k, v)))
+    lse = lse.view(256, -1).double()
+    want = (numbers.double() * weights[column].double() / 16)[:, None].expand_as(lse)
+    finite = torch.isfinite(want)
+    torch.testing.assert_close(lse[finite], want[finite], rtol=1e-5, atol=1e-5)
+    assert bool((~torch.isfinite(lse[~finite])).all())
+
+
+# --- C22: scales that are accepted and ignored ----------------------------------------------------
+
+
+def scale_of(form: str, scales: Sequence[float]) -> object:
+    """A scale of several KV heads in a form of `SCALES`; the forms of one number take the first."""
+    if form == "float":
+        return scales[0]
+    per_head = form.startswith("heads")
+    column = torch.tensor(scales if per_head else scales[:1], device=DEVICE)
+    if form == "heads-column":
+        return torch.stack((column * math.nan, column, column * math.nan), dim=1)[:, 1]
+    return column[0] if form == "0-d" else column
+
+
+FORMS = [form for form in SCALES if form is not None]
+
+
+@pytest.mark.parametrize("q_len", Q_LENS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("length", [40, 9000])
+def test_c22_v_scale(case: Case, form: str, q_len: int, length: int) -> None:
+    """V is 1 everywhere: out is the scale of the KV head, to the bit. 9000 tokens are split."""
+    case = of(replace(case, group_size=2, num_kv_heads=4), (q_len, length))
+    q, k, v = uniform_probe(case, DEVICE)
+    inputs = make_inputs(replace(case, scales=None), DEVICE, (q, k, v.fill_(1.0)))
+    _, lse = attend(inputs)
+    for scales in ((1.0, 2.0, 4.0, 8.0), (0.5, 0.125, 1.0, 16.0), (0.0, 0.0, 2.0, 0.0)):
+        inputs.v_scale = scale_of(form, scales)
+        out, scaled_lse = attend(inputs)
+        want = torch.tensor(scales if form.startswith("heads") else scales[:1], device=DEVICE)
+        want = want.expand(4).repeat_interleave(2)[None, :, None].to(out.dtype)
+        assert torch.equal(out, want.expand_as(out))
+        assert same_bits(scaled_lse, lse)
+
+
+@pytest.mark.parametrize("q_len", Q_LENS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+def test_c22_k_scale(case: Case, form: str, q_len: int) -> None:
+    """Two keys whose scores are 0 and 1 before scaling: lse = ln(1 + e^k_scale)."""
+    case = replace(case, group_size=2, num_kv_heads=4, sm_scale=0.5, causal=False)
+    case = of(case, (q_len, 2))
+    q, k, v = (x.float() for x in random_tokens(case, DEVICE))
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 3], k[1, :, 3] = 2.0, 1.0
+    tokens = q.to(getattr(torch, case.dtype)), *(x.to(codes(case, [0]).dtype) for x in (k, v))
+    inputs = make_inputs(replace(case, scales=None), DEVICE, tokens)
+    scales = (0.25, 0.125, 1.0, 7.0)
+    inputs.k_scale = scale_of(form, scales)
+    want = torch.tensor(scales if form.startswith("heads") else scales[:1], device=DEVICE)
+    want = want.expand(4).repeat_interleave(2).double().exp().log1p()
+    _, lse = attend(inputs)
+    torch.testing.assert_close(lse.double(), want.expand_as(lse), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+def test_c22_every_share_of_the_card(case: Case) -> None:
+    """However often a request is split, each scale counts once."""
+    case = of(case, *PAIRS, scales="heads", sinks="float32")
+    inputs = make_inputs(case, DEVICE)
+    want = expected(inputs)
+    for num_sms in (1, 3, 40, 1000):
+        check(case, *attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
+
+
+def test_a_scale_counts_for_its_cache_alone() -> None:
+    """One plan, caches with and without scales in turn."""
+    case = of(E4M3, *PAIRS)
+    inputs = [make_inputs(replace(case, scales=form), DEVICE) for form in SCALES]
+    planner = planner_for(case, DEVICE)
+    plan = plan_of(inputs[0], planner)
+    bound = [one.bind(planner) for one in inputs]
+    for one, kv in zip(inputs * 2, bound * 2, strict=True):
+        result = plan.run(one.q, kv, pages=one.pages(), return_lse=True)
+        check(one.case, *result, expected(one))
+
+
+# --- tables, strides, dead slots: the same bits ---------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("window_left", [-1, 500])
+def test_every_table_layout(window_left: int, batch_invariant: bool) -> None:
+    case = of(E4M3, *PAIRS, window_left=window_left, batch_invariant=batch_invariant, rows="int32")
+    inputs = make_inputs(case, DEVICE)
+    want = attend(inputs)
+    check(case, *want, expected(inputs))
+    for table in TABLES:
+        planner = planner_for(replace(case, page_table=table), DEVICE)
+        assert_same(attend_through(inputs, planner, same_pages(inputs, table, stretch=3)), want)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("cache", [*CACHES_SHARED, "twice"])
+@pytest.mark.parametrize("case", [E4M3, E4M3_SEPARATE, E5M2, E4M3_D256], ids=str)
+def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
+    """Whatever the memory order and its alignment: the loaders differ, the sums don't."""
+    if cache == "twice" and case.page_table == "shared":
+        pytest.skip("one tensor passed twice needs two rows of ids")
+    case = of(case, *PAIRS, num_kv_heads=1 if cache == "size_1" else 2)
+    tokens = random_tokens(case, DEVICE)
+    want = attend(make_inputs(case, DEVICE, tokens))
+    strange = replace(case, cache=cache, kv_layout=kv_layout)
+    assert_same(attend(make_inputs(strange, DEVICE, tokens)), want)
+
+
+@pytest.mark.parametrize("window_left", [-1, 100])
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+def test_c14_dead_slots(case: Case, window_left: int) -> None:
+    """NaN in every slot that no request owns, then Inf where there is one, 448 and 0."""
+    case = replace(of(case, *PAIRS), window_left=window_left)
+    inputs = make_inputs(case, DEVICE)
+    assert all(bool(torch.isnan(cache.float()).any()) for cache in inputs.cache)
+    want = attend(inputs)
+    check(case, *want, expected(inputs))
+    poisoned = inputs.cache
+    for value in (math.inf, 448.0, 0.0):
+        inputs.cache = poisoned
+        fill_dead_slots(inputs, value)
+        assert_same(attend(inputs), want)
+
+
+@pytest.mark.parametrize("case", [*FP8_FAMILIES, *twins_of(E4M3)], ids=str)
+def test_mixed_batches(case: Case) -> None:
+    run_case(of(case, *PAIRS), DEVICE)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 7, 8, 9, 16, 17, 65])
+@pytest.mark.parametrize("case", [E4M3, E5M2], ids=str)
+def test_group_sizes(case: Case, q_len: int, group_size: int) -> None:
+    pairs = [(q_len, 40), (q_len, 700), (q_len, 3)]
+    run_case(replace(of(case, *pairs), group_size=group_size, num_kv_heads=3), DEVICE)
+
+
+@pytest.mark.parametrize("q_len", [1, 30])
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+def test_every_address_of_a_long_request(case: Case, q_len: int) -> None:
+    edges = (0, 1, 15, 16, 17, 31, 63, 64, 127, 128, 255, 256, 1023, 4095, 4096, 8191, 12344)
+    case = of(replace(case, num_kv_heads=1, causal=False), *[(q_len, 12345)] * len(edges))
+    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, list(edges)))
+    assert check_addresses(inputs, attend(inputs)[0], edges) == q_len * len(edges)
+
+
+@pytest.mark.parametrize("case", [E4M3, E5M2, E4M3_RAGGED, E4M3_FP16], ids=str)
+def test_bytes_are_fp8(case: Case) -> None:
+    """A pool of uint8, whose type the planner's kv_dtype names."""
+    inputs = make_inputs(of(case, *PAIRS), DEVICE)
+    want = attend(inputs)
+    inputs.cache = tuple(cache.view(torch.uint8) for cache in inputs.cache)
+    assert_same(attend(inputs), want)
+
+
+HIGH = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**32 bytes
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 32])
+@pytest.mark.parametrize("target", [3, 16])
+def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
+    """The bf16 pool of head_dim 128 as one of bytes; request b holds page HIGH[b], then 2 + b."""
+    count = len(HIGH)
+    case = replace(of(E4M3_D256, *[(q_len, 32)] * count), num_kv_heads=8, causal=False)
+    q, k, v = address_probe(case, DEVICE, [target] * count)
+    inputs = make_inputs(case, DEVICE, (q, k, v))
+    pool = large_pool.view(torch.uint8)
+    second = [2 + b for b in range(count)]
+    for i, dense in enumerate((k, v)):
+        pages = dense.view(torch.uint8).view(count, 2, 16, 8, 256)
+        pool[list(HIGH), i] = pages[:, 0]
+        pool[second, i] = pages[:, 1]
+    inputs.table = torch.tensor([HIGH, second], dtype=torch.int32, device=DEVICE).T.contiguous()
+    inputs.cache = pool
+    found = check_addresses(inputs, attend(inputs)[0], [target] * count)
+    assert found == q_len * count
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+@on_the_device
+@pytest.mark.parametrize("form", ["0-d", "[1]", "heads", "heads-column"])
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+def test_replays_read_the_scales(case: Case, form: str) -> None:
+    """Scales, lengths and cache change in place between replays."""
+    case = of(replace(case, scales=form), *PAIRS)
+    inputs = make_inputs(case, DEVICE)
+    layer = Layer.of(inputs)
+    graph = captured(layer)
+    assert isinstance(inputs.k_scale, Tensor)
+    assert isinstance(inputs.v_scale, Tensor)
+    for factor in (1.0, 0.5, 1.75, 0.0):
+        inputs.k_scale.mul_(factor)
+        inputs.v_scale.mul_(2 * factor)
+        layer.forget()
+        graph.replay()
+        assert_same((layer.out, layer.lse), layer.eager())
+        assert factor == 0.0 or bool((layer.out[0] != 0).any())
+
+
+@on_the_device
+def test_a_number_is_fixed_when_it_is_captured() -> None:
+    case = of(replace(E4M3, scales="float"), *PAIRS)
+    inputs = make_inputs(case, DEVICE)
+    layer = Layer.of(inputs)
+    want = layer.eager()
+    graph = captured(layer)
+    other = replace_scales(inputs, 0.125, 0.125)
+    layer.plan.run(other.q, other.bind(layer.planner), **extras(other))
+    layer.forget()
+    graph.replay()
+    assert_same((layer.out, layer.lse), want)
+
+
+def replace_scales(inputs: Inputs, k_scale: float, v_scale: float) -> Inputs:
+    return replace(inputs, k_scale=k_scale, v_scale=v_scale)
