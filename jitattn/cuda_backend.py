@@ -59,7 +59,7 @@ _MIN_SPLIT_TOKENS = 256
 # What a visit to a unit costs a CTA, and the least that is worth a CTA, in tiles. Measured:
 # docs/perf-log.md.
 _UNIT_COST = 1
-_MIN_SLOT_COST = 3
+_MIN_SLOT_COST = 2
 
 
 @dataclass(frozen=True)
