@@ -2,6 +2,7 @@
 #pragma once
 
 #include "jitattn/prelude.cuh"
+#include "jitattn/types.cuh"
 
 namespace jitattn {
 
@@ -18,8 +19,10 @@ struct Float8E4M3 {
   using Storage = uint8_t;
   static __device__ __forceinline__ uint2 to_halves(uint32_t bytes) {
     if constexpr (kArch < 890) return {shift(bytes << 8), shift(bytes)};
-    const uint32_t low = convert(bytes), high = convert(bytes >> 16);
-    return {low & 0xffff | high << 16, low >> 16 | high & 0xffff0000u};
+    uint16_t b0, b1, b2, b3;
+    split(convert(bytes), b0, b1);
+    split(convert(bytes >> 16), b2, b3);
+    return {join(b0, b2), join(b1, b3)};
   }
 
  private:

@@ -5,6 +5,16 @@
 
 namespace jitattn {
 
+// Two 16-bit numbers in a word. The compiler follows them through moves, not through shifts.
+__device__ __forceinline__ uint32_t join(uint16_t low, uint16_t high) {
+  uint32_t word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+  return word;
+}
+__device__ __forceinline__ void split(uint32_t word, uint16_t& low, uint16_t& high) {
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(word));
+}
+
 struct Half {
   using Storage = uint16_t;
   static __device__ __forceinline__ float to_float(uint16_t bits) {
@@ -49,7 +59,9 @@ struct BFloat16 {
   }
   // Of two Half in a word; exact for what has few bits.
   static __device__ __forceinline__ uint32_t from_halves(uint32_t word) {
-    return pack(Half::to_float(word & 0xffff), Half::to_float(word >> 16));
+    uint16_t low, high;
+    split(word, low, high);
+    return pack(Half::to_float(low), Half::to_float(high));
   }
   static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
     asm volatile(
