@@ -71,14 +71,16 @@ def append_json(path: Path | None, records: Sequence[Mapping[str, object]]) -> N
 
 
 def commit() -> str:
-    """Return the checkout's commit, "-dirty" when files differ from it.
+    """Return JITATTN_BENCH_COMMIT, for copies of a tree, or the checkout's commit.
 
-    Where git can't tell (an exported tree) it is JITATTN_BENCH_COMMIT, or "unknown".
+    The latter is followed by "-dirty" when files differ from it, and "unknown" without git.
     """
+    if named := os.environ.get("JITATTN_BENCH_COMMIT"):
+        return named
     root = Path(__file__).parent.parent
     head = _first_line("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
     if head is None:
-        return os.environ.get("JITATTN_BENCH_COMMIT", "unknown")
+        return "unknown"
     status = _first_line("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return f"{head}-dirty" if status else head
 

@@ -32,8 +32,8 @@ PAGE_TABLES = tuple(table.value for table in PageTable)
 
 # Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
 TESTED_ON = {
-    "sm_80": "decode run on H100 from PTX; prefill compiled, not run",
-    "sm_90a": "run on H100",
+    "sm_80": "run on H100 and H200, from PTX",
+    "sm_90a": "run on H100 and H200",
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
 }
