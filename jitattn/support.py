@@ -32,7 +32,7 @@ PAGE_TABLES = tuple(table.value for table in PageTable)
 
 # Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
 TESTED_ON = {
-    "sm_80": "run on H100 and H200, from PTX",
+    "sm_80": "run from PTX: decode on H100 and H200, prefill on H200",
     "sm_90a": "run on H100 and H200",
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
