@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 
@@ -122,7 +123,10 @@ def _scale_value(name: str, scale: object) -> float:
         raise TypeError(
             f"{name} is a {type(scale).__name__}: expected a number or a tensor of float32"
         )
-    value = float(scale)
+    try:
+        value = float(scale)
+    except OverflowError:
+        value = math.inf
     if not abs(value) <= _LARGEST_FLOAT:
         raise ValueError(f"{name} is {value}: expected a finite float32")
     return value

@@ -152,6 +152,9 @@ class Pending:
             return self._work
         if os.getpid() != self._process:
             return self._make()  # forked, and the other thread stayed with the parent
+        if (error := self._work.exception()) is not None:
+            # One object is raised at every call: it must not collect the frames of each.
+            raise error.with_traceback(None)
         return self._work.result()
 
 
@@ -177,10 +180,18 @@ def start(
         if (kernel := _find(_Job(spec, arch, knobs.lineinfo), knobs)) is not None:
             work = replace(kernel, seconds=time.perf_counter() - started)
         else:
-            work = pool.submit(make) if knobs.jit else make()
+            work = _submit(pool, make) if knobs.jit else make()
         pending.append(Pending(work, make))
     pool.shutdown(wait=False)
     return tuple(pending)
+
+
+def _submit(pool: ThreadPoolExecutor, make: Callable[[], Kernel]) -> Kernel | Future[Kernel]:
+    try:
+        return pool.submit(make)
+    except RuntimeError:
+        # The main thread has ended, though others go on: pools take no more work.
+        return make()
 
 
 def build_all(

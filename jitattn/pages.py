@@ -17,7 +17,22 @@ from jitattn.spec import PageTable
 _INTEGERS = (torch.int32, torch.int64)
 
 
-class BlockTable:
+class _Fixed:
+    """An object that keeps the attributes it was made with, since plans have read them."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, name):
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{kind}.{name} can't be replaced: give another {kind} to run(pages=...), or write "
+                "into the tensor"
+            )
+        object.__setattr__(self, name, value)
+
+
+class BlockTable(_Fixed):
     """Page ids of each request, a row per request; the rank of the table is its layout.
 
     Attributes:
@@ -74,7 +89,7 @@ class BlockTable:
         return min(self.table.shape[-1] * page_size, MAX_KV_LEN)
 
 
-class TokenTable:
+class TokenTable(_Fixed):
     """The slot of every token: a request-to-token pool. Layout "token".
 
     Attributes:
@@ -123,7 +138,7 @@ class TokenTable:
         return min(int(self.slots.shape[1]), MAX_KV_LEN)
 
 
-class CsrPages:
+class CsrPages(_Fixed):
     """The pages of all requests, one request after the other. Layout "csr".
 
     Attributes:
@@ -175,7 +190,7 @@ class CsrPages:
         return min(int(self.kv_indices.shape[0]) * page_size, MAX_KV_LEN)
 
 
-class RaggedKV:
+class RaggedKV(_Fixed):
     """K and V without pages: the tokens of all requests, one after the other. Layout "ragged".
 
     Attributes:
@@ -235,8 +250,10 @@ def check_indptr(name: str, indptr: Tensor) -> None:
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise TypeError unless ``value`` is a tensor of one of ``dtypes``."""
+    """Raise TypeError unless ``value`` is a strided tensor of one of ``dtypes``."""
     if isinstance(value, Tensor) and value.dtype in dtypes:
+        if value.layout is not torch.strided:
+            raise TypeError(f"{name} has the layout {value.layout}: expected torch.strided")
         return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):

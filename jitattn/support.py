@@ -173,7 +173,7 @@ RULES = (
         None,
         "score variants such as ALiBi are",
         "windows, soft caps, sinks and masks are arguments of their own, rotary embeddings belong "
-        "into q and the cache, and flash_attn_with_kvcache(alibi_slopes=...) has ALiBi meanwhile",
+        "into q and the cache; flash-attn's flash_attn_with_kvcache(alibi_slopes=...) has ALiBi",
     ),
     _not_built(
         "skip_softmax_threshold",

@@ -291,6 +291,7 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "boolean scale": (lambda: scaled(k_scale=True), "k_scale"),
     "NaN for a scale": (lambda: scaled(v_scale=float("nan")), "v_scale is nan"),
     "infinite scale": (lambda: scaled(k_scale=float("inf")), "k_scale is inf"),
+    "scale beyond float": (lambda: scaled(k_scale=10**400), "k_scale is inf"),
     "scale beyond float32": (lambda: scaled(k_scale=1e39), "k_scale is 1e"),
     # run
     "q of rank 2": (lambda: Call(q=bf16(B, HQ * D)), "q"),
@@ -431,3 +432,19 @@ def test_nothing_is_written_when_refused() -> None:
     with pytest.raises(REFUSED):
         Call(run={"out": out, "q_scale": 0.5})()
     assert bool((out == 7).all())
+
+
+def test_a_table_keeps_its_tensors() -> None:
+    """A plan that has read one would not see another."""
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    pages = jitattn.BlockTable(table)
+    with pytest.raises(AttributeError, match=r"run\(pages=\.\.\.\)"):
+        pages.table = table.clone()
+    with pytest.raises(AttributeError, match="rows"):
+        pages.rows = torch.zeros(2, dtype=torch.int32)
+    assert pages.table is table
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="strided"):
+        jitattn.BlockTable(torch.zeros(2, 3, dtype=torch.int32).to_sparse())

@@ -625,6 +625,29 @@ def test_a_failure_in_the_background_is_told_to_everybody_who_asks(settings: Kno
             bad.result()
 
 
+def test_asking_again_for_a_failure_keeps_no_frames(settings: Knobs) -> None:
+    (pending,) = start(settings, TinySpec(body="no such thing"))
+    lengths = []
+    for _ in range(5):
+        with pytest.raises(CompileError) as caught:
+            pending.result()
+        lengths.append(len(caught.traceback))
+    assert len(set(lengths[1:])) == 1
+
+
+def test_a_pool_that_takes_no_more_work_is_done_without(
+    settings: Knobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread has ended, other threads have not."""
+
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(build.ThreadPoolExecutor, "submit", refuse)
+    (pending,) = start(settings, TinySpec())
+    assert pending.result().origin == "compiled"
+
+
 def test_who_builds_what_is_being_compiled_waits_for_it(
     settings: Knobs, gates: Gates, compilations: Compilations
 ) -> None:
