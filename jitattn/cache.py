@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from jitattn.errors import CacheError
 from jitattn.locks import hold
@@ -47,8 +48,7 @@ _ATTEMPTS = 8
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """An entry as it was read and verified."""
 
     cubin: bytes

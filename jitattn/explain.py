@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from jitattn.build import Kernel, build
@@ -171,7 +171,7 @@ def explain(spec: KernelSpec, arch: str, knobs: Knobs) -> Explanation:
         symbol=kernel.symbol,
         arch=arch,
         spec={k: v for k, v in spec.context().items() if k != "symbol"},
-        tile=asdict(tile),
+        tile=tile._asdict(),
         num_threads=tile.num_threads,
         registers=kernel.registers,
         spill_bytes=kernel.spill_bytes,

@@ -18,9 +18,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jitattn import knobs
 from jitattn.errors import CompileError, CompilerMissingError
@@ -33,8 +32,7 @@ _WHEEL_OF_12 = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
 _WHEEL_FILES = ("nvidia/cu13/lib/libnvrtc.so.13", _WHEEL_OF_12, "cuda/bindings/__init__.py")
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """What the compiler returned: a cubin, and its log, which may be empty."""
 
     cubin: bytes

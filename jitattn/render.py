@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import jinja2
 from jinja2.ext import Extension
@@ -68,7 +67,7 @@ def render(spec: KernelSpec, arch: str) -> str:
     Raises:
         TemplateError: a template uses a name that is a field of neither the spec nor its tile.
     """
-    context = spec.context() | asdict(tile_for(spec, arch))
+    context = spec.context() | tile_for(spec, arch)._asdict()
     try:
         return _banner(spec) + environment().get_template(spec.template).render(context)
     except jinja2.TemplateError as error:

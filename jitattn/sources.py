@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import asdict
 from pathlib import Path
 
 from jitattn.spec import KernelSpec
@@ -34,7 +33,7 @@ def inputs(spec: KernelSpec, arch: str) -> dict[str, bytes]:
 
     Equal inputs render to equal sources; the reverse need not hold.
     """
-    values = {"spec": type(spec).__name__, **spec.context(), **asdict(tile_for(spec, arch))}
+    values = {"spec": type(spec).__name__, **spec.context(), **tile_for(spec, arch)._asdict()}
     return {
         "values": repr(sorted(values.items())).encode(),
         "arch": arch.encode(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
@@ -57,8 +58,7 @@ class Config:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One line of the support table: what an argument may be, and the reason when it is not."""
 
     argument: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jitattn.spec import (
     AttentionSpec,
@@ -37,9 +37,9 @@ _PREFILL_ROWS = 64
 _MAX_VALUE_DIM = 256
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionTile:
-    """The shape of a CTA of an attention kernel. Its fields are template variables."""
+# Named tuples: every process makes these classes, and dataclasses take six times as long to make.
+class DecodeTile(NamedTuple):
+    """The shape of a decode CTA. Its fields are template variables."""
 
     num_warps: int
     tile_tokens: int  # KV tokens of one step of all warps, and of one tile of the schedule
@@ -48,6 +48,7 @@ class AttentionTile:
     ctas_per_sm: int
     value_dim: int  # columns of V and out that a CTA computes
     smem_bytes: int  # dynamic shared memory of a CTA
+    merge_dims: int  # columns of the output that warps merge at a time
 
     @property
     def num_threads(self) -> int:
@@ -55,30 +56,32 @@ class AttentionTile:
         return 32 * self.num_warps
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeTile(AttentionTile):
-    """The shape of a decode CTA."""
+class PrefillTile(NamedTuple):
+    """The shape of a prefill CTA; fields as in ``DecodeTile``."""
 
-    merge_dims: int  # columns of the output that warps merge at a time
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillTile(AttentionTile):
-    """The shape of a prefill CTA."""
-
+    num_warps: int
+    tile_tokens: int
+    num_stages: int
+    shares_tiles: bool
+    ctas_per_sm: int
+    value_dim: int
+    smem_bytes: int
     row_tile: int  # query rows of a CTA: 16 a warp
 
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.num_warps
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleTile:
+
+class ScheduleTile(NamedTuple):
     """The shape of the schedule kernel: one CTA."""
 
     num_threads: int = 512
     smem_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergeTile:
+class MergeTile(NamedTuple):
     """The shape of a CTA that merges states: a warp per row."""
 
     num_threads: int = 128

@@ -30,7 +30,7 @@ from jitattn.spec import (
     ScheduleSpec,
 )
 from jitattn.support import ARCHITECTURES, HEAD_DIMS, sample_specs
-from jitattn.tiling import SMEM_LIMIT, AttentionTile, tile_for
+from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, tile_for
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def num_products(spec: AttentionSpec, arch: str) -> int:
     first product is a loop over head_dim.
     """
     tile = tile_for(spec, arch)
-    assert isinstance(tile, AttentionTile)
+    assert isinstance(tile, DecodeTile | PrefillTile)
     if isinstance(spec, PrefillSpec):  # O += P V: columns by 8, tokens by 16; S = Q K^T
         return (tile.value_dim // 8) * (tile.tile_tokens // 16) + tile.tile_tokens // 8
     assert isinstance(spec, DecodeSpec)  # O^T += V^T P: columns by 16, rows by 8
