@@ -22,11 +22,11 @@ from torch import Tensor
 import jitattn
 from bench import records
 from bench.contenders import SkipError
-from bench.oracle import relative_error
+from bench.oracle import attend_token, relative_error
 from bench.rivals import flashinfer
 from bench.timing import Call, L2Flush, L2Policy, Timer, Timing, summarize
 from bench.workloads import Batch, Case, make_batch
-from jitattn.reference import attention, gather
+from jitattn.reference import gather
 
 _SAMPLED_ROWS = 16  # of a request
 _LIMIT = 1e-2  # relative error of a request's sampled rows, as in bench.oracle
@@ -165,18 +165,7 @@ def _sample(inputs: Inputs, request: int) -> tuple[list[int], Tensor]:
     outs = []
     for row in rows:
         seen = kv_len - q_len + row + 1
-        out, _ = attention(
-            inputs.q[begin + row : begin + row + 1],
-            k[:seen],
-            v[:seen],
-            [0, 1],
-            [0, seen],
-            causal=True,
-            window_left=-1,
-            logits_soft_cap=0.0,
-            sm_scale=case.head_dim**-0.5,
-        )
-        outs.append(out)
+        outs.append(attend_token(inputs.q[begin + row : begin + row + 1], k[:seen], v[:seen]))
     return [begin + row for row in rows], torch.cat(outs)
 
 

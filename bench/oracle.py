@@ -44,19 +44,30 @@ def reference(batch: Batch, copy: int) -> Tensor:
     rows = []
     for b, length in enumerate(case.seq_lens):
         k, v = (gather(batch.kv[copy][:, i], batch.block_table[b], length) for i in (0, 1))
-        out, _ = attention(
-            batch.q[copy, b : b + 1],
-            k,
-            v,
-            [0, 1],
-            [0, length],
-            causal=True,
-            window_left=-1,
-            logits_soft_cap=0.0,
-            sm_scale=case.head_dim**-0.5,
-        )
-        rows.append(out)
+        rows.append(attend_token(batch.q[copy, b : b + 1], k, v))
     return torch.cat(rows)
+
+
+def attend_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return what one query token sees of all keys, [1, num_qo_heads, head_dim] float64.
+
+    Args:
+        q: [1, num_qo_heads, head_dim].
+        k: [kv_len, num_kv_heads, head_dim].
+        v: likewise.
+    """
+    out, _ = attention(
+        q,
+        k,
+        v,
+        [0, 1],
+        [0, k.shape[0]],
+        causal=True,
+        window_left=-1,
+        logits_soft_cap=0.0,
+        sm_scale=q.shape[-1] ** -0.5,
+    )
+    return out
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
