@@ -66,7 +66,17 @@ class BoundCache:
         v_scale: likewise of V.
     """
 
-    __slots__ = ("config", "device", "k", "k_scale", "kernels", "strides", "v", "v_scale")
+    __slots__ = (
+        "config",
+        "device",
+        "k",
+        "k_scale",
+        "kernels",
+        "strides",
+        "tensor_maps",
+        "v",
+        "v_scale",
+    )
 
     def __init__(
         self,
@@ -76,6 +86,7 @@ class BoundCache:
         v: CacheView,
         kernels: object,
         *,
+        tensor_maps: bytes = b"",
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
     ) -> None:
@@ -85,6 +96,7 @@ class BoundCache:
         self.k = k
         self.v = v
         self.kernels = kernels
+        self.tensor_maps = tensor_maps
         self.strides = k.strides + v.strides
         self.k_scale = k_scale
         self.v_scale = v_scale

@@ -18,7 +18,14 @@ from jitattn import knobs, support
 from jitattn.binding import NO_LAYOUT, Batch, CacheView, Call, Mask, RowLayout, Scale
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
-from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
+from jitattn.driver import (
+    DeviceFacts,
+    Launch,
+    LoadedKernel,
+    device_facts,
+    encode_tensor_map,
+    load_kernel,
+)
 from jitattn.errors import ConfigError
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
@@ -31,6 +38,7 @@ from jitattn.params import (
     MASK_PACKED,
     MASK_RAGGED,
     REQUEST_BYTES,
+    TENSOR_MAP_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
     AttentionParams,
@@ -39,7 +47,14 @@ from jitattn.params import (
     ScheduleParams,
 )
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable, PrefillSpec, ScheduleSpec
-from jitattn.tiling import DecodeTile, PrefillTile, decode_tile_for, prefill_tile_for, tile_for
+from jitattn.tiling import (
+    SEGMENT_BYTES,
+    DecodeTile,
+    PrefillTile,
+    decode_tile_for,
+    prefill_tile_for,
+    tile_for,
+)
 from jitattn.workspace import Workspace, default_workspace
 
 _MAX_SHEETS = 64  # that a planner keeps of plans that are gone
@@ -105,7 +120,7 @@ class AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class BoundKernels:
-    """The kernels whose loader suits a bound cache."""
+    """The kernels whose loaders suit a bound cache."""
 
     decode: AttentionKernel
     prefill: AttentionKernel
@@ -133,12 +148,12 @@ class KernelSet:
         self._started: list[tuple[KernelSpec, Pending]] = []
         self._needs_prefill = False
         self._specs = support.resolve(config, self.arch)
-        decode, prefill = self._attention_specs(Loader.VECTOR)
+        decode, prefill = self._attention_specs(is_aligned=True)
         schedule = ScheduleSpec()
         # In this order: on few cores the prefill kernel takes the one that the schedule frees.
         pending = self._start((decode, schedule, prefill))
         self.kernels = self._attention_kernels((decode, prefill), pending[::2])
-        self._bound = {Loader.VECTOR: self.kernels}
+        self._bound = {True: self.kernels}
         tile = tile_for(schedule, self.arch)
         built = pending[1].result()
         self.schedule_kernel = load_kernel(
@@ -147,17 +162,38 @@ class KernelSet:
         self.schedule_threads = tile.num_threads
         self.kernels.load(with_prefill=False)
 
-    def kernels_for(self, k: CacheView, v: CacheView) -> BoundKernels:
-        """Return the kernels whose loader the strides of ``k`` and ``v`` allow."""
-        aligned = k.is_vector_aligned and v.is_vector_aligned
-        loader = Loader.VECTOR if aligned else Loader.PLAIN
+    def bind(self, k: CacheView, v: CacheView) -> tuple[BoundKernels, bytes]:
+        """Return the kernels whose loaders the strides of ``k`` and ``v`` allow, and their maps.
+
+        Those are the tensor maps of K and V as a launch takes them, where the decode kernel's
+        loader uses some.
+        """
+        tensor_maps: bytes | None = b""
+        if k.is_vector_aligned and v.is_vector_aligned:
+            if self.kernels.decode.tile.box_tokens:
+                tensor_maps = self._encode(k, v)
+        else:
+            tensor_maps = None
+        if tensor_maps is None:
+            return self._kernels_for(is_aligned=False), b""
+        return self._kernels_for(is_aligned=True), tensor_maps
+
+    def _kernels_for(self, *, is_aligned: bool) -> BoundKernels:
         with self._lock:
-            if loader not in self._bound:
-                specs = self._attention_specs(loader)
-                self._bound[loader] = self._attention_kernels(specs, self._start(specs))
-            kernels, with_prefill = self._bound[loader], self._needs_prefill
+            if is_aligned not in self._bound:
+                specs = self._attention_specs(is_aligned=is_aligned)
+                self._bound[is_aligned] = self._attention_kernels(specs, self._start(specs))
+            kernels, with_prefill = self._bound[is_aligned], self._needs_prefill
         kernels.load(with_prefill=with_prefill)
         return kernels
+
+    def _encode(self, k: CacheView, v: CacheView) -> bytes | None:
+        """Return the tensor maps of K and V; None where the driver has none for these strides."""
+        tile = self.kernels.decode.tile
+        key_dim = self.config.head_dim
+        k_map = _tensor_map(k, key_dim, tile.box_tokens)
+        v_map = _tensor_map(v, tile.value_dim, tile.box_tokens)
+        return None if k_map is None or v_map is None else k_map + v_map
 
     def load_prefill(self) -> None:
         """Load the prefill kernels, those of caches still to be bound too, so that no run has to.
@@ -203,11 +239,12 @@ class KernelSet:
             infos.append(info)
         return infos
 
-    def _attention_specs(self, loader: Loader) -> tuple[DecodeSpec, PrefillSpec]:
+    def _attention_specs(self, *, is_aligned: bool) -> tuple[DecodeSpec, PrefillSpec]:
         decode, prefill = (
             spec
             for spec in self._specs
-            if isinstance(spec, DecodeSpec | PrefillSpec) and spec.loader is loader
+            if isinstance(spec, DecodeSpec | PrefillSpec)
+            and (spec.loader is not Loader.PLAIN) == is_aligned
         )
         assert isinstance(decode, DecodeSpec)
         assert isinstance(prefill, PrefillSpec)
@@ -506,6 +543,8 @@ class _Part:
         attention.q_is_aligned = q_layout.is_aligned(pointer)
         attention.out = pointer = call.out.data_ptr()
         attention.out_is_aligned = out_layout.is_aligned(pointer)
+        if kv.tensor_maps:
+            ctypes.memmove(ctypes.addressof(self._params), kv.tensor_maps, 2 * TENSOR_MAP_BYTES)
         attention.k = kv.k.tensor.data_ptr()
         attention.v = kv.v.tensor.data_ptr()
         if kv.k_scale is not None and kv.v_scale is not None:
@@ -534,11 +573,31 @@ class _Part:
         self._cache_strides = strides
 
 
+def _tensor_map(view: CacheView, box_dim: int, box_tokens: int) -> bytes | None:
+    """Return the map of K or V, whose boxes have ``box_dim`` columns of ``box_tokens`` tokens.
+
+    Dimensions as in struct TensorMap of attention_params.cuh.
+    """
+    item_bytes = view.tensor.element_size()
+    num_pages, page_size, num_heads, head_dim = view.tensor.shape
+    segment = SEGMENT_BYTES // item_bytes
+    # A stride of 0, of a dimension of size 1, is none to the driver.
+    strides = [(stride * item_bytes) or SEGMENT_BYTES for stride in view.strides]
+    return encode_tensor_map(
+        view.tensor.data_ptr(),
+        item_bytes,
+        (segment, page_size, head_dim // segment, num_heads, num_pages),
+        (strides[1], SEGMENT_BYTES, strides[2], strides[0]),
+        (segment, box_tokens, box_dim // segment, 1, 1),
+    )
+
+
 def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
     params.num_qo_heads = config.num_qo_heads
     params.group_size = Divisor.of(config.group_size)
     params.is_causal = config.causal
     params.window_left = config.window_left
+    params.early_kv = config.early_kv
     scale, cap = config.score_scale, config.logits_soft_cap
     params.score_scale = scale / cap if cap > 0 else scale * _LOG2E
     params.cap_log2 = cap * _LOG2E

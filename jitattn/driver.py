@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from jitattn.errors import DriverError
+from jitattn.params import TENSOR_MAP_BYTES
 
 _OK = cuda.CUresult.CUDA_SUCCESS
 _ATTRIBUTE = cuda.CUdevice_attribute
@@ -90,6 +91,37 @@ def _context(index: int) -> Iterator[None]:
         yield
     finally:
         _check(cuda.cuCtxPopCurrent(), "pop context")
+
+
+def encode_tensor_map(
+    pointer: int, item_bytes: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> bytes | None:
+    """Return a tensor map whose boxes arrive in the 128-byte swizzle; None if the driver has none.
+
+    Args:
+        pointer: address of the tensor.
+        item_bytes: of an element, 1 or 2.
+        dims: sizes, the contiguous dimension first.
+        strides: bytes from one to the next of the other dimensions.
+        box: what is copied at a time, in the order of ``dims``.
+    """
+    types = cuda.CUtensorMapDataType
+    status, encoded = cuda.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_UINT8
+        if item_bytes == 1
+        else types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        len(dims),
+        pointer,
+        [cuda.cuuint64_t(size) for size in dims],
+        [cuda.cuuint64_t(stride) for stride in strides],
+        [cuda.cuuint32_t(size) for size in box],
+        [cuda.cuuint32_t(1)] * len(dims),
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(int(encoded.getPtr()), TENSOR_MAP_BYTES) if status == _OK else None
 
 
 class LoadedKernel:

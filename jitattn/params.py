@@ -130,6 +130,7 @@ class AttentionParams(ctypes.Structure):
         ("mask_width", c_int32),
         ("sink_code", c_int32),
         ("q_is_aligned", c_int32),
+        ("early_kv", c_int32),
         ("out_is_aligned", c_int32),
         ("score_scale", c_float),
         ("cap_log2", c_float),
@@ -210,9 +211,21 @@ _PAGES: dict[PageTable, type[ctypes.Structure]] = {
 }
 
 
+TENSOR_MAP_BYTES = 128
+"""Of a ``TensorMap``, which begins at a multiple of 64."""
+
+
 def _kernel_params(layout: PageTable) -> type[ctypes.Structure]:
-    fields = (("attention", AttentionParams), ("pages", _PAGES[layout]))
-    return type(f"KernelParams_{layout.value}", (ctypes.Structure,), {"_fields_": fields})
+    fields = (
+        ("k_map", ctypes.c_char * TENSOR_MAP_BYTES),
+        ("v_map", ctypes.c_char * TENSOR_MAP_BYTES),
+        ("attention", AttentionParams),
+        ("pages", _PAGES[layout]),
+    )
+    num_bytes = sum(ctypes.sizeof(kind) for _, kind in fields)
+    padding = ("_padding", ctypes.c_char * (-num_bytes % 64))
+    name = f"KernelParams_{layout.value}"
+    return type(name, (ctypes.Structure,), {"_fields_": (*fields, padding)})
 
 
 # ``struct KernelParams`` of each layout.

@@ -139,7 +139,9 @@ class AttentionPlanner(_Arguments):
             skip_softmax_threshold: not built yet: leave out a KV tile whose every score lies more
                 than this below the running maximum; None is never.
             batch_invariant: a request's bits depend on nothing but its own values and length.
-            early_kv: not built yet.
+            early_kv: a promise: before the previous kernel on the stream began, all keys and values
+                but those of each request's query tokens were complete, and so were the tables. Then
+                they may be read before that kernel has ended (programmatic dependent launch).
             num_sms: multiprocessors to use; None is all.
             workspace: scratch memory; None is one for each device and stream.
             device: None is the current CUDA device, or the CPU without one.
@@ -219,9 +221,18 @@ class AttentionPlanner(_Arguments):
             for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         ]
         k, v = view_caches(kv_cache, self.config, self.device)
-        kernels = None if self._kernels is None else self._kernels.kernels_for(k, v)
+        kernels, tensor_maps = None, b""
+        if self._kernels is not None:
+            kernels, tensor_maps = self._kernels.bind(k, v)
         return BoundCache(
-            self.config, self.device, k, v, kernels, k_scale=scales[0], v_scale=scales[1]
+            self.config,
+            self.device,
+            k,
+            v,
+            kernels,
+            tensor_maps=tensor_maps,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
 
     def plan(

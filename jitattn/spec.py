@@ -56,6 +56,7 @@ class PageTable(StrEnum):
 class Loader(StrEnum):
     """How K and V reach shared memory."""
 
+    TENSOR = "tensor"  # boxes of tensor maps: takes_boxes() in tiling.py
     VECTOR = "vector"  # 16-byte asynchronous copies; bases and strides are multiples of 16 bytes
     PLAIN = "plain"  # element by element; any alignment
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
 from jitattn.spec import (
-    AttentionSpec,
     DecodeSpec,
     DType,
     KernelSpec,
@@ -20,7 +19,7 @@ from jitattn.spec import (
     PrefillSpec,
     ScheduleSpec,
 )
-from jitattn.tiling import SMEM_LIMIT, row_tile_for
+from jitattn.tiling import SMEM_LIMIT, row_tile_for, takes_boxes
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
 
@@ -181,12 +180,6 @@ RULES = (
         "leaving out KV tiles whose scores are all that far below the running maximum is",
         "then every visible key counts",
     ),
-    _not_built(
-        "early_kv",
-        False,
-        "loading keys before the previous kernel has finished is",
-        "then keys are loaded after it",
-    ),
 )
 # Both values of these work in every kernel.
 _ANY = {
@@ -195,6 +188,7 @@ _ANY = {
     "use_sinks": "True, False",
     "use_custom_mask": "True, False",
     "batch_invariant": "True, False",
+    "early_kv": "True, False",
 }
 
 
@@ -269,11 +263,20 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         "use_custom_mask": config.use_custom_mask,
     }
     return (
-        *(DecodeSpec(row_tile=row_tile, loader=loader, **fields) for loader in Loader),  # type: ignore[arg-type]
-        *(PrefillSpec(loader=loader, **fields) for loader in Loader),  # type: ignore[arg-type]
+        *_fast_and_plain(DecodeSpec(row_tile=row_tile, loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
+        *_fast_and_plain(PrefillSpec(loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
         ScheduleSpec(),
         MergeSpec(dtype=out_dtype),
     )
+
+
+def _fast_and_plain(
+    spec: DecodeSpec | PrefillSpec, arch: str
+) -> tuple[DecodeSpec | PrefillSpec, DecodeSpec | PrefillSpec]:
+    """Return the kernels of caches that are aligned and of others."""
+    has_boxes = isinstance(spec, DecodeSpec) and takes_boxes(spec, arch)
+    fast = Loader.TENSOR if has_boxes else Loader.VECTOR
+    return replace(spec, loader=fast), replace(spec, loader=Loader.PLAIN)
 
 
 def _check_arch(arch: str) -> None:
@@ -292,13 +295,13 @@ _SAMPLE: dict[str, tuple[object, ...]] = {
     "kv_dtype": (None, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2),  # None: q_dtype
     "out_dtype": (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
     "page_table": tuple(PageTable),
-    "loader": tuple(Loader),
+    "is_aligned": (True, False),
     "use_logits_soft_cap": (False, True),
     "use_custom_mask": (False, True),
 }
 
 
-def sample_specs(arch: str) -> list[AttentionSpec]:
+def sample_specs(arch: str) -> list[DecodeSpec | PrefillSpec]:
     """Return attention specs in which every pair of field values that can meet does meet."""
     _check_arch(arch)
     names = list(_SAMPLE)
@@ -312,7 +315,7 @@ def sample_specs(arch: str) -> list[AttentionSpec]:
     while wanted:
         row = _greedy_row(wanted)
         wanted -= set(_pairs(row))
-        rows.append(_spec_of(row))
+        rows.append(_spec_of(row, arch))
     return rows
 
 
@@ -343,12 +346,12 @@ def _can_meet(row: dict[str, object]) -> bool:
     return row_tile is None or row_tile_for(*dims, row_tile) == row_tile  # type: ignore[arg-type]
 
 
-def _spec_of(row: dict[str, object]) -> AttentionSpec:
+def _spec_of(row: dict[str, object], arch: str) -> DecodeSpec | PrefillSpec:
     fields = row | {
         "head_dim_vo": row["head_dim_vo"] or row["head_dim"],
         "kv_dtype": row["kv_dtype"] or row["q_dtype"],
     }
-    row_tile = fields.pop("row_tile")
-    if row_tile is None:
-        return PrefillSpec(**fields)  # type: ignore[arg-type]
-    return DecodeSpec(row_tile=row_tile, **fields)  # type: ignore[arg-type]
+    row_tile, is_aligned = fields.pop("row_tile"), fields.pop("is_aligned")
+    fields["loader"] = Loader.VECTOR
+    spec = PrefillSpec(**fields) if row_tile is None else DecodeSpec(row_tile=row_tile, **fields)  # type: ignore[arg-type]
+    return _fast_and_plain(spec, arch)[not is_aligned]

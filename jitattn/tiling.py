@@ -8,7 +8,9 @@ from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
     KernelSpec,
+    Loader,
     MergeSpec,
+    PageTable,
     PrefillSpec,
     ScheduleSpec,
 )
@@ -26,6 +28,11 @@ SMEM_LIMIT = {
 # an H100's memory; the rest covers the stages that are being consumed.
 _RING_BYTES = 64 * 1024
 _MERGE_BYTES = 8 * 1024
+# The same where boxes bring them and an SM has one CTA: 64 KiB saturate, the rest covers pauses,
+# and what is left of the SM has room for the next launch's CTA.
+_BOX_RING_BYTES = 96 * 1024
+# A row as tensor maps see it: segments of so many bytes.
+SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
 # Static shared memory of the attention kernels, with room to spare.
 _STATIC_BYTES = 2 * 1024
@@ -49,6 +56,7 @@ class DecodeTile(NamedTuple):
     value_dim: int  # columns of V and out that a CTA computes
     smem_bytes: int  # dynamic shared memory of a CTA
     merge_dims: int  # columns of the output that warps merge at a time
+    box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
 
     @property
     def num_threads(self) -> int:
@@ -67,6 +75,7 @@ class PrefillTile(NamedTuple):
     value_dim: int
     smem_bytes: int
     row_tile: int  # query rows of a CTA: 16 a warp
+    box_tokens: int = 0
 
     @property
     def num_threads(self) -> int:
@@ -116,9 +125,31 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
 
 def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
     """Return the decode tile of ``spec``: as many warps as its shared memory allows."""
+    if takes_boxes(spec, arch):
+        # As many warps whatever the loader, so that a plan's launches with either cut alike.
+        num_warps = next(
+            n
+            for n in (4, 2, 1)
+            if _box_tile(spec, n, is_padded=True).smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch]
+        )
+        return _box_tile(spec, num_warps, is_padded=spec.loader is not Loader.TENSOR)
     has_large_smem = SMEM_LIMIT[arch] >= 2 * _HALF_SM_SMEM
     tiles = (_decode_tile(spec, num_warps, has_large_smem) for num_warps in (4, 2, 1))
     return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch])
+
+
+def takes_boxes(spec: DecodeSpec, arch: str) -> bool:
+    """Return whether tensor maps bring the K and V of caches whose strides allow it.
+
+    The other caches of such a configuration have the same tile.
+    """
+    dims = (spec.head_dim, spec.head_dim_vo)
+    return (
+        arch == "sm_90a"
+        and spec.page_table in (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
+        and spec.page_size % 8 == 0
+        and all(spec.kv_dtype.num_bytes * dim % SEGMENT_BYTES == 0 for dim in dims)
+    )
 
 
 def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
@@ -149,6 +180,31 @@ def _value_dim(spec: AttentionSpec, most: int) -> int:
     num_tiles = spec.head_dim_vo // 16
     blocks = next(n for n in range(1, 33) if num_tiles % n == 0 and num_tiles // n * 16 <= most)
     return num_tiles // blocks * 16
+
+
+def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTile:
+    value_dim = _value_dim(spec, _MAX_VALUE_DIM)
+    item_bytes = spec.kv_dtype.num_bytes
+    key_bytes, value_bytes = item_bytes * spec.head_dim, item_bytes * value_dim
+    warp_tokens = 32 if max(key_bytes, value_bytes) <= SEGMENT_BYTES else 16
+    tile_tokens = num_warps * warp_tokens
+    num_stages = max(2, _BOX_RING_BYTES // (tile_tokens * (key_bytes + value_bytes)))
+    if is_padded:
+        key_bytes, value_bytes = _row_bytes(key_bytes), _row_bytes(value_bytes)
+    ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
+    merge_bytes = 4 * num_warps * spec.row_tile * (value_dim + 4)
+    query_bytes = spec.row_tile * _row_bytes(2 * spec.head_dim)
+    return DecodeTile(
+        num_warps=num_warps,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=False,
+        ctas_per_sm=1,
+        value_dim=value_dim,
+        merge_dims=value_dim,
+        smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
+        box_tokens=next(n for n in (32, 16, 8) if n <= warp_tokens and spec.page_size % n == 0),
+    )
 
 
 def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> DecodeTile:

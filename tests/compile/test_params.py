@@ -18,6 +18,8 @@ def _asserts(cuda_type: str, struct: type[ctypes.Structure], prefix: str = "") -
     """One static_assert for the size of ``struct`` and one for the offset of each field."""
     lines = []
     for name, kind, *_ in struct._fields_:
+        if name == "_padding":  # the compiler's has no name
+            continue
         offset = getattr(struct, name).offset
         lines.append(
             f"static_assert(__builtin_offsetof({cuda_type}, {prefix}{name}) == {offset},"

@@ -37,6 +37,12 @@ struct Scale {
   }
 };
 
+// K or V to the hardware that copies boxes of it: {16-byte vectors of a segment, tokens, segments of
+// a row, heads, pages}. Encoded by the driver.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
 struct AttentionParams {
   const uint16_t* q;     // [num_tokens, num_qo_heads, head_dim]
   const void* k;         // [num_pages, page_size, num_kv_heads, head_dim], any strides
@@ -82,7 +88,9 @@ struct AttentionParams {
   MaskKind mask_kind;
   int32_t mask_width;
   FloatCode sink_code;
-  int32_t q_is_aligned;    // eight elements of q can be loaded at once
+  int32_t q_is_aligned;  // eight elements of q can be loaded at once
+  int32_t
+      early_kv;  // keys and values before this step's may be read while the previous kernel runs
   int32_t out_is_aligned;  // four elements of out can be stored at once
   // Without a soft cap: scores in log2 units are q.k * score_scale. With one they are
   // cap_log2 * tanh(q.k * score_scale).

@@ -17,6 +17,7 @@ constexpr int kArch = __CUDA_ARCH__;  // 800 for sm_80
 #endif
 
 constexpr int kWarpSize = 32;
+constexpr int32_t kInt32Max = 0x7fffffff;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 

@@ -50,6 +50,65 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Barriers in shared memory that count arrivals and bytes. A phase ends when both are complete.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers known to the hardware that copies boxes.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes.
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Waits for the end of the phase of this parity.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred is_over;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 is_over, [%0], %1;\n"
+      "@!is_over bra wait;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Orders this thread's writes to shared memory before later copies of boxes to it.
+__device__ __forceinline__ void fence_before_boxes() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// True in one lane of the warp. The compiler knows that it is one, and boxes need no loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t is_elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred is_elected;\n"
+      "elect.sync _|is_elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, is_elected;\n"
+      "}"
+      : "=r"(is_elected));
+  return is_elected;
+}
+
+// Copies the box of a tensor map that begins at these coordinates, and counts its bytes to `barrier`.
+// What lies outside the tensor arrives as zeros.
+__device__ __forceinline__ void copy_box(uint32_t smem, const void* map, uint32_t barrier,
+                                         int32_t token, int32_t segment, int32_t head,
+                                         int32_t page) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(smem),
+      "l"(map), "r"(0), "r"(token), "r"(segment), "r"(head), "r"(page), "r"(barrier)
+      : "memory");
+}
+
 // Eight 16-bit elements, wherever they lie.
 __device__ __forceinline__ uint4 load_16(const uint16_t* source) {
   uint32_t words[4];
