@@ -381,6 +381,7 @@ class Recipe:
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
         params.attention.num_head_blocks = Divisor.of(num_head_blocks)
+        params.attention.num_pieces = self.max_slots * num_head_blocks
         params.attention.max_splits = max_splits
         _write_config(params.attention, config)
         self.params = bytes(params)
@@ -494,6 +495,7 @@ class _Part:
         attention.partials = pointer = partials.data_ptr()
         attention.partial_sums = pointer + 4 * recipe.num_values
         attention.counters = counters.data_ptr()
+        attention.has_padding = batch.qo_indptr is not None
         _POINTERS.pack_into(self._params, recipe.schedule_offset, *schedule)
         _POINTERS.pack_into(sheet.schedule, ScheduleParams.schedule.offset, *schedule)
         _write_batch(sheet.schedule, batch)

@@ -30,7 +30,7 @@ _RING_BYTES = 64 * 1024
 _MERGE_BYTES = 8 * 1024
 # The same where boxes bring them and an SM has one CTA: 64 KiB saturate, the rest covers pauses,
 # and what is left of the SM has room for the next launch's CTA.
-_BOX_RING_BYTES = 96 * 1024
+_BOX_RING_BYTES = 128 * 1024
 # A row as tensor maps see it: segments of so many bytes.
 SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
@@ -129,7 +129,7 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
         # As many warps whatever the loader, so that a plan's launches with either cut alike.
         num_warps = next(
             n
-            for n in (4, 2, 1)
+            for n in (8, 4, 2, 1)
             if _box_tile(spec, n, is_padded=True).smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch]
         )
         return _box_tile(spec, num_warps, is_padded=spec.loader is not Loader.TENSOR)

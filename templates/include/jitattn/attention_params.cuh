@@ -82,9 +82,11 @@ struct AttentionParams {
   Divisor group_size;
   Divisor num_row_blocks;   // decode: row tiles that the group of a KV head takes
   Divisor num_head_blocks;  // num_kv_heads * num_row_blocks * kNumValueBlocks
+  int32_t num_pieces;       // max_slots * num_head_blocks
   int32_t max_splits;       // batch-invariant: partial rows of a unit; else 0
   int32_t is_causal;
   int32_t window_left;  // -1: all
+  int32_t has_padding;  // q may have rows past the last request's
   MaskKind mask_kind;
   int32_t mask_width;
   FloatCode sink_code;

@@ -97,6 +97,11 @@ __device__ __forceinline__ bool elect_one() {
   return is_elected;
 }
 
+// Asks for a tensor map ahead of its first use.
+__device__ __forceinline__ void prefetch_tensor_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Copies the box of a tensor map that begins at these coordinates, and counts its bytes to `barrier`.
 // What lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(uint32_t smem, const void* map, uint32_t barrier,
