@@ -48,6 +48,7 @@ from jitattn.params import (
 )
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable, PrefillSpec, ScheduleSpec
 from jitattn.tiling import (
+    MAX_PIECES,
     SEGMENT_BYTES,
     DecodeTile,
     PrefillTile,
@@ -74,6 +75,8 @@ _MIN_SPLIT_TOKENS = 256
 # What a visit to a unit costs a CTA, and the least that is worth a CTA, in tiles. Measured:
 # docs/perf-log.md.
 _UNIT_COST = 1
+# Rounds of slots: those after the first even out what the first leaves uneven, and are halved.
+_MAX_ROUNDS = 6
 _MIN_SLOT_COST = 2
 
 
@@ -368,27 +371,35 @@ class Recipe:
         if config.num_sms is not None:
             # The card spreads CTAs over its SMs, so that each is one SM taken from others.
             num_ctas = min(config.num_sms, kernels.facts.num_sms)
-        self.max_slots = max(1, num_ctas // num_head_blocks)
-        self.grid = self.max_slots * num_head_blocks
+        round_slots = max(1, num_ctas // num_head_blocks)
+        self.grid = round_slots * num_head_blocks
         if config.num_sms is not None:
             self.grid = min(self.grid, num_ctas)
+        # What CTAs claim has fixed splits, too: more than a batch-invariant plan has room for.
+        max_rounds = 1
+        if not is_prefill and not config.batch_invariant:
+            max_rounds = max(1, min(_MAX_ROUNDS, MAX_PIECES // (round_slots * num_head_blocks)))
+        self.max_slots = round_slots * max_rounds
         num_rows = self.max_slots * 2 * max(max_splits, 1) * num_head_blocks * kernel.row_tile
         self.num_values = num_rows * kernel.tile.value_dim
         self.num_partials = self.num_values + 2 * num_rows
-        self.num_counters = self.max_slots * num_head_blocks
+        self.num_counters = 1 + self.max_slots * num_head_blocks
         self.params_type = KERNEL_PARAMS[layout]
         self.schedule_offset = self.params_type.attention.offset + AttentionParams.schedule.offset
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
         params.attention.num_head_blocks = Divisor.of(num_head_blocks)
-        params.attention.num_pieces = self.max_slots * num_head_blocks
+        params.attention.claims_pieces = max_rounds > 1
         params.attention.max_splits = max_splits
         _write_config(params.attention, config)
         self.params = bytes(params)
         decode_rows = kernels.kernels.decode.row_tile
-        self.schedule_params = bytes(self._schedule_params(max_splits, decode_rows))
+        schedule = self._schedule_params(decode_rows)
+        schedule.max_splits = max_splits
+        schedule.round_slots, schedule.max_rounds = round_slots, max_rounds
+        self.schedule_params = bytes(schedule)
 
-    def _schedule_params(self, max_splits: int, decode_rows: int) -> ScheduleParams:
+    def _schedule_params(self, decode_rows: int) -> ScheduleParams:
         config, tile_tokens = self.config, self.kernel.tile.tile_tokens
         return ScheduleParams(
             is_causal=config.causal,
@@ -396,11 +407,9 @@ class Recipe:
             group_size=config.group_size,
             decode_rows=decode_rows,
             prefill_rows=self.kernel.row_tile if self.is_prefill else 0,
-            max_slots=self.max_slots,
             tile_tokens=tile_tokens,
             unit_cost=_UNIT_COST,
             min_slot_cost=_MIN_SLOT_COST,
-            max_splits=max_splits,
             min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
             entry_tokens=config.page_size or 1,
         )
@@ -494,7 +503,8 @@ class _Part:
         partials, counters = self._buffers
         attention.partials = pointer = partials.data_ptr()
         attention.partial_sums = pointer + 4 * recipe.num_values
-        attention.counters = counters.data_ptr()
+        attention.num_claimed = pointer = counters.data_ptr()
+        attention.counters = pointer + counters.element_size()
         attention.has_padding = batch.qo_indptr is not None
         _POINTERS.pack_into(self._params, recipe.schedule_offset, *schedule)
         _POINTERS.pack_into(sheet.schedule, ScheduleParams.schedule.offset, *schedule)

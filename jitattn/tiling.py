@@ -34,8 +34,10 @@ _BOX_RING_BYTES = 128 * 1024
 # A row as tensor maps see it: segments of so many bytes.
 SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
+# The most pieces of work that a launch may let its CTAs claim.
+MAX_PIECES = 1024
 # Static shared memory of the attention kernels, with room to spare.
-_STATIC_BYTES = 2 * 1024
+_STATIC_BYTES = 2 * 1024 + 4 * MAX_PIECES
 # What two CTAs of an SM of sm_90 or sm_100 may use each.
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA, 16 a warp.
@@ -56,6 +58,7 @@ class DecodeTile(NamedTuple):
     value_dim: int  # columns of V and out that a CTA computes
     smem_bytes: int  # dynamic shared memory of a CTA
     merge_dims: int  # columns of the output that warps merge at a time
+    max_pieces: int = MAX_PIECES
     box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
 
     @property
@@ -75,6 +78,7 @@ class PrefillTile(NamedTuple):
     value_dim: int
     smem_bytes: int
     row_tile: int  # query rows of a CTA: 16 a warp
+    max_pieces: int = MAX_PIECES
     box_tokens: int = 0
 
     @property

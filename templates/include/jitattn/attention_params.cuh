@@ -53,6 +53,7 @@ struct AttentionParams {
   float* partials;       // [max_slots, 2, splits, num_head_blocks, kRowTile, kValueDim]
   float2* partial_sums;  // [max_slots, 2, splits, num_head_blocks, kRowTile]: maximum (log2), sum
   int32_t* counters;     // [max_slots, num_head_blocks], zero between launches
+  int32_t* num_claimed;  // pieces that CTAs claimed; likewise
   const uint8_t* mask;   // by mask_kind
   const int32_t* mask_indptr;  // [batch_size + 1], in bytes
   Schedule schedule;
@@ -82,7 +83,7 @@ struct AttentionParams {
   Divisor group_size;
   Divisor num_row_blocks;   // decode: row tiles that the group of a KV head takes
   Divisor num_head_blocks;  // num_kv_heads * num_row_blocks * kNumValueBlocks
-  int32_t num_pieces;       // max_slots * num_head_blocks
+  int32_t claims_pieces;    // whether CTAs claim pieces, or take them a grid apart
   int32_t max_splits;       // batch-invariant: partial rows of a unit; else 0
   int32_t is_causal;
   int32_t window_left;  // -1: all

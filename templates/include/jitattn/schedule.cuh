@@ -3,9 +3,13 @@
 // Work comes in units: the query rows of a request for the decode kernel, a block of them for the
 // prefill kernel, packed token by token, head by head of a KV head's group. The KV that a unit sees
 // is cut into tiles; the tiles of all units, one unit after the other, are dealt to `num_slots`
-// slots as contiguous ranges of equal cost. A slot is served by one CTA for each head block, so
-// neighbouring CTAs read the same tokens at the same time. What a slot holds of a unit is one split
-// of it; the splits are merged in order.
+// slots as contiguous ranges. A slot is served by one CTA for each head block, so neighbouring CTAs
+// read the same tokens at the same time. What a slot holds of a unit is one split of it; the splits
+// are merged in order.
+//
+// Slots come in rounds; those of a round have equal cost, and those of later rounds less. Each CTA
+// does a slot of the first round, and claims others as it gets ready, so that all end together however
+// unequally memory serves them.
 //
 // A batch-invariant schedule cuts each unit into splits whose length depends on that unit alone,
 // and deals whole splits to slots.

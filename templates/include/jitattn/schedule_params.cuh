@@ -24,7 +24,8 @@ struct ScheduleParams {
   int32_t group_size;
   int32_t decode_rows;   // requests of more rows, and of more than one query token, are prefill
   int32_t prefill_rows;  // rows of a unit of the prefill kernel; 0: the schedule is for decode
-  int32_t max_slots;
+  int32_t round_slots;   // the most slots of a round
+  int32_t max_rounds;
   int32_t tile_tokens;
   int32_t unit_cost;        // cost of visiting a unit, in tiles
   int32_t min_slot_cost;    // no slot gets less, in tiles
