@@ -146,7 +146,7 @@ class LoadedKernel:
             version = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PTX_VERSION
             # From compute capability 9.0 on, kernels wait for their predecessor themselves.
             self.begins_early = _check(cuda.cuFuncGetAttribute(version, self.function), what) >= 90
-            if smem_bytes > 48 * 1024:
+            if smem_bytes > 0:  # more than 48 KiB with the static part needs leave
                 limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(cuda.cuFuncSetAttribute(self.function, limit, smem_bytes), what)
 
