@@ -77,7 +77,7 @@ _MIN_SPLIT_TOKENS = 256
 _UNIT_COST = 1
 # Rounds of slots: those after the first even out what the first leaves uneven, and are halved.
 _MAX_ROUNDS = 6
-_MIN_SLOT_COST = 2
+_MIN_SLOT_COST = 1
 
 
 @dataclass(frozen=True)
@@ -601,6 +601,8 @@ def _tensor_map(view: CacheView, box_dim: int, box_tokens: int) -> bytes | None:
         (segment, page_size, head_dim // segment, num_heads, num_pages),
         (strides[1], SEGMENT_BYTES, strides[2], strides[0]),
         (segment, box_tokens, box_dim // segment, 1, 1),
+        # Beside a row of one line may lie another head's, which others read when it suits them.
+        fetch_bytes=128 if box_dim == segment else 256,
     )
 
 

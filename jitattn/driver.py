@@ -94,7 +94,13 @@ def _context(index: int) -> Iterator[None]:
 
 
 def encode_tensor_map(
-    pointer: int, item_bytes: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    pointer: int,
+    item_bytes: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    fetch_bytes: int,
 ) -> bytes | None:
     """Return a tensor map whose boxes arrive in the 128-byte swizzle; None if the driver has none.
 
@@ -104,6 +110,7 @@ def encode_tensor_map(
         dims: sizes, the contiguous dimension first.
         strides: bytes from one to the next of the other dimensions.
         box: what is copied at a time, in the order of ``dims``.
+        fetch_bytes: what the L2 cache fetches at least, 128 or 256.
     """
     types = cuda.CUtensorMapDataType
     status, encoded = cuda.cuTensorMapEncodeTiled(
@@ -118,7 +125,7 @@ def encode_tensor_map(
         [cuda.cuuint32_t(1)] * len(dims),
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{fetch_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return ctypes.string_at(int(encoded.getPtr()), TENSOR_MAP_BYTES) if status == _OK else None

@@ -199,6 +199,7 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         key_bytes, value_bytes = _row_bytes(key_bytes), _row_bytes(value_bytes)
     ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
     merge_bytes = 4 * num_warps * spec.row_tile * (value_dim + 4)
+    query_bytes = spec.row_tile * _row_bytes(2 * spec.head_dim)
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
@@ -207,7 +208,7 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         ctas_per_sm=1,
         value_dim=value_dim,
         merge_dims=value_dim,
-        smem_bytes=ring_bytes + merge_bytes,
+        smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
         box_tokens=next(n for n in (32, 16, 8) if n <= warp_tokens and spec.page_size % n == 0),
     )
 
@@ -227,6 +228,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     most = max(spare_bytes // column_bytes - 4, _MERGE_BYTES // column_bytes)
     merge_dims = min(most // 16 * 16, value_dim)
     merge_bytes = column_bytes * (merge_dims + 4)
+    query_bytes = spec.row_tile * _row_bytes(2 * spec.head_dim)
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
@@ -235,7 +237,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         ctas_per_sm=2 if max(spec.head_dim, spec.head_dim_vo) <= 128 else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
-        smem_bytes=ring_bytes + merge_bytes,
+        smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
 
 

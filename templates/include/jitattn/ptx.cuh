@@ -97,28 +97,20 @@ __device__ __forceinline__ bool elect_one() {
   return is_elected;
 }
 
-// The cache policy of data that is read once, as createpolicy makes it.
-constexpr uint64_t kEvictFirst = 0x12f0000000000000;
-
-// Has the L2 cache fetch the line of an address.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
-}
-
 // Asks for a tensor map ahead of its first use.
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Copies the box of a tensor map that begins at these coordinates, and counts its bytes to `barrier`.
-// What lies outside the tensor arrives as zeros. `policy` is the L2 cache's.
+// What lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(uint32_t smem, const void* map, uint32_t barrier,
-                                         int32_t token, int32_t segment, int32_t head, int32_t page,
-                                         uint64_t policy) {
+                                         int32_t token, int32_t segment, int32_t head,
+                                         int32_t page) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(smem),
-      "l"(map), "r"(0), "r"(token), "r"(segment), "r"(head), "r"(page), "r"(barrier), "l"(policy)
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(smem),
+      "l"(map), "r"(0), "r"(token), "r"(segment), "r"(head), "r"(page), "r"(barrier)
       : "memory");
 }
 
