@@ -7,6 +7,7 @@ device to split the batch; ``run`` patches a struct and launches.
 from __future__ import annotations
 
 import operator
+from dataclasses import fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Protocol
 
@@ -70,9 +71,9 @@ class _Arguments:
         def __getattr__(self, name: str) -> object: ...
 
 
-for _name in PlannerConfig.__slots__:
+for _field in fields(PlannerConfig):
     # A __getattr__ would slow down the reading of every attribute.
-    setattr(_Arguments, _name, property(operator.attrgetter(f"config.{_name}")))
+    setattr(_Arguments, _field.name, property(operator.attrgetter(f"config.{_field.name}")))
 
 
 class AttentionPlanner(_Arguments):
