@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -11,6 +12,12 @@ from torch import Tensor
 
 from jitattn.config import PlannerConfig
 from jitattn.pages import Pages, check_device, check_tensor
+
+try:
+    # What TorchDynamo guards its traces with: one call instead of ten.
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:
+    _TensorGuards = None  # type: ignore[assignment,misc]
 
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -64,9 +71,23 @@ class BoundCache:
         v: V likewise.
         k_scale: what a stored K is multiplied with; None where K is not quantised.
         v_scale: likewise of V.
+        kind: one object for the caches of a planner that differ in addresses and scales only.
+        k_at, v_at: say where K and V are now: the memory of a tensor may move.
     """
 
-    __slots__ = ("config", "device", "k", "k_scale", "kernels", "strides", "v", "v_scale")
+    __slots__ = (
+        "config",
+        "device",
+        "k",
+        "k_at",
+        "k_scale",
+        "kernels",
+        "kind",
+        "strides",
+        "v",
+        "v_at",
+        "v_scale",
+    )
 
     def __init__(
         self,
@@ -76,6 +97,7 @@ class BoundCache:
         v: CacheView,
         kernels: object,
         *,
+        kind: object,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
     ) -> None:
@@ -88,6 +110,8 @@ class BoundCache:
         self.strides = k.strides + v.strides
         self.k_scale = k_scale
         self.v_scale = v_scale
+        self.kind = kind
+        self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 
 
 def view_scale(
@@ -296,6 +320,19 @@ NO_LAYOUT = RowLayout(None)
 """The layout that no tensor has."""
 
 
+def recogniser(*tensors: Tensor) -> Callable[..., bool]:
+    """Return what says of as many tensors whether each lies like its counterpart.
+
+    As ``RowLayout.fits`` does, in half the time, and it may deny it of some that do lie alike.
+    """
+    if _TensorGuards is not None:
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        check: Callable[..., bool] = guards.check
+        return check
+    layouts = [RowLayout(tensor) for tensor in tensors]
+    return lambda *others: all(map(RowLayout.fits, layouts, others))
+
+
 @dataclass(slots=True)
 class Call:
     """The tensors of one ``run``, checked, and how those lie that differ from run to run."""
@@ -310,6 +347,17 @@ class Call:
     lse_layout: RowLayout
     sinks: Tensor | None
     mask: Mask | None
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the rows of q and out begin at multiples of their vectors."""
+        return self.q_layout.is_aligned(self.q.data_ptr()) and self.out_layout.is_aligned(
+            self.out.data_ptr()
+        )
+
+
+Again = Callable[[object, object, object], bool]
+"""Repeats a call with another q, bound cache and out, if all else is the same; else says False."""
 
 
 def view_mask(

@@ -10,15 +10,34 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import _C, Tensor
 
 from jitattn import knobs, support
-from jitattn.binding import NO_LAYOUT, Batch, CacheView, Call, Mask, RowLayout, Scale
+from jitattn.binding import (
+    NO_LAYOUT,
+    Again,
+    Batch,
+    BoundCache,
+    CacheView,
+    Call,
+    Mask,
+    RowLayout,
+    Scale,
+    recogniser,
+)
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
-from jitattn.driver import DeviceFacts, Launch, LoadedKernel, device_facts, load_kernel
+from jitattn.driver import (
+    LAUNCHED,
+    DeviceFacts,
+    Launch,
+    LoadedKernel,
+    device_facts,
+    load_kernel,
+)
 from jitattn.errors import ConfigError
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
@@ -33,7 +52,6 @@ from jitattn.params import (
     REQUEST_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
-    AttentionParams,
     Divisor,
     Schedule,
     ScheduleParams,
@@ -42,13 +60,15 @@ from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable, PrefillSpec,
 from jitattn.tiling import DecodeTile, PrefillTile, decode_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
-_MAX_SHEETS = 64  # that a planner keeps of plans that are gone
+# Parts that a planner keeps of plans that are gone: so many of a size, and of which sizes.
+_MAX_IDLE = 16
+_MAX_IDLE_ROOM = 4096
 
 _LOG2E = math.log2(math.e)
 _INT32_MAX = 2**31 - 1
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
-_POINTERS = struct.Struct(f"{len(Schedule._fields_)}P")  # of struct Schedule
+_ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
 _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
 # Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
@@ -234,26 +254,34 @@ class KernelSet:
 class CudaPlan:
     """The schedule of a batch on the device, and the launches that use it."""
 
-    __slots__ = ("_index", "_is_empty", "_parts", "_streams")
+    __slots__ = ("_index", "_is_empty", "_parts", "_pool", "_streams")
 
     def __init__(self, kernels: KernelSet, workspace: Workspace | None, batch: Batch) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
         self._index = kernels.facts.index
         self._is_empty = batch.batch_size == 0
-        self._streams: set[int]  # those that the allocator knows to use our memory
+        # Who may have our parts when we are gone: plans whose workspace is that of our stream.
+        self._pool: Workspace | None = None
+        self._streams: set[int] = set()  # those that the allocator knows to use our memory
+        self._parts: list[_Part] = []
         if workspace is None:
             stream = _C._cuda_getCurrentRawStream(self._index)
-            workspace = default_workspace(kernels.device, stream)
-            self._streams = {stream}
-        else:
-            self._streams = set()
-        self._parts = [_Part(kernels.decode_recipe, workspace, batch)]
+            self._pool = workspace = default_workspace(kernels.device, stream)
+            self._streams.add(stream)
+        self._parts.append(kernels.decode_recipe.take_part(workspace, batch))
         # Without requests of many rows the prefill kernel would have nothing to do.
         if batch.max_q_len > kernels.decode_recipe.max_q_len:
             kernels.load_prefill()
-            self._parts.append(_Part(kernels.prefill_recipe, workspace, batch))
+            self._parts.append(kernels.prefill_recipe.take_part(workspace, batch))
         self.refresh()
+
+    def __del__(self) -> None:
+        # Not there where plan() refused a capture.
+        pool: Workspace | None = getattr(self, "_pool", None)
+        if pool is not None:
+            for part in self._parts:
+                part.give_back(pool)
 
     def refresh(self) -> None:
         """Launch the schedule kernels."""
@@ -275,6 +303,45 @@ class CudaPlan:
             part.patch(call)
             self._launch(part.launch_of(kernels))
 
+    def again(self, call: Call) -> Again | None:
+        """Return what repeats ``call``, the last one, with other addresses; None if nothing can."""
+        index, kind, kernels = self._index, call.kv.kind, call.kv.kernels
+        stream = _C._cuda_getCurrentRawStream(index)
+        if self._is_empty or stream not in self._streams or not call.is_aligned:
+            return None
+        assert isinstance(kernels, BoundKernels)
+        steps = []
+        for part in self._parts:
+            launch = part.launch_of(kernels)
+            steps.append((part, part.raw, launch, launch.on(stream)))
+        lie_alike = recogniser(call.q, call.out)
+        mask = max(call.q_layout.alignment, call.out_layout.alignment) - 1
+        has_scales = call.kv.k_scale is not None
+        current_stream, current_device = _C._cuda_getCurrentRawStream, _C._cuda_getDevice
+        write_addresses = _ADDRESSES.pack_into
+
+        def again(q: Any, kv: Any, out: Any) -> bool:
+            if type(kv) is not BoundCache or kv.kind is not kind or not lie_alike(q, out):
+                return False
+            q_at, out_at = q.data_ptr(), out.data_ptr()
+            if (
+                (q_at | out_at) & mask
+                or q_at == out_at
+                or current_stream(index) != stream
+                or current_device() != index
+            ):
+                return False
+            for part, raw, launch, call_driver in steps:
+                write_addresses(raw, 0, q_at, kv.k_at(), kv.v_at(), out_at)
+                if has_scales:
+                    part.write_scales(kv)
+                answer = call_driver()
+                if answer != LAUNCHED:
+                    launch.try_again(answer)
+            return True
+
+        return again
+
     def _launch(self, launch: Launch) -> None:
         stream = _C._cuda_getCurrentRawStream(self._index)
         if stream not in self._streams:
@@ -290,6 +357,7 @@ class CudaPlan:
 
         It was allocated on another stream, whose next tensor could get it when the plan is gone.
         """
+        self._pool = None
         with torch.cuda.device(self._index):
             if torch.cuda.is_current_stream_capturing():
                 return  # who replays the graph keeps the plan
@@ -319,7 +387,7 @@ class Recipe:
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
         layout = PageTable(config.page_table)
         self.is_ragged = layout is PageTable.RAGGED
-        self._sheets: list[_Sheet] = []
+        self._idle: dict[tuple[Workspace, int], list[_Part]] = {}
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = _MAX_SPLITS if config.batch_invariant else 0
@@ -340,7 +408,6 @@ class Recipe:
         self.num_partials = self.num_values + 2 * num_rows
         self.num_counters = self.max_slots * num_head_blocks
         self.params_type = KERNEL_PARAMS[layout]
-        self.schedule_offset = self.params_type.attention.offset + AttentionParams.schedule.offset
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
         params.attention.num_head_blocks = Divisor.of(num_head_blocks)
@@ -367,73 +434,66 @@ class Recipe:
             entry_tokens=config.page_size or 1,
         )
 
-    def take_sheet(self) -> _Sheet:
-        """Return a sheet that nobody uses; what it says of a plan or a call is out of date."""
+    def take_part(self, workspace: Workspace, batch: Batch) -> _Part:
+        """Return a part for ``batch``: one that an earlier plan gave back, or a new one."""
+        room = self._room_for(batch)
         try:
-            return self._sheets.pop()
-        except IndexError:
-            return _Sheet(self)
+            part = self._idle[workspace, room].pop()
+        except LookupError:
+            part = _Part(self, workspace, room)
+        else:
+            if not part.has_buffers_of(workspace):  # it has grown
+                part = _Part(self, workspace, room)
+        part.begin(batch)
+        return part
 
-    def give_back(self, sheet: _Sheet) -> None:
-        """Take a sheet from a plan that is gone."""
-        if len(self._sheets) < _MAX_SHEETS:
-            self._sheets.append(sheet)
+    def give_back(self, part: _Part, workspace: Workspace, room: int) -> None:
+        """Take a part from a plan that is gone, for later ones with ``workspace``."""
+        if room <= _MAX_IDLE_ROOM:
+            parts = self._idle.setdefault((workspace, room), [])
+            if len(parts) < _MAX_IDLE:
+                parts.append(part)
 
-    def allocate_schedule(self, batch: Batch) -> tuple[Tensor, list[int]]:
-        """Allocate the schedule of ``batch``, and say where its parts are, in order."""
-        max_units = batch.batch_size
+    def _room_for(self, batch: Batch) -> int:
+        """Return for how many requests and units the schedule of ``batch`` needs room."""
+        units = batch.batch_size
         if self.is_prefill:
             num_rows = batch.max_q_len * self.config.group_size
-            max_units *= -(-num_rows // self.kernel.row_tile)
-        offsets, size = _schedule_offsets(batch.batch_size, max_units, self.max_slots)
-        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        base = memory.data_ptr()
-        return memory, [base + offset for offset in offsets]
+            units *= max(1, -(-num_rows // self.kernel.row_tile))
+        # In powers of two, so that the next step's batch has the same.
+        return units if units > _MAX_IDLE_ROOM else 1 << max(units, 16).bit_length()
 
 
-@functools.lru_cache(maxsize=1024)
-def _schedule_offsets(
-    batch_size: int, max_units: int, max_slots: int
-) -> tuple[tuple[int, ...], int]:
-    """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size."""
+def _schedule_offsets(room: int, max_slots: int) -> tuple[tuple[int, ...], int]:
+    """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size.
+
+    There is room for so many requests and units.
+    """
     parts = (
         HEADER_BYTES,
-        REQUEST_BYTES * batch_size,
-        UNIT_BYTES * max_units,
+        REQUEST_BYTES * room,
+        UNIT_BYTES * room,
         BOUNDARY_BYTES * (max_slots + 1),
-        UNIT_BEGIN_BYTES * (batch_size + 1),
-        COST_BYTES * (max_units + 1),
+        UNIT_BEGIN_BYTES * (room + 1),
+        COST_BYTES * (room + 1),
     )
     *offsets, size = itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0)
     return tuple(offsets), size
 
 
-class _Sheet:
-    """The parameters of a part of a plan, and the launches that read them: host memory alone.
-
-    It takes a while to make, so that a plan that is dropped leaves its sheets to later ones: a
-    launch, captured or not, has read its sheet when it returns.
-    """
-
-    __slots__ = ("attention", "launches", "params", "schedule", "schedule_launch")
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.params = recipe.params_type.from_buffer_copy(recipe.params)
-        self.attention: ctypes.Structure = self.params.attention
-        self.schedule = ScheduleParams.from_buffer_copy(recipe.schedule_params)
-        self.schedule_launch = Launch(
-            recipe.schedule_kernel, self.schedule, 1, recipe.schedule_threads
-        )
-        self.launches: dict[AttentionKernel, Launch] = {}
-
-
 class _Part:
-    """One of the two kernels of a plan: its schedule, and the sheet it writes and launches."""
+    """One of the two kernels of a plan: its schedule, its parameters, and the launches with them.
+
+    It takes a while to make, so that a plan that is gone leaves its parts to later ones: a launch,
+    captured or not, has read its parameters when it returns, and the schedule's memory is read and
+    written in the order of one stream.
+    """
 
     __slots__ = (
         "_attention",
         "_buffers",
         "_cache_strides",
+        "_launches",
         "_lse_layout",
         "_memory",
         "_out_layout",
@@ -441,43 +501,58 @@ class _Part:
         "_params",
         "_q_layout",
         "_recipe",
-        "_sheet",
+        "_room",
+        "_schedule",
+        "raw",
         "schedule_launch",
     )
 
-    def __init__(self, recipe: Recipe, workspace: Workspace, batch: Batch) -> None:
-        self._recipe = recipe
-        self._memory, schedule = recipe.allocate_schedule(batch)
+    def __init__(self, recipe: Recipe, workspace: Workspace, room: int) -> None:
+        self._recipe, self._room = recipe, room
+        offsets, size = _schedule_offsets(room, recipe.max_slots)
+        self._memory = torch.empty(size, dtype=torch.uint8, device=recipe.device)
         self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
-        self._sheet = sheet = recipe.take_sheet()
-        self._params = sheet.params
-        self.schedule_launch = sheet.schedule_launch
-        self._attention = attention = sheet.attention
+        self.raw = bytearray(recipe.params)
+        self._params = recipe.params_type.from_buffer(self.raw)
+        self._attention: ctypes.Structure = self._params.attention
+        self._schedule = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+        self.schedule_launch = Launch(
+            recipe.schedule_kernel, self._schedule, 1, recipe.schedule_threads
+        )
+        self._launches: dict[AttentionKernel, Launch] = {}
         partials, counters = self._buffers
-        attention.partials = pointer = partials.data_ptr()
-        attention.partial_sums = pointer + 4 * recipe.num_values
-        attention.counters = counters.data_ptr()
-        _POINTERS.pack_into(self._params, recipe.schedule_offset, *schedule)
-        _POINTERS.pack_into(sheet.schedule, ScheduleParams.schedule.offset, *schedule)
-        _write_batch(sheet.schedule, batch)
+        self._attention.partials = pointer = partials.data_ptr()
+        self._attention.partial_sums = pointer + 4 * recipe.num_values
+        self._attention.counters = counters.data_ptr()
+        base = self._memory.data_ptr()
+        self._schedule.schedule = Schedule(*(base + offset for offset in offsets))
+        self._attention.schedule = self._schedule.schedule
         # What the parameters say already.
         self._pages: Pages | None = None
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
-    def __del__(self) -> None:
-        # Without a sheet where memory ran out.
-        if hasattr(self, "_sheet"):
-            self._recipe.give_back(self._sheet)
+    def begin(self, batch: Batch) -> None:
+        """Turn to the batch of another plan."""
+        _write_batch(self._schedule, batch)
+
+    def has_buffers_of(self, workspace: Workspace) -> bool:
+        """Whether these are the buffers that ``workspace`` has now."""
+        partials, counters = self._buffers
+        return partials is workspace.partials and counters is workspace.counters
+
+    def give_back(self, workspace: Workspace) -> None:
+        """Leave this part to another plan with ``workspace``."""
+        self._pages = None  # somebody's memory
+        self._recipe.give_back(self, workspace, self._room)
 
     def launch_of(self, kernels: BoundKernels) -> Launch:
         """Return the launch of this part's kernel, or of its twin with another loader."""
         kernel = kernels.prefill if self._recipe.is_prefill else kernels.decode
-        launches = self._sheet.launches
-        launch = launches.get(kernel)
+        launch = self._launches.get(kernel)
         if launch is None:
             launch = Launch(kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads)
-            launches[kernel] = launch
+            self._launches[kernel] = launch
         return launch
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -502,15 +577,11 @@ class _Part:
             or call.lse_layout is not self._lse_layout
         ):
             self._write_layouts(q_layout, out_layout, call.lse_layout)
-        attention.q = pointer = call.q.data_ptr()
-        attention.q_is_aligned = q_layout.is_aligned(pointer)
-        attention.out = pointer = call.out.data_ptr()
-        attention.out_is_aligned = out_layout.is_aligned(pointer)
-        attention.k = kv.k.tensor.data_ptr()
-        attention.v = kv.v.tensor.data_ptr()
-        if kv.k_scale is not None and kv.v_scale is not None:
-            _write_scale(attention.k_scale, kv.k_scale)
-            _write_scale(attention.v_scale, kv.v_scale)
+        q_at, out_at = call.q.data_ptr(), call.out.data_ptr()
+        attention.q_is_aligned = q_layout.is_aligned(q_at)
+        attention.out_is_aligned = out_layout.is_aligned(out_at)
+        _ADDRESSES.pack_into(self.raw, 0, q_at, kv.k_at(), kv.v_at(), out_at)
+        self.write_scales(kv)
         attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:
             attention.sinks = call.sinks.data_ptr()
@@ -518,6 +589,12 @@ class _Part:
             attention.sink_code = _FLOAT_CODES[call.sinks.dtype]
         if call.mask is not None:
             _write_mask(attention, call.mask)
+
+    def write_scales(self, kv: BoundCache) -> None:
+        """Write the scales of K and V into the parameters, if they are quantised."""
+        if kv.k_scale is not None and kv.v_scale is not None:
+            _write_scale(self._attention.k_scale, kv.k_scale)
+            _write_scale(self._attention.v_scale, kv.v_scale)
 
     def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
         attention = self._attention

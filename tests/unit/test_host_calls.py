@@ -417,7 +417,7 @@ def test_plans_that_live_share_nothing(cuda: FakeCuda) -> None:
         plan.run(queries(), kv)
         assert bytes(cuda.last().params.attention.schedule) == scheduled
         schedules.add(scheduled)
-    assert len(schedules) == len({id(p._backend._parts[0]._sheet) for p in plans}) == len(plans)
+    assert len(schedules) == len({id(p._backend._parts[0]) for p in plans}) == len(plans)
 
 
 def test_threads_plan_and_run_at_once(cuda: FakeCuda) -> None:
