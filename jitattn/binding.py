@@ -265,7 +265,7 @@ class Batch:
     """What a plan is made of, checked.
 
     ``max_kv_len`` and ``max_q_len`` bound the requests; ``qo_indptr`` is None for one query token
-    a request.
+    a request. Of one ``layout``, tables and lengths differ in their addresses only.
     """
 
     pages: Pages
@@ -274,6 +274,7 @@ class Batch:
     qo_indptr: Tensor | None
     max_kv_len: int
     max_q_len: int
+    layout: BatchLayout
 
 
 class RowLayout:
@@ -356,8 +357,44 @@ class Call:
         )
 
 
-Again = Callable[[object, object, object], bool]
-"""Repeats a call with another q, bound cache and out, if all else is the same; else says False."""
+class BatchLayout:
+    """How a page table and lengths lie that passed their checks: those that lie alike do, too.
+
+    Attributes:
+        batch_size: their requests.
+        capacity: the most tokens of a request.
+    """
+
+    __slots__ = ("_lie_alike", "_num_tensors", "_table", "batch_size", "capacity")
+
+    def __init__(self, pages: Pages | None, seq_lens: Tensor | None, capacity: int) -> None:
+        """Describe both; without them it is like nothing."""
+        self.capacity = capacity
+        self.batch_size = 0
+        self._table: type[Pages] | None = None
+        if pages is not None and seq_lens is not None:
+            self.batch_size = pages.batch_size
+            self._table = type(pages)
+            self._num_tensors = len(pages.tensors)
+            self._lie_alike = recogniser(seq_lens, *pages.tensors)
+
+    def fits(self, pages: Pages, seq_lens: Tensor) -> bool:
+        """Whether these lie like those."""
+        return (
+            type(pages) is self._table
+            and len(pages.tensors) == self._num_tensors
+            and self._lie_alike(seq_lens, *pages.tensors)
+        )
+
+
+NO_BATCH = BatchLayout(None, None, 0)
+"""The layout that no batch has."""
+
+Again = Callable[[object, object, object], Tensor | None]
+"""Repeats a call with another q, bound cache and out, or a new out for None.
+
+Returns out; does nothing and returns None where something differs that is not an address.
+"""
 
 
 def view_mask(

@@ -8,7 +8,8 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from jitattn.driver import (
     load_kernel,
 )
 from jitattn.errors import ConfigError
-from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
+from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
@@ -254,34 +255,34 @@ class KernelSet:
 class CudaPlan:
     """The schedule of a batch on the device, and the launches that use it."""
 
-    __slots__ = ("_index", "_is_empty", "_parts", "_pool", "_streams")
+    __slots__ = ("_index", "_is_empty", "_is_lent", "_parts", "_streams")
 
     def __init__(self, kernels: KernelSet, workspace: Workspace | None, batch: Batch) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
-        self._index = kernels.facts.index
+        self._index = index = kernels.facts.index
         self._is_empty = batch.batch_size == 0
-        # Who may have our parts when we are gone: plans whose workspace is that of our stream.
-        self._pool: Workspace | None = None
-        self._streams: set[int] = set()  # those that the allocator knows to use our memory
-        self._parts: list[_Part] = []
+        self._streams: set[int]  # those that the allocator knows to use our memory
+        self._is_lent: bool  # whether streams may use it besides that of a default workspace
         if workspace is None:
-            stream = _C._cuda_getCurrentRawStream(self._index)
-            self._pool = workspace = default_workspace(kernels.device, stream)
-            self._streams.add(stream)
-        self._parts.append(kernels.decode_recipe.take_part(workspace, batch))
+            stream = _C._cuda_getCurrentRawStream(index)
+            workspace = default_workspace(kernels.device, stream)
+            self._streams, self._is_lent = {stream}, False
+        else:
+            self._streams, self._is_lent = set(), True
+        decode = kernels.decode_recipe
+        self._parts = [decode.take_part(workspace, batch)]
         # Without requests of many rows the prefill kernel would have nothing to do.
-        if batch.max_q_len > kernels.decode_recipe.max_q_len:
+        if batch.max_q_len > decode.max_q_len:
             kernels.load_prefill()
             self._parts.append(kernels.prefill_recipe.take_part(workspace, batch))
         self.refresh()
 
     def __del__(self) -> None:
-        # Not there where plan() refused a capture.
-        pool: Workspace | None = getattr(self, "_pool", None)
-        if pool is not None:
-            for part in self._parts:
-                part.give_back(pool)
+        # Neither is there where plan() refused a capture or memory ran out.
+        if not getattr(self, "_is_lent", True):
+            for part in getattr(self, "_parts", ()):
+                part.give_back()
 
     def refresh(self) -> None:
         """Launch the schedule kernels."""
@@ -304,9 +305,11 @@ class CudaPlan:
             self._launch(part.launch_of(kernels))
 
     def again(self, call: Call) -> Again | None:
-        """Return what repeats ``call``, the last one, with other addresses; None if nothing can."""
-        index, kind, kernels = self._index, call.kv.kind, call.kv.kernels
-        stream = _C._cuda_getCurrentRawStream(index)
+        """Return what repeats ``call``, the last one, with other addresses; None if nothing can.
+
+        It allocates an out that is not given where that would lie like q.
+        """
+        stream, kernels = _C._cuda_getCurrentRawStream(self._index), call.kv.kernels
         if self._is_empty or stream not in self._streams or not call.is_aligned:
             return None
         assert isinstance(kernels, BoundKernels)
@@ -314,33 +317,7 @@ class CudaPlan:
         for part in self._parts:
             launch = part.launch_of(kernels)
             steps.append((part, part.raw, launch, launch.on(stream)))
-        lie_alike = recogniser(call.q, call.out)
-        mask = max(call.q_layout.alignment, call.out_layout.alignment) - 1
-        has_scales = call.kv.k_scale is not None
-        current_stream, current_device = _C._cuda_getCurrentRawStream, _C._cuda_getDevice
-        write_addresses = _ADDRESSES.pack_into
-
-        def again(q: Any, kv: Any, out: Any) -> bool:
-            if type(kv) is not BoundCache or kv.kind is not kind or not lie_alike(q, out):
-                return False
-            q_at, out_at = q.data_ptr(), out.data_ptr()
-            if (
-                (q_at | out_at) & mask
-                or q_at == out_at
-                or current_stream(index) != stream
-                or current_device() != index
-            ):
-                return False
-            for part, raw, launch, call_driver in steps:
-                write_addresses(raw, 0, q_at, kv.k_at(), kv.v_at(), out_at)
-                if has_scales:
-                    part.write_scales(kv)
-                answer = call_driver()
-                if answer != LAUNCHED:
-                    launch.try_again(answer)
-            return True
-
-        return again
+        return _repeater(call, self._index, stream, steps)
 
     def _launch(self, launch: Launch) -> None:
         stream = _C._cuda_getCurrentRawStream(self._index)
@@ -357,13 +334,49 @@ class CudaPlan:
 
         It was allocated on another stream, whose next tensor could get it when the plan is gone.
         """
-        self._pool = None
+        self._is_lent = True
         with torch.cuda.device(self._index):
             if torch.cuda.is_current_stream_capturing():
                 return  # who replays the graph keeps the plan
             for part in self._parts:
                 part.record_stream(torch.cuda.current_stream())
         self._streams.add(stream)
+
+
+_Step = tuple["_Part", bytearray, Launch, Callable[[], object]]
+
+
+def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
+    """Return what launches ``steps`` again for what lies like the tensors of ``call``."""
+    # Half of a call's time would go into looking these up.
+    kind, has_scales = call.kv.kind, call.kv.k_scale is not None
+    lies_alike, lie_alike = recogniser(call.q), recogniser(call.q, call.out)
+    out_is_like_q = call.out_layout.fits(call.q) and call.q.is_contiguous()
+    vectors = max(call.q_layout.alignment, call.out_layout.alignment) - 1
+    current_stream, current_device = _C._cuda_getCurrentRawStream, _C._cuda_getDevice
+    write_addresses = _ADDRESSES.pack_into
+
+    def again(q: Any, kv: Any, out: Any) -> Tensor | None:
+        if type(kv) is not BoundCache or kv.kind is not kind:
+            return None
+        if not (lie_alike(q, out) if out is not None else out_is_like_q and lies_alike(q)):
+            return None
+        result: Tensor = torch.empty_like(q) if out is None else out
+        q_at, out_at = q.data_ptr(), result.data_ptr()
+        if (q_at | out_at) & vectors or q_at == out_at:
+            return None
+        if current_stream(index) != stream or current_device() != index:
+            return None
+        for part, raw, launch, call_driver in steps:
+            write_addresses(raw, 0, q_at, kv.k_at(), kv.v_at(), out_at)
+            if has_scales:
+                part.write_scales(kv)
+            answer = call_driver()
+            if answer != LAUNCHED:
+                launch.try_again(answer)
+        return result
+
+    return again
 
 
 class Recipe:
@@ -387,7 +400,8 @@ class Recipe:
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
         layout = PageTable(config.page_table)
         self.is_ragged = layout is PageTable.RAGGED
-        self._idle: dict[tuple[Workspace, int], list[_Part]] = {}
+        # By workspace and room.
+        self._idle: defaultdict[tuple[Workspace, int], list[_Part]] = defaultdict(list)
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = _MAX_SPLITS if config.batch_invariant else 0
@@ -437,22 +451,15 @@ class Recipe:
     def take_part(self, workspace: Workspace, batch: Batch) -> _Part:
         """Return a part for ``batch``: one that an earlier plan gave back, or a new one."""
         room = self._room_for(batch)
+        idle = self._idle[workspace, room] if room <= _MAX_IDLE_ROOM else None
         try:
-            part = self._idle[workspace, room].pop()
-        except LookupError:
+            part = idle.pop() if idle else None
+        except IndexError:  # another thread was faster
+            part = None
+        if part is None or not part.has_buffers_of(workspace):  # it grows
             part = _Part(self, workspace, room)
-        else:
-            if not part.has_buffers_of(workspace):  # it has grown
-                part = _Part(self, workspace, room)
-        part.begin(batch)
+        part.begin(batch, idle)
         return part
-
-    def give_back(self, part: _Part, workspace: Workspace, room: int) -> None:
-        """Take a part from a plan that is gone, for later ones with ``workspace``."""
-        if room <= _MAX_IDLE_ROOM:
-            parts = self._idle.setdefault((workspace, room), [])
-            if len(parts) < _MAX_IDLE:
-                parts.append(part)
 
     def _room_for(self, batch: Batch) -> int:
         """Return for how many requests and units the schedule of ``batch`` needs room."""
@@ -493,6 +500,10 @@ class _Part:
         "_attention",
         "_buffers",
         "_cache_strides",
+        "_grid",
+        "_idle",
+        "_is_prefill",
+        "_is_ragged",
         "_launches",
         "_lse_layout",
         "_memory",
@@ -500,15 +511,18 @@ class _Part:
         "_pages",
         "_params",
         "_q_layout",
-        "_recipe",
-        "_room",
         "_schedule",
+        "_sizes",
         "raw",
         "schedule_launch",
     )
 
     def __init__(self, recipe: Recipe, workspace: Workspace, room: int) -> None:
-        self._recipe, self._room = recipe, room
+        # Not the recipe, which has us when we are idle: a planner's memory must not wait for the
+        # garbage collector.
+        self._grid, self._is_prefill = recipe.grid, recipe.is_prefill
+        self._is_ragged = recipe.is_ragged
+        self._idle: list[_Part] | None = None
         offsets, size = _schedule_offsets(room, recipe.max_slots)
         self._memory = torch.empty(size, dtype=torch.uint8, device=recipe.device)
         self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
@@ -528,30 +542,38 @@ class _Part:
         self._schedule.schedule = Schedule(*(base + offset for offset in offsets))
         self._attention.schedule = self._schedule.schedule
         # What the parameters say already.
+        self._sizes: tuple[object, ...] = ()
         self._pages: Pages | None = None
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
-    def begin(self, batch: Batch) -> None:
-        """Turn to the batch of another plan."""
-        _write_batch(self._schedule, batch)
+    def begin(self, batch: Batch, idle: list[_Part] | None) -> None:
+        """Turn to the batch of another plan, and to ``idle`` once it is gone."""
+        self._idle = idle
+        sizes = batch.layout, batch.max_kv_len, batch.max_q_len, batch.qo_indptr is None
+        if sizes != self._sizes or batch.qo_indptr is not None:
+            _write_sizes(self._schedule, batch)
+            self._sizes = sizes
+        _write_addresses(self._schedule, batch)
 
     def has_buffers_of(self, workspace: Workspace) -> bool:
         """Whether these are the buffers that ``workspace`` has now."""
         partials, counters = self._buffers
         return partials is workspace.partials and counters is workspace.counters
 
-    def give_back(self, workspace: Workspace) -> None:
-        """Leave this part to another plan with ``workspace``."""
+    def give_back(self) -> None:
+        """Leave this part to a plan to come."""
         self._pages = None  # somebody's memory
-        self._recipe.give_back(self, workspace, self._room)
+        idle, self._idle = self._idle, None
+        if idle is not None and len(idle) < _MAX_IDLE:
+            idle.append(self)
 
     def launch_of(self, kernels: BoundKernels) -> Launch:
         """Return the launch of this part's kernel, or of its twin with another loader."""
-        kernel = kernels.prefill if self._recipe.is_prefill else kernels.decode
+        kernel = kernels.prefill if self._is_prefill else kernels.decode
         launch = self._launches.get(kernel)
         if launch is None:
-            launch = Launch(kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads)
+            launch = Launch(kernel.load(), self._params, self._grid, kernel.tile.num_threads)
             self._launches[kernel] = launch
         return launch
 
@@ -566,7 +588,7 @@ class _Part:
         if call.pages is not self._pages:
             _write_pages(self._params.pages, call.pages)
             self._pages = call.pages
-        if self._recipe.is_ragged:
+        if self._is_ragged:
             self._params.pages.num_entries = kv.k.tensor.shape[0]
         if kv.strides != self._cache_strides:
             self._write_cache_strides(kv.strides)
@@ -621,19 +643,23 @@ def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
     params.cap_log2 = cap * _LOG2E
 
 
-def _write_batch(params: ScheduleParams, batch: Batch) -> None:
+def _write_addresses(params: ScheduleParams, batch: Batch) -> None:
+    params.seq_lens = batch.seq_lens.data_ptr()
+    params.qo_indptr = None if batch.qo_indptr is None else batch.qo_indptr.data_ptr()
+    if isinstance(batch.pages, (CsrPages, RaggedKV)):  # a union takes longer
+        params.kv_indptr = batch.pages.kv_indptr.data_ptr()
+
+
+def _write_sizes(params: ScheduleParams, batch: Batch) -> None:
     pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
-    params.seq_lens = seq_lens.data_ptr()
     params.seq_lens_stride = seq_lens.stride()[0]
     params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
     params.batch_size = batch.batch_size
     params.max_kv_len = batch.max_kv_len
     params.max_q_len = batch.max_q_len
-    params.qo_indptr = None if qo_indptr is None else qo_indptr.data_ptr()
     params.qo_indptr_stride = 0 if qo_indptr is None else qo_indptr.stride()[0]
-    if isinstance(pages, (BlockTable, TokenTable)):  # a union takes longer
+    if isinstance(pages, BlockTable | TokenTable):
         return
-    params.kv_indptr = pages.kv_indptr.data_ptr()
     params.kv_indptr_stride = pages.kv_indptr.stride()[0]
     params.num_entries = pages.kv_indices.shape[0] if isinstance(pages, CsrPages) else _INT32_MAX
 

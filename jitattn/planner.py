@@ -16,9 +16,11 @@ from torch import Tensor
 
 from jitattn import knobs, support
 from jitattn.binding import (
+    NO_BATCH,
     NO_LAYOUT,
     Again,
     Batch,
+    BatchLayout,
     BoundCache,
     Call,
     Mask,
@@ -186,6 +188,7 @@ class AttentionPlanner(_Arguments):
         self._use_sinks = self.config.use_sinks
         self._use_custom_mask = self.config.use_custom_mask
         self._checks = knobs.load().check
+        self._batch_layout = NO_BATCH
         self._kinds: dict[object, object] = {}
         self._kernels: KernelSet | None = None
         if self.backend == "cuda":
@@ -265,21 +268,18 @@ class AttentionPlanner(_Arguments):
             TypeError, ValueError: an argument that doesn't fit the planner.
             CompileError: the batch needs the prefill kernel, which doesn't compile.
         """
-        _check_pages(pages, self.config, self.device)
-        check_vector("seq_lens", seq_lens, device=self.device)
-        batch_size = pages.batch_size
-        if seq_lens.shape[0] != batch_size:
-            raise ValueError(
-                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
-                "request of pages"
-            )
+        layout = self._batch_layout
+        if not layout.fits(pages, seq_lens):
+            # One that is read and replaced whole, since other threads plan, too.
+            layout = self._batch_layout = self._check_batch(pages, seq_lens)
         batch = Batch(
             pages,
-            batch_size,
+            layout.batch_size,
             seq_lens,
             qo_indptr,
-            max_kv_len=_kv_limit(pages, self.config, max_kv_len),
-            max_q_len=_query_limit(batch_size, self.device, qo_indptr, max_q_len),
+            _kv_limit(layout.capacity, max_kv_len),
+            _query_limit(layout.batch_size, self.device, qo_indptr, max_q_len),
+            layout,
         )
         if self._checks:
             check_lengths(batch, self.config)
@@ -289,6 +289,17 @@ class AttentionPlanner(_Arguments):
         else:
             backend = self._kernels.plan(self._workspace, batch)
         return Plan(self, batch, backend)
+
+    def _check_batch(self, pages: Pages, seq_lens: Tensor) -> BatchLayout:
+        _check_pages(pages, self.config, self.device)
+        check_vector("seq_lens", seq_lens, device=self.device)
+        batch_size = pages.batch_size
+        if seq_lens.shape[0] != batch_size:
+            raise ValueError(
+                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
+                "request of pages"
+            )
+        return BatchLayout(pages, seq_lens, pages.capacity(self.config.page_size or 1))
 
 
 class Plan:
@@ -381,20 +392,20 @@ class Plan:
 
         Defined by: jitattn/reference.py::attention.
         """
-        # Most calls of a step are like the one before, but for addresses.
         is_plain = (
-            out is not None
-            and not return_lse
-            and pages is lse is sinks is custom_mask is q_scale is out_scale is None  # type: ignore[comparison-overlap]
+            not return_lse and pages is lse is sinks is custom_mask is q_scale is out_scale is None  # type: ignore[comparison-overlap]
         )
-        if is_plain and self._again is not None and self._again(q, kv, out):
-            return out  # type: ignore[return-value]
+        # Most calls of a step are like the one before, but for addresses.
+        if is_plain and self._again is not None:
+            done = self._again(q, kv, out)
+            if done is not None:
+                return done
         self._again = None
         if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
         call = self._checked_call(q, kv, pages, out, lse, return_lse, sinks, custom_mask)
         self._backend.run(call)
-        if is_plain and self._checked_lens is None:
+        if is_plain and (out is not None or self._out_is_like_q) and self._checked_lens is None:
             self._again = self._backend.again(call)
         if return_lse:
             assert call.lse is not None
@@ -616,8 +627,7 @@ def _check_pages(pages: Pages, config: PlannerConfig, device: torch.device) -> N
     check_device("pages", pages, device)
 
 
-def _kv_limit(pages: Pages, config: PlannerConfig, max_kv_len: int | None) -> int:
-    capacity = pages.capacity(config.page_size or 1)
+def _kv_limit(capacity: int, max_kv_len: int | None) -> int:
     if max_kv_len is None:
         return capacity
     return min(capacity, _count("max_kv_len", max_kv_len))
