@@ -40,7 +40,7 @@ from jitattn.driver import (
     load_kernel,
 )
 from jitattn.errors import ConfigError
-from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
+from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
@@ -61,7 +61,7 @@ from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable, PrefillSpec,
 from jitattn.tiling import DecodeTile, PrefillTile, decode_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
-# Parts that a planner keeps of plans that are gone: so many of a size, and of which sizes.
+# Plans that a planner keeps when they are gone: so many of a size, and of which sizes.
 _MAX_IDLE = 16
 _MAX_IDLE_ROOM = 4096
 
@@ -153,6 +153,9 @@ class KernelSet:
         self._lock = threading.Lock()
         self._started: list[tuple[KernelSpec, Pending]] = []
         self._needs_prefill = False
+        # Plans that are gone, by workspace and room.
+        self._idle: defaultdict[tuple[Workspace, tuple[int, ...]], list[CudaPlan]]
+        self._idle = defaultdict(list)
         self._specs = support.resolve(config, self.arch)
         decode, prefill = self._attention_specs(Loader.VECTOR)
         schedule = ScheduleSpec()
@@ -192,8 +195,38 @@ class KernelSet:
             kernels.load(with_prefill=True)
 
     def plan(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
-        """Return a plan of ``batch``, whose schedule the device makes."""
-        return CudaPlan(self, workspace, batch)
+        """Return a plan of ``batch``, whose schedule the device makes.
+
+        Raises:
+            ValueError: in a capture.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
+        rooms: tuple[int, ...] = (self.decode_recipe.room_for(batch),)
+        # Without requests of many rows the prefill kernel would have nothing to do.
+        if batch.max_q_len > self.decode_recipe.max_q_len:
+            self.load_prefill()
+            rooms += (self.prefill_recipe.room_for(batch),)
+        if workspace is None:
+            plan = self._plan_on_this_stream(rooms)
+        else:
+            plan = CudaPlan(self, workspace, rooms)
+        plan.begin(batch)
+        return plan
+
+    def _plan_on_this_stream(self, rooms: tuple[int, ...]) -> CudaPlan:
+        """Return a plan that an earlier one left, or a new one."""
+        stream = _C._cuda_getCurrentRawStream(self.facts.index)
+        workspace = default_workspace(self.device, stream)
+        idle = self._idle[workspace, rooms] if rooms[-1] <= _MAX_IDLE_ROOM else None
+        try:
+            plan = idle.pop() if idle else None
+        except IndexError:  # another thread was faster
+            plan = None
+        if plan is None or not plan.has_buffers_of(workspace):  # it grows
+            plan = CudaPlan(self, workspace, rooms, stream)
+        plan.idle = idle
+        return plan
 
     # Two threads may make one each: they are alike.
     @functools.cached_property
@@ -253,36 +286,57 @@ class KernelSet:
 
 
 class CudaPlan:
-    """The schedule of a batch on the device, and the launches that use it."""
+    """The schedule of a batch on the device, and the launches that use it.
 
-    __slots__ = ("_index", "_is_empty", "_is_lent", "_parts", "_streams")
+    It takes a while to make, so that one that is gone serves later batches: a launch, captured or
+    not, has read its parameters when it returns, and the schedule's memory is read and written in
+    the order of one stream.
 
-    def __init__(self, kernels: KernelSet, workspace: Workspace | None, batch: Batch) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
-        self._index = index = kernels.facts.index
+    Attributes:
+        idle: where it goes when it is gone; None where its memory can't be used again.
+    """
+
+    __slots__ = ("_index", "_is_empty", "_parts", "_streams", "idle")
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        workspace: Workspace,
+        rooms: tuple[int, ...],
+        stream: int | None = None,
+    ) -> None:
+        self._index = kernels.facts.index
+        self._is_empty = True
+        self.idle: list[CudaPlan] | None = None
+        # Those that the allocator knows to use our memory.
+        self._streams = set() if stream is None else {stream}
+        self._parts = [_Part(kernels.decode_recipe, rooms[0], workspace)]
+        if len(rooms) > 1:
+            self._parts.append(_Part(kernels.prefill_recipe, rooms[1], workspace))
+
+    def begin(self, batch: Batch) -> None:
+        """Schedule another batch, which there is room for."""
         self._is_empty = batch.batch_size == 0
-        self._streams: set[int]  # those that the allocator knows to use our memory
-        self._is_lent: bool  # whether streams may use it besides that of a default workspace
-        if workspace is None:
-            stream = _C._cuda_getCurrentRawStream(index)
-            workspace = default_workspace(kernels.device, stream)
-            self._streams, self._is_lent = {stream}, False
-        else:
-            self._streams, self._is_lent = set(), True
-        decode = kernels.decode_recipe
-        self._parts = [decode.take_part(workspace, batch)]
-        # Without requests of many rows the prefill kernel would have nothing to do.
-        if batch.max_q_len > decode.max_q_len:
-            kernels.load_prefill()
-            self._parts.append(kernels.prefill_recipe.take_part(workspace, batch))
+        for part in self._parts:
+            part.begin(batch)
         self.refresh()
 
-    def __del__(self) -> None:
-        # Neither is there where plan() refused a capture or memory ran out.
-        if not getattr(self, "_is_lent", True):
-            for part in getattr(self, "_parts", ()):
-                part.give_back()
+    def give_back(self) -> None:
+        """Leave this plan to batches to come: its own is gone."""
+        # An idle one keeps nobody's tables, and not the list that keeps it.
+        idle, self.idle = self.idle, None
+        if idle is not None and len(idle) < _MAX_IDLE:
+            for part in self._parts:
+                part.forget_tables()
+            idle.append(self)
+
+    def has_buffers_of(self, workspace: Workspace) -> bool:
+        """Whether all buffers are those that ``workspace`` has now."""
+        for part in self._parts:
+            partials, counters = part.buffers
+            if partials is not workspace.partials or counters is not workspace.counters:
+                return False
+        return True
 
     def refresh(self) -> None:
         """Launch the schedule kernels."""
@@ -334,7 +388,7 @@ class CudaPlan:
 
         It was allocated on another stream, whose next tensor could get it when the plan is gone.
         """
-        self._is_lent = True
+        self.idle = None
         with torch.cuda.device(self._index):
             if torch.cuda.is_current_stream_capturing():
                 return  # who replays the graph keeps the plan
@@ -400,8 +454,7 @@ class Recipe:
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
         layout = PageTable(config.page_table)
         self.is_ragged = layout is PageTable.RAGGED
-        # By workspace and room.
-        self._idle: defaultdict[tuple[Workspace, int], list[_Part]] = defaultdict(list)
+        self.has_offsets = layout in (PageTable.CSR, PageTable.RAGGED)
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = _MAX_SPLITS if config.batch_invariant else 0
@@ -448,27 +501,18 @@ class Recipe:
             entry_tokens=config.page_size or 1,
         )
 
-    def take_part(self, workspace: Workspace, batch: Batch) -> _Part:
-        """Return a part for ``batch``: one that an earlier plan gave back, or a new one."""
-        room = self._room_for(batch)
-        idle = self._idle[workspace, room] if room <= _MAX_IDLE_ROOM else None
-        try:
-            part = idle.pop() if idle else None
-        except IndexError:  # another thread was faster
-            part = None
-        if part is None or not part.has_buffers_of(workspace):  # it grows
-            part = _Part(self, workspace, room)
-        part.begin(batch, idle)
-        return part
+    def room_for(self, batch: Batch) -> int:
+        """Return for how many requests and units the schedule of ``batch`` gets room."""
+        if not self.is_prefill:
+            return _room(batch.batch_size)
+        num_rows = batch.max_q_len * self.config.group_size
+        return _room(batch.batch_size * -(-num_rows // self.kernel.row_tile))
 
-    def _room_for(self, batch: Batch) -> int:
-        """Return for how many requests and units the schedule of ``batch`` needs room."""
-        units = batch.batch_size
-        if self.is_prefill:
-            num_rows = batch.max_q_len * self.config.group_size
-            units *= max(1, -(-num_rows // self.kernel.row_tile))
-        # In powers of two, so that the next step's batch has the same.
-        return units if units > _MAX_IDLE_ROOM else 1 << max(units, 16).bit_length()
+
+@functools.lru_cache(maxsize=1024)
+def _room(count: int) -> int:
+    # In powers of two, so that the next step's batch has the same.
+    return count if count > _MAX_IDLE_ROOM else 1 << max(count - 1, 15).bit_length()
 
 
 def _schedule_offsets(room: int, max_slots: int) -> tuple[tuple[int, ...], int]:
@@ -491,17 +535,17 @@ def _schedule_offsets(room: int, max_slots: int) -> tuple[tuple[int, ...], int]:
 class _Part:
     """One of the two kernels of a plan: its schedule, its parameters, and the launches with them.
 
-    It takes a while to make, so that a plan that is gone leaves its parts to later ones: a launch,
-    captured or not, has read its parameters when it returns, and the schedule's memory is read and
-    written in the order of one stream.
+    Attributes:
+        buffers: partials and counters of its workspace.
+        raw: the bytes of the kernel's parameters.
+        schedule_launch: what makes the schedule.
     """
 
     __slots__ = (
         "_attention",
-        "_buffers",
         "_cache_strides",
         "_grid",
-        "_idle",
+        "_has_offsets",
         "_is_prefill",
         "_is_ragged",
         "_launches",
@@ -513,19 +557,17 @@ class _Part:
         "_q_layout",
         "_schedule",
         "_sizes",
+        "buffers",
         "raw",
         "schedule_launch",
     )
 
-    def __init__(self, recipe: Recipe, workspace: Workspace, room: int) -> None:
-        # Not the recipe, which has us when we are idle: a planner's memory must not wait for the
-        # garbage collector.
+    def __init__(self, recipe: Recipe, room: int, workspace: Workspace) -> None:
         self._grid, self._is_prefill = recipe.grid, recipe.is_prefill
-        self._is_ragged = recipe.is_ragged
-        self._idle: list[_Part] | None = None
+        self._is_ragged, self._has_offsets = recipe.is_ragged, recipe.has_offsets
         offsets, size = _schedule_offsets(room, recipe.max_slots)
         self._memory = torch.empty(size, dtype=torch.uint8, device=recipe.device)
-        self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
+        self.buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
         self.raw = bytearray(recipe.params)
         self._params = recipe.params_type.from_buffer(self.raw)
         self._attention: ctypes.Structure = self._params.attention
@@ -534,7 +576,7 @@ class _Part:
             recipe.schedule_kernel, self._schedule, 1, recipe.schedule_threads
         )
         self._launches: dict[AttentionKernel, Launch] = {}
-        partials, counters = self._buffers
+        partials, counters = self.buffers
         self._attention.partials = pointer = partials.data_ptr()
         self._attention.partial_sums = pointer + 4 * recipe.num_values
         self._attention.counters = counters.data_ptr()
@@ -547,26 +589,22 @@ class _Part:
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
-    def begin(self, batch: Batch, idle: list[_Part] | None) -> None:
-        """Turn to the batch of another plan, and to ``idle`` once it is gone."""
-        self._idle = idle
+    def begin(self, batch: Batch) -> None:
+        """Have the schedule kernel's launch schedule another batch."""
+        schedule = self._schedule
         sizes = batch.layout, batch.max_kv_len, batch.max_q_len, batch.qo_indptr is None
         if sizes != self._sizes or batch.qo_indptr is not None:
-            _write_sizes(self._schedule, batch)
+            _write_sizes(schedule, batch)
             self._sizes = sizes
-        _write_addresses(self._schedule, batch)
+        schedule.seq_lens = batch.seq_lens.data_ptr()
+        if batch.qo_indptr is not None:
+            schedule.qo_indptr = batch.qo_indptr.data_ptr()
+        if self._has_offsets:
+            schedule.kv_indptr = batch.pages.kv_indptr.data_ptr()  # type: ignore[union-attr]
 
-    def has_buffers_of(self, workspace: Workspace) -> bool:
-        """Whether these are the buffers that ``workspace`` has now."""
-        partials, counters = self._buffers
-        return partials is workspace.partials and counters is workspace.counters
-
-    def give_back(self) -> None:
-        """Leave this part to a plan to come."""
-        self._pages = None  # somebody's memory
-        idle, self._idle = self._idle, None
-        if idle is not None and len(idle) < _MAX_IDLE:
-            idle.append(self)
+    def forget_tables(self) -> None:
+        """Let go of the tables of the last run."""
+        self._pages = None
 
     def launch_of(self, kernels: BoundKernels) -> Launch:
         """Return the launch of this part's kernel, or of its twin with another loader."""
@@ -579,7 +617,7 @@ class _Part:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that ``stream`` uses the memory of this part."""
-        for tensor in (self._memory, *self._buffers):
+        for tensor in (self._memory, *self.buffers):
             tensor.record_stream(stream)
 
     def patch(self, call: Call) -> None:
@@ -643,13 +681,6 @@ def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
     params.cap_log2 = cap * _LOG2E
 
 
-def _write_addresses(params: ScheduleParams, batch: Batch) -> None:
-    params.seq_lens = batch.seq_lens.data_ptr()
-    params.qo_indptr = None if batch.qo_indptr is None else batch.qo_indptr.data_ptr()
-    if isinstance(batch.pages, (CsrPages, RaggedKV)):  # a union takes longer
-        params.kv_indptr = batch.pages.kv_indptr.data_ptr()
-
-
 def _write_sizes(params: ScheduleParams, batch: Batch) -> None:
     pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
     params.seq_lens_stride = seq_lens.stride()[0]
@@ -657,6 +688,7 @@ def _write_sizes(params: ScheduleParams, batch: Batch) -> None:
     params.batch_size = batch.batch_size
     params.max_kv_len = batch.max_kv_len
     params.max_q_len = batch.max_q_len
+    params.qo_indptr = None
     params.qo_indptr_stride = 0 if qo_indptr is None else qo_indptr.stride()[0]
     if isinstance(pages, BlockTable | TokenTable):
         return

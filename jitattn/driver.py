@@ -249,7 +249,8 @@ class Launch:
         Raises:
             DriverError: the driver refused the launch.
         """
-        answer = self.on(stream)()
+        call = self._call if stream == self._stream else self.on(stream)
+        answer = call()
         if answer != LAUNCHED:
             self.try_again(answer)
 

@@ -324,9 +324,9 @@ class Plan:
 
     def __init__(self, planner: AttentionPlanner, batch: Batch, backend: _Backend) -> None:
         """Made by ``AttentionPlanner.plan``."""
+        self._backend = backend
         self._planner = planner
         self._batch = batch
-        self._backend = backend
         # The last table that passed its checks, how the last tensors lay that did, and those that
         # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
         self._pages = batch.pages
@@ -340,6 +340,9 @@ class Plan:
         self._checked_queries = (
             batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
         )
+
+    def __del__(self) -> None:
+        self._backend.give_back()
 
     def refresh(self) -> None:
         """Recompute the schedule from the tensors the plan was given, on the current stream."""
@@ -578,6 +581,8 @@ class _Backend(Protocol):
     """What a plan needs of the code that computes."""
 
     def refresh(self) -> None: ...
+
+    def give_back(self) -> None: ...
 
     def run(self, call: Call) -> None: ...
 
