@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -71,8 +71,6 @@ class BoundCache:
         v: V likewise.
         k_scale: what a stored K is multiplied with; None where K is not quantised.
         v_scale: likewise of V.
-        kind: one object for the caches of a planner that differ in addresses and scales only.
-        k_at, v_at: say where K and V are now: the memory of a tensor may move.
     """
 
     __slots__ = (
@@ -110,7 +108,9 @@ class BoundCache:
         self.strides = k.strides + v.strides
         self.k_scale = k_scale
         self.v_scale = v_scale
+        # One object for the caches of a planner that differ in addresses and scales only.
         self.kind = kind
+        # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 
 
@@ -321,7 +321,7 @@ NO_LAYOUT = RowLayout(None)
 """The layout that no tensor has."""
 
 
-def recogniser(*tensors: Tensor) -> Callable[..., bool]:
+def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return what says of as many tensors whether each lies like its counterpart.
 
     As ``RowLayout.fits`` does, in half the time, and it may deny it of some that do lie alike.
@@ -376,7 +376,7 @@ class BatchLayout:
             self.batch_size = pages.batch_size
             self._table = type(pages)
             self._num_tensors = len(pages.tensors)
-            self._lie_alike = recogniser(seq_lens, *pages.tensors)
+            self._lie_alike = recogniser((seq_lens, *pages.tensors))
 
     def fits(self, pages: Pages, seq_lens: Tensor) -> bool:
         """Whether these lie like those."""

@@ -404,7 +404,7 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
     """Return what launches ``steps`` again for what lies like the tensors of ``call``."""
     # Half of a call's time would go into looking these up.
     kind, has_scales = call.kv.kind, call.kv.k_scale is not None
-    lies_alike, lie_alike = recogniser(call.q), recogniser(call.q, call.out)
+    lies_alike, lie_alike = recogniser((call.q,)), recogniser((call.q, call.out))
     out_is_like_q = call.out_layout.fits(call.q) and call.q.is_contiguous()
     vectors = max(call.q_layout.alignment, call.out_layout.alignment) - 1
     current_stream, current_device = _C._cuda_getCurrentRawStream, _C._cuda_getDevice

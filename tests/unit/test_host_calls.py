@@ -357,7 +357,7 @@ def test_a_recogniser_knows_what_lies_alike(
     if not has_guards:
         monkeypatch.setattr(binding, "_TensorGuards", None)
     q, out = queries(), torch.zeros(B, HQ, 2 * D)[..., :D]
-    lie_alike = binding.recogniser(q, out)
+    lie_alike = binding.recogniser((q, out))
     assert lie_alike(queries(), torch.ones(B, HQ, 2 * D)[..., D:])
     others = (
         q[:2],
