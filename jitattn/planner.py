@@ -226,15 +226,18 @@ class AttentionPlanner(_Arguments):
         ]
         k, v = view_caches(kv_cache, self.config, self.device)
         kernels = None if self._kernels is None else self._kernels.kernels_for(k, v)
-        num_tokens = k.tensor.shape[0] if self.config.page_table == "ragged" else None
-        kind = (kernels, k.strides, v.strides, num_tokens)
+        kind: object = (kernels, k.strides, v.strides)
+        if self.config.page_table == "ragged":
+            kind = object()  # its tokens are counted, and few come twice
+        else:
+            kind = self._kinds.setdefault(kind, kind)
         return BoundCache(
             self.config,
             self.device,
             k,
             v,
             kernels,
-            kind=self._kinds.setdefault(kind, kind),
+            kind=kind,
             k_scale=scales[0],
             v_scale=scales[1],
         )
