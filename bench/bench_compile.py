@@ -7,7 +7,9 @@ same call in another process afterwards, without loading the module onto a card.
 a planner's, with an empty cache in a process that has imported torch, the imports of jitattn
 included: after it the process could decode. "complete" is the same until the prefill kernel, which
 compiles in the background, is there too. "import" is `import jitattn` in a process that has
-imported torch.
+imported torch. "second process" is that, too: the imports of jitattn, looking up and reading the
+decode, prefill and schedule kernel of the default planner that an earlier process has stored, with
+bytecode cached and no module loaded onto a card.
 """
 
 from __future__ import annotations
@@ -71,10 +73,34 @@ def bench_import(repeats: int) -> list[float]:
     return [float(_python("-c", _IMPORT)) for _ in range(repeats)]
 
 
-def _probe(config_text: str, arch: str, which: str, cache: Path, origin: str) -> dict[str, object]:
+def bench_second_process(arch: str, repeats: int) -> list[dict[str, object]]:
+    """Return the seconds of processes after the first, all told and of imports alone."""
+    with tempfile.TemporaryDirectory(prefix="jitattn-bench-") as folder:
+        cache = Path(folder) / "kernels"
+        bytecode = {
+            "PYTHONPYCACHEPREFIX": str(Path(folder) / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
+        _probe("head_dim=128", arch, "read", cache, "compiled", bytecode)
+        # The second one writes the bytecode of what only reading imports.
+        return [
+            _probe("head_dim=128", arch, "read", cache, "disk", bytecode)
+            for _ in range(repeats + 1)
+        ][1:]
+
+
+def _probe(
+    config_text: str,
+    arch: str,
+    which: str,
+    cache: Path,
+    origin: str,
+    more_env: Mapping[str, str] | None = None,
+) -> dict[str, object]:
     # No bundle may answer for the compiler, and nothing may forbid it.
     unwanted = ("JITATTN_PRECOMPILED", "JITATTN_JIT", "JITATTN_LINEINFO")
     env = {name: value for name, value in os.environ.items() if name not in unwanted}
+    env |= more_env or {}
     arguments = ("-m", "bench.probe_build", which, config_text, arch)
     facts: dict[str, object] = json.loads(
         _python(*arguments, env=env | {"JITATTN_CACHE_DIR": str(cache)})
@@ -99,6 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     env = records.environment()
+    if not options.second_process:
+        _compile_and_import(options, env)
+    runs = bench_second_process(options.arch, options.imports)
+    records.append_json(options.json, [records.record("second process", env, runs=runs)])
+    for name in ("seconds", "import_seconds"):
+        samples = sorted(1e3 * float(str(run[name])) for run in runs)
+        middle = statistics.median(samples)
+        console().print(
+            f"second process, {name}: median {middle:.1f} ms, {samples[0]:.1f} to {samples[-1]:.1f}"
+        )
+    return 0
+
+
+def _compile_and_import(options: argparse.Namespace, env: dict[str, object]) -> None:
     rows = [bench_config(text, options.arch) for text in options.config or CONFIGS]
     imports = bench_import(options.imports)
     entries = [records.record("compile", env, **row) for row in rows]
@@ -107,7 +147,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     records.append_json(options.json, entries)
     _print(rows, imports, env)
-    return 0
 
 
 def _print(
@@ -142,7 +181,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--config", action="append", help="instead of the five; repeatable")
     parser.add_argument("--cores", type=int, help="use this many")
-    parser.add_argument("--imports", type=int, default=7, help="processes that import")
+    parser.add_argument("--imports", type=int, default=7, help="processes of each kind")
+    parser.add_argument("--second-process", action="store_true", help="measure nothing else")
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     return parser.parse_args(argv)
 

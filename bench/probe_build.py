@@ -9,7 +9,6 @@ import json
 import re
 import sys
 import time
-from unittest import mock
 
 
 def build_decode(config_text: str, arch: str) -> dict[str, object]:
@@ -46,6 +45,8 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
         config_text: as for `build_decode`.
         arch: of the card that is pretended; nothing is loaded onto one.
     """
+    from unittest import mock
+
     import torch
 
     start = time.perf_counter()
@@ -69,6 +70,36 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
     }
 
 
+def read_all(config_text: str, arch: str) -> dict[str, object]:
+    """Time the import of jitattn after torch, and `build_all` of what a planner starts with.
+
+    Those are the decode and the prefill kernel of the vector loader and the schedule kernel.
+    """
+    import torch  # noqa: F401
+
+    start = time.perf_counter()
+    from jitattn import knobs
+    from jitattn.build import build_all
+    from jitattn.config import PlannerConfig
+    from jitattn.spec import Loader, MergeSpec
+    from jitattn.support import resolve
+
+    imported = time.perf_counter()
+    specs = [
+        spec
+        for spec in resolve(PlannerConfig.parse(config_text), arch)
+        if getattr(spec, "loader", Loader.VECTOR) is Loader.VECTOR
+        and not isinstance(spec, MergeSpec)
+    ]
+    kernels = build_all(specs, arch, knobs.load())
+    return {
+        "seconds": time.perf_counter() - start,
+        "import_seconds": imported - start,
+        "origins": sorted({kernel.origin for kernel in kernels}),
+        "num_kernels": len(kernels),
+    }
+
+
 if __name__ == "__main__":
-    which = {"decode": build_decode, "planner": construct}[sys.argv[1]]
+    which = {"decode": build_decode, "planner": construct, "read": read_all}[sys.argv[1]]
     print(json.dumps(which(*sys.argv[2:])))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from jitattn.config import PlannerConfig
 from jitattn.pages import Pages, check_device, check_tensor
+
+try:
+    # What TorchDynamo guards its traces with: one call instead of ten.
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:
+    _TensorGuards = None  # type: ignore[assignment,misc]
 
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -55,6 +63,13 @@ class Scale:
     stride: int = 0
 
 
+class TensorMaps(Protocol):
+    """Tensor maps of K and V, for kernels that copy boxes of them."""
+
+    def at(self, k_at: int, v_at: int) -> bytes:
+        """Return the bytes of both, where K and V are at these addresses now."""
+
+
 class BoundCache:
     """A cache that a planner has checked; ``run`` takes it without looking again.
 
@@ -70,11 +85,14 @@ class BoundCache:
         "config",
         "device",
         "k",
+        "k_at",
         "k_scale",
         "kernels",
+        "kind",
         "strides",
         "tensor_maps",
         "v",
+        "v_at",
         "v_scale",
     )
 
@@ -86,7 +104,8 @@ class BoundCache:
         v: CacheView,
         kernels: object,
         *,
-        tensor_maps: bytes = b"",
+        kind: object,
+        tensor_maps: TensorMaps | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
     ) -> None:
@@ -100,6 +119,10 @@ class BoundCache:
         self.strides = k.strides + v.strides
         self.k_scale = k_scale
         self.v_scale = v_scale
+        # One object for the caches of a planner that differ in addresses and scales only.
+        self.kind = kind
+        # These say where K and V are now: the memory of a tensor may move.
+        self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 
 
 def view_scale(
@@ -253,7 +276,7 @@ class Batch:
     """What a plan is made of, checked.
 
     ``max_kv_len`` and ``max_q_len`` bound the requests; ``qo_indptr`` is None for one query token
-    a request.
+    a request. Of one ``layout``, tables and lengths differ in their addresses only.
     """
 
     pages: Pages
@@ -262,6 +285,7 @@ class Batch:
     qo_indptr: Tensor | None
     max_kv_len: int
     max_q_len: int
+    layout: BatchLayout
 
 
 class RowLayout:
@@ -308,6 +332,19 @@ NO_LAYOUT = RowLayout(None)
 """The layout that no tensor has."""
 
 
+def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return what says of as many tensors whether each lies like its counterpart.
+
+    As ``RowLayout.fits`` does, in half the time, and it may deny it of some that do lie alike.
+    """
+    if _TensorGuards is not None:
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        check: Callable[..., bool] = guards.check
+        return check
+    layouts = [RowLayout(tensor) for tensor in tensors]
+    return lambda *others: all(map(RowLayout.fits, layouts, others))
+
+
 @dataclass(slots=True)
 class Call:
     """The tensors of one ``run``, checked, and how those lie that differ from run to run."""
@@ -322,6 +359,53 @@ class Call:
     lse_layout: RowLayout
     sinks: Tensor | None
     mask: Mask | None
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the rows of q and out begin at multiples of their vectors."""
+        return self.q_layout.is_aligned(self.q.data_ptr()) and self.out_layout.is_aligned(
+            self.out.data_ptr()
+        )
+
+
+class BatchLayout:
+    """How a page table and lengths lie that passed their checks: those that lie alike do, too.
+
+    Attributes:
+        batch_size: their requests.
+        capacity: the most tokens of a request.
+    """
+
+    __slots__ = ("_lie_alike", "_num_tensors", "_table", "batch_size", "capacity")
+
+    def __init__(self, pages: Pages | None, seq_lens: Tensor | None, capacity: int) -> None:
+        """Describe both; without them it is like nothing."""
+        self.capacity = capacity
+        self.batch_size = 0
+        self._table: type[Pages] | None = None
+        if pages is not None and seq_lens is not None:
+            self.batch_size = pages.batch_size
+            self._table = type(pages)
+            self._num_tensors = len(pages.tensors)
+            self._lie_alike = recogniser((seq_lens, *pages.tensors))
+
+    def fits(self, pages: Pages, seq_lens: Tensor) -> bool:
+        """Whether these lie like those."""
+        return (
+            type(pages) is self._table
+            and len(pages.tensors) == self._num_tensors
+            and self._lie_alike(seq_lens, *pages.tensors)
+        )
+
+
+NO_BATCH = BatchLayout(None, None, 0)
+"""The layout that no batch has."""
+
+Again = Callable[[object, object, object], Tensor | None]
+"""Repeats a call with another q, bound cache and out, or a new out for None.
+
+Returns out; does nothing and returns None where something differs that is not an address.
+"""
 
 
 def view_mask(

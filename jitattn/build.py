@@ -15,8 +15,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from jitattn import nvrtc
 from jitattn.cache import KernelCache, Meta, digest, entry_name
@@ -25,13 +26,13 @@ from jitattn.errors import CacheError, CompilerMissingError, KernelNotFoundError
 from jitattn.knobs import Knobs
 from jitattn.sources import headers, inputs
 from jitattn.spec import KernelSpec
+from jitattn.values import Value
 from jitattn.version import __version__
 
 logger = logging.getLogger("jitattn")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
+class Kernel(Value):
     """A compiled kernel and where it came from."""
 
     spec: KernelSpec
@@ -55,8 +56,7 @@ class Kernel:
     """Its name in a cache."""
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """One kernel to find or make."""
 
     spec: KernelSpec

@@ -25,12 +25,13 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from jitattn.errors import CacheError
 from jitattn.locks import hold
+from jitattn.values import Value
 
 # Part of every entry's name: bump it when the layout, or the meaning of a label, changes.
 FORMAT = 1
@@ -56,8 +57,7 @@ class Stored(NamedTuple):
     meta: Meta
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(Value):
     """What a listing says about one entry."""
 
     name: str
@@ -70,7 +70,7 @@ class Entry:
     """Seconds since the entry was stored."""
     idle_s: float
     """Seconds since it was last read, as exactly as the file system keeps that."""
-    damage: str | None = field(default=None)
+    damage: str | None = None
     """Why the entry counts as missing, or None; only ``verify`` looks."""
 
 
@@ -89,7 +89,6 @@ def entry_name(arch: str, symbol: str, fields: Mapping[str, bytes]) -> str:
     return f"{arch}-{symbol}-{digest({'arch': arch.encode(), **fields})}"
 
 
-@dataclass(frozen=True)
 class KernelCache:
     """The kernels under one folder.
 
@@ -100,9 +99,11 @@ class KernelCache:
         parent: the cache that this one is a division of.
     """
 
-    root: Path
-    mode: int = 0o700
-    parent: KernelCache | None = None
+    def __init__(self, root: Path, mode: int = 0o700, parent: KernelCache | None = None) -> None:
+        """Look at a folder later; nothing is read or made."""
+        self.root = root
+        self.mode = mode
+        self.parent = parent
 
     def division(self, name: str) -> KernelCache:
         """Return the part of this cache that holds what the compiler ``name`` made."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from numbers import Integral
 
 from jitattn.errors import ConfigError
+from jitattn.values import Value
 
 # No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
 # same.
@@ -19,8 +20,7 @@ _OPTIONAL = {
 _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannerConfig:
+class PlannerConfig(Value):
     """The arguments of ``AttentionPlanner`` that are not objects of a device, normalised.
 
     Dtypes are names (``"bfloat16"``). Construct it with ``from_arguments`` or ``parse``, which

@@ -8,17 +8,31 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import _C, Tensor
 
 from jitattn import knobs, support
-from jitattn.binding import NO_LAYOUT, Batch, CacheView, Call, Mask, RowLayout, Scale
+from jitattn.binding import (
+    NO_LAYOUT,
+    Again,
+    Batch,
+    BoundCache,
+    CacheView,
+    Call,
+    Mask,
+    RowLayout,
+    Scale,
+    recogniser,
+)
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.driver import (
+    LAUNCHED,
     DeviceFacts,
     Launch,
     LoadedKernel,
@@ -29,6 +43,7 @@ from jitattn.driver import (
 from jitattn.errors import ConfigError
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
+    ATTENTION_OFFSET,
     BOUNDARY_BYTES,
     COST_BYTES,
     FLOAT_CODES,
@@ -38,10 +53,8 @@ from jitattn.params import (
     MASK_PACKED,
     MASK_RAGGED,
     REQUEST_BYTES,
-    TENSOR_MAP_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
-    AttentionParams,
     Divisor,
     Schedule,
     ScheduleParams,
@@ -58,13 +71,15 @@ from jitattn.tiling import (
 )
 from jitattn.workspace import Workspace, default_workspace
 
-_MAX_SHEETS = 64  # that a planner keeps of plans that are gone
+# Plans that a planner keeps when they are gone: so many of a size, and of which sizes.
+_MAX_IDLE = 16
+_MAX_IDLE_ROOM = 4096
 
 _LOG2E = math.log2(math.e)
 _INT32_MAX = 2**31 - 1
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
-_POINTERS = struct.Struct(f"{len(Schedule._fields_)}P")  # of struct Schedule
+_ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
 _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
 # Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
@@ -121,6 +136,58 @@ class AttentionKernel:
         return self._loaded
 
 
+class TensorMaps:
+    """The tensor maps of a cache's K and V, as a launch takes them."""
+
+    __slots__ = ("_at", "_bytes", "_k", "_tile", "_v")
+
+    def __init__(self, k: CacheView, v: CacheView, tile: DecodeTile | PrefillTile) -> None:
+        """Encode them.
+
+        Raises:
+            ValueError: the driver has none for these strides.
+        """
+        self._k, self._v, self._tile = k, v, tile
+        self._encode((k.tensor.data_ptr(), v.tensor.data_ptr()))
+
+    def at(self, k_at: int, v_at: int) -> bytes:
+        """Return the bytes of both, where K and V are at these addresses now."""
+        if (k_at, v_at) != self._at:
+            self._encode((k_at, v_at))
+        return self._bytes
+
+    def _encode(self, at: tuple[int, int]) -> None:
+        tile, key_dim = self._tile, self._k.tensor.shape[-1]
+        self._bytes = _tensor_map(self._k, at[0], key_dim, tile.box_tokens) + _tensor_map(
+            self._v, at[1], tile.value_dim, tile.box_tokens
+        )
+        self._at = at
+
+
+def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) -> bytes:
+    """Return the map of K or V, whose boxes have ``box_dim`` columns of ``box_tokens`` tokens.
+
+    Dimensions as in struct TensorMap of attention_params.cuh.
+    """
+    item_bytes = view.tensor.element_size()
+    num_pages, page_size, num_heads, head_dim = view.tensor.shape
+    segment = SEGMENT_BYTES // item_bytes
+    # A stride of 0, of a dimension of size 1, is none to the driver.
+    strides = [(stride * item_bytes) or SEGMENT_BYTES for stride in view.strides]
+    encoded = encode_tensor_map(
+        pointer,
+        item_bytes,
+        (segment, page_size, head_dim // segment, num_heads, num_pages),
+        (strides[1], SEGMENT_BYTES, strides[2], strides[0]),
+        (segment, box_tokens, box_dim // segment, 1, 1),
+        # Beside a row of one line may lie another head's, which others read when it suits them.
+        fetch_bytes=128 if box_dim == segment else 256,
+    )
+    if encoded is None:
+        raise ValueError(f"the driver maps no tensor of strides {view.tensor.stride()}")
+    return encoded
+
+
 @dataclass(frozen=True, slots=True)
 class BoundKernels:
     """The kernels whose loaders suit a bound cache."""
@@ -150,6 +217,9 @@ class KernelSet:
         self._lock = threading.Lock()
         self._started: list[tuple[KernelSpec, Pending]] = []
         self._needs_prefill = False
+        # Plans that are gone, by workspace and room.
+        self._idle: defaultdict[tuple[Workspace, tuple[int, ...]], list[CudaPlan]]
+        self._idle = defaultdict(list)
         self._specs = support.resolve(config, self.arch)
         decode, prefill = self._attention_specs(is_aligned=True)
         schedule = ScheduleSpec()
@@ -165,21 +235,19 @@ class KernelSet:
         self.schedule_threads = tile.num_threads
         self.kernels.load(with_prefill=False)
 
-    def bind(self, k: CacheView, v: CacheView) -> tuple[BoundKernels, bytes]:
-        """Return the kernels whose loaders the strides of ``k`` and ``v`` allow, and their maps.
+    def bind(self, k: CacheView, v: CacheView) -> tuple[BoundKernels, TensorMaps | None]:
+        """Return the kernels whose loaders the strides of ``k`` and ``v`` allow.
 
-        Those are the tensor maps of K and V as a launch takes them, where the decode kernel's
-        loader uses some.
+        And the tensor maps of K and V, if the decode kernel's loader uses some.
         """
-        tensor_maps: bytes | None = b""
-        if k.is_vector_aligned and v.is_vector_aligned:
-            if self.kernels.decode.tile.box_tokens:
-                tensor_maps = self._encode(k, v)
-        else:
-            tensor_maps = None
-        if tensor_maps is None:
-            return self._kernels_for(is_aligned=False), b""
-        return self._kernels_for(is_aligned=True), tensor_maps
+        tile = self.kernels.decode.tile
+        is_aligned, maps = k.is_vector_aligned and v.is_vector_aligned, None
+        if is_aligned and tile.box_tokens:
+            try:
+                maps = TensorMaps(k, v, tile)
+            except ValueError:
+                is_aligned = False  # any strides will do for the plain loader
+        return self._kernels_for(is_aligned=is_aligned), maps
 
     def _kernels_for(self, *, is_aligned: bool) -> BoundKernels:
         with self._lock:
@@ -189,14 +257,6 @@ class KernelSet:
             kernels, with_prefill = self._bound[is_aligned], self._needs_prefill
         kernels.load(with_prefill=with_prefill)
         return kernels
-
-    def _encode(self, k: CacheView, v: CacheView) -> bytes | None:
-        """Return the tensor maps of K and V; None where the driver has none for these strides."""
-        tile = self.kernels.decode.tile
-        key_dim = self.config.head_dim
-        k_map = _tensor_map(k, key_dim, tile.box_tokens)
-        v_map = _tensor_map(v, tile.value_dim, tile.box_tokens)
-        return None if k_map is None or v_map is None else k_map + v_map
 
     def load_prefill(self) -> None:
         """Load the prefill kernels, those of caches still to be bound too, so that no run has to.
@@ -210,8 +270,38 @@ class KernelSet:
             kernels.load(with_prefill=True)
 
     def plan(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
-        """Return a plan of ``batch``, whose schedule the device makes."""
-        return CudaPlan(self, workspace, batch)
+        """Return a plan of ``batch``, whose schedule the device makes.
+
+        Raises:
+            ValueError: in a capture.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
+        rooms: tuple[int, ...] = (self.decode_recipe.room_for(batch),)
+        # Without requests of many rows the prefill kernel would have nothing to do.
+        if batch.max_q_len > self.decode_recipe.max_q_len:
+            self.load_prefill()
+            rooms += (self.prefill_recipe.room_for(batch),)
+        if workspace is None:
+            plan = self._plan_on_this_stream(rooms)
+        else:
+            plan = CudaPlan(self, workspace, rooms)
+        plan.begin(batch)
+        return plan
+
+    def _plan_on_this_stream(self, rooms: tuple[int, ...]) -> CudaPlan:
+        """Return a plan that an earlier one left, or a new one."""
+        stream = _C._cuda_getCurrentRawStream(self.facts.index)
+        workspace = default_workspace(self.device, stream)
+        idle = self._idle[workspace, rooms] if rooms[-1] <= _MAX_IDLE_ROOM else None
+        try:
+            plan = idle.pop() if idle else None
+        except IndexError:  # another thread was faster
+            plan = None
+        if plan is None or not plan.has_buffers_of(workspace):  # it grows
+            plan = CudaPlan(self, workspace, rooms, stream)
+        plan.idle = idle
+        return plan
 
     # Two threads may make one each: they are alike.
     @functools.cached_property
@@ -272,28 +362,57 @@ class KernelSet:
 
 
 class CudaPlan:
-    """The schedule of a batch on the device, and the launches that use it."""
+    """The schedule of a batch on the device, and the launches that use it.
 
-    __slots__ = ("_index", "_is_empty", "_parts", "_streams")
+    It takes a while to make, so that one that is gone serves later batches: a launch, captured or
+    not, has read its parameters when it returns, and the schedule's memory is read and written in
+    the order of one stream.
 
-    def __init__(self, kernels: KernelSet, workspace: Workspace | None, batch: Batch) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
+    Attributes:
+        idle: where it goes when it is gone; None where its memory can't be used again.
+    """
+
+    __slots__ = ("_index", "_is_empty", "_parts", "_streams", "idle")
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        workspace: Workspace,
+        rooms: tuple[int, ...],
+        stream: int | None = None,
+    ) -> None:
         self._index = kernels.facts.index
+        self._is_empty = True
+        self.idle: list[CudaPlan] | None = None
+        # Those that the allocator knows to use our memory.
+        self._streams = set() if stream is None else {stream}
+        self._parts = [_Part(kernels.decode_recipe, rooms[0], workspace)]
+        if len(rooms) > 1:
+            self._parts.append(_Part(kernels.prefill_recipe, rooms[1], workspace))
+
+    def begin(self, batch: Batch) -> None:
+        """Schedule another batch, which there is room for."""
         self._is_empty = batch.batch_size == 0
-        self._streams: set[int]  # those that the allocator knows to use our memory
-        if workspace is None:
-            stream = _C._cuda_getCurrentRawStream(self._index)
-            workspace = default_workspace(kernels.device, stream)
-            self._streams = {stream}
-        else:
-            self._streams = set()
-        self._parts = [_Part(kernels.decode_recipe, workspace, batch)]
-        # Without requests of many rows the prefill kernel would have nothing to do.
-        if batch.max_q_len > kernels.decode_recipe.max_q_len:
-            kernels.load_prefill()
-            self._parts.append(_Part(kernels.prefill_recipe, workspace, batch))
+        for part in self._parts:
+            part.begin(batch)
         self.refresh()
+
+    def give_back(self) -> None:
+        """Leave this plan to batches to come: its own is gone."""
+        # An idle one keeps nobody's tables, and not the list that keeps it.
+        idle, self.idle = self.idle, None
+        if idle is not None and len(idle) < _MAX_IDLE:
+            for part in self._parts:
+                part.forget_tables()
+            idle.append(self)
+
+    def has_buffers_of(self, workspace: Workspace) -> bool:
+        """Whether all buffers are those that ``workspace`` has now."""
+        for part in self._parts:
+            partials, counters = part.buffers
+            if partials is not workspace.partials or counters is not workspace.counters:
+                return False
+        return True
 
     def refresh(self) -> None:
         """Launch the schedule kernels."""
@@ -315,6 +434,21 @@ class CudaPlan:
             part.patch(call)
             self._launch(part.launch_of(kernels))
 
+    def again(self, call: Call) -> Again | None:
+        """Return what repeats ``call``, the last one, with other addresses; None if nothing can.
+
+        It allocates an out that is not given where that would lie like q.
+        """
+        stream, kernels = _C._cuda_getCurrentRawStream(self._index), call.kv.kernels
+        if self._is_empty or stream not in self._streams or not call.is_aligned:
+            return None
+        assert isinstance(kernels, BoundKernels)
+        steps = []
+        for part in self._parts:
+            launch = part.launch_of(kernels)
+            steps.append((part, part.raw, launch, launch.on(stream)))
+        return _repeater(call, self._index, stream, steps)
+
     def _launch(self, launch: Launch) -> None:
         stream = _C._cuda_getCurrentRawStream(self._index)
         if stream not in self._streams:
@@ -330,12 +464,53 @@ class CudaPlan:
 
         It was allocated on another stream, whose next tensor could get it when the plan is gone.
         """
+        self.idle = None
         with torch.cuda.device(self._index):
             if torch.cuda.is_current_stream_capturing():
                 return  # who replays the graph keeps the plan
             for part in self._parts:
                 part.record_stream(torch.cuda.current_stream())
         self._streams.add(stream)
+
+
+_Step = tuple["_Part", bytearray, Launch, Callable[[], object]]
+
+
+def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
+    """Return what launches ``steps`` again for what lies like the tensors of ``call``."""
+    # Half of a call's time would go into looking these up.
+    kind, has_scales = call.kv.kind, call.kv.k_scale is not None
+    has_maps = call.kv.tensor_maps is not None
+    lies_alike, lie_alike = recogniser((call.q,)), recogniser((call.q, call.out))
+    out_is_like_q = call.out_layout.fits(call.q) and call.q.is_contiguous()
+    vectors = max(call.q_layout.alignment, call.out_layout.alignment) - 1
+    current_stream, current_device = _C._cuda_getCurrentRawStream, _C._cuda_getDevice
+    write_addresses = _ADDRESSES.pack_into
+
+    def again(q: Any, kv: Any, out: Any) -> Tensor | None:
+        if type(kv) is not BoundCache or kv.kind is not kind:
+            return None
+        if not (lie_alike(q, out) if out is not None else out_is_like_q and lies_alike(q)):
+            return None
+        result: Tensor = torch.empty_like(q) if out is None else out
+        q_at, out_at = q.data_ptr(), result.data_ptr()
+        if (q_at | out_at) & vectors or q_at == out_at:
+            return None
+        if current_stream(index) != stream or current_device() != index:
+            return None
+        for part, raw, launch, call_driver in steps:
+            k_at, v_at = kv.k_at(), kv.v_at()
+            write_addresses(raw, ATTENTION_OFFSET, q_at, k_at, v_at, out_at)
+            if has_maps:
+                raw[:ATTENTION_OFFSET] = kv.tensor_maps.at(k_at, v_at)
+            if has_scales:
+                part.write_scales(kv)
+            answer = call_driver()
+            if answer != LAUNCHED:
+                launch.try_again(answer)
+        return result
+
+    return again
 
 
 class Recipe:
@@ -359,7 +534,7 @@ class Recipe:
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
         layout = PageTable(config.page_table)
         self.is_ragged = layout is PageTable.RAGGED
-        self._sheets: list[_Sheet] = []
+        self.has_offsets = layout in (PageTable.CSR, PageTable.RAGGED)
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = _MAX_SPLITS if config.batch_invariant else 0
@@ -385,7 +560,6 @@ class Recipe:
         self.num_partials = self.num_values + 2 * num_rows
         self.num_counters = 1 + self.max_slots * num_head_blocks
         self.params_type = KERNEL_PARAMS[layout]
-        self.schedule_offset = self.params_type.attention.offset + AttentionParams.schedule.offset
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
         params.attention.num_head_blocks = Divisor.of(num_head_blocks)
@@ -414,124 +588,125 @@ class Recipe:
             entry_tokens=config.page_size or 1,
         )
 
-    def take_sheet(self) -> _Sheet:
-        """Return a sheet that nobody uses; what it says of a plan or a call is out of date."""
-        try:
-            return self._sheets.pop()
-        except IndexError:
-            return _Sheet(self)
-
-    def give_back(self, sheet: _Sheet) -> None:
-        """Take a sheet from a plan that is gone."""
-        if len(self._sheets) < _MAX_SHEETS:
-            self._sheets.append(sheet)
-
-    def allocate_schedule(self, batch: Batch) -> tuple[Tensor, list[int]]:
-        """Allocate the schedule of ``batch``, and say where its parts are, in order."""
-        max_units = batch.batch_size
-        if self.is_prefill:
-            num_rows = batch.max_q_len * self.config.group_size
-            max_units *= -(-num_rows // self.kernel.row_tile)
-        offsets, size = _schedule_offsets(batch.batch_size, max_units, self.max_slots)
-        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        base = memory.data_ptr()
-        return memory, [base + offset for offset in offsets]
+    def room_for(self, batch: Batch) -> int:
+        """Return for how many requests and units the schedule of ``batch`` gets room."""
+        if not self.is_prefill:
+            return _room(batch.batch_size)
+        num_rows = batch.max_q_len * self.config.group_size
+        return _room(batch.batch_size * -(-num_rows // self.kernel.row_tile))
 
 
 @functools.lru_cache(maxsize=1024)
-def _schedule_offsets(
-    batch_size: int, max_units: int, max_slots: int
-) -> tuple[tuple[int, ...], int]:
-    """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size."""
+def _room(count: int) -> int:
+    # In powers of two, so that the next step's batch has the same.
+    return count if count > _MAX_IDLE_ROOM else 1 << max(count - 1, 15).bit_length()
+
+
+def _schedule_offsets(room: int, max_slots: int) -> tuple[tuple[int, ...], int]:
+    """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size.
+
+    There is room for so many requests and units.
+    """
     parts = (
         HEADER_BYTES,
-        REQUEST_BYTES * batch_size,
-        UNIT_BYTES * max_units,
+        REQUEST_BYTES * room,
+        UNIT_BYTES * room,
         BOUNDARY_BYTES * (max_slots + 1),
-        UNIT_BEGIN_BYTES * (batch_size + 1),
-        COST_BYTES * (max_units + 1),
+        UNIT_BEGIN_BYTES * (room + 1),
+        COST_BYTES * (room + 1),
     )
     *offsets, size = itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0)
     return tuple(offsets), size
 
 
-class _Sheet:
-    """The parameters of a part of a plan, and the launches that read them: host memory alone.
-
-    It takes a while to make, so that a plan that is dropped leaves its sheets to later ones: a
-    launch, captured or not, has read its sheet when it returns.
-    """
-
-    __slots__ = ("attention", "launches", "params", "schedule", "schedule_launch")
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.params = recipe.params_type.from_buffer_copy(recipe.params)
-        self.attention: ctypes.Structure = self.params.attention
-        self.schedule = ScheduleParams.from_buffer_copy(recipe.schedule_params)
-        self.schedule_launch = Launch(
-            recipe.schedule_kernel, self.schedule, 1, recipe.schedule_threads
-        )
-        self.launches: dict[AttentionKernel, Launch] = {}
-
-
 class _Part:
-    """One of the two kernels of a plan: its schedule, and the sheet it writes and launches."""
+    """One of the two kernels of a plan: its schedule, its parameters, and the launches with them.
+
+    Attributes:
+        buffers: partials and counters of its workspace.
+        raw: the bytes of the kernel's parameters.
+        schedule_launch: what makes the schedule.
+    """
 
     __slots__ = (
         "_attention",
-        "_buffers",
         "_cache_strides",
+        "_grid",
+        "_has_offsets",
+        "_is_prefill",
+        "_is_ragged",
+        "_launches",
         "_lse_layout",
         "_memory",
         "_out_layout",
         "_pages",
         "_params",
         "_q_layout",
-        "_recipe",
-        "_sheet",
+        "_schedule",
+        "_sizes",
+        "buffers",
+        "raw",
         "schedule_launch",
     )
 
-    def __init__(self, recipe: Recipe, workspace: Workspace, batch: Batch) -> None:
-        self._recipe = recipe
-        self._memory, schedule = recipe.allocate_schedule(batch)
-        self._buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
-        self._sheet = sheet = recipe.take_sheet()
-        self._params = sheet.params
-        self.schedule_launch = sheet.schedule_launch
-        self._attention = attention = sheet.attention
-        partials, counters = self._buffers
-        attention.partials = pointer = partials.data_ptr()
-        attention.partial_sums = pointer + 4 * recipe.num_values
-        attention.num_claimed = pointer = counters.data_ptr()
-        attention.counters = pointer + counters.element_size()
-        attention.has_padding = batch.qo_indptr is not None
-        _POINTERS.pack_into(self._params, recipe.schedule_offset, *schedule)
-        _POINTERS.pack_into(sheet.schedule, ScheduleParams.schedule.offset, *schedule)
-        _write_batch(sheet.schedule, batch)
+    def __init__(self, recipe: Recipe, room: int, workspace: Workspace) -> None:
+        self._grid, self._is_prefill = recipe.grid, recipe.is_prefill
+        self._is_ragged, self._has_offsets = recipe.is_ragged, recipe.has_offsets
+        offsets, size = _schedule_offsets(room, recipe.max_slots)
+        self._memory = torch.empty(size, dtype=torch.uint8, device=recipe.device)
+        self.buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
+        self.raw = bytearray(recipe.params)
+        self._params = recipe.params_type.from_buffer(self.raw)
+        self._attention: ctypes.Structure = self._params.attention
+        self._schedule = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+        self.schedule_launch = Launch(
+            recipe.schedule_kernel, self._schedule, 1, recipe.schedule_threads
+        )
+        self._launches: dict[AttentionKernel, Launch] = {}
+        partials, counters = self.buffers
+        self._attention.partials = pointer = partials.data_ptr()
+        self._attention.partial_sums = pointer + 4 * recipe.num_values
+        self._attention.num_claimed = pointer = counters.data_ptr()
+        self._attention.counters = pointer + counters.element_size()
+        base = self._memory.data_ptr()
+        self._schedule.schedule = Schedule(*(base + offset for offset in offsets))
+        self._attention.schedule = self._schedule.schedule
         # What the parameters say already.
+        self._sizes: tuple[object, ...] = ()
         self._pages: Pages | None = None
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
-    def __del__(self) -> None:
-        # Without a sheet where memory ran out.
-        if hasattr(self, "_sheet"):
-            self._recipe.give_back(self._sheet)
+    def begin(self, batch: Batch) -> None:
+        """Have the schedule kernel's launch schedule another batch."""
+        schedule = self._schedule
+        self._attention.has_padding = batch.qo_indptr is not None
+        sizes = batch.layout, batch.max_kv_len, batch.max_q_len, batch.qo_indptr is None
+        if sizes != self._sizes or batch.qo_indptr is not None:
+            _write_sizes(schedule, batch)
+            self._sizes = sizes
+        schedule.seq_lens = batch.seq_lens.data_ptr()
+        if batch.qo_indptr is not None:
+            schedule.qo_indptr = batch.qo_indptr.data_ptr()
+        if self._has_offsets:
+            schedule.kv_indptr = batch.pages.kv_indptr.data_ptr()  # type: ignore[union-attr]
+
+    def forget_tables(self) -> None:
+        """Let go of the tables of the last run."""
+        self._pages = None
 
     def launch_of(self, kernels: BoundKernels) -> Launch:
         """Return the launch of this part's kernel, or of its twin with another loader."""
-        kernel = kernels.prefill if self._recipe.is_prefill else kernels.decode
-        launches = self._sheet.launches
-        launch = launches.get(kernel)
+        kernel = kernels.prefill if self._is_prefill else kernels.decode
+        launch = self._launches.get(kernel)
         if launch is None:
-            launch = Launch(kernel.load(), self._params, self._recipe.grid, kernel.tile.num_threads)
-            launches[kernel] = launch
+            launch = Launch(kernel.load(), self._params, self._grid, kernel.tile.num_threads)
+            self._launches[kernel] = launch
         return launch
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that ``stream`` uses the memory of this part."""
-        for tensor in (self._memory, *self._buffers):
+        for tensor in (self._memory, *self.buffers):
             tensor.record_stream(stream)
 
     def patch(self, call: Call) -> None:
@@ -540,7 +715,7 @@ class _Part:
         if call.pages is not self._pages:
             _write_pages(self._params.pages, call.pages)
             self._pages = call.pages
-        if self._recipe.is_ragged:
+        if self._is_ragged:
             self._params.pages.num_entries = kv.k.tensor.shape[0]
         if kv.strides != self._cache_strides:
             self._write_cache_strides(kv.strides)
@@ -551,17 +726,14 @@ class _Part:
             or call.lse_layout is not self._lse_layout
         ):
             self._write_layouts(q_layout, out_layout, call.lse_layout)
-        attention.q = pointer = call.q.data_ptr()
-        attention.q_is_aligned = q_layout.is_aligned(pointer)
-        attention.out = pointer = call.out.data_ptr()
-        attention.out_is_aligned = out_layout.is_aligned(pointer)
-        if kv.tensor_maps:
-            ctypes.memmove(ctypes.addressof(self._params), kv.tensor_maps, 2 * TENSOR_MAP_BYTES)
-        attention.k = kv.k.tensor.data_ptr()
-        attention.v = kv.v.tensor.data_ptr()
-        if kv.k_scale is not None and kv.v_scale is not None:
-            _write_scale(attention.k_scale, kv.k_scale)
-            _write_scale(attention.v_scale, kv.v_scale)
+        q_at, out_at = call.q.data_ptr(), call.out.data_ptr()
+        attention.q_is_aligned = q_layout.is_aligned(q_at)
+        attention.out_is_aligned = out_layout.is_aligned(out_at)
+        k_at, v_at = kv.k_at(), kv.v_at()
+        _ADDRESSES.pack_into(self.raw, ATTENTION_OFFSET, q_at, k_at, v_at, out_at)
+        if kv.tensor_maps is not None:
+            self.raw[:ATTENTION_OFFSET] = kv.tensor_maps.at(k_at, v_at)
+        self.write_scales(kv)
         attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:
             attention.sinks = call.sinks.data_ptr()
@@ -569,6 +741,12 @@ class _Part:
             attention.sink_code = _FLOAT_CODES[call.sinks.dtype]
         if call.mask is not None:
             _write_mask(attention, call.mask)
+
+    def write_scales(self, kv: BoundCache) -> None:
+        """Write the scales of K and V into the parameters, if they are quantised."""
+        if kv.k_scale is not None and kv.v_scale is not None:
+            _write_scale(self._attention.k_scale, kv.k_scale)
+            _write_scale(self._attention.v_scale, kv.v_scale)
 
     def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
         attention = self._attention
@@ -585,27 +763,6 @@ class _Part:
         self._cache_strides = strides
 
 
-def _tensor_map(view: CacheView, box_dim: int, box_tokens: int) -> bytes | None:
-    """Return the map of K or V, whose boxes have ``box_dim`` columns of ``box_tokens`` tokens.
-
-    Dimensions as in struct TensorMap of attention_params.cuh.
-    """
-    item_bytes = view.tensor.element_size()
-    num_pages, page_size, num_heads, head_dim = view.tensor.shape
-    segment = SEGMENT_BYTES // item_bytes
-    # A stride of 0, of a dimension of size 1, is none to the driver.
-    strides = [(stride * item_bytes) or SEGMENT_BYTES for stride in view.strides]
-    return encode_tensor_map(
-        view.tensor.data_ptr(),
-        item_bytes,
-        (segment, page_size, head_dim // segment, num_heads, num_pages),
-        (strides[1], SEGMENT_BYTES, strides[2], strides[0]),
-        (segment, box_tokens, box_dim // segment, 1, 1),
-        # Beside a row of one line may lie another head's, which others read when it suits them.
-        fetch_bytes=128 if box_dim == segment else 256,
-    )
-
-
 def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
     params.num_qo_heads = config.num_qo_heads
     params.group_size = Divisor.of(config.group_size)
@@ -617,19 +774,17 @@ def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
     params.cap_log2 = cap * _LOG2E
 
 
-def _write_batch(params: ScheduleParams, batch: Batch) -> None:
+def _write_sizes(params: ScheduleParams, batch: Batch) -> None:
     pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
-    params.seq_lens = seq_lens.data_ptr()
     params.seq_lens_stride = seq_lens.stride()[0]
     params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
     params.batch_size = batch.batch_size
     params.max_kv_len = batch.max_kv_len
     params.max_q_len = batch.max_q_len
-    params.qo_indptr = None if qo_indptr is None else qo_indptr.data_ptr()
+    params.qo_indptr = None
     params.qo_indptr_stride = 0 if qo_indptr is None else qo_indptr.stride()[0]
-    if isinstance(pages, (BlockTable, TokenTable)):  # a union takes longer
+    if isinstance(pages, BlockTable | TokenTable):
         return
-    params.kv_indptr = pages.kv_indptr.data_ptr()
     params.kv_indptr_stride = pages.kv_indptr.stride()[0]
     params.num_entries = pages.kv_indices.shape[0] if isinstance(pages, CsrPages) else _INT32_MAX
 

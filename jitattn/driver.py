@@ -36,8 +36,9 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _result(code: int) -> Any:
-    """Return ``code`` as the binding names it, or as it is if the binding is older than it."""
+def _result(answer: Any) -> Any:
+    """Return what a launch answered as the binding names it; as it is where that has no name."""
+    code = answer[0] if isinstance(answer, tuple) else answer
     try:
         return cuda.CUresult(code)
     except ValueError:
@@ -199,26 +200,59 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+# Launches share their configurations, since nobody changes one.
 @functools.lru_cache(maxsize=1024)
-def _config_argument(
+def _config(
     grid: int, num_threads: int, smem_bytes: int, stream: int, begins_early: bool
-) -> Any:
-    """Return a reference to a configuration, which launches share since nobody changes it."""
+) -> _LaunchConfig:
     config = _LaunchConfig(grid, 1, 1, num_threads, 1, 1, smem_bytes, stream)
     if begins_early:
         config.attributes, config.num_attributes = ctypes.addressof(_BEGIN_EARLY), 1
-    return ctypes.byref(config)
+    return config
+
+
+@functools.lru_cache(maxsize=1024)
+def _binding_config(
+    grid: int, num_threads: int, smem_bytes: int, stream: int, begins_early: bool
+) -> Any:
+    config = cuda.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes, config.hStream = smem_bytes, cuda.CUstream(stream)
+    if begins_early:
+        attribute = cuda.CUlaunchAttribute()
+        attribute.id = cuda.CUlaunchAttributeID(_BEGIN_EARLY.id)
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 @functools.cache
 def _launch_function() -> Callable[..., int]:
     """Return the driver's ``cuLaunchKernelEx``, to be called with ready-made arguments.
 
-    Called this way it costs half of what the binding costs. The library is the one that the
-    binding has loaded, since there is a kernel.
+    The library is the one that the binding has loaded, since there is a kernel.
     """
     function: Callable[..., int] = ctypes.CDLL("libcuda.so.1")["cuLaunchKernelEx"]
     return function
+
+
+def _by_ctypes(launch: Launch, stream: int) -> Callable[[], object]:
+    """Return a call of the driver's function that launches, and returns 0."""
+    config = ctypes.byref(_config(*launch.shape, stream, launch.kernel.begins_early))
+    arguments = (config, launch.kernel.argument, ctypes.byref(launch.pointer), None)
+    return functools.partial(_launch_function(), *arguments)
+
+
+def _by_binding(launch: Launch, stream: int) -> Callable[[], object]:
+    """Return a call of the binding that launches, and returns (CUDA_SUCCESS,)."""
+    config = _binding_config(*launch.shape, stream, launch.kernel.begins_early)
+    arguments = (config, launch.kernel.function, ctypes.addressof(launch.pointer), 0)
+    return functools.partial(cuda.cuLaunchKernelEx, *arguments)
+
+
+# The way that launches go, and what a successful one returns; bench/probe_launch.py times both.
+_prepare, LAUNCHED = _by_ctypes, 0
 
 
 class Launch:
@@ -226,18 +260,15 @@ class Launch:
 
     ``params`` may be changed between launches; the driver copies it during the call. Not for
     several threads at once.
+
+    Attributes:
+        kernel: the kernel.
+        params: its parameters.
+        pointer: the array of one that points to them.
+        shape: CTAs, threads of a CTA, and bytes of its dynamic shared memory.
     """
 
-    __slots__ = (
-        "_arguments",
-        "_function",
-        "_grid",
-        "_num_threads",
-        "_pointer",
-        "_stream",
-        "kernel",
-        "params",
-    )
+    __slots__ = ("_call", "_stream", "kernel", "params", "pointer", "shape")
 
     def __init__(
         self, kernel: LoadedKernel, params: ctypes.Structure, grid: int, num_threads: int
@@ -245,13 +276,11 @@ class Launch:
         """Prepare launches of ``grid`` CTAs of ``num_threads`` threads."""
         self.kernel = kernel
         self.params = params
-        self._grid = grid
-        self._num_threads = num_threads
+        self.shape = grid, num_threads, kernel.smem_bytes
         # The driver wants an array of pointers to parameters; there is one.
-        self._pointer = ctypes.byref(ctypes.c_void_p(ctypes.addressof(params)))
+        self.pointer = ctypes.c_void_p(ctypes.addressof(params))
         self._stream = -1
-        self._arguments: tuple[Any, ...] = ()
-        self._function = _launch_function()
+        self._call: Callable[[], object]
 
     def __call__(self, stream: int) -> None:
         """Launch on ``stream``, a raw handle of the kernel's device.
@@ -259,28 +288,35 @@ class Launch:
         Raises:
             DriverError: the driver refused the launch.
         """
+        call = self._call if stream == self._stream else self.on(stream)
+        answer = call()
+        if answer != LAUNCHED:
+            self.try_again(answer)
+
+    def on(self, stream: int) -> Callable[[], object]:
+        """Return what launches on ``stream``; who calls it passes an answer to ``try_again``.
+
+        Only an answer other than ``LAUNCHED``, that is.
+        """
         if stream != self._stream:
-            self._turn_to(stream)
-        status = self._function(*self._arguments)
-        if status:
-            self._launch_in_context(_result(status))
+            self._call = _prepare(self, stream)
+            self._stream = stream
+        return self._call
 
-    def _turn_to(self, stream: int) -> None:
-        kernel = self.kernel
-        config = _config_argument(
-            self._grid, self._num_threads, kernel.smem_bytes, stream, kernel.begins_early
-        )
-        self._arguments = (config, kernel.argument, self._pointer, None)
-        self._stream = stream
+    def try_again(self, answer: object) -> None:
+        """Launch in the kernel's context if ``answer`` to the last call asks for one.
 
-    def _launch_in_context(self, status: Any) -> None:
+        Raises:
+            DriverError: the driver refused the launch.
+        """
         # A thread that has not touched CUDA yet has no context of its own.
+        status = _result(answer)
         no_context = (
             cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT,
             cuda.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED,
         )
         if status in no_context:
             with _context(self.kernel.device_index):
-                status = _result(self._function(*self._arguments))
+                status = _result(self._call())
         if status != _OK:
             raise DriverError(f"cannot launch {self.kernel.symbol}: {_describe(status)}")

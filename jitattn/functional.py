@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -99,5 +100,5 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: Pages, kv_layout: str) -> di
 
 @functools.lru_cache(maxsize=64)
 def _planner(config: PlannerConfig, device: torch.device) -> AttentionPlanner:
-    arguments = {name: getattr(config, name) for name in config.__slots__}
+    arguments = {field.name: getattr(config, field.name) for field in fields(config)}
     return AttentionPlanner(**arguments, device=device)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from jitattn.values import Value
 
-@dataclass(frozen=True, kw_only=True)
-class Knobs:
+
+class Knobs(Value):
     """One process's settings, as ``load()`` read them."""
 
     cache_dir: Path | None

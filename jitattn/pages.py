@@ -1,7 +1,7 @@
 """Page tables: values that hold their tensors, so that a layout needs no flag.
 
-A table has ``layout``, ``device``, ``batch_size`` and ``capacity(page_size)``, the most tokens that
-a request can have; the host knows it without reading the device.
+A table has ``layout``, ``device``, ``batch_size``, its ``tensors`` and ``capacity(page_size)``, the
+most tokens that a request can have; the host knows it without reading the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockTable(_Fixed):
             row b.
     """
 
-    __slots__ = ("layout", "rows", "table")
+    __slots__ = ("layout", "rows", "table", "tensors")
 
     def __init__(self, table: Tensor, *, rows: Tensor | None = None) -> None:
         """Hold ``table`` and ``rows``; nothing is copied.
@@ -67,6 +67,7 @@ class BlockTable(_Fixed):
             check_vector("rows", rows, device=table.device)
         self.table = table
         self.rows = rows
+        self.tensors = (table,) if rows is None else (table, rows)
         self.layout = PageTable.SHARED if table.dim() == 2 else PageTable.SEPARATE
 
     def __repr__(self) -> str:
@@ -99,7 +100,7 @@ class TokenTable(_Fixed):
             row b.
     """
 
-    __slots__ = ("layout", "rows", "slots")
+    __slots__ = ("layout", "rows", "slots", "tensors")
 
     def __init__(self, slots: Tensor, *, rows: Tensor | None = None) -> None:
         """Hold ``slots`` and ``rows``; nothing is copied.
@@ -115,6 +116,7 @@ class TokenTable(_Fixed):
             check_vector("rows", rows, device=slots.device)
         self.slots = slots
         self.rows = rows
+        self.tensors = (slots,) if rows is None else (slots, rows)
         self.layout = PageTable.TOKEN
 
     def __repr__(self) -> str:
@@ -147,7 +149,7 @@ class CsrPages(_Fixed):
         kv_indices: int32 [at least kv_indptr[-1]], page ids for K and V.
     """
 
-    __slots__ = ("kv_indices", "kv_indptr", "layout")
+    __slots__ = ("kv_indices", "kv_indptr", "layout", "tensors")
 
     def __init__(self, kv_indptr: Tensor, kv_indices: Tensor) -> None:
         """Hold both; nothing is copied.
@@ -169,6 +171,7 @@ class CsrPages(_Fixed):
             )
         self.kv_indptr = kv_indptr
         self.kv_indices = kv_indices
+        self.tensors = (kv_indptr, kv_indices)
         self.layout = PageTable.CSR
 
     def __repr__(self) -> str:
@@ -198,7 +201,7 @@ class RaggedKV(_Fixed):
             entry b + 1 bounds what request b may read.
     """
 
-    __slots__ = ("kv_indptr", "layout")
+    __slots__ = ("kv_indptr", "layout", "tensors")
 
     def __init__(self, kv_indptr: Tensor) -> None:
         """Hold ``kv_indptr``; nothing is copied.
@@ -209,6 +212,7 @@ class RaggedKV(_Fixed):
         """
         check_indptr("kv_indptr", kv_indptr)
         self.kv_indptr = kv_indptr
+        self.tensors = (kv_indptr,)
         self.layout = PageTable.RAGGED
 
     def __repr__(self) -> str:

@@ -218,6 +218,9 @@ _PAGES: dict[PageTable, type[ctypes.Structure]] = {
 TENSOR_MAP_BYTES = 128
 """Of a ``TensorMap``, which begins at a multiple of 64."""
 
+ATTENTION_OFFSET = 2 * TENSOR_MAP_BYTES
+"""Where ``AttentionParams`` begins in ``KernelParams``."""
+
 
 def _kernel_params(layout: PageTable) -> type[ctypes.Structure]:
     fields = (

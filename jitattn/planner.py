@@ -7,6 +7,7 @@ device to split the batch; ``run`` patches a struct and launches.
 from __future__ import annotations
 
 import operator
+from dataclasses import fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from jitattn import knobs, support
 from jitattn.binding import (
+    NO_BATCH,
     NO_LAYOUT,
+    Again,
     Batch,
+    BatchLayout,
     BoundCache,
     Call,
     Mask,
@@ -70,9 +74,9 @@ class _Arguments:
         def __getattr__(self, name: str) -> object: ...
 
 
-for _name in PlannerConfig.__slots__:
+for _field in fields(PlannerConfig):
     # A __getattr__ would slow down the reading of every attribute.
-    setattr(_Arguments, _name, property(operator.attrgetter(f"config.{_name}")))
+    setattr(_Arguments, _field.name, property(operator.attrgetter(f"config.{_field.name}")))
 
 
 class AttentionPlanner(_Arguments):
@@ -186,6 +190,8 @@ class AttentionPlanner(_Arguments):
         self._use_sinks = self.config.use_sinks
         self._use_custom_mask = self.config.use_custom_mask
         self._checks = knobs.load().check
+        self._batch_layout = NO_BATCH
+        self._kinds: dict[object, object] = {}
         self._kernels: KernelSet | None = None
         if self.backend == "cuda":
             from jitattn.cuda_backend import KernelSet
@@ -221,15 +227,21 @@ class AttentionPlanner(_Arguments):
             for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         ]
         k, v = view_caches(kv_cache, self.config, self.device)
-        kernels, tensor_maps = None, b""
+        kernels, tensor_maps = None, None
         if self._kernels is not None:
             kernels, tensor_maps = self._kernels.bind(k, v)
+        kind: object = (kernels, k.strides, v.strides)
+        if self.config.page_table == "ragged":
+            kind = object()  # its tokens are counted, and few come twice
+        else:
+            kind = self._kinds.setdefault(kind, kind)
         return BoundCache(
             self.config,
             self.device,
             k,
             v,
             kernels,
+            kind=kind,
             tensor_maps=tensor_maps,
             k_scale=scales[0],
             v_scale=scales[1],
@@ -264,21 +276,18 @@ class AttentionPlanner(_Arguments):
             TypeError, ValueError: an argument that doesn't fit the planner.
             CompileError: the batch needs the prefill kernel, which doesn't compile.
         """
-        _check_pages(pages, self.config, self.device)
-        check_vector("seq_lens", seq_lens, device=self.device)
-        batch_size = pages.batch_size
-        if seq_lens.shape[0] != batch_size:
-            raise ValueError(
-                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
-                "request of pages"
-            )
+        layout = self._batch_layout
+        if not layout.fits(pages, seq_lens):
+            # One that is read and replaced whole, since other threads plan, too.
+            layout = self._batch_layout = self._check_batch(pages, seq_lens)
         batch = Batch(
             pages,
-            batch_size,
+            layout.batch_size,
             seq_lens,
             qo_indptr,
-            max_kv_len=_kv_limit(pages, self.config, max_kv_len),
-            max_q_len=_query_limit(batch_size, self.device, qo_indptr, max_q_len),
+            _kv_limit(layout.capacity, max_kv_len),
+            _query_limit(layout.batch_size, self.device, qo_indptr, max_q_len),
+            layout,
         )
         if self._checks:
             check_lengths(batch, self.config)
@@ -289,12 +298,24 @@ class AttentionPlanner(_Arguments):
             backend = self._kernels.plan(self._workspace, batch)
         return Plan(self, batch, backend)
 
+    def _check_batch(self, pages: Pages, seq_lens: Tensor) -> BatchLayout:
+        _check_pages(pages, self.config, self.device)
+        check_vector("seq_lens", seq_lens, device=self.device)
+        batch_size = pages.batch_size
+        if seq_lens.shape[0] != batch_size:
+            raise ValueError(
+                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
+                "request of pages"
+            )
+        return BatchLayout(pages, seq_lens, pages.capacity(self.config.page_size or 1))
+
 
 class Plan:
     """A batch, split over the card. For one thread at a time, and one stream."""
 
     __slots__ = (
         "__weakref__",
+        "_again",
         "_backend",
         "_batch",
         "_checked_lens",
@@ -311,12 +332,13 @@ class Plan:
 
     def __init__(self, planner: AttentionPlanner, batch: Batch, backend: _Backend) -> None:
         """Made by ``AttentionPlanner.plan``."""
+        self._backend = backend
         self._planner = planner
         self._batch = batch
-        self._backend = backend
         # The last table that passed its checks, how the last tensors lay that did, and those that
         # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
         self._pages = batch.pages
+        self._again: Again | None = None
         self._q_layout = NO_LAYOUT
         self._out_is_like_q = False
         self._out_layout = self._new_out_layout = NO_LAYOUT
@@ -326,6 +348,9 @@ class Plan:
         self._checked_queries = (
             batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
         )
+
+    def __del__(self) -> None:
+        self._backend.give_back()
 
     def refresh(self) -> None:
         """Recompute the schedule from the tensors the plan was given, on the current stream."""
@@ -378,9 +403,38 @@ class Plan:
 
         Defined by: jitattn/reference.py::attention.
         """
-        planner = self._planner
+        is_plain = (
+            not return_lse and pages is lse is sinks is custom_mask is q_scale is out_scale is None  # type: ignore[comparison-overlap]
+        )
+        # Most calls of a step are like the one before, but for addresses.
+        if is_plain and self._again is not None:
+            done = self._again(q, kv, out)
+            if done is not None:
+                return done
+        self._again = None
         if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
+        call = self._checked_call(q, kv, pages, out, lse, return_lse, sinks, custom_mask)
+        self._backend.run(call)
+        if is_plain and (out is not None or self._out_is_like_q) and self._checked_lens is None:
+            self._again = self._backend.again(call)
+        if return_lse:
+            assert call.lse is not None
+            return call.out, call.lse
+        return call.out
+
+    def _checked_call(
+        self,
+        q: Tensor,
+        kv: BoundCache | KVCache,
+        pages: Pages | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+        sinks: Tensor | None,
+        custom_mask: CustomMask | None,
+    ) -> Call:
+        planner = self._planner
         if sinks is not None or planner._use_sinks:
             self._check_sinks(sinks)
         if not self._q_layout.fits(q):
@@ -402,13 +456,7 @@ class Plan:
         if self._checked_lens is not None and not _is_capturing(planner.device):
             check_queries(self._checked_queries, q.shape[0])
             check_page_ids(pages, self._checked_lens, self._checked_queries, kv, planner.config)
-        self._backend.run(
-            Call(q, self._q_layout, kv, pages, out, out_layout, lse, lse_layout, sinks, mask)
-        )
-        if return_lse:
-            assert lse is not None
-            return out, lse
-        return out
+        return Call(q, self._q_layout, kv, pages, out, out_layout, lse, lse_layout, sinks, mask)
 
     def _check_q(self, q: Tensor) -> None:
         planner, config = self._planner, self._planner.config
@@ -542,7 +590,11 @@ class _Backend(Protocol):
 
     def refresh(self) -> None: ...
 
+    def give_back(self) -> None: ...
+
     def run(self, call: Call) -> None: ...
+
+    def again(self, call: Call) -> Again | None: ...
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -588,8 +640,7 @@ def _check_pages(pages: Pages, config: PlannerConfig, device: torch.device) -> N
     check_device("pages", pages, device)
 
 
-def _kv_limit(pages: Pages, config: PlannerConfig, max_kv_len: int | None) -> int:
-    capacity = pages.capacity(config.page_size or 1)
+def _kv_limit(capacity: int, max_kv_len: int | None) -> int:
     if max_kv_len is None:
         return capacity
     return min(capacity, _count("max_kv_len", max_kv_len))

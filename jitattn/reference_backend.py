@@ -52,6 +52,13 @@ class ReferencePlan:
     def _q_len(self, request: int) -> int:
         return max(self._starts[request + 1] - self._starts[request], 0)
 
+    def give_back(self) -> None:
+        """Nothing is kept."""
+
+    def again(self, call: Call) -> None:
+        """Nothing is prepared."""
+        del call
+
     @torch.no_grad()
     def run(self, call: Call) -> None:
         """Compute a call that was checked.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum, StrEnum
 from typing import ClassVar
+
+from jitattn.values import Value
 
 
 class DType(StrEnum):
@@ -65,8 +67,7 @@ def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionSpec:
+class AttentionSpec(Value):
     """What the decode and the prefill kernel are both specialised on.
 
     Batch size, lengths, head counts, strides, window, scales and sinks are launch arguments.
@@ -107,7 +108,6 @@ class AttentionSpec:
         return {k: _plain(v) for k, v in asdict(self).items()} | {"symbol": self.symbol}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSpec(AttentionSpec):
     """The kernel of requests with few query rows; the group size only selects ``row_tile``."""
 
@@ -122,7 +122,6 @@ class DecodeSpec(AttentionSpec):
         return f"jitattn_decode_r{self.row_tile}_{self._suffix}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillSpec(AttentionSpec):
     """The kernel of requests with many query rows."""
 
@@ -135,8 +134,7 @@ class PrefillSpec(AttentionSpec):
         return f"jitattn_prefill_{self._suffix}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleSpec:
+class ScheduleSpec(Value):
     """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
 
     family: ClassVar[str] = "schedule"
@@ -152,8 +150,7 @@ class ScheduleSpec:
         return {"symbol": self.symbol}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergeSpec:
+class MergeSpec(Value):
     """The kernel that merges attention states of one dtype."""
 
     family: ClassVar[str] = "merge"

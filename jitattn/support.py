@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from jitattn.config import PlannerConfig
@@ -20,6 +20,7 @@ from jitattn.spec import (
     ScheduleSpec,
 )
 from jitattn.tiling import SMEM_LIMIT, row_tile_for, takes_boxes
+from jitattn.values import Value
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
 
@@ -39,8 +40,7 @@ TESTED_ON = {
 }
 
 
-@dataclass(frozen=True)
-class Support:
+class Support(Value):
     """The answer to "is this supported?": the kernel that serves it, or every reason why not."""
 
     supported: bool
@@ -48,13 +48,12 @@ class Support:
     reasons: list[str]
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(Value):
     """A range of supported planner arguments, the kernel that serves it, and where it was run."""
 
     kernel: str
     tested_on: str
-    fields: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, str]
 
 
 class Rule(NamedTuple):

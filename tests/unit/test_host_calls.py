@@ -10,6 +10,7 @@ import ctypes
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn import binding
 from jitattn.binding import NO_LAYOUT, RowLayout
-from jitattn.cuda_backend import CudaPlan
+from jitattn.cuda_backend import CudaPlan, _Part
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeCuda
 
@@ -284,22 +286,92 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.parametrize("given", ["all", "out", "none"])
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_call_after_good_ones_is_refused(cuda: FakeCuda, bad: str) -> None:
+def test_a_bad_call_after_good_ones_is_refused(cuda: FakeCuda, bad: str, given: str) -> None:
     planner = cuda.planner(**SHAPE)
     plan, kv = planner.plan(table(), LENS), planner.bind(cache())
-    good = {"out": queries(), "lse": torch.zeros(B, HQ), "pages": table()}
-    for _ in range(2):
+    possible = {"out": queries(), "lse": torch.zeros(B, HQ), "pages": table()}
+    good = {name: value for name, value in possible.items() if given in ("all", name)}
+    for _ in range(3):
         plan.run(queries(), kv, **good)
     num_launches = len(cuda.launches)
     change, message = BAD[bad]
+    q, changed = change(queries(), dict(possible))
+    arguments = {k: v for k, v in changed.items() if k in good or v is not possible.get(k)}
     for _ in range(2):
-        q, given = change(queries(), good)
         with pytest.raises(REFUSED, match=message):
-            plan.run(q, kv, **given)
+            plan.run(q, kv, **arguments)
+        assert len(cuda.launches) == num_launches
+        plan.run(queries(), kv, **good)
+        plan.run(queries(), kv, **good)
+        num_launches += 2
     assert len(cuda.launches) == num_launches
-    plan.run(queries(), kv, **good)
-    assert len(cuda.launches) == num_launches + 1
+
+
+@pytest.mark.parametrize("page_table", ["shared", "ragged"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_plain_calls_in_turn(cuda: FakeCuda, page_table: str, kv_dtype: str) -> None:
+    """Caches of several kinds, q and out that lie anywhere, and other calls in between."""
+    rng = random.Random(f"{page_table} {kv_dtype}")
+    is_ragged = page_table == "ragged"
+    planner = cuda.planner(
+        **SHAPE | {"page_table": page_table, "page_size": None if is_ragged else PAGE},
+        kv_dtype=kv_dtype,
+    )
+    dtype = getattr(torch, kv_dtype)
+    pages = jitattn.RaggedKV(OFFSETS[[0, 1, 3, 3]]) if is_ragged else table()
+    shapes = [(n, HKV, D) if is_ragged else (PAGES, PAGE, HKV, D) for n in (14, 14, 14, 20, 20, 17)]
+    caches = [
+        planner.bind(
+            tuple(torch.zeros(shape, dtype=dtype) for _ in "kv"),
+            k_scale=None if dtype is torch.bfloat16 else 1.0 + i,
+        )
+        for i, shape in enumerate(shapes)
+    ]
+    plan = planner.plan(pages, LENS)
+    outs = [queries() for _ in range(3)]
+    for i in range(200):
+        q = strided(rng, B, HQ, D) if rng.random() < 0.1 else queries()
+        out = strided(rng, B, HQ, D) if rng.random() < 0.1 else rng.choice(outs)
+        kv = caches[i % 6] if rng.random() < 0.9 else rng.choice(caches)
+        given = rng.choice(({"out": out}, {"out": out}, {}))
+        cuda.stream, cuda.device = rng.choice(((0, 0), (0, 0), (0, 0), (0, 1)))
+        if rng.random() < 0.1:
+            given |= {"lse": torch.zeros(B, HQ)}
+        del cuda.launches[:]
+        out = plan.run(q, kv, **given)
+        assert out is given.get("out", out)
+        assert (out.shape, out.is_contiguous() or "out" in given) == ((B, HQ, D), True)
+        fresh = planner.plan(pages, LENS)
+        fresh.run(q, kv, **given | {"out": out})
+        run, _, again = cuda.launches
+        assert own(run.params) == own(again.params)
+        assert (run.stream, run.devices) == (again.stream, again.devices)
+
+
+@pytest.mark.parametrize("has_guards", [True, False])
+def test_a_recogniser_knows_what_lies_alike(
+    monkeypatch: pytest.MonkeyPatch, has_guards: bool
+) -> None:
+    if not has_guards:
+        monkeypatch.setattr(binding, "_TensorGuards", None)
+    q, out = queries(), torch.zeros(B, HQ, 2 * D)[..., :D]
+    lie_alike = binding.recogniser((q, out))
+    assert lie_alike(queries(), torch.ones(B, HQ, 2 * D)[..., D:])
+    others = (
+        q[:2],
+        q.half(),
+        q.to("meta"),
+        torch.nn.Parameter(q),
+        torch.zeros(B, HQ + 1, D, dtype=torch.bfloat16)[:, :HQ],
+        q.unsqueeze(0),
+        q.to_sparse(),
+        None,
+        7,
+    )
+    assert not any(lie_alike(other, out) for other in others)
+    assert not any(lie_alike(q, other) for other in (out.contiguous(), out.double(), q, None))
 
 
 def test_outputs_must_fit_the_q_of_their_call(cuda: FakeCuda) -> None:
@@ -417,7 +489,59 @@ def test_plans_that_live_share_nothing(cuda: FakeCuda) -> None:
         plan.run(queries(), kv)
         assert bytes(cuda.last().params.attention.schedule) == scheduled
         schedules.add(scheduled)
-    assert len(schedules) == len({id(p._backend._parts[0]._sheet) for p in plans}) == len(plans)
+    assert len(schedules) == len({id(p._backend._parts[0]) for p in plans}) == len(plans)
+
+
+def memory_of(plan: jitattn.Plan) -> tuple[Tensor, ...]:
+    return tuple(part._memory for part in plan._backend._parts)
+
+
+def test_memory_goes_from_plan_to_plan_in_the_order_of_one_stream(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.stream)
+    monkeypatch.setattr(_Part, "record_stream", lambda part, stream: recorded.append(stream))
+    planner = cuda.planner(**SHAPE)
+    kept = planner.plan(table(), LENS)
+    (first,) = memory_of(plan := planner.plan(table(), LENS))
+    assert first is not memory_of(kept)[0]
+    plan.run(queries(), planner.bind(cache()))
+    del plan
+    (second,) = memory_of(plan := planner.plan(table(batch_size=2), LENS[:2]))
+    assert second is first
+    cuda.stream = 7
+    assert memory_of(planner.plan(table(), LENS))[0] is not first
+    plan.refresh()  # from now on stream 7 uses it, too
+    assert recorded == [7]
+    del plan
+    for cuda.stream in (7, 0):
+        assert memory_of(planner.plan(table(), LENS))[0] is not first
+
+
+def test_memory_of_a_workspace_that_has_grown_is_dropped(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan = planner.plan(table(), LENS)
+    (first,) = memory_of(plan)
+    del plan
+    cuda.workspaces[0].reserve(10**7, 10)
+    assert memory_of(planner.plan(table(), LENS))[0] is not first
+
+
+def test_a_planner_that_is_gone_leaves_no_memory(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan, kv, out = planner.plan(table(), LENS), planner.bind(cache()), queries()
+    for _ in range(3):
+        plan.run(queries(), kv, out=out)
+    memory = weakref.ref(memory_of(plan)[0])
+    gc.disable()
+    try:
+        del plan, kv
+        assert memory() is not None
+        del planner
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_plan_and_run_at_once(cuda: FakeCuda) -> None:

@@ -74,6 +74,29 @@ def test_the_configuration_is_that_of_the_binding(function: FakeFunction) -> Non
         assert function.configs[-1] == wanted
 
 
+@pytest.mark.parametrize("begins_early", [False, True])
+def test_the_binding_is_given_the_same(monkeypatch: pytest.MonkeyPatch, begins_early: bool) -> None:
+    ok = (binding.CUresult.CUDA_SUCCESS,)
+    seen = []
+    monkeypatch.setattr(KERNEL, "begins_early", begins_early)
+    monkeypatch.setattr(KERNEL, "function", "function", raising=False)
+    monkeypatch.setattr(binding, "cuLaunchKernelEx", lambda *given: seen.append(given) or ok)
+    params = Params()
+    launch = Launch(KERNEL, params, 132, 160)
+    assert driver._by_binding(launch, 2**47 + 16)() == ok
+    ((config, kernel, pointer, extra),) = seen
+    assert (kernel, extra) == ("function", 0)
+    assert ctypes.c_void_p.from_address(pointer).value == ctypes.addressof(params)
+    own = driver._config(*launch.shape, 2**47 + 16, begins_early)
+    size = ctypes.sizeof(driver._LaunchConfig)
+    given = driver._LaunchConfig.from_buffer_copy(ctypes.string_at(config.getPtr(), size))
+    size = ctypes.sizeof(driver._LaunchAttribute)
+    if begins_early:
+        assert ctypes.string_at(given.attributes, size) == ctypes.string_at(own.attributes, size)
+    given.attributes = own.attributes
+    assert bytes(given) == bytes(own)
+
+
 def test_a_kernel_that_waits_itself_begins_early(
     function: FakeFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:

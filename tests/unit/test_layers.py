@@ -15,7 +15,7 @@ import jitattn
 PACKAGE = Path(__file__).parents[2] / "jitattn"
 
 LAYERS = (
-    {"errors", "version"},
+    {"errors", "values", "version"},
     {"knobs"},
     {"spec", "config", "locks", "cache", "cubin", "nvrtc", "driver", "params"},
     {"support", "tiling"},
