@@ -23,7 +23,6 @@ from tests.cases import (
     E5M2,
     FP8_FAMILIES,
     SCALES,
-    TABLES,
     Case,
     of,
     twins_of,
@@ -31,20 +30,22 @@ from tests.cases import (
 from tests.gpu.device import DEVICE
 from tests.gpu.test_graphs import Layer, captured
 from tests.harness import (
+    HIGH_PAGES,
+    assert_dead_slots_do_not_count,
     assert_same,
     attend,
     check,
     check_addresses,
     expected,
     extras,
-    fill_dead_slots,
+    move_to_high_pages,
     plan_of,
     planner_for,
     run_case,
     same_bits,
 )
 from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
-from tests.layouts import attend_through, same_pages
+from tests.layouts import assert_same_through_every_table
 
 Q_LENS = (1, 5, 40)
 """One token, a few for the decode kernel at a group of two, and many for the prefill kernel."""
@@ -194,9 +195,7 @@ def test_every_table_layout(window_left: int, batch_invariant: bool) -> None:
     inputs = make_inputs(case, DEVICE)
     want = attend(inputs)
     check(case, *want, expected(inputs))
-    for table in TABLES:
-        planner = planner_for(replace(case, page_table=table), DEVICE)
-        assert_same(attend_through(inputs, planner, same_pages(inputs, table, stretch=3)), want)
+    assert_same_through_every_table(inputs, want)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -216,17 +215,12 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
 @pytest.mark.parametrize("window_left", [-1, 100])
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
 def test_c14_dead_slots(case: Case, window_left: int) -> None:
-    """NaN in every slot that no request owns, then Inf where there is one, 448 and 0."""
+    """Zeros in every slot that no request owns, then NaN, Inf where there is one, and 448."""
     case = replace(of(case, *PAIRS), window_left=window_left)
     inputs = make_inputs(case, DEVICE)
     assert all(bool(torch.isnan(cache.float()).any()) for cache in inputs.cache)
-    want = attend(inputs)
+    want = assert_dead_slots_do_not_count(inputs, math.nan, math.inf, 448.0)
     check(case, *want, expected(inputs))
-    poisoned = inputs.cache
-    for value in (math.inf, 448.0, 0.0):
-        inputs.cache = poisoned
-        fill_dead_slots(inputs, value)
-        assert_same(attend(inputs), want)
 
 
 @pytest.mark.parametrize("case", [*FP8_FAMILIES, *twins_of(E4M3)], ids=str)
@@ -260,25 +254,15 @@ def test_bytes_are_fp8(case: Case) -> None:
     assert_same(attend(inputs), want)
 
 
-HIGH = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**32 bytes
-
-
 @pytest.mark.parametrize("q_len", [1, 5, 32])
 @pytest.mark.parametrize("target", [3, 16])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
-    """The bf16 pool of head_dim 128 as one of bytes; request b holds page HIGH[b], then 2 + b."""
-    count = len(HIGH)
+    """The bf16 pool of head_dim 128 as one of bytes."""
+    count = len(HIGH_PAGES)
     case = replace(of(E4M3_D256, *[(q_len, 32)] * count), num_kv_heads=8, causal=False)
     q, k, v = address_probe(case, DEVICE, [target] * count)
     inputs = make_inputs(case, DEVICE, (q, k, v))
-    pool = large_pool.view(torch.uint8)
-    second = [2 + b for b in range(count)]
-    for i, dense in enumerate((k, v)):
-        pages = dense.view(torch.uint8).view(count, 2, 16, 8, 256)
-        pool[list(HIGH), i] = pages[:, 0]
-        pool[second, i] = pages[:, 1]
-    inputs.table = torch.tensor([HIGH, second], dtype=torch.int32, device=DEVICE).T.contiguous()
-    inputs.cache = pool
+    move_to_high_pages(inputs, large_pool.view(torch.uint8), k, v)
     found = check_addresses(inputs, attend(inputs)[0], [target] * count)
     assert found == q_len * count
 
