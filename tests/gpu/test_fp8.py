@@ -42,10 +42,10 @@ from tests.harness import (
     plan_of,
     planner_for,
     run_case,
-    same_bits,
 )
 from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
 from tests.layouts import assert_same_through_every_table
+from tests.scales import FORMS, V_SCALES, check_k_scale, check_v_scale, of_query_heads, scale_of
 
 Q_LENS = (1, 5, 40)
 """One token, a few for the decode kernel at a group of two, and many for the prefill kernel."""
@@ -110,57 +110,39 @@ def check_every_byte_of_k(case: Case, q_len: int) -> None:
 # --- C22: scales that are accepted and ignored ----------------------------------------------------
 
 
-def scale_of(form: str, scales: Sequence[float]) -> object:
-    """A scale of several KV heads in a form of `SCALES`; the forms of one number take the first."""
-    if form == "float":
-        return scales[0]
-    per_head = form.startswith("heads")
-    column = torch.tensor(scales if per_head else scales[:1], device=DEVICE)
-    if form == "heads-column":
-        return torch.stack((column * math.nan, column, column * math.nan), dim=1)[:, 1]
-    return column[0] if form == "0-d" else column
-
-
-FORMS = [form for form in SCALES if form is not None]
-
-
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
-@pytest.mark.parametrize("length", [40, 9000])
+@pytest.mark.parametrize("length", [40, 9000])  # 9000 tokens are split
 def test_c22_v_scale(case: Case, form: str, q_len: int, length: int) -> None:
-    """V is 1 everywhere: out is the scale of the KV head, to the bit. 9000 tokens are split."""
-    case = of(replace(case, group_size=2, num_kv_heads=4), (q_len, length))
-    q, k, v = uniform_probe(case, DEVICE)
-    inputs = make_inputs(replace(case, scales=None), DEVICE, (q, k, v.fill_(1.0)))
-    _, lse = attend(inputs)
-    for scales in ((1.0, 2.0, 4.0, 8.0), (0.5, 0.125, 1.0, 16.0), (0.0, 0.0, 2.0, 0.0)):
-        inputs.v_scale = scale_of(form, scales)
-        out, scaled_lse = attend(inputs)
-        want = torch.tensor(scales if form.startswith("heads") else scales[:1], device=DEVICE)
-        want = want.expand(4).repeat_interleave(2)[None, :, None].to(out.dtype)
-        assert torch.equal(out, want.expand_as(out))
-        assert same_bits(scaled_lse, lse)
+    check_v_scale(case, form, q_len, length, DEVICE)
 
 
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
 def test_c22_k_scale(case: Case, form: str, q_len: int) -> None:
-    """Two keys whose scores are 0 and 1 before scaling: lse = ln(1 + e^k_scale)."""
-    case = replace(case, group_size=2, num_kv_heads=4, sm_scale=0.5, causal=False)
-    case = of(case, (q_len, 2))
-    q, k, v = (x.float() for x in random_tokens(case, DEVICE))
-    q, k = torch.zeros_like(q), torch.zeros_like(k)
-    q[..., 3], k[1, :, 3] = 2.0, 1.0
-    tokens = q.to(getattr(torch, case.dtype)), *(x.to(codes(case, [0]).dtype) for x in (k, v))
-    inputs = make_inputs(replace(case, scales=None), DEVICE, tokens)
-    scales = (0.25, 0.125, 1.0, 7.0)
-    inputs.k_scale = scale_of(form, scales)
-    want = torch.tensor(scales if form.startswith("heads") else scales[:1], device=DEVICE)
-    want = want.expand(4).repeat_interleave(2).double().exp().log1p()
-    _, lse = attend(inputs)
-    torch.testing.assert_close(lse.double(), want.expand_as(lse), rtol=0, atol=1e-3)
+    check_k_scale(case, form, q_len, DEVICE)
+
+
+@on_the_device
+@pytest.mark.parametrize("form", ["0-d", "[1]", "heads", "heads-column"])
+@pytest.mark.parametrize("q_len", Q_LENS)
+def test_c22_a_scale_changed_between_replays_takes_effect(form: str, q_len: int) -> None:
+    """V is 1 everywhere: each replay's out is what v_scale holds then, to the bit."""
+    case = of(replace(E4M3, scales=None, group_size=2, num_kv_heads=4), (q_len, 40))
+    q, k, v = uniform_probe(case, DEVICE)
+    inputs = make_inputs(case, DEVICE, (q, k, v.fill_(1.0)))
+    inputs.v_scale = scale_of(form, V_SCALES[0], DEVICE)
+    assert isinstance(inputs.v_scale, Tensor)
+    layer = Layer.of(inputs)
+    graph = captured(layer)
+    for scales in V_SCALES:
+        inputs.v_scale.copy_(scale_of(form, scales, DEVICE))
+        layer.forget()
+        graph.replay()
+        want = of_query_heads(form, scales, DEVICE)[None, :, None].to(layer.out.dtype)
+        assert torch.equal(layer.out, want.expand_as(layer.out))
 
 
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
