@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from bench import ceilings, records, report
+from bench.cases import BASELINE, GROUPS, select
 from bench.ceilings import Ceilings
-from bench.contenders import Contender, JitAttn, Prepared, SkipError
+from bench.contenders import VARIANTS, Contender, Prepared, SkipError, all_variants
 from bench.oracle import Oracle
 from bench.rivals import all_rivals
 from bench.timing import GRAPH_BELOW_S, Call, L2Flush, L2Policy, Timer, Timing, l2_bytes, summarize
-from bench.workloads import Batch, Case, make_batch, num_copies, select
+from bench.workloads import Batch, Case, make_batch, num_copies
 
 
 class WrongError(Exception):
@@ -103,8 +105,8 @@ def bench_case(
             if entry.call is not None:
                 samples = timer.samples(entry.call)
                 entry.samples += [seconds / method.num_runs for seconds in samples]
-    same_bits = _same_bits(entries)
-    return [_finish(entry, same_bits) for entry in entries]
+    baseline = next((e.prepared.outs for e in entries if e.prepared and _is_baseline(e)), None)
+    return [_finish(entry, baseline) for entry in entries]
 
 
 def _set_up(
@@ -141,24 +143,23 @@ def _check(prepared: Prepared, calls: Sequence[Call], oracle: Oracle) -> float:
     return error
 
 
-def _same_bits(entries: Sequence[_Entry]) -> bool | None:
-    """Say whether the two page tables gave the same bits; None unless both ran."""
-    outs = [
-        entry.prepared.outs
-        for entry in entries
-        if entry.prepared is not None and entry.result.contender.startswith("jitattn-")
-    ]
-    return torch.equal(outs[0], outs[1]) if len(outs) == 2 else None
+def _is_baseline(entry: _Entry) -> bool:
+    return entry.result.contender == BASELINE
 
 
-def _finish(entry: _Entry, same_bits: bool | None) -> Result:
-    result = entry.result
-    if not entry.samples:
+def _finish(entry: _Entry, baseline: Tensor | None) -> Result:
+    result, prepared = entry.result, entry.prepared
+    if prepared is None or not entry.samples:
         return result
     facts = dict(result.facts)
-    if same_bits is not None and result.contender.startswith("jitattn-"):
-        facts["same_bits_for_both_tables"] = same_bits
+    if baseline is not None and _keeps_bits(result.contender):
+        facts["same_bits_as_shared"] = torch.equal(prepared.outs, baseline)
     return dataclasses.replace(result, timing=summarize(entry.samples), facts=facts)
+
+
+def _keeps_bits(name: str) -> bool:
+    variant = VARIANTS.get(name.removeprefix("jitattn-"))
+    return name != BASELINE and variant is not None and variant.keeps_bits
 
 
 def to_record(
@@ -181,6 +182,7 @@ def to_record(
         "decode",
         env,
         case=case.name,
+        group=case.group,
         contender=result.contender,
         status=result.status,
         reason=result.reason,
@@ -198,22 +200,25 @@ def to_record(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected cases; the exit status is 1 when an output was wrong."""
-    contenders = (*all_rivals(), JitAttn("shared"), JitAttn("separate"))
+    contenders: tuple[Contender, ...] = (*all_rivals(), *all_variants())
     options = _parse(argv, [contender.name for contender in contenders])
     if not torch.cuda.is_available():
         print("bench_decode needs a CUDA device", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = [c for c in contenders if c.name in options.contenders.split(",")]
+    cases = [case for case in select(options.cases) if _of_group(chosen, case)]
     env = records.environment({c.name: _version(c) for c in chosen})
     limits = ceilings.measure(device)
     report.print_head(env, limits)
     timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
     rows: list[tuple[Case, list[Result]]] = []
-    for case in select(options.cases):
+    for case in cases:
         method = choose_method(case, options.method, limits.read, options.runs, options.rounds)
         copies = num_copies(case, l2_bytes(device), options.runs) if method.num_runs > 1 else 1
-        results = bench_case(make_batch(case, copies, device), chosen, method, timer)
+        batch = make_batch(case, copies, device)
+        results = bench_case(batch, _of_group(chosen, case), method, timer)
+        del batch
         records.append_json(
             options.json, [to_record(r, case, method, limits, options.l2, env) for r in results]
         )
@@ -221,8 +226,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append((case, results))
         torch.cuda.empty_cache()
     if options.table:
-        report.print_table(rows, limits)
+        report.print_tables(rows, limits)
     return int(any(result.status == "wrong" for _, results in rows for result in results))
+
+
+def _of_group(contenders: Sequence[Contender], case: Case) -> list[Contender]:
+    """Return those that are measured on the cases of the group of ``case``."""
+    return [c for c in contenders if c.name in GROUPS[case.group].contenders]
 
 
 def _version(contender: Contender) -> str:

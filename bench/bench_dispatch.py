@@ -107,7 +107,7 @@ def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
 def flashinfer_operations(batch: Batch, *, use_tensor_cores: bool) -> list[Operation]:
     """Return the same of FlashInfer's decode wrapper, or raise SkipError."""
     rival = FlashInferFa2(use_tensor_cores=use_tensor_cores)
-    wrapper = rival.wrapper(batch.q.device)
+    wrapper = rival.wrapper(batch)
     make_plan = functools.partial(rival.plan, wrapper, batch)
     make_plan()
     return [

@@ -22,7 +22,7 @@ from torch import Tensor
 import jitattn
 from bench import records
 from bench.contenders import SkipError
-from bench.oracle import attend_token, relative_error
+from bench.oracle import attend, relative_error
 from bench.rivals import flashinfer
 from bench.timing import Call, L2Flush, L2Policy, Timer, Timing, summarize
 from bench.workloads import Batch, Case, make_batch
@@ -165,7 +165,7 @@ def _sample(inputs: Inputs, request: int) -> tuple[list[int], Tensor]:
     outs = []
     for row in rows:
         seen = kv_len - q_len + row + 1
-        outs.append(attend_token(inputs.q[begin + row : begin + row + 1], k[:seen], v[:seen]))
+        outs.append(attend(inputs.q[begin + row : begin + row + 1], k[:seen], v[:seen]))
     return [begin + row for row in rows], torch.cat(outs)
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
+from bench.cases import CASES, GROUPS, select
 from bench.contenders import Contender
 from bench.rivals import all_rivals
-from bench.workloads import CASES, Case, make_batch, select
+from bench.workloads import Case, make_batch
 
 
 def modules(cases: Sequence[Case], rivals: Sequence[Contender]) -> list[tuple[str, str]]:
@@ -29,7 +30,7 @@ def modules(cases: Sequence[Case], rivals: Sequence[Contender]) -> list[tuple[st
     for case in cases:
         for rival in rivals:
             key = rival.build_key(case)
-            if key is not None:
+            if key is not None and rival.name in GROUPS[case.group].contenders:
                 needed.setdefault(key, (rival.name, case.name))
     return list(needed.values())
 

@@ -14,17 +14,25 @@ from pathlib import Path
 
 import jitattn
 from bench.bench_dispatch import CASE as DISPATCH_CASE
-from bench.workloads import Case, PlannerArguments, select
+from bench.cases import GROUPS, select
+from bench.contenders import VARIANTS, JitAttn
+from bench.workloads import Case, PlannerArguments
 
 
 def configurations(cases: Sequence[Case], arch: str) -> list[PlannerArguments]:
-    """Return what the planners of ``cases`` are given, for both table layouts."""
+    """Return what the planners of ``cases`` are given, each once, without unsupported ones."""
     wanted = [
-        case.planner_arguments(page_table)
-        for case in (*cases, DISPATCH_CASE)
-        for page_table in ("shared", "separate")
+        variant.planner_arguments(case)
+        for case in cases
+        for name, variant in VARIANTS.items()
+        if JitAttn(name).name in GROUPS[case.group].contenders
     ]
-    return [arguments for arguments in wanted if jitattn.check_config(arch, **arguments).supported]
+    wanted += [DISPATCH_CASE.planner_arguments(table) for table in ("shared", "separate")]
+    return [
+        arguments
+        for i, arguments in enumerate(wanted)
+        if arguments not in wanted[:i] and jitattn.check_config(arch, **arguments).supported
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,9 @@ from bench.workloads import Batch
 from jitattn.reference import attention, gather
 
 _LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2}
-"""Largest relative error of a request, by cache dtype. Rounding an output to bfloat16 costs 2e-3;
-losing one of 8192 random keys 1e-2. Rivals quantise q and the probabilities to the cache's FP8."""
+"""Largest relative error of a query token, by cache dtype. Rounding an output to bfloat16 costs
+2e-3; losing one of 8192 random keys 1e-2. Rivals quantise q and the probabilities to the cache's
+FP8."""
 
 
 class Oracle:
@@ -23,11 +24,11 @@ class Oracle:
         self._expected: dict[int, Tensor] = {}
 
     def error(self, outs: Tensor) -> float:
-        """Return the largest relative error of a request in the first and the last copy.
+        """Return the largest relative error of a query token in the first and the last copy.
 
         Args:
-            outs: [num_copies, batch_size, num_qo_heads, head_dim]; what was never written should
-                hold NaN, which makes the error infinite.
+            outs: [num_copies, batch_size * q_len, num_qo_heads, head_dim]; what was never written
+                should hold NaN, which makes the error infinite.
         """
         copies = {0, self.batch.num_copies - 1}
         return max(relative_error(outs[copy], self._of(copy)) for copy in copies)
@@ -39,42 +40,49 @@ class Oracle:
 
 
 def reference(batch: Batch, copy: int) -> Tensor:
-    """Return [batch_size, num_qo_heads, head_dim] float64, a request at a time."""
+    """Return [batch_size * q_len, num_qo_heads, head_dim] float64, a request at a time."""
     case = batch.case
-    rows = []
-    for b, length in enumerate(case.seq_lens):
-        k, v = (gather(batch.kv[copy][:, i], batch.block_table[b], length) for i in (0, 1))
-        rows.append(attend_token(batch.q[copy, b : b + 1], k, v))
-    return torch.cat(rows)
+    caches = batch.tokens_first(copy)
+    queries = batch.q[copy].view(case.batch_size, case.q_len, *batch.q.shape[2:])
+    outs = []
+    for q, length, pages in zip(queries, case.seq_lens, batch.block_table, strict=True):
+        k, v = (gather(cache, pages, length) for cache in caches)
+        outs.append(attend(q, k, v, window_left=case.window_left, sinks=batch.sinks))
+    return torch.cat(outs)
 
 
-def attend_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what one query token sees of all keys, [1, num_qo_heads, head_dim] float64.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, window_left: int = -1, sinks: Tensor | None = None
+) -> Tensor:
+    """Return what the last query tokens of a request see, [q_len, num_qo_heads, head_dim] float64.
 
     Args:
-        q: [1, num_qo_heads, head_dim].
+        q: [q_len, num_qo_heads, head_dim].
         k: [kv_len, num_kv_heads, head_dim].
         v: likewise.
+        window_left: as of a planner.
+        sinks: [num_qo_heads] or None.
     """
     out, _ = attention(
         q,
         k,
         v,
-        [0, 1],
+        [0, q.shape[0]],
         [0, k.shape[0]],
         causal=True,
-        window_left=-1,
+        window_left=window_left,
         logits_soft_cap=0.0,
         sm_scale=q.shape[-1] ** -0.5,
+        sinks=sinks,
     )
     return out
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Return the largest |out - expected| / |expected| of a request; infinite where not finite.
+    """Return the largest |out - expected| / |expected| of a token; infinite where not finite.
 
     Args:
-        out: [batch_size, num_qo_heads, head_dim].
+        out: [num_tokens, num_qo_heads, head_dim].
         expected: like out, float64.
     """
     difference = (out.double() - expected).flatten(1).norm(dim=1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from bench.cases import BASELINE, GROUPS
 from bench.ceilings import Ceilings
 from bench.workloads import Case
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from bench.bench_decode import Result
 
 _OURS = "jitattn-"
-_WIDTH = 160
+_WIDTH = 200
 
 
 def console() -> Console:
@@ -50,63 +51,132 @@ def print_case(case: Case, method: str, results: Sequence[Result]) -> None:
     for result in results:
         if result.reason:
             out.print(f"    {result.contender}: {result.reason[:400]}", markup=False)
-        if result.facts.get("same_bits_for_both_tables") is False:
-            out.print(f"    {result.contender}: shared and separate tables differ in some bits")
+        if result.facts.get("same_bits_as_shared") is False:
+            out.print(f"    {result.contender}: some bits differ from jitattn-shared's")
 
 
-def best_rival_s(results: Sequence[Result]) -> float | None:
-    """Return the median of the fastest rival that was timed."""
-    times = [r.timing.median_s for r in results if r.timing and not r.contender.startswith(_OURS)]
-    return min(times, default=None)
+Rows = Sequence[tuple[Case, Sequence["Result"]]]
+
+
+def best_rival(results: Sequence[Result]) -> tuple[str, float] | None:
+    """Return name and median of the fastest rival that was timed."""
+    times = [
+        (result.timing.median_s, result.contender)
+        for result in results
+        if result.timing and not result.contender.startswith(_OURS)
+    ]
+    seconds, name = min(times, default=(None, ""))
+    return None if seconds is None else (name, seconds)
 
 
 def best_ours_s(results: Sequence[Result]) -> float | None:
     """Return jitattn's median: the shared table's where it was timed."""
-    for name in ("jitattn-shared", "jitattn-separate"):
-        for result in results:
-            if result.contender == name and result.timing:
-                return result.timing.median_s
-    return None
+    times = _times(results)
+    return times.get("jitattn-shared", times.get("jitattn-separate"))
 
 
-def print_table(rows: Sequence[tuple[Case, Sequence[Result]]], limits: Ceilings) -> None:
-    """Print every case: microseconds, bandwidth, share of the copy, ratio to the best rival."""
-    names = list(dict.fromkeys(result.contender for _, results in rows for result in results))
-    table = Table(title="decode, us; GB/s and ratios are those of jitattn with a shared table")
-    table.add_column("case", no_wrap=True)
-    for name in ("floor", *names, "GB/s", "% copy", "best rival / jitattn", "separate / shared"):
-        table.add_column(name, justify="right")
+def print_tables(rows: Rows, limits: Ceilings) -> None:
+    """Print a table for each group of cases, with geometric mean and lowest of its ratios."""
+    for group in dict.fromkeys(case.group for case, _ in rows):
+        of_group = [(case, results) for case, results in rows if case.group == group]
+        if GROUPS[group].has_rivals:
+            _print_beside_rivals(group, of_group, limits)
+        else:
+            _print_variants(group, of_group, limits)
+
+
+def _print_beside_rivals(group: str, rows: Rows, limits: Ceilings) -> None:
+    """Print microseconds, bandwidth, share of the copy, ratio to the best rival."""
+    names = _names(rows)
+    columns = ("GB/s", "% copy", "best rival", "rival / jitattn", "separate / shared")
+    table = _table(f"{group}: {GROUPS[group].title}, us", names, columns)
     for case, results in rows:
-        table.add_row(*_row(case, results, names, limits))
-    out = console()
-    out.print(table)
-    gains = [_ratio(best_rival_s(results), best_ours_s(results)) for _, results in rows]
-    known = [gain for gain in gains if gain is not None]
-    if known:
-        mean = statistics.geometric_mean(known)
-        out.print(f"best rival / jitattn: geometric mean {mean:.3f}, lowest {min(known):.3f}")
+        rival, ours, times = best_rival(results), best_ours_s(results), _times(results)
+        table.add_row(
+            *_measured(case, results, names, limits),
+            *_bandwidth(case, ours, limits),
+            rival[0] if rival else "-",
+            _text(_ratio(rival[1] if rival else None, ours)),
+            _text(_ratio(times.get("jitattn-separate"), times.get("jitattn-shared"))),
+        )
+    console().print(table)
+    gains = [
+        _ratio(rival[1], best_ours_s(results))
+        for _, results in rows
+        if (rival := best_rival(results))
+    ]
+    _print_mean(f"{group}: best rival / jitattn", gains)
 
 
-def _row(
+def _print_variants(group: str, rows: Rows, limits: Ceilings) -> None:
+    """Print microseconds and the time of each variant over the plain one's."""
+    names = _names(rows)
+    variants = [name for name in names if name != BASELINE]
+    ratios = [f"{_short(name)} / shared" for name in variants]
+    table = _table(f"{group}: {GROUPS[group].title}, us", names, ("GB/s", "% copy", *ratios))
+    for case, results in rows:
+        ours = _times(results).get(BASELINE)
+        table.add_row(
+            *_measured(case, results, names, limits),
+            *_bandwidth(case, ours, limits),
+            *(_text(_ratio(_times(results).get(name), ours)) for name in variants),
+        )
+    console().print(table)
+    for name, title in zip(variants, ratios, strict=True):
+        times = [_times(results) for _, results in rows]
+        costs = [_ratio(each.get(name), each.get(BASELINE)) for each in times]
+        _print_mean(f"{group}: {title}", costs)
+
+
+def _table(title: str, names: Sequence[str], columns: Sequence[str]) -> Table:
+    table = Table(title=title)
+    table.add_column("case", no_wrap=True)
+    for name in ("floor", *map(_short, names), *columns):
+        table.add_column(name, justify="right")
+    return table
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(_OURS)
+
+
+def _measured(
     case: Case, results: Sequence[Result], names: Sequence[str], limits: Ceilings
 ) -> list[str]:
-    times = {r.contender: r.timing.median_s for r in results if r.timing}
-    status = {r.contender: r.status for r in results}
-    cells = [case.name, f"{case.floor_s(limits.read) * 1e6:.1f}"]
-    for name in names:
-        cells.append(f"{times[name] * 1e6:.1f}" if name in times else status.get(name, "-"))
-    ours = best_ours_s(results)
-    if ours is None:
-        return [*cells, "-", "-", "-", "-"]
-    bandwidth = case.num_bytes / ours
-    separate = _ratio(times.get("jitattn-separate"), times.get("jitattn-shared"))
-    return [
-        *cells,
-        f"{bandwidth / 1e9:.0f}",
-        f"{100 * bandwidth / limits.copy:.1f}",
-        _text(_ratio(best_rival_s(results), ours)),
-        _text(separate),
+    """Return the cells of the case, its floor and every contender."""
+    times = _times(results)
+    status = {result.contender: result.status for result in results}
+    cells = [
+        f"{times[name] * 1e6:.1f}" if name in times else status.get(name, "-") for name in names
     ]
+    return [case.name, f"{case.floor_s(limits.read) * 1e6:.1f}", *cells]
+
+
+def _bandwidth(case: Case, seconds: float | None, limits: Ceilings) -> tuple[str, str]:
+    """Return GB/s and the percentage of the copy's."""
+    if seconds is None:
+        return "-", "-"
+    bandwidth = case.num_bytes / seconds
+    return f"{bandwidth / 1e9:.0f}", f"{100 * bandwidth / limits.copy:.1f}"
+
+
+def _print_mean(title: str, ratios: Sequence[float | None]) -> None:
+    known = [ratio for ratio in ratios if ratio is not None]
+    if known:
+        mean = statistics.geometric_mean(known)
+        console().print(
+            f"{title}: geometric mean {mean:.3f}, lowest {min(known):.3f}, "
+            f"highest {max(known):.3f}, {len(known)} cases"
+        )
+
+
+def _names(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(result.contender for _, results in rows for result in results))
+
+
+def _times(results: Sequence[Result]) -> dict[str, float]:
+    """Return the median of everyone who was timed."""
+    return {r.contender: r.timing.median_s for r in results if r.timing}
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

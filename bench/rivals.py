@@ -25,6 +25,7 @@ from bench.timing import Call
 from bench.workloads import Batch, Case
 
 _WORKSPACE_BYTES = 512 << 20
+_XQA_PAGE_SIZES = (16, 32, 64, 128)
 _FA3_LIBRARY = "_vllm_fa3_C.abi3.so"
 _ON_HOST = "on the host, before the clock starts"
 
@@ -68,21 +69,47 @@ class FlashInferFa2:
 
     def build_key(self, case: Case) -> Hashable | None:
         """Return what its module is compiled for; group and page size are run-time arguments."""
-        return self.name, case.head_dim, case.q_dtype, case.kv_dtype
+        if self._refusal(case):
+            return None
+        has_window = case.window_left >= 0
+        return self.name, case.head_dim, case.q_dtype, case.kv_dtype, has_window, case.use_sinks
 
-    def wrapper(self, device: torch.device) -> Any:
-        """Return FlashInfer's wrapper object."""
+    def _refusal(self, case: Case) -> str | None:
+        if self.use_tensor_cores:
+            return None
+        if case.q_len > 1:
+            return "fa2 on CUDA cores takes one query token a request"
+        return "fa2 on CUDA cores has no sinks" if case.use_sinks else None
+
+    def wrapper(self, batch: Batch) -> Any:
+        """Return FlashInfer's wrapper object, or raise SkipError."""
+        case, workspace = batch.case, _workspace(self.name, batch.q.device)
+        if reason := self._refusal(case):
+            raise SkipError(reason)
+        if case.use_sinks:  # the other wrappers drop sinks without a word
+            return flashinfer().BatchAttentionWithAttentionSinkWrapper(
+                workspace,
+                case.kv_layout,
+                backend="fa2",
+                q_data_type=batch.q.dtype,
+                kv_data_type=batch.kv.dtype,
+                head_dim_qk=case.head_dim,
+                head_dim_vo=case.head_dim,
+                window_left=case.window_left,
+            )
         return flashinfer().BatchDecodeWithPagedKVCacheWrapper(
-            _workspace(self.name, device),
-            "NHD",
-            use_tensor_cores=self.use_tensor_cores,
-            backend="fa2",
+            workspace, case.kv_layout, use_tensor_cores=self.use_tensor_cores, backend="fa2"
         )
 
     def plan(self, wrapper: Any, batch: Batch) -> None:
         """Plan ``batch``; it reads the lengths back to the host."""
         case = batch.case
+        only: dict[str, Any] = {"q_len_per_req": case.q_len} if case.q_len > 1 else {}
+        starts = []
+        if case.use_sinks:  # a wrapper for prefill
+            starts, only = [batch.qo_indptr], {"causal": True}
         wrapper.plan(
+            *starts,
             batch.kv_indptr,
             batch.kv_indices,
             batch.last_page_len,
@@ -90,17 +117,22 @@ class FlashInferFa2:
             case.num_kv_heads,
             case.head_dim,
             case.page_size,
+            window_left=case.window_left,
             q_data_type=batch.q.dtype,
             kv_data_type=batch.kv.dtype,
+            **only,
         )
 
     def prepare(self, batch: Batch) -> Prepared:
         """Compile and plan."""
-        wrapper = self.wrapper(batch.q.device)
+        wrapper = self.wrapper(batch)
         self.plan(wrapper, batch)
         outs = torch.empty_like(batch.q)
-        triples = zip(batch.q, batch.kv, outs, strict=True)
-        runs = tuple(functools.partial(wrapper.run, q, kv, out=out) for q, kv, out in triples)
+        extra = (batch.sinks, batch.case.head_dim**-0.5) if batch.case.use_sinks else ()
+        runs = tuple(
+            functools.partial(wrapper.run, q, kv, *extra, out=out)
+            for q, kv, out in zip(batch.q, batch.kv, outs, strict=True)
+        )
         return Prepared(runs=runs, outs=outs, facts={"planned": _ON_HOST})
 
 
@@ -115,15 +147,21 @@ class FlashInferXqa:
 
     def build_key(self, case: Case) -> Hashable | None:
         """Return what its module is compiled for."""
-        return self.name, case.head_dim, case.kv_dtype, case.page_size, case.group_size
+        if case.page_size not in _XQA_PAGE_SIZES:
+            return None
+        has_window = case.window_left >= 0
+        shape = case.head_dim, case.kv_dtype, case.page_size, case.group_size
+        return self.name, *shape, has_window, case.q_len
 
     def prepare(self, batch: Batch) -> Prepared:
         """Copy the pools into HND order; the first run compiles."""
         decode = flashinfer().decode.trtllm_batch_decode_with_kv_cache
         case = batch.case
-        if case.page_size not in (16, 32, 64, 128):
+        if case.page_size not in _XQA_PAGE_SIZES:
             raise SkipError(f"XQA has no page size {case.page_size}")
-        pools = batch.kv.transpose(-3, -2).contiguous()  # [copies, pages, 2, heads, page, dim]
+        pools = batch.kv  # [copies, pages, 2, heads, page, dim]
+        if case.kv_layout == "NHD":
+            pools = pools.transpose(-3, -2).contiguous()
         outs = torch.empty_like(batch.q)
         workspace = _workspace(self.name, batch.q.device)
 
@@ -138,13 +176,27 @@ class FlashInferXqa:
                 max(case.seq_lens),
                 bmm1_scale=case.head_dim**-0.5,
                 bmm2_scale=1.0,
-                out=out,
+                window_left=case.window_left,
+                sinks=batch.sinks,
+                out=out.unflatten(0, (-1, case.q_len)) if case.q_len > 1 else out,
                 kv_layout="HND",
+                q_len_per_req=case.q_len,
+                mask=_causal_mask(batch) if case.q_len > 1 else None,
                 backend="xqa",
             )
             for q, pool, out in zip(batch.q, pools, outs, strict=True)
         )
         return Prepared(runs=runs, outs=outs, facts={"planned": "nothing to plan"})
+
+
+def _causal_mask(batch: Batch) -> Tensor:
+    """Return XQA's mask among the query tokens of a request: bit j of row i says that i sees j.
+
+    Rows are padded to 32 bits; [batch_size, q_len, 2] uint16 for up to 15 query tokens.
+    """
+    q_len = batch.case.q_len
+    rows = torch.tensor([[(2 << i) - 1, 0] for i in range(q_len)], device=batch.q.device)
+    return rows.to(torch.int16).repeat(batch.case.batch_size, 1, 1).view(torch.uint16)
 
 
 class FlashAttention3:
@@ -167,17 +219,17 @@ class FlashAttention3:
         if case.kv_dtype != case.q_dtype:
             raise SkipError("FlashAttention-3 wants q and cache of one dtype")
         ops = torch.ops._vllm_fa3_C
-        qo_indptr = torch.arange(case.batch_size + 1, dtype=torch.int32, device=batch.q.device)
         outs = torch.empty_like(batch.q)
+        sinks = None if batch.sinks is None else batch.sinks.bfloat16()  # the one dtype it takes
         metadata: list[Tensor] = []
 
         def plan() -> None:
-            metadata[:] = [_fa3_schedule(ops, batch, qo_indptr)]
+            metadata[:] = [_fa3_schedule(ops, batch)]
 
         def run(copy: int) -> Call:
-            q, k, v = batch.q[copy], batch.kv[copy][:, 0], batch.kv[copy][:, 1]
-            out = outs[copy]
-            return lambda: _fa3_forward(ops, batch, q, k, v, out, qo_indptr, metadata[0])
+            q, out = batch.q[copy], outs[copy]
+            k, v = batch.tokens_first(copy)
+            return lambda: _fa3_forward(ops, batch, q, k, v, out, sinks, metadata[0])
 
         plan()
         runs = tuple(run(copy) for copy in range(batch.num_copies))
@@ -208,17 +260,22 @@ def _load_fa3(library: Path) -> str:
         return "vllm build, sha256 " + hashlib.sha256(library.read_bytes()).hexdigest()[:12]
 
 
-def _fa3_schedule(ops: Any, batch: Batch, qo_indptr: Tensor) -> Tensor:
+def _fa3_window(case: Case) -> tuple[int, int]:
+    """Return how far a query token sees to its left and right; -1 is without end."""
+    return (case.window_left, 0) if case.window_left >= 0 else (-1, -1)
+
+
+def _fa3_schedule(ops: Any, batch: Batch) -> Tensor:
     """Split the work on the device, with the arguments that `_fa3_forward` repeats."""
     case = batch.case
     none = None
     schedule: Tensor = ops.get_scheduler_metadata(
-        case.batch_size, 1, max(case.seq_lens), case.num_qo_heads, case.num_kv_heads,
+        case.batch_size, case.q_len, max(case.seq_lens), case.num_qo_heads, case.num_kv_heads,
         case.head_dim, case.head_dim, batch.q.dtype, batch.seq_lens,
-        qo_indptr, none, none, none,  # cu_seqlens of q, k and new k; seqused_q
+        batch.qo_indptr, none, none, none,  # cu_seqlens of q, k and new k; seqused_q
         none,  # leftpad
         case.page_size, 0, True,  # page size, new keys, causal
-        -1, -1, False,  # window, soft cap
+        *_fa3_window(case), False,  # window, soft cap
         0, none, 0,  # splits: as it likes; pack the group: as it likes; all SMs
     )  # fmt: skip
     return schedule
@@ -231,18 +288,18 @@ def _fa3_forward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    qo_indptr: Tensor,
+    sinks: Tensor | None,
     metadata: Tensor,
 ) -> None:
     case = batch.case
     none = None
     ops.fwd(
         q, k, v, none, none, none,  # no new keys and values, no q_v
-        out, qo_indptr, none, none,  # cu_seqlens of q, k, new k
-        none, batch.seq_lens, 1, max(case.seq_lens), batch.block_table,
+        out, batch.qo_indptr, none, none,  # cu_seqlens of q, k, new k
+        none, batch.seq_lens, case.q_len, max(case.seq_lens), batch.block_table,
         none, none, none, none, none,  # batch index, leftpad, rotary
         none, none, none,  # scales
-        case.head_dim**-0.5, True, -1, -1, 0.0, True,  # causal, window, soft cap, rotary order
+        case.head_dim**-0.5, True, *_fa3_window(case), 0.0, True,  # causal, cap, rotary order
         metadata, 0, none, 0,  # splits, packing, SMs: as in the schedule
-        none, 1, 0, none,  # sinks, context parallelism
+        sinks, 1, 0, none,  # context parallelism
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Named workloads: the shapes, the bytes they must move, and inputs with pages in random order.
+"""Workloads: the shapes, the bytes they must move, and inputs with pages in random order.
 
 A `Case` is plain numbers and needs no device. `make_batch` turns it into tensors: one pool of pages
 per copy, where a copy stands for one layer, so that runs over the copies in turn find a cold cache.
@@ -7,10 +7,9 @@ per copy, where a copy stands for one layer, so that runs over the copies in tur
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import itertools
 import math
-import random
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypedDict
@@ -30,12 +29,17 @@ class PlannerArguments(TypedDict):
     page_size: int
     q_dtype: str
     kv_dtype: str
+    kv_layout: str
     page_table: str
+    window_left: int
+    use_sinks: bool
+    batch_invariant: bool
+    early_kv: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One decode batch: a query token for each request."""
+    """One decode batch: ``q_len`` query tokens for each request, the last tokens it has."""
 
     name: str
     seq_lens: tuple[int, ...]
@@ -45,7 +49,11 @@ class Case:
     page_size: int
     q_dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
-    group: str = "figures"  # what `select` knows it by, besides its name
+    kv_layout: str = "NHD"
+    window_left: int = -1
+    use_sinks: bool = False
+    q_len: int = 1
+    group: str = "figures"  # of `bench.cases.GROUPS`
 
     @property
     def batch_size(self) -> int:
@@ -63,22 +71,47 @@ class Case:
         return tuple(-(-length // self.page_size) for length in self.seq_lens)
 
     @property
+    def seen_per_seq(self) -> tuple[int, ...]:
+        """Tokens of each request that a query token sees."""
+        if self.window_left < 0:
+            return self.seq_lens
+        return tuple(min(length, self.window_left + self.q_len) for length in self.seq_lens)
+
+    @property
+    def dead_pages_per_seq(self) -> tuple[int, ...]:
+        """Pages of each request that lie wholly before its window."""
+        pairs = zip(self.seq_lens, self.seen_per_seq, strict=True)
+        return tuple((length - seen) // self.page_size for length, seen in pairs)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a pool: the live ones, and one that stands for all dead ones."""
+        dead = self.dead_pages_per_seq
+        return sum(self.pages_per_seq) - sum(dead) + int(any(dead))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.kv_dtype]
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that must be read; page tails don't count."""
-        per_token = 2 * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.kv_dtype]
-        return sum(self.seq_lens) * per_token
+        return sum(self.seen_per_seq) * self.token_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes that any implementation must move: K, V and q read, out written."""
-        rows = self.batch_size * self.num_qo_heads * self.head_dim
+        rows = self.batch_size * self.q_len * self.num_qo_heads * self.head_dim
         return self.kv_bytes + 2 * rows * _ITEM_BYTES[self.q_dtype]
 
     def floor_s(self, bytes_per_s: float) -> float:
         """Return the seconds that the bytes alone take."""
         return self.num_bytes / bytes_per_s
 
-    def planner_arguments(self, page_table: str) -> PlannerArguments:
+    def planner_arguments(
+        self, page_table: str, *, batch_invariant: bool = False, early_kv: bool = False
+    ) -> PlannerArguments:
         """Return the arguments of `jitattn.AttentionPlanner` for this case."""
         return PlannerArguments(
             num_qo_heads=self.num_qo_heads,
@@ -87,89 +120,17 @@ class Case:
             page_size=self.page_size,
             q_dtype=self.q_dtype,
             kv_dtype=self.kv_dtype,
+            kv_layout=self.kv_layout,
             page_table=page_table,
+            window_left=self.window_left,
+            use_sinks=self.use_sinks,
+            batch_invariant=batch_invariant,
+            early_kv=early_kv,
         )
 
     def tiny(self) -> Case:
         """Return the smallest batch that makes a contender compile what this case needs."""
-        return dataclasses.replace(self, seq_lens=(2 * self.page_size,))
-
-
-def ragged_lens(
-    batch_size: int, *, low: int = 128, high: int = 16384, seed: int = 0
-) -> tuple[int, ...]:
-    """Return lengths that are log-uniform between ``low`` and ``high``; a seed fixes them."""
-    rng = random.Random(seed)
-    low_log2, high_log2 = math.log2(low), math.log2(high)
-    return tuple(int(2 ** rng.uniform(low_log2, high_log2)) for _ in range(batch_size))
-
-
-def _case(batch: str, heads: str, head_dim: int, page_size: int, **other: str) -> Case:
-    """Read "B64x2k" or "B64ragged" and "32/8"; the name repeats every number."""
-    num_qo_heads, num_kv_heads = (int(part) for part in heads.split("/"))
-    count, _, length = batch.removeprefix("B").partition("x")
-    if length:
-        seq_lens = (int(length.removesuffix("k")) * 1024,) * int(count)
-    else:
-        seq_lens = ragged_lens(int(count.removesuffix("ragged")))
-    name = f"{batch}-h{num_qo_heads}_{num_kv_heads}-d{head_dim}-p{page_size}"
-    if "kv_dtype" in other:
-        name += f"-{other['kv_dtype'].removeprefix('float8_')}"
-    return Case(
-        name=name,
-        seq_lens=seq_lens,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        **other,
-    )
-
-
-# The rows that decide; "figures" names the 16-bit ones, "fp8" those with an 8-bit cache.
-CASES = (
-    _case("B1x8k", "32/8", 128, 16),
-    _case("B1x128k", "32/8", 128, 16),
-    _case("B16x2k", "32/8", 128, 16),
-    _case("B64x2k", "32/8", 128, 16),
-    _case("B64x8k", "32/8", 128, 16),
-    _case("B256x1k", "32/8", 128, 16),
-    _case("B64ragged", "32/8", 128, 16),
-    _case("B64ragged", "32/8", 128, 64),
-    _case("B64x4k", "8/1", 128, 16),
-    _case("B32x4k", "32/32", 128, 16),
-    _case("B64x4k", "64/8", 64, 16),
-    _case("B64x4k", "16/8", 256, 16),
-    _case("B64x8k", "32/8", 128, 16, kv_dtype="float8_e4m3fn", group="fp8"),
-    # Small batches, other groups and page sizes.
-    _case("B1x1k", "32/8", 128, 16, group="more"),
-    _case("B8x4k", "32/8", 128, 16, group="more"),
-    _case("B128x2k", "8/1", 128, 16, group="more"),
-    _case("B16x4k", "32/4", 128, 16, group="more"),
-    _case("B32x32k", "64/8", 64, 16, group="more"),
-    *(_case("B64x2k", "32/8", 128, page_size, group="more") for page_size in (1, 8, 32, 64, 128)),
-)
-
-
-def select(patterns: str, cases: Iterable[Case] = CASES) -> list[Case]:
-    """Return the cases that a comma-separated list of groups and name patterns picks, in order.
-
-    Raises:
-        ValueError: a pattern picks nothing.
-    """
-    cases = list(cases)
-    picked: set[str] = set()
-    for pattern in patterns.split(","):
-        names = {
-            case.name
-            for case in cases
-            if case.group == pattern or fnmatch.fnmatchcase(case.name, pattern)
-        }
-        if not names:
-            known = ", ".join(case.name for case in cases)
-            raise ValueError(f"no case matches {pattern!r}; groups: figures, fp8, more; {known}")
-        picked |= names
-    return [case for case in cases if case.name in picked]
+        return dataclasses.replace(self, seq_lens=(max(2 * self.page_size, 2 * self.q_len),))
 
 
 def num_copies(case: Case, cache_bytes: int, num_runs: int) -> int:
@@ -183,13 +144,17 @@ class Batch:
     """The tensors of one case. The tables serve every copy; q and the pools differ.
 
     Attributes:
-        q: [num_copies, batch_size, num_qo_heads, head_dim].
-        kv: [num_copies, num_pages, 2, page_size, num_kv_heads, head_dim], kv_dtype.
-        block_table: [batch_size, max_pages_per_seq] int32; 0 past the last page.
+        q: [num_copies, batch_size * q_len, num_qo_heads, head_dim].
+        kv: [num_copies, num_pages, 2, page_size, num_kv_heads, head_dim], kv_dtype; with "HND"
+            heads come before the tokens of a page.
+        block_table: [batch_size, max_pages_per_seq] int32; 0 past the last page. All pages wholly
+            before a window are one page, as in an engine that has freed them.
         kv_indptr: [batch_size + 1] int32; offsets into kv_indices.
-        kv_indices: [num_pages] int32, a random order of all pages.
+        kv_indices: int32, the pages of all requests, in a random order.
         last_page_len: [batch_size] int32.
         seq_lens: [batch_size] int32.
+        qo_indptr: [batch_size + 1] int32; rows of q that start each request.
+        sinks: [num_qo_heads] float32, exact in bfloat16, or None.
     """
 
     case: Case
@@ -200,18 +165,27 @@ class Batch:
     kv_indices: Tensor
     last_page_len: Tensor
     seq_lens: Tensor
+    qo_indptr: Tensor
+    sinks: Tensor | None
 
     @property
     def num_copies(self) -> int:
         """Pools, each with its own queries."""
         return self.q.shape[0]
 
+    def tokens_first(self, copy: int) -> tuple[Tensor, Tensor]:
+        """Return K and V, each a view [num_pages, page_size, num_kv_heads, head_dim]."""
+        pool = self.kv[copy]
+        if self.case.kv_layout == "HND":
+            pool = pool.transpose(-3, -2)
+        return pool[:, 0], pool[:, 1]
+
     def separate_table(self) -> Tensor:
         """Return [batch_size, 2, max_pages_per_seq]: the same pages for `separate_pool`."""
         return torch.stack((2 * self.block_table, 2 * self.block_table + 1), dim=1)
 
     def separate_pool(self, copy: int) -> Tensor:
-        """Return [2 * num_pages, page_size, num_kv_heads, head_dim]: K pages even, V pages odd."""
+        """Return [2 * num_pages, ...] with the dimensions of a page: K pages even, V pages odd."""
         return self.kv[copy].flatten(0, 1)
 
 
@@ -224,13 +198,7 @@ def make_batch(case: Case, copies: int, device: torch.device, *, seed: int = 0) 
         device: where the tensors live.
         seed: fixes every value and the order of the pages on one device type.
     """
-    pages = case.pages_per_seq
-    num_pages = sum(pages)
-    starts = [0, *itertools.accumulate(pages)]
-    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
-    table = torch.zeros(case.batch_size, max(pages), dtype=torch.int32)
-    for b, (start, stop) in enumerate(itertools.pairwise(starts)):
-        table[b, : stop - start] = order[start:stop]
+    table = _block_table(case, seed)
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def values(*shape: int, dtype: str) -> Tensor:
@@ -241,15 +209,43 @@ def make_batch(case: Case, copies: int, device: torch.device, *, seed: int = 0) 
     def ints(data: Iterable[int]) -> Tensor:
         return torch.tensor(list(data), dtype=torch.int32, device=device)
 
-    token = (case.num_kv_heads, case.head_dim)
-    q_shape = (copies, case.batch_size, case.num_qo_heads, case.head_dim)
+    page = (case.page_size, case.num_kv_heads)
+    page = page[::-1] if case.kv_layout == "HND" else page
+    q_shape = (copies, case.batch_size * case.q_len, case.num_qo_heads, case.head_dim)
+    rows = zip(table, case.pages_per_seq, strict=True)
     return Batch(
         case=case,
         q=values(*q_shape, dtype=case.q_dtype),
-        kv=values(copies, num_pages, 2, case.page_size, *token, dtype=case.kv_dtype),
+        kv=values(copies, case.num_pages, 2, *page, case.head_dim, dtype=case.kv_dtype),
         block_table=table.to(device),
-        kv_indptr=ints(starts),
-        kv_indices=order.to(device, torch.int32),
+        kv_indptr=ints([0, *itertools.accumulate(case.pages_per_seq)]),
+        kv_indices=torch.cat([row[:num_pages] for row, num_pages in rows]).to(device),
         last_page_len=ints((length - 1) % case.page_size + 1 for length in case.seq_lens),
         seq_lens=ints(case.seq_lens),
+        qo_indptr=ints(range(0, (case.batch_size + 1) * case.q_len, case.q_len)),
+        sinks=_sinks(case, seed).to(device) if case.use_sinks else None,
     )
+
+
+def _block_table(case: Case, seed: int) -> Tensor:
+    """Return [batch_size, max_pages_per_seq] int32: live pages in a random order."""
+    order = torch.randperm(case.num_pages, generator=torch.Generator().manual_seed(seed))
+    table = torch.zeros(case.batch_size, max(case.pages_per_seq), dtype=torch.int32)
+    start = 0
+    for b, (pages, dead) in enumerate(
+        zip(case.pages_per_seq, case.dead_pages_per_seq, strict=True)
+    ):
+        table[b, :dead] = order[-1]
+        table[b, dead:pages] = order[start : start + pages - dead]
+        start += pages - dead
+    return table
+
+
+def _sinks(case: Case, seed: int) -> Tensor:
+    """Return sinks that weigh about as much as all keys, so that leaving them out is wrong.
+
+    Scores are normal, so that the sum over n keys of their exponentials is about n * exp(1/2).
+    """
+    noise = torch.randn(case.num_qo_heads, generator=torch.Generator().manual_seed(seed))
+    level = math.log(statistics.mean(case.seen_per_seq)) + 0.5
+    return (level + 0.5 * noise).bfloat16().float()

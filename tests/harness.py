@@ -229,6 +229,62 @@ def fill_dead_slots(inputs: Inputs, value: float) -> None:
     )
 
 
+def assert_dead_slots_do_not_count(inputs: Inputs, *poisons: float) -> Result:
+    """Whatever fills the slots that no request owns: the bits with zeros there, which it returns.
+
+    They hold NaN when this begins.
+    """
+    poisoned = inputs.cache
+    assert any(bool(torch.isnan(cache.float()).any()) for cache in poisoned)
+    fill_dead_slots(inputs, 0.0)
+    want = attend(inputs)
+    assert bool(torch.isfinite(want[0]).all())
+    for poison in poisons:
+        inputs.cache = poisoned
+        fill_dead_slots(inputs, poison)
+        assert_same(attend(inputs), want)
+    return want
+
+
+def assert_dead_tokens_do_not_count(inputs: Inputs, dead: range, poison: float) -> None:
+    """Tokens ``dead`` of the only request have left its window: what they hold changes no bit."""
+    size = inputs.case.page_size
+    positions = torch.arange(dead.start, dead.stop, device=inputs.device)
+    pages = inputs.table[0].long()[positions // size]
+    results = []
+    for value in (0.0, poison):
+        for cache in inputs.cache:
+            cache[pages, positions % size] = value
+        results.append(attend(inputs))
+    assert_same(results[1], results[0])
+    check(inputs.case, *results[1], expected(inputs))
+
+
+HIGH_PAGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)
+"""65,536 pages of the large pool are 2**31 elements in 16 bits, and 2**32 bytes."""
+
+
+def move_to_high_pages(inputs: Inputs, pool: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put requests of two pages into ``pool``: request b has page HIGH_PAGES[b], then 2 + b.
+
+    Args:
+        inputs: one request of 32 tokens for each of HIGH_PAGES.
+        pool: [131_074, 2, 16, num_kv_heads, head_dim], K and V interleaved.
+        k: the stored tokens of all requests, in bytes of the pool's dtype.
+        v: likewise.
+    """
+    count = len(HIGH_PAGES)
+    second = range(2, 2 + count)
+    for i, dense in enumerate((k, v)):
+        pages = dense.view(pool.dtype).view(count, 2, *pool.shape[2:])
+        pool[list(HIGH_PAGES), i] = pages[:, 0]
+        pool[list(second), i] = pages[:, 1]
+    ids = torch.tensor([HIGH_PAGES, second], dtype=torch.int32, device=inputs.device)
+    inputs.table = ids.T.contiguous()
+    inputs.garbage = torch.zeros_like(inputs.table, dtype=torch.bool)
+    inputs.cache = pool
+
+
 @contextmanager
 def forbid_waiting() -> Iterator[None]:
     """Make torch raise when something copies to the host or waits for the device."""

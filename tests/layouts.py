@@ -9,8 +9,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.pages import Pages
-from tests.cases import Case
-from tests.harness import extras, plan_of
+from tests.cases import TABLES, Case
+from tests.harness import Result, assert_same, extras, plan_of, planner_for
 from tests.inputs import Inputs
 
 
@@ -59,6 +59,15 @@ def attend_through(
     plan = plan_of(inputs, planner, pages)
     kv = inputs.bind(planner)
     return plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
+
+
+def assert_same_through_every_table(inputs: Inputs, want: Result) -> None:
+    """The same logical pages through every table, at any column stride, give the bits ``want``."""
+    for table in TABLES:
+        planner = planner_for(replace(inputs.case, page_table=table), inputs.device)
+        for stretch in (1, 3):
+            pages = same_pages(inputs, table, stretch=stretch)
+            assert_same(attend_through(inputs, planner, pages), want)
 
 
 def ragged_inputs(inputs: Inputs) -> Inputs:

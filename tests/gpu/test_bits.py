@@ -20,7 +20,6 @@ from tests.cases import (
     EVERY_LAYOUT,
     RAGGED,
     SOFT_CAP,
-    TABLES,
     TWINS,
     WIDE,
     Case,
@@ -28,7 +27,7 @@ from tests.cases import (
 from tests.gpu.device import DEVICE
 from tests.harness import Result, assert_same, attend, check, expected, planner_for, same_bits
 from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
-from tests.layouts import attend_through, same_pages
+from tests.layouts import assert_same_through_every_table
 
 LENGTHS = (4097, 1, 0, 16, 255, 12000, 33)
 
@@ -42,7 +41,6 @@ def bits_of(case: Case) -> tuple[Inputs, Result]:
 @pytest.mark.parametrize("window_left", [-1, 500])
 @pytest.mark.parametrize("case", TWINS, ids=str)
 def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool) -> None:
-    """The same logical pages through every table, at any column stride."""
     case = replace(
         case,
         page_table="shared",
@@ -51,12 +49,7 @@ def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool)
         batch_invariant=batch_invariant,
         rows="int32",
     )
-    inputs, want = bits_of(case)
-    for table in TABLES:
-        planner = planner_for(replace(case, page_table=table), DEVICE)
-        for stretch in (1, 3):
-            pages = same_pages(inputs, table, stretch=stretch)
-            assert_same(attend_through(inputs, planner, pages), want)
+    assert_same_through_every_table(*bits_of(case))
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)

@@ -27,11 +27,14 @@ from tests.cases import (
 )
 from tests.gpu.device import DEVICE
 from tests.harness import (
+    HIGH_PAGES,
+    assert_dead_slots_do_not_count,
+    assert_dead_tokens_do_not_count,
     assert_same,
     attend,
     check,
     expected,
-    fill_dead_slots,
+    move_to_high_pages,
     planner_for,
     target_rows,
     uniform,
@@ -138,8 +141,6 @@ def test_c04_one_table_row_and_one_length() -> None:
 
 # --- C07: page offsets beyond 32 bits -------------------------------------------------------------
 
-EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements
-
 
 def large_case(batch_size: int) -> Case:
     return replace(D128, num_kv_heads=8, group_size=4, lengths=(32,) * batch_size)
@@ -148,19 +149,15 @@ def large_case(batch_size: int) -> Case:
 @pytest.mark.parametrize("naming", ["one tensor", "pair"])
 @pytest.mark.parametrize("target", [3, 16, 31])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, naming: str) -> None:
-    """Request b holds page EDGES[b], then page 2 + b: the target is in either."""
-    case = large_case(len(EDGES))
-    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, [target] * len(EDGES)))
-    second = [2 + b for b in range(len(EDGES))]
-    for i, dense in enumerate((inputs.k, inputs.v)):
-        pages = dense.view(len(EDGES), 2, 16, 8, 128)
-        large_pool[list(EDGES), i] = pages[:, 0]
-        large_pool[second, i] = pages[:, 1]
-    ids = torch.tensor([EDGES, second], dtype=torch.int32, device=DEVICE).T.contiguous()
-    inputs.table = ids
-    inputs.cache = large_pool if naming == "one tensor" else large_pool.unbind(1)
+    """The target is in the high page or in the low one after it."""
+    targets = [target] * len(HIGH_PAGES)
+    case = large_case(len(targets))
+    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
+    move_to_high_pages(inputs, large_pool, inputs.k, inputs.v)
+    if naming == "pair":
+        inputs.cache = large_pool.unbind(1)
     out, _ = attend(inputs)
-    assert torch.equal(out, target_rows(inputs, [target] * len(EDGES)))
+    assert torch.equal(out, target_rows(inputs, targets))
 
 
 def test_c07_few_pages_far_apart(large_pool: Tensor) -> None:
@@ -275,32 +272,17 @@ def test_c12_lengths_that_are_no_multiple(case: Case, causal: bool) -> None:
 )
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_c13_dead_slots(case: Case, poison: float) -> None:
-    inputs = make_inputs(case, DEVICE)
-    poisoned = inputs.cache
-    fill_dead_slots(inputs, 0.0)
-    want = attend(inputs)
-    assert bool(torch.isfinite(want[0]).all())
-    inputs.cache = poisoned
-    fill_dead_slots(inputs, poison)
-    assert_same(attend(inputs), want)
+    assert_dead_slots_do_not_count(make_inputs(case, DEVICE), poison)
 
 
-@pytest.mark.parametrize("dead", [slice(256, 257), slice(0, 257), slice(0, 256)])
+@pytest.mark.parametrize("dead", [range(256, 257), range(257), range(256)], ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_c13_tokens_that_left_the_window(dead: slice, poison: float) -> None:
+def test_c13_tokens_that_left_the_window(dead: range, poison: float) -> None:
     """(c) 4095 of 4352 keys are visible; the first, 257, shares page and tile with dead ones."""
     case = replace(D128_PAGE_32, lengths=(4352,), num_kv_heads=2)
     inputs = make_inputs(case, DEVICE)  # without a window, so that every token is in the cache
     inputs.case = replace(case, window_left=4094)
-    pages = inputs.table[0].long()
-    positions = torch.arange(dead.start, dead.stop, device=DEVICE)
-    results = []
-    for value in (0.0, poison):
-        for cache in inputs.cache:
-            cache[pages[positions // 32], positions % 32] = value
-        results.append(attend(inputs))
-    assert_same(results[1], results[0])
-    check(inputs.case, *results[1], expected(inputs))
+    assert_dead_tokens_do_not_count(inputs, dead, poison)
 
 
 # --- C15: sinks with a tiny window, and their dtype -----------------------------------------------

@@ -23,7 +23,6 @@ from tests.cases import (
     E5M2,
     FP8_FAMILIES,
     SCALES,
-    TABLES,
     Case,
     of,
     twins_of,
@@ -31,20 +30,22 @@ from tests.cases import (
 from tests.gpu.device import DEVICE
 from tests.gpu.test_graphs import Layer, captured
 from tests.harness import (
+    HIGH_PAGES,
+    assert_dead_slots_do_not_count,
     assert_same,
     attend,
     check,
     check_addresses,
     expected,
     extras,
-    fill_dead_slots,
+    move_to_high_pages,
     plan_of,
     planner_for,
     run_case,
-    same_bits,
 )
 from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
-from tests.layouts import attend_through, same_pages
+from tests.layouts import assert_same_through_every_table
+from tests.scales import FORMS, V_SCALES, check_k_scale, check_v_scale, of_query_heads, scale_of
 
 Q_LENS = (1, 5, 40)
 """One token, a few for the decode kernel at a group of two, and many for the prefill kernel."""
@@ -109,57 +110,39 @@ def check_every_byte_of_k(case: Case, q_len: int) -> None:
 # --- C22: scales that are accepted and ignored ----------------------------------------------------
 
 
-def scale_of(form: str, scales: Sequence[float]) -> object:
-    """A scale of several KV heads in a form of `SCALES`; the forms of one number take the first."""
-    if form == "float":
-        return scales[0]
-    per_head = form.startswith("heads")
-    column = torch.tensor(scales if per_head else scales[:1], device=DEVICE)
-    if form == "heads-column":
-        return torch.stack((column * math.nan, column, column * math.nan), dim=1)[:, 1]
-    return column[0] if form == "0-d" else column
-
-
-FORMS = [form for form in SCALES if form is not None]
-
-
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
-@pytest.mark.parametrize("length", [40, 9000])
+@pytest.mark.parametrize("length", [40, 9000])  # 9000 tokens are split
 def test_c22_v_scale(case: Case, form: str, q_len: int, length: int) -> None:
-    """V is 1 everywhere: out is the scale of the KV head, to the bit. 9000 tokens are split."""
-    case = of(replace(case, group_size=2, num_kv_heads=4), (q_len, length))
-    q, k, v = uniform_probe(case, DEVICE)
-    inputs = make_inputs(replace(case, scales=None), DEVICE, (q, k, v.fill_(1.0)))
-    _, lse = attend(inputs)
-    for scales in ((1.0, 2.0, 4.0, 8.0), (0.5, 0.125, 1.0, 16.0), (0.0, 0.0, 2.0, 0.0)):
-        inputs.v_scale = scale_of(form, scales)
-        out, scaled_lse = attend(inputs)
-        want = torch.tensor(scales if form.startswith("heads") else scales[:1], device=DEVICE)
-        want = want.expand(4).repeat_interleave(2)[None, :, None].to(out.dtype)
-        assert torch.equal(out, want.expand_as(out))
-        assert same_bits(scaled_lse, lse)
+    check_v_scale(case, form, q_len, length, DEVICE)
 
 
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
 def test_c22_k_scale(case: Case, form: str, q_len: int) -> None:
-    """Two keys whose scores are 0 and 1 before scaling: lse = ln(1 + e^k_scale)."""
-    case = replace(case, group_size=2, num_kv_heads=4, sm_scale=0.5, causal=False)
-    case = of(case, (q_len, 2))
-    q, k, v = (x.float() for x in random_tokens(case, DEVICE))
-    q, k = torch.zeros_like(q), torch.zeros_like(k)
-    q[..., 3], k[1, :, 3] = 2.0, 1.0
-    tokens = q.to(getattr(torch, case.dtype)), *(x.to(codes(case, [0]).dtype) for x in (k, v))
-    inputs = make_inputs(replace(case, scales=None), DEVICE, tokens)
-    scales = (0.25, 0.125, 1.0, 7.0)
-    inputs.k_scale = scale_of(form, scales)
-    want = torch.tensor(scales if form.startswith("heads") else scales[:1], device=DEVICE)
-    want = want.expand(4).repeat_interleave(2).double().exp().log1p()
-    _, lse = attend(inputs)
-    torch.testing.assert_close(lse.double(), want.expand_as(lse), rtol=0, atol=1e-3)
+    check_k_scale(case, form, q_len, DEVICE)
+
+
+@on_the_device
+@pytest.mark.parametrize("form", ["0-d", "[1]", "heads", "heads-column"])
+@pytest.mark.parametrize("q_len", Q_LENS)
+def test_c22_a_scale_changed_between_replays_takes_effect(form: str, q_len: int) -> None:
+    """V is 1 everywhere: each replay's out is what v_scale holds then, to the bit."""
+    case = of(replace(E4M3, scales=None, group_size=2, num_kv_heads=4), (q_len, 40))
+    q, k, v = uniform_probe(case, DEVICE)
+    inputs = make_inputs(case, DEVICE, (q, k, v.fill_(1.0)))
+    inputs.v_scale = scale_of(form, V_SCALES[0], DEVICE)
+    assert isinstance(inputs.v_scale, Tensor)
+    layer = Layer.of(inputs)
+    graph = captured(layer)
+    for scales in V_SCALES:
+        inputs.v_scale.copy_(scale_of(form, scales, DEVICE))
+        layer.forget()
+        graph.replay()
+        want = of_query_heads(form, scales, DEVICE)[None, :, None].to(layer.out.dtype)
+        assert torch.equal(layer.out, want.expand_as(layer.out))
 
 
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
@@ -194,9 +177,7 @@ def test_every_table_layout(window_left: int, batch_invariant: bool) -> None:
     inputs = make_inputs(case, DEVICE)
     want = attend(inputs)
     check(case, *want, expected(inputs))
-    for table in TABLES:
-        planner = planner_for(replace(case, page_table=table), DEVICE)
-        assert_same(attend_through(inputs, planner, same_pages(inputs, table, stretch=3)), want)
+    assert_same_through_every_table(inputs, want)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -216,17 +197,12 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
 @pytest.mark.parametrize("window_left", [-1, 100])
 @pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
 def test_c14_dead_slots(case: Case, window_left: int) -> None:
-    """NaN in every slot that no request owns, then Inf where there is one, 448 and 0."""
+    """Zeros in every slot that no request owns, then NaN, Inf where there is one, and 448."""
     case = replace(of(case, *PAIRS), window_left=window_left)
     inputs = make_inputs(case, DEVICE)
     assert all(bool(torch.isnan(cache.float()).any()) for cache in inputs.cache)
-    want = attend(inputs)
+    want = assert_dead_slots_do_not_count(inputs, math.nan, math.inf, 448.0)
     check(case, *want, expected(inputs))
-    poisoned = inputs.cache
-    for value in (math.inf, 448.0, 0.0):
-        inputs.cache = poisoned
-        fill_dead_slots(inputs, value)
-        assert_same(attend(inputs), want)
 
 
 @pytest.mark.parametrize("case", [*FP8_FAMILIES, *twins_of(E4M3)], ids=str)
@@ -260,25 +236,15 @@ def test_bytes_are_fp8(case: Case) -> None:
     assert_same(attend(inputs), want)
 
 
-HIGH = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**32 bytes
-
-
 @pytest.mark.parametrize("q_len", [1, 5, 32])
 @pytest.mark.parametrize("target", [3, 16])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
-    """The bf16 pool of head_dim 128 as one of bytes; request b holds page HIGH[b], then 2 + b."""
-    count = len(HIGH)
+    """The bf16 pool of head_dim 128 as one of bytes."""
+    count = len(HIGH_PAGES)
     case = replace(of(E4M3_D256, *[(q_len, 32)] * count), num_kv_heads=8, causal=False)
     q, k, v = address_probe(case, DEVICE, [target] * count)
     inputs = make_inputs(case, DEVICE, (q, k, v))
-    pool = large_pool.view(torch.uint8)
-    second = [2 + b for b in range(count)]
-    for i, dense in enumerate((k, v)):
-        pages = dense.view(torch.uint8).view(count, 2, 16, 8, 256)
-        pool[list(HIGH), i] = pages[:, 0]
-        pool[second, i] = pages[:, 1]
-    inputs.table = torch.tensor([HIGH, second], dtype=torch.int32, device=DEVICE).T.contiguous()
-    inputs.cache = pool
+    move_to_high_pages(inputs, large_pool.view(torch.uint8), k, v)
     found = check_addresses(inputs, attend(inputs)[0], [target] * count)
     assert found == q_len * count
 

@@ -21,7 +21,6 @@ from tests.cases import (
     EVERY_LAYOUT,
     MASKED_D128,
     RAGGED,
-    TABLES,
     TWINS,
     WIDE,
     Case,
@@ -42,7 +41,7 @@ from tests.harness import (
     same_bits,
 )
 from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
-from tests.layouts import attend_through, same_pages
+from tests.layouts import assert_same_through_every_table
 from tests.queries import row_starts
 
 on_the_device = pytest.mark.skipif(DEVICE != "cuda", reason="the CPU refuses or has no graphs")
@@ -88,12 +87,7 @@ def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool)
         rows="int32",
     )
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    for table in TABLES:
-        planner = planner_for(replace(case, page_table=table), DEVICE)
-        for stretch in (1, 3):
-            pages = same_pages(inputs, table, stretch=stretch)
-            assert_same(attend_through(inputs, planner, pages), want)
+    assert_same_through_every_table(inputs, attend(inputs))
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

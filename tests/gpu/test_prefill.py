@@ -37,13 +37,16 @@ from tests.cases import (
 )
 from tests.gpu.device import DEVICE
 from tests.harness import (
+    HIGH_PAGES,
+    assert_dead_slots_do_not_count,
+    assert_dead_tokens_do_not_count,
     assert_same,
     attend,
     check,
     check_addresses,
     expected,
     extras,
-    fill_dead_slots,
+    move_to_high_pages,
     plan_of,
     planner_for,
     uniform,
@@ -112,24 +115,16 @@ def test_c04_one_request(q_len: int) -> None:
 
 # --- C07: page offsets beyond 32 bits -------------------------------------------------------------
 
-EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements
-
 
 @pytest.mark.parametrize("q_len", [2, 5, 32])
 @pytest.mark.parametrize("target", [3, 16])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
-    """Request b holds page EDGES[b], then page 2 + b: the target is in either."""
-    count = len(EDGES)
-    case = replace(of(D128, *[(q_len, 32)] * count), num_kv_heads=8)
-    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, [target] * count))
-    second = [2 + b for b in range(count)]
-    for i, dense in enumerate((inputs.k, inputs.v)):
-        pages = dense.view(count, 2, 16, 8, 128)
-        large_pool[list(EDGES), i] = pages[:, 0]
-        large_pool[second, i] = pages[:, 1]
-    inputs.table = torch.tensor([EDGES, second], dtype=torch.int32, device=DEVICE).T.contiguous()
-    inputs.cache = large_pool
-    assert check_addresses(inputs, attend(inputs)[0], [target] * count) > 0
+    """The target is in the high page or in the low one after it."""
+    targets = [target] * len(HIGH_PAGES)
+    case = replace(of(D128, *[(q_len, 32)] * len(targets)), num_kv_heads=8)
+    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
+    move_to_high_pages(inputs, large_pool, inputs.k, inputs.v)
+    assert check_addresses(inputs, attend(inputs)[0], targets) > 0
 
 
 # --- C08: garbage in unused table entries ---------------------------------------------------------
@@ -212,13 +207,7 @@ def test_c12_lengths_that_are_no_multiple(case: Case, q_len: int, causal: bool) 
 def test_c13_dead_slots(case: Case, q_len: int, window_left: int, poison: float) -> None:
     case = of(case, (q_len, 13), (q_len, 17), (q_len, 70), (q_len, 3001))
     inputs = make_inputs(replace(case, window_left=window_left), DEVICE)
-    poisoned = inputs.cache
-    fill_dead_slots(inputs, 0.0)
-    want = attend(inputs)
-    assert bool(torch.isfinite(want[0]).all())
-    inputs.cache = poisoned
-    fill_dead_slots(inputs, poison)
-    assert_same(attend(inputs), want)
+    assert_dead_slots_do_not_count(inputs, poison)
 
 
 @pytest.mark.parametrize("q_len", [1, 4, 64, 257])
@@ -229,18 +218,9 @@ def test_c13_tokens_that_left_the_window(poison: float, q_len: int) -> None:
     inputs = make_inputs(case, DEVICE)  # without a window, so that every token is in the cache
     inputs.case = replace(case, window_left=4094)
     first = max(0, 4352 - q_len - 4094)
-    pages = inputs.table[0].long()
     for dead in (range(first - 1, first), range(first), range(first // 32 * 32)):
-        if first == 0:
-            continue
-        positions = torch.arange(dead.start, dead.stop, device=DEVICE)
-        results = []
-        for value in (0.0, poison):
-            for cache in inputs.cache:
-                cache[pages[positions // 32], positions % 32] = value
-            results.append(attend(inputs))
-        assert_same(results[1], results[0])
-        check(inputs.case, *results[1], expected(inputs))
+        if first > 0:
+            assert_dead_tokens_do_not_count(inputs, dead, poison)
 
 
 # --- C15: sinks with a tiny window, and their dtype -----------------------------------------------

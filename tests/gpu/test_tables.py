@@ -13,7 +13,17 @@ from torch import Tensor
 import jitattn
 from tests.cases import D64, D128, D192X128, EVERY_LAYOUT, RAGGED, TABLES, TWINS, Case, twins_of
 from tests.gpu.device import DEVICE
-from tests.harness import assert_same, attend, check, expected, planner_for, same_bits, target_rows
+from tests.harness import (
+    HIGH_PAGES,
+    assert_same,
+    attend,
+    check,
+    expected,
+    move_to_high_pages,
+    planner_for,
+    same_bits,
+    target_rows,
+)
 from tests.inputs import CACHES, Inputs, address_probe, make_inputs, random_tokens, spread
 from tests.layouts import attend_through, ragged_inputs, same_pages
 
@@ -357,27 +367,16 @@ def test_c04_q_of_a_fused_projection(case: Case, num_tokens: int) -> None:
 # --- C07: offsets beyond 32 bits, in every layout -------------------------------------------------
 
 
-EDGES = (0, 1, 65535, 65536, 65537, 131071, 131072, 131073)  # 65536 pages are 2**31 elements
-
-
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("target", [3, 16, 31])
 @pytest.mark.parametrize("table", TABLES)
 def test_c07_high_page_ids(
     large_pool: Tensor, table: str, target: int, batch_invariant: bool
 ) -> None:
-    """Request b holds page EDGES[b], then page 2 + b."""
-    case = replace(D128, num_kv_heads=8, lengths=(32,) * len(EDGES))
-    targets = [target] * len(EDGES)
+    targets = [target] * len(HIGH_PAGES)
+    case = replace(D128, num_kv_heads=8, lengths=(32,) * len(targets))
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    second = [2 + b for b in range(len(EDGES))]
-    for i, dense in enumerate((inputs.k, inputs.v)):
-        pages = dense.view(len(EDGES), 2, 16, 8, 128)
-        large_pool[list(EDGES), i] = pages[:, 0]
-        large_pool[second, i] = pages[:, 1]
-    inputs.table = torch.tensor([EDGES, second], dtype=torch.int32, device=DEVICE).T.contiguous()
-    inputs.garbage = torch.zeros_like(inputs.table, dtype=torch.bool)
-    inputs.cache = large_pool
+    move_to_high_pages(inputs, large_pool, inputs.k, inputs.v)
     planner = planner_for(replace(case, page_table=table, batch_invariant=batch_invariant), DEVICE)
     out, _ = attend_through(inputs, planner, same_pages(inputs, table))
     assert torch.equal(out, target_rows(inputs, targets))

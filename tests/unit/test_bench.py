@@ -14,19 +14,12 @@ import torch
 
 from bench import bench_compile, bench_decode, build_rivals, bundle, carry, oracle, records, report
 from bench.bench_decode import Method, Result, bench_case, choose_method, to_record
+from bench.cases import BASELINE, CASES, GROUPS, RIVALS, ragged_lens, select
 from bench.ceilings import Ceilings
-from bench.contenders import Contender, JitAttn, Prepared, SkipError
-from bench.rivals import all_rivals
+from bench.contenders import VARIANTS, Contender, JitAttn, Prepared, SkipError, all_variants
+from bench.rivals import _causal_mask, all_rivals
 from bench.timing import Call, L2Policy, Timing, summarize
-from bench.workloads import (
-    CASES,
-    Batch,
-    Case,
-    make_batch,
-    num_copies,
-    ragged_lens,
-    select,
-)
+from bench.workloads import Batch, Case, make_batch, num_copies
 from jitattn.config import PlannerConfig
 from jitattn.support import check_config
 
@@ -45,8 +38,26 @@ LIMITS = Ceilings(copy=3.0e12, read=3.05e12, read_method="torch.sum")
 FLOORS_US = (11.0, 176, 44.1, 176, 704, 353, 352, 352, 44.1, 704, 176, 704, 352)
 
 
-def test_names_are_unique() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
+def test_names_are_unique_within_a_group() -> None:
+    assert len({(case.group, case.name) for case in CASES}) == len(CASES)
+    beside_rivals = [case.name for case in CASES if GROUPS[case.group].has_rivals]
+    assert len(set(beside_rivals)) == len(beside_rivals)
+
+
+def test_groups_name_contenders_that_exist() -> None:
+    assert tuple(rival.name for rival in all_rivals()) == RIVALS
+    known = {*RIVALS, *(variant.name for variant in all_variants())}
+    for group in GROUPS.values():
+        assert BASELINE in group.contenders
+        assert set(group.contenders) <= known
+    assert {case.group for case in CASES} == set(GROUPS)
+
+
+def test_pools_of_a_run_are_small() -> None:
+    for case in CASES:
+        copies = num_copies(case, 60 << 20, 32) if case.floor_s(3e12) < 100e-6 else 1
+        pool = case.num_pages * case.page_size * case.token_bytes
+        assert copies * pool < 6e9, case.name  # rivals and variants hold copies of them
 
 
 @pytest.mark.parametrize(("case", "floor_us"), list(zip(CASES, FLOORS_US, strict=False)))
@@ -57,6 +68,9 @@ def test_bytes_give_the_known_floor(case: Case, floor_us: float) -> None:
 def test_bytes_of_a_case_by_hand() -> None:
     assert SMALL.kv_bytes == (5 + 33 + 16) * 2 * 2 * 16 * 2
     assert SMALL.num_bytes == SMALL.kv_bytes + 2 * 3 * 4 * 16 * 2
+    window = dataclasses.replace(SMALL, window_left=19, q_len=2)
+    assert window.kv_bytes == (5 + 21 + 16) * 2 * 2 * 16 * 2
+    assert window.num_bytes == window.kv_bytes + 2 * 2 * 3 * 4 * 16 * 2
     eight_bit = dataclasses.replace(SMALL, kv_dtype="float8_e4m3fn")
     assert eight_bit.kv_bytes * 2 == SMALL.kv_bytes
 
@@ -75,7 +89,8 @@ def test_every_case_is_supported(case: Case) -> None:
 
 
 def test_select_by_group_and_pattern_keeps_the_order() -> None:
-    assert len(select("figures")) == 12
+    assert len(select("figures")) == 13
+    assert [case.group for case in select("layouts,chain")] == ["layouts", "chain", "chain"]
     picked = [case.name for case in select("*-d64-*,B1x8k-*")]
     assert picked[0].startswith("B1x8k")
     assert all("d64" in name for name in picked[1:])
@@ -104,6 +119,19 @@ def test_batch_has_every_page_once_and_lengths_that_agree() -> None:
     assert again.kv.equal(batch.kv)
     assert again.block_table.equal(batch.block_table)
     assert not batch.kv[0].equal(batch.kv[1])
+
+
+def test_pages_before_a_window_are_one() -> None:
+    case = dataclasses.replace(SMALL, seq_lens=(5, 133, 64), window_left=30)
+    batch = make_batch(case, 1, CPU)
+    assert case.dead_pages_per_seq == (0, 6, 2)
+    assert batch.kv.shape[1] == case.num_pages == 1 + 3 + 2 + 1
+    dead = {*batch.block_table[1, :6].tolist(), *batch.block_table[2, :2].tolist()}
+    live = [batch.block_table[0, 0], *batch.block_table[1, 6:9], *batch.block_table[2, 2:4]]
+    assert len(dead) == 1
+    assert len({int(page) for page in live} - dead) == 6
+    assert batch.kv_indices[1:10].equal(batch.block_table[1])
+    assert batch.kv_indptr.tolist() == [0, 1, 10, 14]
 
 
 def test_separate_table_names_the_same_pages() -> None:
@@ -205,7 +233,7 @@ def test_only_right_contenders_are_timed(results: list[Result]) -> None:
     ours = results[-1]
     assert ours.timing is not None
     assert ours.timing.num_samples == 4
-    assert ours.facts["same_bits_for_both_tables"] is True
+    assert ours.facts["same_bits_as_shared"] is True
     assert ours.error is not None
     assert ours.error < 1e-2
 
@@ -222,13 +250,85 @@ def test_unsupported_case_is_skipped_with_the_reason() -> None:
         JitAttn("shared").prepare(make_batch(case, 1, CPU))
 
 
-@pytest.mark.parametrize("page_table", ["shared", "separate"])
-def test_case_with_an_eight_bit_cache_runs(page_table: str) -> None:
-    case = dataclasses.replace(SMALL, kv_dtype="float8_e4m3fn")
-    batch = make_batch(case, 1, CPU)
-    prepared = JitAttn(page_table).prepare(batch)
-    prepared.runs[0]()
-    assert oracle.Oracle(batch).error(prepared.outs) < 1e-2
+KINDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "e4m3": {"kv_dtype": "float8_e4m3fn"},
+    "hnd": {"kv_layout": "HND"},
+    "window": {"seq_lens": (5, 133, 64), "window_left": 30},
+    "sinks": {"use_sinks": True},
+    "q4": {"q_len": 4},
+    "all": {
+        "seq_lens": (5, 133, 64),
+        "window_left": 30,
+        "use_sinks": True,
+        "q_len": 4,
+        "kv_layout": "HND",
+    },
+}
+
+
+def kind_of_case(kind: str) -> Case:
+    return dataclasses.replace(SMALL, **KINDS[kind])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variant_computes_every_kind_of_case(kind: str, variant: str) -> None:
+    batch = make_batch(kind_of_case(kind), 2, CPU)
+    try:
+        prepared = JitAttn(variant).prepare(batch)
+    except SkipError as reason:
+        pytest.skip(str(reason))
+    prepared.outs.fill_(math.nan)
+    for run in prepared.runs:
+        run()
+    assert oracle.Oracle(batch).error(prepared.outs) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "ignored"),
+    [("window", {"window_left": -1}), ("window", {"window_left": 29}), ("q4", {"q_len": 1})],
+)
+def test_oracle_notices_what_is_ignored(kind: str, ignored: dict[str, object]) -> None:
+    batch = make_batch(kind_of_case(kind), 1, CPU)
+    case = dataclasses.replace(batch.case, **ignored)  # type: ignore[arg-type]
+    wrong = dataclasses.replace(batch, case=case)
+    if kind == "q4":  # every token sees all keys, as without the causal mask
+        wrong = dataclasses.replace(
+            wrong,
+            case=dataclasses.replace(
+                case, seq_lens=tuple(n for n in case.seq_lens for _ in "four")
+            ),
+            block_table=batch.block_table.repeat_interleave(4, dim=0),
+        )
+    assert oracle.Oracle(batch).error(oracle.reference(wrong, 0)[None]) > 2e-2
+
+
+def test_oracle_notices_sinks_that_are_ignored() -> None:
+    batch = make_batch(kind_of_case("sinks"), 1, CPU)
+    without = dataclasses.replace(batch, sinks=None)
+    assert batch.sinks is not None
+    assert batch.sinks.equal(batch.sinks.bfloat16().float())
+    assert oracle.Oracle(batch).error(oracle.reference(without, 0)[None]) > 0.3
+
+
+def test_variants_have_the_strides_they_are_named_after() -> None:
+    batch = make_batch(SMALL, 1, CPU)
+    layer = VARIANTS["cross-layer"].cache(batch, 0)
+    k, v = VARIANTS["packed"].cache(batch, 0)
+    moved = VARIANTS["unaligned"].cache(batch, 0)
+    assert isinstance(layer, torch.Tensor)
+    assert isinstance(moved, torch.Tensor)
+    assert layer.stride(0) == 4 * batch.kv[0].stride(0)
+    assert k.stride(-2) == v.stride(-2) == 2 * SMALL.head_dim
+    assert k.data_ptr() + 2 * SMALL.head_dim == v.data_ptr()
+    assert moved.data_ptr() % 16 == 2
+
+
+def test_mask_of_xqa_is_causal() -> None:
+    mask = _causal_mask(make_batch(kind_of_case("q4"), 1, CPU))
+    assert mask.dtype == torch.uint16
+    assert mask.tolist() == [[[1, 0], [3, 0], [7, 0], [15, 0]]] * 3
 
 
 def test_method_depends_on_the_case_alone() -> None:
@@ -292,27 +392,51 @@ def test_table_compares_with_the_best_rival(capsys: pytest.CaptureFixture[str]) 
         _timed("jitattn-shared", 20e-6),
         _timed("jitattn-separate", 21e-6),
     ]
-    assert report.best_rival_s(rows) == 24e-6
+    assert report.best_rival(rows) == ("xqa", 24e-6)
     assert report.best_ours_s(rows) == 20e-6
-    report.print_table([(case, rows)], LIMITS)
+    report.print_tables([(case, rows)], LIMITS)
     printed = capsys.readouterr().out
-    for text in (case.name, "11.0", "30.0", "skipped", "1679", "56.0", "1.200", "1.050"):
+    for text in (case.name, "11.0", "30.0", "skipped", "1679", "56.0", "xqa", "1.200", "1.050"):
         assert text in printed
+
+
+def test_every_group_has_its_table_and_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for gain, pattern in ((1.0, "B1x8k-*"), (4.0, "B1x1k-*"), (2.0, "B8x4k-*-p16")):
+        (case,) = select(pattern)
+        rows.append((case, [_timed("xqa", gain * 1e-5), _timed("jitattn-shared", 1e-5)]))
+    (chain,) = (case for case in select("chain") if case.name.startswith("B1x8k"))
+    rows.append((chain, [_timed("jitattn-shared", 1e-5), _timed("jitattn-early-kv", 9e-6)]))
+    report.print_tables(rows, LIMITS)
+    printed = capsys.readouterr().out
+    assert "figures: best rival / jitattn: geometric mean 1.000" in printed
+    assert "more: best rival / jitattn: geometric mean 2.828, lowest 2.000" in printed
+    assert "chain: early-kv / shared: geometric mean 0.900" in printed
 
 
 def test_table_without_rivals_and_without_jitattn(capsys: pytest.CaptureFixture[str]) -> None:
     (case,) = select("B1x8k-*")
-    report.print_table([(case, [_timed("jitattn-shared", 20e-6)])], LIMITS)
-    report.print_table([(case, [_timed("fa2", 30e-6)])], LIMITS)
+    report.print_tables([(case, [_timed("jitattn-shared", 20e-6)])], LIMITS)
+    report.print_tables([(case, [_timed("fa2", 30e-6)])], LIMITS)
     assert "geometric mean" not in capsys.readouterr().out
 
 
 def test_one_module_for_cases_that_share_it() -> None:
     needed = build_rivals.modules(select("figures"), all_rivals())
     names = [name for name, _ in needed]
-    assert names.count("fa2") == names.count("fa2-tc") == 3  # head dims
-    assert names.count("xqa") == 6  # head dim, page size and group
+    assert names.count("fa2") == names.count("fa2-tc") == 4  # head dims, dtypes of the cache
+    assert names.count("xqa") == 7  # head dim, dtype, page size and group
     assert "fa3" not in names
+    assert build_rivals.modules(select("layouts,invariant,chain"), all_rivals()) == []
+
+
+def test_modules_that_windows_sinks_and_query_tokens_need() -> None:
+    needed = build_rivals.modules(select("B32x32k-*,B8x4k-*"), all_rivals())
+    names = [name for name, _ in needed]
+    assert names.count("fa2") == 3  # two head dims, a window; no sinks, one query token
+    assert names.count("fa2-tc") == 5  # likewise, and sinks with and without a window
+    assert names.count("xqa") == 4  # likewise without sinks, and four query tokens
+    assert build_rivals.modules(select("B64x8k-*-p8"), [all_rivals()[2]]) == []
 
 
 def test_tiny_case_needs_the_same_modules() -> None:
@@ -329,8 +453,17 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bundle_has_every_supported_case_with_both_tables() -> None:
-    chosen = bundle.configurations(select("B1x8k-*,fp8"), "sm_90a")
-    assert [arguments["page_table"] for arguments in chosen] == ["shared", "separate"] * 3
+    chosen = bundle.configurations(select("B1x8k-*,*-e4m3fn"), "sm_90a")
+    assert [arguments["page_table"] for arguments in chosen] == ["shared", "separate"] * 2
+    assert {arguments["kv_dtype"] for arguments in chosen} == {"bfloat16", "float8_e4m3fn"}
+
+
+def test_bundle_has_every_variant() -> None:
+    chosen = bundle.configurations(select("invariant,B32x32k-*"), "sm_90a")
+    assert [a["batch_invariant"] for a in chosen].count(True) == 2  # 32/8 and 32/32 heads
+    assert {(a["window_left"], a["use_sinks"]) for a in chosen if a["head_dim"] == 64} == {
+        (window, use_sinks) for window in (-1, 127) for use_sinks in (False, True)
+    }
 
 
 def test_compile_configurations_are_valid_and_differ() -> None:

@@ -126,6 +126,58 @@ def test_a_system_without_flock(tmp_path: Path) -> None:
     assert leftovers(root) == []
 
 
+# A file system that refuses to remove anything, as a network file system does of what others have
+# open.
+BUSY = """
+import errno, os
+def busy(path, *arguments, **options):
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+os.rmdir = os.removedirs = os.unlink = os.remove = busy
+"""
+
+
+@pytest.mark.parametrize("count", [8, 32])
+def test_c38_folders_that_are_busy(tmp_path: Path, count: int) -> None:
+    root, log = tmp_path / "cache", tmp_path / "log"
+    children = [start(BUSY + FAKE, log, 0.05, env=environment(root)) for _ in range(count)]
+    results = together(children)
+    origins = Counter(origin for result in results for origin in result.split())
+    assert set(origins) <= {"compiled", "disk"}
+    assert sum(origins.values()) == 3 * count
+    assert len(log.read_text().splitlines()) == origins["compiled"] == 3
+    kernels = KernelCache(root)
+    assert len(kernels.entries()) == 3
+    assert kernels.verify() == []
+    # What could not be removed is removed by who can.
+    for left in root.rglob(".staging-*"):
+        os.utime(left, (0, 0))
+    kernels.prune(2**40)
+    assert not list(root.rglob(".staging-*"))
+    (again,) = together([start(FAKE, log, 0.0, env=environment(root))])
+    assert again.split() == ["disk"] * 3
+
+
+# Python falls back from TMPDIR to other folders; here there are none.
+NO_TEMPORARY_FOLDER = """
+import os, tempfile
+tempfile._candidate_tempdir_list = lambda: [os.environ["TMPDIR"]]
+"""
+
+
+@pytest.mark.parametrize("folder", ["missing", "a file", "/proc"])
+def test_c37_no_temporary_folder(tmp_path: Path, folder: str) -> None:
+    """Nor a PATH: kernels are compiled in memory and staged beside their place in the cache."""
+    (tmp_path / "a file").touch()
+    root = tmp_path / "cache"
+    env = environment(root, TMPDIR=str(tmp_path / folder), PATH="/nonexistent")
+    origins = []
+    for script in (REAL, REAL):
+        (result,) = together([start(NO_TEMPORARY_FOLDER + script, env=env)])
+        origins.append([name.partition(":")[2] for name in result.split()[:-1]])
+    assert origins == [["compiled"] * 2, ["disk"] * 2]
+    assert leftovers(root) == []
+
+
 # ---------------------------------------------------------------------------- killed and stuck
 
 KILLS = """

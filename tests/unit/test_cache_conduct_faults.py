@@ -314,7 +314,9 @@ def test_a_file_system_without_inodes_at_any_point(tmp_path: Path, inodes: int) 
     assert result["warnings"]
 
 
-@pytest.mark.parametrize("failure", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+@pytest.mark.parametrize(
+    "failure", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EBUSY]
+)
 @pytest.mark.parametrize("call", ["mkdir", "open", "rename", "fsync", "chmod"])
 def test_any_failing_call_costs_a_warning_only(
     root: Path, monkeypatch: pytest.MonkeyPatch, failure: int, call: str

@@ -14,6 +14,7 @@ from jitattn.tiling import decode_tile_for, prefill_tile_for
 from tests.cases import E4M3, E5M2, FP8_FAMILIES, SCALES, Case, of
 from tests.harness import assert_same, attend, planner_for
 from tests.inputs import K_SCALES, V_SCALES, Inputs, make_inputs
+from tests.scales import FORMS, check_k_scale, check_v_scale
 
 PAIRS = ((1, 40), (1, 1), (5, 33), (2, 0))
 
@@ -63,6 +64,14 @@ def test_scales_by_hand(case: Case, form: str | None) -> None:
     want_out, want_lse = by_hand(inputs, k, v)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.double(), want_out, rtol=2.0**-8, atol=2.0**-12)
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 40])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+def test_c22_scales_to_the_bit(case: Case, form: str, q_len: int) -> None:
+    check_v_scale(case, form, q_len, 40, "cpu")
+    check_k_scale(case, form, q_len, "cpu")
 
 
 @pytest.mark.parametrize("case", [E4M3, E5M2], ids=str)
