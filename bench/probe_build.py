@@ -88,8 +88,7 @@ def read_all(config_text: str, arch: str) -> dict[str, object]:
     specs = [
         spec
         for spec in resolve(PlannerConfig.parse(config_text), arch)
-        if getattr(spec, "loader", Loader.VECTOR) is Loader.VECTOR
-        and not isinstance(spec, MergeSpec)
+        if getattr(spec, "loader", None) is not Loader.PLAIN and not isinstance(spec, MergeSpec)
     ]
     kernels = build_all(specs, arch, knobs.load())
     return {

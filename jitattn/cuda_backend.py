@@ -222,6 +222,7 @@ class KernelSet:
         self._idle = defaultdict(list)
         self._specs = support.resolve(config, self.arch)
         decode, prefill = self._attention_specs(is_aligned=True)
+        self._takes_maps = decode.loader is Loader.TENSOR
         schedule = ScheduleSpec()
         # In this order: on few cores the prefill kernel takes the one that the schedule frees.
         pending = self._start((decode, schedule, prefill))
@@ -242,7 +243,7 @@ class KernelSet:
         """
         tile = self.kernels.decode.tile
         is_aligned, maps = k.is_vector_aligned and v.is_vector_aligned, None
-        if is_aligned and tile.box_tokens:
+        if is_aligned and self._takes_maps:
             try:
                 maps = TensorMaps(k, v, tile)
             except ValueError:
@@ -502,7 +503,7 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
             k_at, v_at = kv.k_at(), kv.v_at()
             write_addresses(raw, ATTENTION_OFFSET, q_at, k_at, v_at, out_at)
             if has_maps:
-                raw[:ATTENTION_OFFSET] = kv.tensor_maps.at(k_at, v_at)
+                raw[:ATTENTION_OFFSET] = kv.tensor_maps.at(k_at, v_at)  # type: ignore[union-attr]
             if has_scales:
                 part.write_scales(kv)
             answer = call_driver()

@@ -12,10 +12,10 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from jitattn.errors import DriverError
-from jitattn.params import TENSOR_MAP_BYTES
 
 _OK = cuda.CUresult.CUDA_SUCCESS
 _ATTRIBUTE = cuda.CUdevice_attribute
+_TENSOR_MAP_BYTES = 128  # of CUtensorMap in cuda.h
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def encode_tensor_map(
         getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{fetch_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return ctypes.string_at(int(encoded.getPtr()), TENSOR_MAP_BYTES) if status == _OK else None
+    return ctypes.string_at(int(encoded.getPtr()), _TENSOR_MAP_BYTES) if status == _OK else None
 
 
 class LoadedKernel:

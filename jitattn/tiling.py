@@ -129,8 +129,7 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
 
 def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
     """Return the decode tile of ``spec``: as many warps as its shared memory allows."""
-    if takes_boxes(spec, arch):
-        # As many warps whatever the loader, so that a plan's launches with either cut alike.
+    if _has_box_tile(spec, arch):
         num_warps = next(
             n
             for n in (8, 4, 2, 1)
@@ -143,16 +142,16 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
 
 
 def takes_boxes(spec: DecodeSpec, arch: str) -> bool:
-    """Return whether tensor maps bring the K and V of caches whose strides allow it.
+    """Return whether tensor maps bring the K and V of caches whose strides allow it."""
+    tables = (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
+    return _has_box_tile(spec, arch) and spec.page_table in tables and spec.page_size % 8 == 0
 
-    The other caches of such a configuration have the same tile.
-    """
+
+def _has_box_tile(spec: DecodeSpec, arch: str) -> bool:
+    # Whatever the pages and the loader: results have the same bits.
     dims = (spec.head_dim, spec.head_dim_vo)
-    return (
-        arch == "sm_90a"
-        and spec.page_table in (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
-        and spec.page_size % 8 == 0
-        and all(spec.kv_dtype.num_bytes * dim % SEGMENT_BYTES == 0 for dim in dims)
+    return arch == "sm_90a" and all(
+        spec.kv_dtype.num_bytes * dim % SEGMENT_BYTES == 0 for dim in dims
     )
 
 
@@ -209,8 +208,14 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         value_dim=value_dim,
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
-        box_tokens=next(n for n in (32, 16, 8) if n <= warp_tokens and spec.page_size % n == 0),
+        box_tokens=_box_tokens(spec, warp_tokens),
     )
+
+
+def _box_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
+    """Return the tokens of a warp's slice that one page has; 0 where there are no boxes."""
+    sizes = (n for n in (32, 16, 8) if n <= warp_tokens and spec.page_size % n == 0)
+    return next(sizes, 0)
 
 
 def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> DecodeTile:

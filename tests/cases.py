@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jitattn.config import PlannerConfig
-from jitattn.spec import KernelSpec, PageTable
+from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable
 from jitattn.support import resolve
 
 CASES_PER_KERNEL = 10
@@ -160,9 +160,18 @@ class Case:
         return "-".join(parts) + f"-s{self.seed}"
 
 
+def loader_of(case: Case) -> Loader:
+    """How the K and V of a decode launch are loaded on sm_90a, for caches of CACHES."""
+    if case.cache.startswith("odd"):
+        return Loader.PLAIN
+    decode = resolve(PlannerConfig.from_arguments(case.planner_arguments()), "sm_90a")[0]
+    assert isinstance(decode, DecodeSpec)
+    return decode.loader
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What selects machine code; both loaders of it are exercised by the cache layouts."""
+    """What selects machine code; the loaders of it are exercised by the cache layouts."""
 
     head_dim: int
     page_size: int

@@ -19,6 +19,7 @@ from tests.cases import (
     MASKED_D128,
     RAGGED,
     Case,
+    loader_of,
 )
 from tests.gpu.device import DEVICE
 from tests.harness import extras, plan_of, planner_for, run_case
@@ -56,11 +57,10 @@ def test_case(case: Case) -> None:
 
 def test_cases_reach_every_kind_of_kernel() -> None:
     assert {case.page_table for case in CASES} == {table.value for table in PageTable}
-    loaders = {
-        (case.mask is None, Loader.PLAIN if case.cache.startswith("odd") else Loader.VECTOR)
-        for case in CASES
-    }
-    assert loaders == {(masked, loader) for masked in (True, False) for loader in Loader}
+    loaders = {(case.mask is None, loader_of(case)) for case in CASES}
+    wanted = {(True, loader) for loader in Loader}
+    wanted |= {(False, Loader.TENSOR), (False, Loader.PLAIN)}
+    assert loaders == wanted
     assert {(case.mask is None, case.batch_invariant) for case in CASES} == {
         (unmasked, invariant) for unmasked in (True, False) for invariant in (True, False)
     }

@@ -6,6 +6,7 @@ Everything between the public API and the driver's launch function is the real t
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,22 @@ class FakeKernel:
         self.smem_bytes = smem_bytes
         self.argument = self
         self.begins_early = False
+
+
+def encode_tensor_map(
+    pointer: int,
+    item_bytes: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    fetch_bytes: int,
+) -> bytes | None:
+    """Stand for the driver: the arguments, one after the other; None for what it refuses."""
+    if any(not 0 < stride < 2**40 or stride % 16 for stride in strides) or pointer % 16:
+        return None
+    numbers = (pointer, item_bytes, *dims, *strides)
+    return struct.pack("<11Q5IH18x", *numbers, *box, fetch_bytes)
 
 
 @dataclass(frozen=True)
@@ -137,6 +154,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     ) -> tuple[FakePending, ...]:
         return tuple(FakePending(spec) for spec in specs)
 
+    monkeypatch.setattr(cuda_backend, "encode_tensor_map", encode_tensor_map)
     monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
     monkeypatch.setattr(cuda_backend, "start", start)
     monkeypatch.setattr(cuda_backend, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))

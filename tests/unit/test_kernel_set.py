@@ -108,18 +108,18 @@ def view(stride: int) -> CacheView:
 
 def bind(kernels: KernelSet, *, aligned: bool) -> cuda_backend.BoundKernels:
     cache = view(64 if aligned else 65)
-    return kernels.kernels_for(cache, cache)
+    return kernels.bind(cache, cache)[0]
 
 
 def test_the_constructor_waits_for_decode_and_schedule(builder: FakeBuilder) -> None:
     kernels = KernelSet(CONFIG, DEVICE)
     assert [short(p.spec) for p in builder.started] == [
-        "decode vector",
+        "decode tensor",
         "schedule",
         "prefill vector",
     ]
-    assert builder.waited_for() == ["decode vector", "schedule"]
-    assert sorted(builder.loaded_kernels()) == ["decode vector", "schedule"]
+    assert builder.waited_for() == ["decode tensor", "schedule"]
+    assert sorted(builder.loaded_kernels()) == ["decode tensor", "schedule"]
     kernels.load_prefill()
     assert builder.loaded_kernels()[2:] == ["prefill vector"]
 
@@ -127,7 +127,7 @@ def test_the_constructor_waits_for_decode_and_schedule(builder: FakeBuilder) -> 
 def test_what_was_found_is_loaded_at_once(builder: FakeBuilder) -> None:
     builder.was_found = True
     kernels = KernelSet(CONFIG, DEVICE)
-    assert sorted(builder.loaded_kernels()) == ["decode vector", "prefill vector", "schedule"]
+    assert sorted(builder.loaded_kernels()) == ["decode tensor", "prefill vector", "schedule"]
     bind(kernels, aligned=False)
     assert builder.loaded_kernels()[3:] == ["decode plain", "prefill plain"]
 
