@@ -42,6 +42,8 @@ _STATIC_BYTES = 2 * 1024 + 4 * MAX_PIECES
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA, 16 a warp.
 _PREFILL_ROWS = 64
+# Columns of V by query rows: what a decode warp with more accumulates takes half its registers.
+_WIDE_STATE = 128 * 8
 # Columns of V whose accumulator fits the registers; wider V takes several CTAs.
 _MAX_VALUE_DIM = 256
 
@@ -58,6 +60,7 @@ class DecodeTile(NamedTuple):
     value_dim: int  # columns of V and out that a CTA computes
     smem_bytes: int  # dynamic shared memory of a CTA
     merge_dims: int  # columns of the output that warps merge at a time
+    merge_splits: int  # of a row that are merged at a time: wide states leave registers for few
     max_pieces: int = MAX_PIECES
     box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
 
@@ -78,6 +81,7 @@ class PrefillTile(NamedTuple):
     value_dim: int
     smem_bytes: int
     row_tile: int  # query rows of a CTA: 16 a warp
+    merge_splits: int
     max_pieces: int = MAX_PIECES
     box_tokens: int = 0
 
@@ -208,6 +212,7 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         value_dim=value_dim,
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
+        merge_splits=16 if value_dim * spec.row_tile <= _WIDE_STATE else 8,
         box_tokens=_box_tokens(spec, warp_tokens),
     )
 
@@ -242,6 +247,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         ctas_per_sm=2 if max(spec.head_dim, spec.head_dim_vo) <= 128 else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
+        merge_splits=8 if value_dim <= 128 else 4,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
 
@@ -266,5 +272,6 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
         ctas_per_sm=2 if value_dim <= 192 else 1,
         value_dim=value_dim,
         row_tile=_PREFILL_ROWS,
+        merge_splits=8 if value_dim <= 128 else 4,
         smem_bytes=num_stages * tile_tokens * row_bytes + query_bytes,
     )
