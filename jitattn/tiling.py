@@ -61,7 +61,7 @@ class DecodeTile(NamedTuple):
     smem_bytes: int  # dynamic shared memory of a CTA
     merge_dims: int  # columns of the output that warps merge at a time
     merge_splits: int  # of a row that are merged at a time: wide states leave registers for few
-    max_pieces: int = MAX_PIECES
+    max_pieces: int = MAX_PIECES  # of a launch whose CTAs claim them
     box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
 
     @property
@@ -82,7 +82,7 @@ class PrefillTile(NamedTuple):
     smem_bytes: int
     row_tile: int  # query rows of a CTA: 16 a warp
     merge_splits: int
-    max_pieces: int = MAX_PIECES
+    max_pieces: int = 0
     box_tokens: int = 0
 
     @property
