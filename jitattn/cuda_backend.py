@@ -172,9 +172,13 @@ def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) ->
     item_bytes = view.tensor.element_size()
     num_pages, page_size, num_heads, head_dim = view.tensor.shape
     segment = SEGMENT_BYTES // item_bytes
-    # A stride of 0, of a dimension of size 1, is none to the driver.
-    strides = [(stride * item_bytes) or SEGMENT_BYTES for stride in view.strides]
-    encoded = encode_tensor_map(
+    # Nobody steps along a dimension of size 1, whose stride is 0 here, which is none to the driver.
+    sizes = num_pages, page_size, num_heads
+    strides = [
+        stride * item_bytes if size > 1 else SEGMENT_BYTES
+        for stride, size in zip(view.strides, sizes, strict=True)
+    ]
+    encoded = 0 not in strides and encode_tensor_map(
         pointer,
         item_bytes,
         (segment, page_size, head_dim // segment, num_heads, num_pages),
@@ -183,7 +187,7 @@ def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) ->
         # Beside a row of one line may lie another head's, which others read when it suits them.
         fetch_bytes=128 if box_dim == segment else 256,
     )
-    if encoded is None:
+    if not encoded:
         raise ValueError(f"the driver maps no tensor of strides {view.tensor.stride()}")
     return encoded
 
@@ -554,7 +558,9 @@ class Recipe:
         # What CTAs claim has fixed splits, too: more than a batch-invariant plan has room for.
         max_rounds = 1
         if not is_prefill and not config.batch_invariant:
-            max_rounds = max(1, min(_MAX_ROUNDS, MAX_PIECES // (round_slots * num_head_blocks)))
+            # A CTA notes one piece more than it may do: that there is none.
+            most = (MAX_PIECES - 1) // (round_slots * num_head_blocks)
+            max_rounds = max(1, min(_MAX_ROUNDS, most))
         self.max_slots = round_slots * max_rounds
         num_rows = self.max_slots * 2 * max(max_splits, 1) * num_head_blocks * kernel.row_tile
         self.num_values = num_rows * kernel.tile.value_dim

@@ -18,18 +18,20 @@ from pathlib import Path
 import pytest
 
 from jitattn import nvrtc
+from jitattn.config import PlannerConfig
 from jitattn.cubin import resources_of
 from jitattn.render import headers, render
 from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
+    DType,
     KernelSpec,
     Loader,
     PageTable,
     PrefillSpec,
     ScheduleSpec,
 )
-from jitattn.support import ARCHITECTURES, HEAD_DIMS, sample_specs
+from jitattn.support import ARCHITECTURES, HEAD_DIMS, resolve, sample_specs
 from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, tile_for
 
 
@@ -45,8 +47,24 @@ class Job:
         return f"{self.arch}-{self.spec.symbol.removeprefix('jitattn_')}"
 
 
+# Of pages of 16 tokens, as engines have them: the kernels of every row tile, by their boxes.
+EVERYDAY = (
+    *(f"head_dim=64,num_qo_heads={8 * group}" for group in (4, 16, 32)),
+    *(f"head_dim=128,num_qo_heads={8 * group}" for group in (4, 16)),
+    "head_dim=128,num_qo_heads=128,kv_dtype=float8_e4m3fn",
+    "head_dim=128,kv_dtype=float8_e5m2,page_table=separate",
+    "head_dim=192,head_dim_vo=128,q_dtype=float16,kv_dtype=float16",
+    "head_dim=256,page_table=csr",
+    "head_dim=256,kv_dtype=float8_e4m3fn,use_custom_mask=true",
+    "head_dim=256,logits_soft_cap=30",
+    "head_dim=512,kv_dtype=float8_e5m2,page_size=64",
+)
+
+
 def jobs() -> Iterator[Job]:
     """The whole sample for sm_90a; of the others a twelfth each, and what needs most registers."""
+    for config in EVERYDAY:
+        yield Job(resolve(PlannerConfig.parse(config), "sm_90a")[0], "sm_90a")
     for i, arch in enumerate(ARCHITECTURES):
         yield Job(ScheduleSpec(), arch)
         for n, spec in enumerate(sample_specs(arch)):
@@ -133,8 +151,9 @@ def check_machine_code(spec: AttentionSpec, arch: str, found: list[str]) -> None
         assert all("BF16" in op for op in products)
     assert len(products) >= num_products(spec, arch)
     assert not [op for op in found if op.startswith(("LDL", "STL"))]
-    # Vectors go around the registers into shared memory; single elements can't.
-    assert any(op.startswith("LDGSTS") for op in found) == (spec.loader == "vector")
+    # Boxes and vectors go around the registers into shared memory; single elements can't.
+    for opcode, loader in (("UTMALDG", Loader.TENSOR), ("LDGSTS", Loader.VECTOR)):
+        assert any(op.startswith(opcode) for op in found) == (spec.loader is loader), opcode
 
 
 def num_products(spec: AttentionSpec, arch: str) -> int:
@@ -156,7 +175,10 @@ def test_sample_has_every_pair() -> None:
     assert len(set(specs)) == len(specs)
     for head_dim in HEAD_DIMS:
         of_dim = [spec for spec in specs if spec.head_dim == head_dim]
-        assert {spec.loader for spec in of_dim} == set(Loader)
+        # Rows of whole segments come in boxes.
+        has_boxes = head_dim % 64 == 0
+        loaders = set(Loader) if has_boxes else {Loader.VECTOR, Loader.PLAIN}
+        assert {spec.loader for spec in of_dim} == loaders
         assert {spec.page_table for spec in of_dim} == set(PageTable)
         assert {spec.use_custom_mask for spec in of_dim} == {False, True}
         assert {type(spec) for spec in of_dim} == {DecodeSpec, PrefillSpec}
@@ -165,3 +187,15 @@ def test_sample_has_every_pair() -> None:
     assert {spec.page_table for spec in prefill} == set(PageTable)
     for some in (specs, prefill):
         assert {spec.page_size for spec in some} >= {1, 3, 16, 64, 128}
+
+
+def test_every_kind_of_box_is_compiled() -> None:
+    found = [job.spec for job in JOBS if isinstance(job.spec, DecodeSpec)]
+    boxes = [spec for spec in found if spec.loader is Loader.TENSOR]
+    assert {spec.page_size for spec in boxes} == {8, 16, 48, 64, 128}
+    assert {spec.page_table for spec in boxes} == {"shared", "separate", "csr"}
+    assert {spec.kv_dtype for spec in boxes} == set(DType) - {DType.FLOAT32}
+    assert {spec.row_tile for spec in boxes} == {8, 16, 32}
+    assert {spec.use_custom_mask for spec in boxes} == {False, True}
+    assert {spec.use_logits_soft_cap for spec in boxes} == {False, True}
+    assert {spec.head_dim for spec in boxes} == {64, 128, 192, 256, 512}

@@ -143,7 +143,7 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "ALiBi": ({"variant": "alibi"}, r"variant=alibi is refused: .*ALiBi .*alibi_slopes"),
     "skipped tiles": ({"skip_softmax_threshold": 12}, "skip_softmax_threshold=12.0 is refused"),
     "no threshold": ({"skip_softmax_threshold": "off"}, "skip_softmax_threshold='off'"),
-    "early_kv": ({"early_kv": True}, "early_kv"),
+    "no bool": ({"early_kv": 1}, "early_kv=1"),
 }
 
 
@@ -170,8 +170,13 @@ GOOD_CONFIG = {name: value for name, value in GOOD.items() if name != "device"}
 
 def test_every_reason_is_given_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        Call(planner={"window_left": -5, "head_dim": 40, "early_kv": True})()
+        Call(planner={"window_left": -5, "head_dim": 40, "variant": "alibi"})()
     assert len(error.value.reasons) == 3
+
+
+def test_early_kv_is_a_promise_that_changes_no_result() -> None:
+    assert jitattn.check_config(**(GOOD_CONFIG | {"early_kv": True})).supported
+    assert torch.equal(Call(planner={"early_kv": True})(), Call()())
 
 
 def test_unknown_argument() -> None:

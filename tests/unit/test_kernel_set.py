@@ -18,6 +18,7 @@ from jitattn.cuda_backend import KernelSet
 from jitattn.driver import DeviceFacts
 from jitattn.errors import CompileError, KernelNotFoundError
 from jitattn.spec import KernelSpec
+from tests.unit import fake_cuda
 
 DEVICE = torch.device("cuda", 3)
 CONFIG = PlannerConfig(head_dim=64)
@@ -98,17 +99,21 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
     monkeypatch.setattr(cuda_backend, "start", fake.start)
     monkeypatch.setattr(cuda_backend, "load_kernel", fake.load)
+    monkeypatch.setattr(cuda_backend, "encode_tensor_map", fake_cuda.encode_tensor_map)
     return fake
 
 
-def view(stride: int) -> CacheView:
-    tensor = torch.empty(4, 16, 8, 64, dtype=torch.bfloat16)
-    return CacheView(tensor, stride, stride, stride)
+def view(row: int) -> CacheView:
+    """Rows of 64 elements, ``row`` apart."""
+    tensor = torch.empty(4, 16, 8, row, dtype=torch.bfloat16)[..., :64]
+    return CacheView(tensor, *tensor.stride()[:3])
 
 
 def bind(kernels: KernelSet, *, aligned: bool) -> cuda_backend.BoundKernels:
     cache = view(64 if aligned else 65)
-    return kernels.bind(cache, cache)[0]
+    bound, maps = kernels.bind(cache, cache)
+    assert (maps is not None) == aligned
+    return bound
 
 
 def test_the_constructor_waits_for_decode_and_schedule(builder: FakeBuilder) -> None:
@@ -141,6 +146,18 @@ def test_bind_waits_for_the_decode_kernel_alone(builder: FakeBuilder) -> None:
     assert builder.loaded_kernels()[2:] == ["decode plain"]
     assert len(builder.started) == 5
     assert bound.decode.load() is not kernels.kernels.decode.load()
+
+
+def test_strides_that_the_driver_maps_not_are_for_the_plain_loader(
+    builder: FakeBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = KernelSet(CONFIG, DEVICE)
+    cache = view(64)
+    monkeypatch.setattr(cuda_backend, "encode_tensor_map", lambda *given, **named: None)
+    bound, maps = kernels.bind(cache, cache)
+    assert maps is None
+    assert bound is bind(kernels, aligned=False)
+    assert builder.loaded_kernels()[2:] == ["decode plain"]
 
 
 def test_a_plan_with_prefill_loads_it_for_every_cache(builder: FakeBuilder) -> None:
