@@ -37,7 +37,7 @@ struct Scale {
   }
 };
 
-// K or V to the hardware that copies boxes of it: {16-byte vectors of a segment, tokens, segments of
+// K or V to the hardware that copies boxes of it: {elements of a segment, tokens, segments of
 // a row, heads, pages}. Encoded by the driver.
 struct alignas(64) TensorMap {
   uint64_t words[16];

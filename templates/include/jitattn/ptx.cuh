@@ -84,7 +84,8 @@ __device__ __forceinline__ void fence_before_boxes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// True in one lane of the warp. The compiler knows that it is one, and boxes need no loop over lanes.
+// True in one lane of the warp. The compiler knows that it is one, and boxes need no loop over
+// lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t is_elected;
   asm volatile(
@@ -102,8 +103,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box of a tensor map that begins at these coordinates, and counts its bytes to `barrier`.
-// What lies outside the tensor arrives as zeros.
+// Copies the box of a tensor map that begins at these coordinates, and counts its bytes to
+// `barrier`. What lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(uint32_t smem, const void* map, uint32_t barrier,
                                          int32_t token, int32_t segment, int32_t head,
                                          int32_t page) {

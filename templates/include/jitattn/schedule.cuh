@@ -8,8 +8,8 @@
 // are merged in order.
 //
 // Slots come in rounds; those of a round have equal cost, and those of later rounds less. Each CTA
-// does a slot of the first round, and claims others as it gets ready, so that all end together however
-// unequally memory serves them.
+// does a slot of the first round, and claims others as it gets ready, so that all end together
+// however unequally memory serves them.
 //
 // A batch-invariant schedule cuts each unit into splits whose length depends on that unit alone,
 // and deals whole splits to slots.

@@ -81,7 +81,8 @@ struct Float {
 // Codes of the types a caller may choose at launch. Twin: jitattn/params.py.
 enum class FloatCode : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
-// Reads one number of a type known at launch: for vectors too short to deserve a kernel of their own.
+// Reads one number of a type known at launch: for vectors too short to deserve a kernel of their
+// own.
 __device__ __forceinline__ float load_float(const void* base, int64_t element, FloatCode code) {
   switch (code) {
     case FloatCode::kFloat16:
