@@ -55,17 +55,17 @@ class Operation:
 def host_time(operation: Operation, batch: Batch, blocks: int) -> Timing:
     """Return the host's seconds a call, a sample for each of ``blocks`` blocks."""
     samples = []
-    for i in range(blocks + 3):
-        queries = [torch.randn_like(q) for q in batch.q]
-        calls = operation.make_calls(queries)
-        torch.cuda.synchronize()
-        with no_gc():
+    with no_gc():  # a collection takes longer than a block
+        for i in range(blocks + 3):
+            queries = [torch.randn_like(q) for q in batch.q]
+            calls = operation.make_calls(queries)
+            torch.cuda.synchronize()
             start = time.perf_counter()
             for call in calls:
                 call()
             seconds = time.perf_counter() - start
-        if i >= 3:  # the first blocks warm caches up
-            samples.append(seconds / len(calls))
+            if i >= 3:  # the first blocks warm caches up
+                samples.append(seconds / len(calls))
     torch.cuda.synchronize()
     return summarize(samples)
 

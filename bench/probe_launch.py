@@ -71,11 +71,10 @@ def plans() -> list[jitattn.Plan]:
 def block_time(calls: Sequence[Call]) -> float:
     """Return the seconds of one of ``calls``, made one after the other on an idle device."""
     torch.cuda.synchronize()
-    with no_gc():
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - start) / len(calls)
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - start) / len(calls)
 
 
 def check(name: str, call: Callable[[], object]) -> None:
@@ -107,11 +106,12 @@ def main() -> int:
         blocks[name] = [prepared[0][name]] * LAUNCHES
         blocks[f"{name}, 32 in turn"] = [calls[name] for calls in prepared]
     samples: dict[str, list[float]] = {name: [] for name in blocks}
-    for i in range(BLOCKS + 3):
-        for name, calls in blocks.items():
-            seconds = block_time(calls)
-            if i >= 3:  # the first blocks warm caches up
-                samples[name].append(seconds)
+    with no_gc():  # a collection takes longer than a block
+        for i in range(BLOCKS + 3):
+            for name, calls in blocks.items():
+                seconds = block_time(calls)
+                if i >= 3:  # the first blocks warm caches up
+                    samples[name].append(seconds)
     _print(samples)
     return 0
 

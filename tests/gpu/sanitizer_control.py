@@ -1,5 +1,7 @@
 """A planted fault: one table entry is a page past the pool. memcheck must report it.
 
+The cache is one that the plain loader reads: what boxes of a tensor map reach past it are zeros.
+
 Shows that tests/gpu/sanitize.sh instruments the kernels it calls clean. The result is not looked
 at; run it under compute-sanitizer only.
 """
@@ -16,7 +18,7 @@ from tests.inputs import make_inputs
 
 
 def main() -> None:
-    inputs = make_inputs(replace(D128, lengths=(100, 5)), "cuda")
+    inputs = make_inputs(replace(D128, lengths=(100, 5), cache="odd_base"), "cuda")
     inputs.table[0, 2] = 2**24  # far beyond every allocation
     attend(inputs)
     torch.cuda.synchronize()
