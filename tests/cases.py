@@ -615,6 +615,21 @@ EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
 TWINS = (D128, D128_FP16, replace(D128_PAGE_3, page_table="shared"), D256, WIDE, D64)
 """Cases that run with every table layout, to the same bits."""
 
+BOX_PAGES = tuple(Case(head_dim=128, page_size=size) for size in (8, 16, 24, 48, 64))
+"""Kernels with tensor maps, by how pages fall into the slices of warps."""
+
+BOX_DIMS = (
+    Case(head_dim=64, page_size=48),
+    Case(head_dim=64, page_size=64, group_size=16),
+    Case(head_dim=192, page_size=24, dtype="float16"),
+    D192X128,
+    D256,
+    E4M3_SEPARATE,
+    replace(E4M3_D256, page_size=8),
+    replace(E5M2, page_size=64),
+)
+"""Kernels with tensor maps, by what boxes hold."""
+
 
 def twins_of(case: Case) -> tuple[Case, ...]:
     """The case through every layout that has pages."""
@@ -624,7 +639,7 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
-    named += (*FP8_FAMILIES, *twins_of(E4M3))
+    named += (*FP8_FAMILIES, *twins_of(E4M3), *BOX_PAGES, *BOX_DIMS)
     return (
         *decode_cases(),
         *mixed_cases(),
