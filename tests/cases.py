@@ -592,6 +592,7 @@ RAGGED = Case(head_dim=128, page_table="ragged", page_size=1)
 D128_PAGE_32 = Case(head_dim=128, page_size=32)
 D128_FP16 = Case(head_dim=128, dtype="float16")
 D128_PAGE_3 = Case(head_dim=128, page_size=3, dtype="float16", page_table="separate")
+D128_FLOAT = Case(head_dim=128, out_dtype="float32")
 D256 = Case(head_dim=256)
 D512 = Case(head_dim=512)
 D192X128 = Case(head_dim=192, head_dim_vo=128)
@@ -623,6 +624,7 @@ BOX_DIMS = (
     Case(head_dim=64, page_size=64, group_size=16),
     Case(head_dim=192, page_size=24, dtype="float16"),
     D192X128,
+    D128_FLOAT,
     D256,
     E4M3_SEPARATE,
     replace(E4M3_D256, page_size=8),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import D64, D128, D192X128, E4M3, EVERY_LAYOUT, RAGGED, Case, of
+from tests.cases import D64, D128, D128_FLOAT, D192X128, E4M3, EVERY_LAYOUT, RAGGED, Case, of
 from tests.gpu.device import DEVICE
 from tests.harness import assert_same, attend, check, expected, extras, plan_of, planner_for
 from tests.inputs import Inputs, make_inputs
@@ -99,6 +99,29 @@ def test_a_kernel_that_lets_the_next_begin_writes_the_new_tokens(
             plans[1].run(reader.q, bound[1], out=out, lse=lse)
             assert bool(torch.isfinite(out).all())
             results.append((out.clone(), lse.clone()))
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+def test_the_previous_kernel_writes_the_scales() -> None:
+    """A tensor is read when the kernel runs, and no promise says that it was complete before."""
+    writing = of(D128_FLOAT, (1, 60_005), group_size=1)
+    reading = replace(E4M3, lengths=(60_005,), scales=None)
+    writer, reader = make_inputs(writing, DEVICE), make_inputs(reading, DEVICE)
+    scales = writer.new_out()
+    assert scales.shape == (1, reading.num_kv_heads, 128)
+    results = []
+    for planner in (planner_for(reading, DEVICE), early(reading)):
+        kv = planner.bind(reader.cache, k_scale=scales[0, :, 0], v_scale=scales[0, :, 1])
+        other = planner_for(writing, DEVICE)
+        plans, bound = (plan_of(writer, other), plan_of(reader, planner)), writer.bind(other)
+        for _ in range(5 if DEVICE == "cuda" else 1):
+            scales.fill_(math.nan)
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            plans[0].run(writer.q, bound, out=scales)
+            results.append(plans[1].run(reader.q, kv, return_lse=True))
+    assert bool(torch.isfinite(results[0][0]).all())
     for result in results[1:]:
         assert_same(result, results[0])
 
