@@ -620,15 +620,16 @@ BOX_PAGES = tuple(Case(head_dim=128, page_size=size) for size in (8, 16, 24, 48,
 """Kernels with tensor maps, by how pages fall into the slices of warps."""
 
 BOX_DIMS = (
-    Case(head_dim=64, page_size=48),
-    Case(head_dim=64, page_size=64, group_size=16),
-    Case(head_dim=192, page_size=24, dtype="float16"),
+    Case(head_dim=64, page_size=24, page_table="separate", group_size=16),
+    Case(head_dim=64, page_size=64, dtype="float16", group_size=32),
+    Case(head_dim=192, page_size=128, page_table="separate"),
     D192X128,
     D128_FLOAT,
     D256,
     E4M3_SEPARATE,
-    replace(E4M3_D256, page_size=8),
-    replace(E5M2, page_size=64),
+    replace(E4M3, page_size=64, page_table="csr", group_size=16, out_dtype="float32"),
+    E4M3_D256,
+    E5M2,
 )
 """Kernels with tensor maps, by what boxes hold."""
 

@@ -192,7 +192,7 @@ def exchange_rows(inputs: Inputs) -> None:
 
 
 @pytest.mark.parametrize("q_lens", [(1, 1, 1, 1), (3, 1, 0, 2), (100, 1, 3, 60)], ids=str)
-@pytest.mark.parametrize("case", [*EVERY_LAYOUT, replace(D64, page_size=48)], ids=str)
+@pytest.mark.parametrize("case", [*EVERY_LAYOUT, replace(D128, page_size=48)], ids=str)
 def test_layers_of_a_graph(case: Case, q_lens: tuple[int, ...]) -> None:
     """Every step has other lengths, another schedule and other tables."""
     case = replace(case, lengths=(LONGEST,) * 4, q_lens=q_lens, group_size=2)
