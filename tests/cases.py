@@ -592,6 +592,7 @@ RAGGED = Case(head_dim=128, page_table="ragged", page_size=1)
 D128_PAGE_32 = Case(head_dim=128, page_size=32)
 D128_FP16 = Case(head_dim=128, dtype="float16")
 D128_PAGE_3 = Case(head_dim=128, page_size=3, dtype="float16", page_table="separate")
+D128_FLOAT = Case(head_dim=128, out_dtype="float32")
 D256 = Case(head_dim=256)
 D512 = Case(head_dim=512)
 D192X128 = Case(head_dim=192, head_dim_vo=128)
@@ -615,6 +616,23 @@ EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
 TWINS = (D128, D128_FP16, replace(D128_PAGE_3, page_table="shared"), D256, WIDE, D64)
 """Cases that run with every table layout, to the same bits."""
 
+BOX_PAGES = tuple(Case(head_dim=128, page_size=size) for size in (8, 16, 24, 48, 64))
+"""Kernels with tensor maps, by how pages fall into the slices of warps."""
+
+BOX_DIMS = (
+    Case(head_dim=64, page_size=24, page_table="separate", group_size=16),
+    Case(head_dim=64, page_size=64, dtype="float16", group_size=32),
+    Case(head_dim=192, page_size=128, page_table="separate"),
+    D192X128,
+    D128_FLOAT,
+    D256,
+    E4M3_SEPARATE,
+    replace(E4M3, page_size=64, page_table="csr", group_size=16, out_dtype="float32"),
+    E4M3_D256,
+    E5M2,
+)
+"""Kernels with tensor maps, by what boxes hold."""
+
 
 def twins_of(case: Case) -> tuple[Case, ...]:
     """The case through every layout that has pages."""
@@ -624,7 +642,7 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
-    named += (*FP8_FAMILIES, *twins_of(E4M3))
+    named += (*FP8_FAMILIES, *twins_of(E4M3), *BOX_PAGES, *BOX_DIMS)
     return (
         *decode_cases(),
         *mixed_cases(),

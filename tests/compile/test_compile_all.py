@@ -64,7 +64,7 @@ EVERYDAY = (
 def jobs() -> Iterator[Job]:
     """The whole sample for sm_90a; of the others a twelfth each, and what needs most registers."""
     for config in EVERYDAY:
-        yield Job(resolve(PlannerConfig.parse(config), "sm_90a")[0], "sm_90a")
+        yield Job(resolve(PlannerConfig.parse(config), "sm_90a")[0], "sm_90a", disassemble=True)
     for i, arch in enumerate(ARCHITECTURES):
         yield Job(ScheduleSpec(), arch)
         for n, spec in enumerate(sample_specs(arch)):

@@ -1,0 +1,148 @@
+"""Slots in rounds, which CTAs claim as they get ready: any order of claims gives the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import jitattn
+from tests.cases import D64, D128, D128_TOKEN, D256, E4M3, RAGGED, WIDE, Case, of
+from tests.gpu.device import DEVICE
+from tests.harness import (
+    Result,
+    assert_same,
+    attend,
+    check,
+    expected,
+    extras,
+    plan_of,
+    planner_for,
+)
+from tests.inputs import Inputs, make_inputs
+
+# Empty requests at the end, which slots of the last round hold many of.
+MANY = tuple((997 * b) % 5000 for b in range(120)) + (0,) * 180
+
+
+def rounds_of(plan: jitattn.Plan) -> float:
+    """How many rounds of slots the decode kernel has in a plan."""
+    part = plan._backend._parts[0]
+    num_slots = int(part._memory[:4].view(torch.int32))
+    return num_slots / part._schedule.round_slots
+
+
+def assert_clean(workspace: jitattn.Workspace) -> None:
+    assert not workspace.counters.any(), "a launch leaves its counters at zero"
+
+
+def run_often(inputs: Inputs, planner: jitattn.AttentionPlanner, *, at_least: float) -> Result:
+    """The result of repeated runs, in at least so many rounds, which leave nothing behind."""
+    plan, kv = plan_of(inputs, planner), inputs.bind(planner)
+    if DEVICE == "cuda":
+        assert rounds_of(plan) >= at_least
+    want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
+    out, lse = inputs.new_out(), inputs.new_lse()
+    for _ in range(10 if DEVICE == "cuda" else 1):
+        plan.run(inputs.q, kv, out=out, lse=lse, **extras(inputs))
+        assert_same((out, lse), want)
+    if planner.workspace is not None and DEVICE == "cuda":
+        assert_clean(planner.workspace)
+    return want
+
+
+def own_planner(case: Case, **changes: object) -> jitattn.AttentionPlanner:
+    """A planner with a workspace of its own."""
+    arguments = case.planner_arguments() | changes
+    workspace = jitattn.Workspace(DEVICE)
+    return jitattn.AttentionPlanner(**arguments, device=DEVICE, workspace=workspace)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "at_least"),
+    [
+        (replace(D128, lengths=(70_000,) * 3, num_kv_heads=1), {}, 1.5),
+        (replace(D128, lengths=(70_000,) * 3, num_kv_heads=1), {"num_sms": 5}, 5),
+        (replace(D128, lengths=MANY, num_kv_heads=1), {}, 1.5),
+        (replace(D128, lengths=MANY, num_kv_heads=1), {"num_sms": 5}, 5),
+        (replace(D64, lengths=MANY, num_kv_heads=8), {"num_sms": 5}, 5),
+        (replace(RAGGED, lengths=MANY, num_kv_heads=2), {"num_sms": 1}, 5),
+        (replace(D128_TOKEN, lengths=(20_000, 3, 0, 9000)), {"num_sms": 7}, 5),
+        (replace(D256, lengths=(9000,) * 16, num_kv_heads=1), {"num_sms": 50}, 3),
+        (replace(WIDE, lengths=(5000, 0, 0, 40_000), sinks="float32"), {"num_sms": 9}, 5),
+        (replace(E4M3, lengths=(40_000, 17), window_left=20_000), {"num_sms": 4}, 5),
+        (of(D128, (2, 30_000), (1, 9000), (0, 5), (2, 40)), {"num_sms": 6}, 5),
+        (of(D128, (100, 30_000), (1, 9000), (0, 5), (2, 40)), {"num_sms": 6}, 1.5),
+    ],
+    ids=str,
+)
+def test_rounds(case: Case, changes: dict[str, object], at_least: float) -> None:
+    inputs = make_inputs(case, DEVICE)
+    got = run_often(inputs, own_planner(case, **changes), at_least=at_least)
+    check(case, *got, expected(inputs))
+
+
+def test_a_share_of_the_card_after_all_of_it() -> None:
+    """Launches of different grids share a counter of claims, and whole and shared cards turn."""
+    case = replace(D128, lengths=(30_000, 17, 0, 9000), num_kv_heads=2)
+    inputs = make_inputs(case, DEVICE)
+    workspace = jitattn.Workspace(DEVICE)
+    planners = [
+        planner_for(case, DEVICE, num_sms=num_sms, workspace=workspace)
+        for num_sms in (None, 5, 1, 60)
+    ]
+    plans = [plan_of(inputs, planner) for planner in planners]
+    bound = [inputs.bind(planner) for planner in planners]
+    wants = [attend(inputs, planner) for planner in planners]
+    for want in wants:
+        check(case, *want, expected(inputs))
+    results = [
+        (plan.run(inputs.q, kv, return_lse=True), want)
+        for _ in range(5 if DEVICE == "cuda" else 1)
+        for plan, kv, want in zip(plans, bound, wants, strict=True)
+    ]
+    for got, want in results:
+        assert_same(got, want)
+    assert_clean(workspace)
+
+
+def test_two_planners_take_turns_with_a_workspace() -> None:
+    """Of two kernels, on one stream, with nothing between them."""
+    workspace = jitattn.Workspace(DEVICE)
+    cases = (
+        replace(D128, lengths=(30_000, 17, 0, 9000), num_kv_heads=1, seed=2),
+        replace(D256, lengths=(3, 50_000), num_kv_heads=2, sinks="float32"),
+    )
+    steps = []
+    for case in cases:
+        inputs = make_inputs(case, DEVICE)
+        planner = planner_for(case, DEVICE, workspace=workspace)
+        want = attend(inputs, planner)
+        check(case, *want, expected(inputs))
+        steps.append((inputs, plan_of(inputs, planner), inputs.bind(planner), want))
+    results = []
+    for repeat in range(10):
+        for inputs, plan, kv, want in steps:
+            if repeat % 4 == 3:
+                plan.refresh()
+            results.append((plan.run(inputs.q, kv, return_lse=True, **extras(inputs)), want))
+    for got, want in results:
+        assert_same(got, want)
+    assert_clean(workspace)
+
+
+def test_invariant_launches_claim_nothing_between_those_that_do() -> None:
+    """A launch that takes its pieces a grid apart leaves the counter to the next."""
+    workspace = jitattn.Workspace(DEVICE)
+    case = replace(D128, lengths=(30_000, 17, 0, 9000))
+    inputs = make_inputs(case, DEVICE)
+    planners = [
+        planner_for(case, DEVICE, batch_invariant=invariant, num_sms=11, workspace=workspace)
+        for invariant in (False, True)
+    ]
+    wants = [attend(inputs, planner) for planner in planners]
+    for _ in range(5):
+        for planner, want in zip(planners, wants, strict=True):
+            assert_same(attend(inputs, planner), want)
+    assert_clean(workspace)
