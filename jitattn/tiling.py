@@ -42,8 +42,6 @@ _STATIC_BYTES = 2 * 1024 + 4 * MAX_PIECES
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA, 16 a warp.
 _PREFILL_ROWS = 64
-# Columns of V by query rows: what a decode warp with more accumulates takes half its registers.
-_WIDE_STATE = 128 * 8
 # Columns of V whose accumulator fits the registers; wider V takes several CTAs.
 _MAX_VALUE_DIM = 256
 
@@ -212,9 +210,16 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         value_dim=value_dim,
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
-        merge_splits=16 if value_dim * spec.row_tile <= _WIDE_STATE else 8,
+        merge_splits=_box_merge_splits(spec, value_dim),
         box_tokens=_box_tokens(spec, warp_tokens),
     )
+
+
+def _box_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
+    # What a warp accumulates leaves registers for so many.
+    if value_dim * spec.row_tile <= 128 * 8:
+        return 16
+    return 4 if spec.row_tile == 32 or spec.head_dim > 256 else 8
 
 
 def _box_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
@@ -247,7 +252,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         ctas_per_sm=2 if max(spec.head_dim, spec.head_dim_vo) <= 128 else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
-        merge_splits=8 if value_dim <= 128 else 4,
+        merge_splits=8 if value_dim <= 128 else 4 if spec.head_dim <= 256 else 2,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
 

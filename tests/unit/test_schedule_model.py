@@ -8,6 +8,7 @@ and what it writes is held against the model and against what the attention kern
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -56,13 +57,14 @@ class Rounds:
     total_cost: int
     width: int
     max_rounds: int
+    min_claim: int = MIN_CLAIM
 
     @property
     def count(self) -> int:
         count = 1
         while (
             count < self.max_rounds
-            and self.total_cost // LATER >> (count - 1) >= MIN_CLAIM * self.width
+            and self.total_cost // LATER >> (count - 1) >= self.min_claim * self.width
         ):
             count += 1
         return count
@@ -93,22 +95,27 @@ class Rounds:
         return self.width * self.count
 
 
-def count_slots(costs: list[int], most: int, max_splits: int) -> int:
-    """``count_slots()``: slots of a round."""
-    if max_splits or any(cost * len(costs) != sum(costs) for cost in costs):
-        return most
+def count_whole(num_units: int, most: int) -> int:
+    """``count_whole()``: slots of whole units, or whole units of slots."""
     least = most - most // SPARE
-    num_units = len(costs)
     whole = most // num_units * num_units if most >= num_units else most
     while whole >= least and whole < num_units and num_units % whole:
         whole -= 1
-    return whole if whole >= least else most
+    return whole if whole >= least else 0
+
+
+def rounds_of(costs: list[int], most: int, max_rounds: int, max_splits: int) -> Rounds:
+    """The rounds that the kernel deals units of these costs to."""
+    total, num_units = sum(costs), len(costs)
+    is_alike = not max_splits and all(cost * num_units == total for cost in costs)
+    whole = count_whole(num_units, most) if is_alike else 0
+    unit_cost = total // num_units if whole else 0
+    return Rounds(total, whole or most, max_rounds, max(unit_cost, MIN_CLAIM))
 
 
 # Who changes one of these in the template has the model to change, too.
 TRANSCRIBED = """
-while (count < params.max_rounds &&
-       total_cost / 8 >> (count - 1) >= int64_t{kMinClaim} * width) {
+while (count < max_count && total_cost / 8 >> (count - 1) >= min_claim * width) {
 return width * count;
 if (round == 0) return 0;
 return round == count ? total_cost : total_cost - (total_cost / 8 >> (round - 1));
@@ -119,13 +126,18 @@ int32_t round = count - 1;
 while (position < begin(round)) --round;
 const int64_t first = begin(round), size = begin(round + 1) - first;
 return round * width + static_cast<int32_t>((position - first) * width / size);
-bool is_uniform = params.max_splits == 0 && num_units > 0;
-is_uniform &= (end - cost_begin[index]) * num_units == total_cost;
-if (!__syncthreads_and(is_uniform)) return most;
+is_same &= (end - cost_begin[index]) * num_units == total_cost;
+return __syncthreads_and(is_same);
 const int32_t least = most - most / 8;
 int32_t whole = most >= num_units ? most / num_units * num_units : most;
 while (whole >= least && whole < num_units && num_units % whole != 0) --whole;
-return whole >= least ? whole : most;
+return whole >= least ? whole : 0;
+const bool is_alike =
+    params.max_splits == 0 && num_units > 0 && is_uniform(params, num_units, total_cost);
+const int32_t whole = is_alike ? count_whole(num_units, most) : 0;
+const int64_t unit_cost = whole ? total_cost / num_units : 0;
+const Rounds rounds(total_cost, whole ? whole : most, params.max_rounds,
+                    unit_cost > kMinClaim ? unit_cost : kMinClaim);
 """
 
 
@@ -181,18 +193,22 @@ def test_more_work_has_more_rounds() -> None:
 @random_examples
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 10**6))
 def test_even_units_get_whole_slots(most: int, num_units: int, cost: int) -> None:
-    found = count_slots([cost] * num_units, most, 0)
-    assert most - most // 8 <= found <= most
-    is_whole = found % num_units == 0 or num_units % found == 0
+    found = count_whole(num_units, most)
     possible = [
         n
         for n in range(most - most // 8, most + 1)
         if n % num_units == 0 or (n < num_units and num_units % n == 0)
     ]
-    assert found == max(possible, default=most)
-    assert is_whole or not possible
-    assert count_slots([cost] * num_units, most, 16) == most
-    assert count_slots([*[cost] * num_units, cost + 1], most, 0) == most
+    assert found == max(possible, default=0)
+    costs = [cost] * num_units
+    dealt = rounds_of(costs, most, 6, 0)
+    assert dealt.width == (found or most)
+    if found and dealt.count > 1:
+        ends = [dealt.position(slot) for slot in range(found, dealt.num_slots + 1)]
+        sizes = [end - begin for begin, end in itertools.pairwise(ends)]
+        assert min(sizes) >= cost, "who claims gets as much as a unit at least"
+    assert rounds_of(costs, most, 6, 16).width == most
+    assert rounds_of([*costs, cost + 1], most, 6, 0).width == most
 
 
 # --- the template on the host ---------------------------------------------------------------------
@@ -426,8 +442,7 @@ def check_splits(unit: Unit, tiles: range, parts: list[tuple[int, range]]) -> No
 def check_rounds(batch: Batch, found: Scheduled) -> None:
     total = sum(found.costs)
     most = max(1, min(total // _MIN_SLOT_COST, batch.round_slots))
-    width = count_slots(found.costs, most, batch.max_splits)
-    model = Rounds(total, width, batch.max_rounds)
+    model = rounds_of(found.costs, most, batch.max_rounds, batch.max_splits)
     assert found.num_slots == model.num_slots <= batch.round_slots * batch.max_rounds
     if batch.max_splits:
         return
@@ -486,9 +501,13 @@ def test_every_tile_has_its_slot(on_host: Call, batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("batch", "num_slots"),
     [
-        # A request that is cut evenly, and is worth all rounds.
-        (Batch((10**6,), round_slots=16), 16 * 6),
-        (Batch((100_000,), round_slots=16), 16 * 3),
+        # Requests that are worth all rounds, and some.
+        (Batch((10**6, 10**5), round_slots=16), 16 * 6),
+        (Batch((100_000, 90_000), round_slots=16), 16 * 4),
+        # One that is cut evenly.
+        (Batch((10**6,), round_slots=16), 16),
+        # Whole ones, claimed one by one at the end.
+        (Batch((1000,) * 256, round_slots=16), 16 * 3),
         # Too little to claim.
         (Batch((3000,), round_slots=16), 16),
         (Batch((70_000,) * 3, round_slots=5), 5 * 6),
