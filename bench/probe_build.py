@@ -50,7 +50,7 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
     import torch
 
     start = time.perf_counter()
-    from jitattn import cuda_backend
+    from jitattn import attention_kernels, cuda_backend
     from jitattn.config import PlannerConfig
     from jitattn.driver import DeviceFacts
 
@@ -59,6 +59,7 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
     with (
         mock.patch.object(cuda_backend, "device_facts", lambda index: facts),
         mock.patch.object(cuda_backend, "load_kernel", lambda *arguments: None),
+        mock.patch.object(attention_kernels, "load_kernel", lambda *arguments: None),
     ):
         kernels = cuda_backend.KernelSet(PlannerConfig.parse(config_text), torch.device("cuda", 0))
     seconds = time.perf_counter() - start

@@ -25,7 +25,7 @@ from bench import records
 from bench.report import console
 from bench.timing import Call, no_gc, summarize
 from jitattn import driver
-from jitattn.cuda_backend import CudaPlan
+from jitattn.cuda_plan import CudaPlan
 from jitattn.driver import Launch
 
 LAUNCHES = 32

@@ -216,10 +216,10 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
 
 
 def _box_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
-    # What a warp accumulates leaves registers for so many.
-    if value_dim * spec.row_tile <= 128 * 8:
-        return 16
-    return 4 if spec.row_tile == 32 or spec.head_dim > 256 else 8
+    # What a warp keeps of Q and accumulates leaves registers for so many.
+    if spec.row_tile == 32 or spec.head_dim > 256:
+        return 4
+    return 16 if value_dim * spec.row_tile <= 128 * 8 else 8
 
 
 def _box_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
@@ -261,7 +261,8 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
     # As wide an accumulator as the compiler fits in registers without spilling. It can't depend on
     # the loader: a plan's launches with either share their parameters.
     most = _MAX_VALUE_DIM
-    if arch == "sm_80" or spec.use_logits_soft_cap or spec.head_dim_vo > 256:
+    is_busy = spec.use_logits_soft_cap or spec.use_custom_mask
+    if arch == "sm_80" or is_busy or spec.head_dim_vo > 256:
         most = 224
     if spec.head_dim > 256:
         most = 128
@@ -277,6 +278,6 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
         ctas_per_sm=2 if value_dim <= 192 else 1,
         value_dim=value_dim,
         row_tile=_PREFILL_ROWS,
-        merge_splits=8 if value_dim <= 128 else 4,
+        merge_splits=8 if value_dim <= 128 else 4 if value_dim <= 192 else 2,
         smem_bytes=num_stages * tile_tokens * row_bytes + query_bytes,
     )

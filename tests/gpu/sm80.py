@@ -89,7 +89,6 @@ def pretend_sm80(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_backend, "arch_of", lambda facts: ARCH)
         patch.setattr(cuda_backend, "start", kernels.start)
-        patch.setattr(cuda_backend, "LoadedKernel", kernels.load)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)
         for cache in caches:

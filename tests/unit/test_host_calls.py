@@ -20,7 +20,7 @@ from torch import Tensor
 import jitattn
 from jitattn import binding
 from jitattn.binding import NO_LAYOUT, RowLayout
-from jitattn.cuda_backend import CudaPlan, _Part
+from jitattn.cuda_plan import CudaPlan, _Part
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeCuda
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from jitattn import cuda_backend
+from jitattn import attention_kernels, cuda_backend, tensor_maps
 from jitattn.binding import CacheView
 from jitattn.build import Kernel
 from jitattn.config import PlannerConfig
@@ -98,8 +98,9 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     facts = DeviceFacts(3, "card", (9, 0), num_sms=132, max_smem_bytes=232448)
     monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
     monkeypatch.setattr(cuda_backend, "start", fake.start)
-    monkeypatch.setattr(cuda_backend, "load_kernel", fake.load)
-    monkeypatch.setattr(cuda_backend, "encode_tensor_map", fake_cuda.encode_tensor_map)
+    for module in (attention_kernels, cuda_backend):
+        monkeypatch.setattr(module, "load_kernel", fake.load)
+    monkeypatch.setattr(tensor_maps, "encode_tensor_map", fake_cuda.encode_tensor_map)
     return fake
 
 
@@ -109,7 +110,7 @@ def view(row: int) -> CacheView:
     return CacheView(tensor, *tensor.stride()[:3])
 
 
-def bind(kernels: KernelSet, *, aligned: bool) -> cuda_backend.BoundKernels:
+def bind(kernels: KernelSet, *, aligned: bool) -> attention_kernels.BoundKernels:
     cache = view(64 if aligned else 65)
     bound, maps = kernels.bind(cache, cache)
     assert (maps is not None) == aligned
@@ -153,7 +154,7 @@ def test_strides_that_the_driver_maps_not_are_for_the_plain_loader(
 ) -> None:
     kernels = KernelSet(CONFIG, DEVICE)
     cache = view(64)
-    monkeypatch.setattr(cuda_backend, "encode_tensor_map", lambda *given, **named: None)
+    monkeypatch.setattr(tensor_maps, "encode_tensor_map", lambda *given, **named: None)
     bound, maps = kernels.bind(cache, cache)
     assert maps is None
     assert bound is bind(kernels, aligned=False)
@@ -207,7 +208,7 @@ def test_a_failing_decode_kernel_fails_the_constructor(builder: FakeBuilder) -> 
 def test_many_threads_bind_and_plan(builder: FakeBuilder) -> None:
     kernels = KernelSet(CONFIG, DEVICE)
     barrier = threading.Barrier(8)
-    bound: list[cuda_backend.BoundKernels] = []
+    bound: list[attention_kernels.BoundKernels] = []
 
     def work(number: int) -> None:
         barrier.wait()

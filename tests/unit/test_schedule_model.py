@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitattn.cuda_backend import _MAX_ROUNDS, _MIN_SLOT_COST, _UNIT_COST
+from jitattn.cuda_plan import _MAX_ROUNDS, _MIN_SLOT_COST, _UNIT_COST
 from jitattn.params import Schedule, ScheduleParams
 
 TEMPLATES = Path(__file__).parents[2] / "templates"

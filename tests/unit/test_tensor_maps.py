@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn import cuda_backend
+from jitattn import cuda_plan, tensor_maps
 from jitattn.params import (
     ATTENTION_OFFSET,
     BOUNDARY_BYTES,
@@ -239,7 +239,7 @@ def test_a_cache_without_pages_has_no_map(cuda: FakeCuda, monkeypatch: pytest.Mo
             else fake_cuda.encode_tensor_map(pointer, item_bytes, dims, *rest, **kw)
         )
 
-    monkeypatch.setattr(cuda_backend, "encode_tensor_map", encode)
+    monkeypatch.setattr(tensor_maps, "encode_tensor_map", encode)
     planner = cuda.planner(num_qo_heads=HQ, num_kv_heads=HKV, head_dim=128, page_size=PAGE)
     plan = planner.plan(table(), torch.zeros(B, dtype=torch.int32))
     plan.run(zeros(B, HQ, 128), planner.bind(zeros(0, 2, PAGE, HKV, 128)))
@@ -277,7 +277,7 @@ def test_nothing_is_encoded_that_stayed(cuda: FakeCuda, monkeypatch: pytest.Monk
     planner = cuda.planner(num_qo_heads=HQ, num_kv_heads=HKV, head_dim=128, page_size=PAGE)
     plan, out = planner.plan(table(), LENS), zeros(B, HQ, 128)
     kv = planner.bind(zeros(PAGES, 2, PAGE, HKV, 128))
-    monkeypatch.setattr(cuda_backend, "encode_tensor_map", None)
+    monkeypatch.setattr(tensor_maps, "encode_tensor_map", None)
     for _ in range(3):
         plan.run(zeros(B, HQ, 128), kv, out=out)
         plan.run(zeros(B, HQ, 128), kv)
@@ -295,7 +295,7 @@ def test_a_move_that_the_driver_refuses_is_an_error(
         plan.run(q, kv, out=out)
     num_launches, kept = len(cuda.launches), move(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_backend, "encode_tensor_map", lambda *given, **named: None)
+        patch.setattr(tensor_maps, "encode_tensor_map", lambda *given, **named: None)
         for _ in range(2):
             with pytest.raises(ValueError, match="the driver maps no tensor of strides"):
                 plan.run(q, kv, out=out)
@@ -436,7 +436,7 @@ def test_buffers_hold_every_slot(
             assert slots * blocks - part._grid + 2 <= MAX_PIECES
 
 
-def check_schedule_room(part: cuda_backend._Part, slots: int) -> None:
+def check_schedule_room(part: cuda_plan._Part, slots: int) -> None:
     """Assert that the parts of a schedule lie in its memory, one after the other."""
     schedule = part._schedule.schedule
     begins = [getattr(schedule, name) for name, _ in schedule._fields_]
