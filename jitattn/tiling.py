@@ -44,6 +44,8 @@ _HALF_SM_SMEM = 113 * 1024
 _PREFILL_ROWS = 64
 # Columns of V whose accumulator fits the registers; wider V takes several CTAs.
 _MAX_VALUE_DIM = 256
+# The same where the scores take more registers than those of short tiles do.
+_BUSY_VALUE_DIM = 224
 
 
 # Named tuples: every process makes these classes, and dataclasses take six times as long to make.
@@ -80,7 +82,6 @@ class PrefillTile(NamedTuple):
     smem_bytes: int
     row_tile: int  # query rows of a CTA: 16 a warp
     merge_splits: int
-    max_pieces: int = 0
     box_tokens: int = 0
 
     @property
@@ -161,7 +162,15 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
     tiles = (
         _prefill_tile(spec, arch, tile_tokens, num_stages)
-        for tile_tokens, num_stages in ((64, 2), (32, 2), (64, 1), (32, 1), (16, 1))
+        for tile_tokens, num_stages in (
+            (64, 2),
+            (32, 2),
+            (64, 1),
+            (32, 1),
+            (16, 4),
+            (16, 2),
+            (16, 1),
+        )
     )
     # Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
     limit = min(SMEM_LIMIT[arch], _HALF_SM_SMEM)
@@ -171,6 +180,7 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
         if tile.smem_bytes + _STATIC_BYTES <= limit
         # A wide accumulator leaves registers for the scores of short tiles only.
         and (tile.value_dim <= _MAX_VALUE_DIM // 2 or tile.tile_tokens <= 32)
+        and (tile.value_dim <= _BUSY_VALUE_DIM or tile.tile_tokens <= 16)
     )
 
 
@@ -263,7 +273,7 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
     most = _MAX_VALUE_DIM
     is_busy = spec.use_logits_soft_cap or spec.use_custom_mask
     if arch == "sm_80" or is_busy or spec.head_dim_vo > 256:
-        most = 224
+        most = _BUSY_VALUE_DIM
     if spec.head_dim > 256:
         most = 128
     value_dim = _value_dim(spec, most)
