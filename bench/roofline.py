@@ -141,7 +141,7 @@ def _draw_run(axes: Axes, run: Run) -> None:
         "bytes that must be moved (cases of equal bytes side by side, in the order of their names)"
     )
     axes.set_ylabel("GB/s")
-    axes.set_title(f"Decode on {run.card}, jitattn at {run.commit}", fontsize=10)
+    axes.set_title(f"Decode on {run.card}, jitattn at {run.commit[:12]}", fontsize=10)
     axes.grid(alpha=0.25)
     share = axes.secondary_yaxis("right", functions=_share_of(run.copy))
     share.set_ylabel("% of the copy")
