@@ -168,6 +168,8 @@ class CudaPlan:
         stream = _C._cuda_getCurrentRawStream(self._index)
         if stream not in self._streams:
             self._lend_memory(stream)
+        elif self.idle is not None and torch.cuda.is_current_stream_capturing():
+            self.idle = None  # a graph uses our memory as long as it lives
         if _C._cuda_getDevice() == self._index:
             launch(stream)
         else:
@@ -200,6 +202,7 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
     out_is_like_q = call.out_layout.fits(call.q) and call.q.is_contiguous()
     vectors = max(call.q_layout.alignment, call.out_layout.alignment) - 1
     current_stream, current_device = _C._cuda_getCurrentRawStream, _C._cuda_getDevice
+    is_capturing = torch.cuda.is_current_stream_capturing
     write_addresses = _ADDRESSES.pack_into
 
     def again(q: Any, kv: Any, out: Any) -> Tensor | None:
@@ -211,7 +214,7 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
         q_at, out_at = q.data_ptr(), result.data_ptr()
         if (q_at | out_at) & vectors or q_at == out_at:
             return None
-        if current_stream(index) != stream or current_device() != index:
+        if current_stream(index) != stream or current_device() != index or is_capturing():
             return None
         for part, raw, launch, call_driver in steps:
             k_at, v_at = kv.k_at(), kv.v_at()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from dataclasses import fields
 from numbers import Integral
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -352,8 +352,14 @@ class Plan:
     def __del__(self) -> None:
         self._backend.give_back()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a plan can't be copied or pickled: make another one")
+
     def refresh(self) -> None:
-        """Recompute the schedule from the tensors the plan was given, on the current stream."""
+        """Recompute the schedule from the tensors the plan was given, on the current stream.
+
+        Who captures this or ``run`` keeps the plan as long as the graph.
+        """
         if self._checked_lens is not None and not _is_capturing(self._planner.device):
             check_lengths(self._batch, self._planner.config)
             self._checked_lens = self._batch.seq_lens.clone()

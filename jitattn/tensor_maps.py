@@ -59,5 +59,6 @@ def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) ->
         fetch_bytes=128 if box_dim == segment else 256,
     )
     if not encoded:
-        raise ValueError(f"the driver maps no tensor of strides {view.tensor.stride()}")
+        strides = list(view.tensor.stride())
+        raise ValueError(f"the driver maps no tensor of strides {strides} at {pointer:#x}")
     return encoded

@@ -6,8 +6,10 @@ refused where a first call would be.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
+import pickle
 import random
 import threading
 import weakref
@@ -615,3 +617,36 @@ def test_an_empty_batch_launches_nothing(cuda: FakeCuda) -> None:
     out, lse = plan.run(queries(0), planner.bind(cache()), return_lse=True)
     assert (out.shape, lse.shape) == ((0, HQ, D), (0, HQ))
     assert cuda.launches == []
+
+
+def test_memory_of_a_captured_plan_is_not_used_again(cuda: FakeCuda) -> None:
+    """On its own stream too: a graph that outlives the plan replays with it."""
+    planner = cuda.planner()
+    pages, lengths = jitattn.BlockTable(torch.zeros(2, 4, dtype=torch.int32)), torch.tensor([5, 9])
+    q = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
+    kv = planner.bind(torch.zeros(4, 2, 16, 8, 128, dtype=torch.bfloat16))
+    for captured in ("refresh", "run", "again"):
+        plan = planner.plan(pages, lengths.int())
+        backend = plan._backend
+        if captured == "again":
+            plan.run(q, kv)
+            plan.run(q, kv)
+        cuda.is_capturing = True
+        if captured == "refresh":
+            plan.refresh()
+        else:
+            plan.run(q, kv)
+        cuda.is_capturing = False
+        del plan
+        assert planner.plan(pages, lengths.int())._backend is not backend
+
+
+def test_plans_are_not_copied(cuda: FakeCuda) -> None:
+    """A copy would give the memory back that the other one uses."""
+    planner = cuda.planner()
+    plan = planner.plan(
+        jitattn.BlockTable(torch.zeros(1, 4, dtype=torch.int32)), torch.ones(1, dtype=torch.int32)
+    )
+    for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="copied"):
+            copy_of(plan)

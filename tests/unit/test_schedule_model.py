@@ -224,6 +224,7 @@ HOST = """
 #define __shared__ static
 struct { int x = 0; } threadIdx;
 inline void __syncthreads() {}
+inline void __threadfence() {}
 inline int __syncthreads_and(int is_so) { return is_so; }
 inline int64_t __shfl_up_sync(unsigned, int64_t value, int) { return value; }
 inline int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
