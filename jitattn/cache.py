@@ -134,8 +134,8 @@ class KernelCache:
             OSError: the cache cannot be written.
         """
         for attempt in range(_ATTEMPTS):
-            self.create()
             try:
+                self.create()
                 with self._staging() as staged:
                     _write_entry(staged, name, cubin, source.encode(), meta)
                     self._publish(staged, name)
