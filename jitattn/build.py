@@ -73,6 +73,9 @@ class _Job(NamedTuple):
 
         source = render(self.spec, self.arch)
         fields = {"source": source.encode(), "options": "\0".join(self.options).encode()}
+        # Not the headers of nvidia-cutlass: each wrapper is one asm statement, so their version
+        # cannot change what a kernel computes. Who reads an entry need not have them, nor hash a
+        # megabyte.
         fields |= {f"header {name}": text.encode() for name, text in headers()}
         return entry_name(self.arch, self.spec.symbol, fields), source
 
@@ -347,23 +350,27 @@ def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
 
 
 def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
-    from jitattn.cubin import resources_of  # only a compilation needs it
+    from jitattn.cubin import resources_of  # only a compilation needs them
+    from jitattn.wrappers import wrapper_headers, wrapper_package
 
     started = time.perf_counter()
     symbol = job.spec.symbol
     compiled = nvrtc.compile_cubin(
-        source, name=f"{symbol}.cu", headers=dict(headers()), options=job.options
+        source,
+        name=f"{symbol}.cu",
+        headers=dict((*headers(), *wrapper_headers(source))),
+        options=job.options,
     )
     seconds = time.perf_counter() - started
     logger.info("compiled %s for %s in %.2f s", symbol, job.arch, seconds)
     resources = resources_of(compiled.cubin, symbol, job.arch)
-    # No clock, host or path in it: two machines with one compiler make equal bundles.
+    # No clock, host or path in it: machines with the same packages make equal bundles.
     meta: Meta = {
         "symbol": symbol,
         "arch": job.arch,
         "options": list(job.options),
         "compiler": nvrtc.toolchain(),
-        "outside_headers": [],
+        "outside_headers": list(wrapper_package(source)),
         "jitattn": __version__,
         **asdict(resources),
     }

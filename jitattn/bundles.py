@@ -138,7 +138,7 @@ def precompile(
 
     Raises:
         ConfigError: some arguments have no kernel; nothing has been compiled then.
-        CompilerMissingError: NVRTC or its binding is not installed.
+        CompilerMissingError: NVRTC, its binding or nvidia-cutlass is not installed.
         CacheError: ``out`` is owned by someone else, or others may write to it.
         OSError: ``out`` cannot be written.
     """

@@ -41,6 +41,7 @@ _OPTIONAL = {
     "nvidia-cuda-nvdisasm",
     "nvidia-cutlass",
 }
+_PURPOSES = {"nvidia-cutlass": "to compile kernels with wgmma (prefill, compute capability 9.0)"}
 # Worth a line only where it is installed, since most machines do without.
 _SILENT = {"nvidia-cuda-nvrtc-cu12"}
 
@@ -76,7 +77,8 @@ def _packages() -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             if name not in _SILENT:
                 ok = None if name in _OPTIONAL else False
-                yield Finding(name, "not installed", ok, f"pip install {name}")
+                purpose = f", {_PURPOSES[name]}" if name in _PURPOSES else ""
+                yield Finding(name, "not installed", ok, f"pip install {name}{purpose}")
 
 
 def _compiler(knobs: Knobs) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ JitAttnError
   + ConfigError               no kernel, or no meaning, for these arguments      (also ValueError)
   + TemplateError             a template failed to render: a bug in templates/
   + CompileError              NVRTC rejected the rendered source                 (also RuntimeError)
-  |   + CompilerMissingError  NVRTC cannot be loaded on this machine
+  |   + CompilerMissingError  NVRTC cannot be loaded here, or a kernel needs nvidia-cutlass
   + KernelNotFoundError       JIT is off and no cache holds the kernel         (also LookupError)
   + CacheError                a cache or bundle that must not be used            (also OSError)
   + DriverError               the CUDA driver refused a call                     (also RuntimeError)
@@ -80,7 +80,7 @@ class CompileError(JitAttnError, RuntimeError):
 
 
 class CompilerMissingError(CompileError):
-    """NVRTC, or its Python binding, cannot be loaded here."""
+    """NVRTC or its Python binding cannot be loaded here, or a kernel needs nvidia-cutlass."""
 
     def __init__(self, reason: str) -> None:
         """Keep what was missing and what to install."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -22,6 +20,7 @@ from jitattn.explain import count_opcodes
 from jitattn.render import headers, render
 from jitattn.spec import KernelSpec
 from jitattn.support import resolve
+from jitattn.wrappers import WRAPPERS, wrapper_headers
 
 # Of the compiler that CI installs. Others make somewhat different code.
 MEASURED_WITH = (13, 5)
@@ -66,7 +65,10 @@ def cost(key: tuple[str, str, str]) -> tuple[int, int]:
     spec = kernel_of(config, arch, kernel)
     source = render(spec, arch)
     compiled = nvrtc.compile_cubin(
-        source, name=f"{spec.symbol}.cu", headers=dict(headers()), options=nvrtc.options(arch)
+        source,
+        name=f"{spec.symbol}.cu",
+        headers=dict((*headers(), *wrapper_headers(source))),
+        options=nvrtc.options(arch),
     )
     code_bytes = resources_of(compiled.cubin, spec.symbol, arch).code_bytes
     lines = source.count("\n") + sum(text.count("\n") for name, text in included(source))
@@ -109,28 +111,9 @@ def test_every_family_has_a_budget() -> None:
 
 # ---------------------------------------------------------------------------- wgmma wrappers
 
-# nvidia-cutlass' wrappers of wgmma compile under NVRTC without CCCL, when it finds these.
-_INTEGERS = """#pragma once
-typedef signed char int8_t; typedef unsigned char uint8_t;
-typedef short int16_t; typedef unsigned short uint16_t;
-typedef int int32_t; typedef unsigned int uint32_t;
-typedef long long int64_t; typedef unsigned long long uint64_t;
-typedef unsigned long long uintptr_t;
-namespace cuda { namespace std {
-using ::int8_t; using ::uint8_t; using ::int16_t; using ::uint16_t;
-using ::int32_t; using ::uint32_t; using ::int64_t; using ::uint64_t;
-} }
-"""
-STAND_INS = {
-    "cuda/std/cassert": "#pragma once\n#ifndef assert\n#define assert(x) ((void)0)\n#endif\n",
-    "cuda/std/cstdint": _INTEGERS,
-    "cccl/cuda/std/cstdint": _INTEGERS,
-    "cuda_runtime_api.h": "#pragma once\n",
-}
-WRAPPERS = ("cute/arch/mma_sm90_gmma.hpp", "cutlass/arch/reg_reconfig.h")
 # Bytes of header that the wrappers pull in, of which most is the list of instructions. What drags
 # in cute/tensor.hpp or cuda::std costs seconds and is several times as much.
-WRAPPER_BYTES = 1_045_852
+WRAPPER_BYTES = 1_046_936
 PRODUCT_INSTRUCTIONS = 96
 
 _REGISTERS = ", ".join(f"d[{i}]" for i in range(64))
@@ -153,18 +136,13 @@ extern "C" __global__ void __launch_bounds__(128) product(float* c) {{
 """
 
 
-@pytest.fixture(scope="module")
-def cutlass() -> Path:
-    """The headers of nvidia-cutlass; importing its package would cost 30 ms."""
-    found = find_spec("cutlass_library")
-    if found is None or found.origin is None:
-        pytest.skip("needs nvidia-cutlass, for the wrappers of wgmma")
-    return Path(found.origin).parent / "source" / "include"
-
-
-def test_the_wrappers_of_wgmma_compile_without_toolkit_headers(cutlass: Path) -> None:
-    options = (*nvrtc.options("sm_90a"), "-default-device", f"-I{cutlass}")
-    compiled = nvrtc.compile_cubin(PRODUCT, name="product.cu", headers=STAND_INS, options=options)
+def test_the_wrappers_of_wgmma_compile_without_toolkit_headers() -> None:
+    compiled = nvrtc.compile_cubin(
+        PRODUCT,
+        name="product.cu",
+        headers=dict(wrapper_headers(PRODUCT)),
+        options=nvrtc.options("sm_90a"),
+    )
     resources = resources_of(compiled.cubin, "product", "sm_90a")
     assert resources.spill_bytes == 0
     assert resources.code_bytes // _INSTRUCTION_BYTES <= PRODUCT_INSTRUCTIONS * (1 + MARGIN)
@@ -173,20 +151,7 @@ def test_the_wrappers_of_wgmma_compile_without_toolkit_headers(cutlass: Path) ->
         assert opcodes["HGMMA"] == 1
 
 
-def test_the_wrappers_of_wgmma_include_little(cutlass: Path) -> None:
-    opened = closure(cutlass)
-    assert "cute/tensor.hpp" not in opened
-    assert sum((cutlass / name).stat().st_size for name in opened) <= WRAPPER_BYTES * (1 + MARGIN)
-
-
-def closure(root: Path) -> set[str]:
-    """Every file below ``root`` that the wrappers name in an include, directly or not."""
-    found: set[str] = set()
-    waiting = list(WRAPPERS)
-    while waiting:
-        name = waiting.pop()
-        if name in found or not (root / name).is_file():
-            continue
-        found.add(name)
-        waiting += re.findall(r'#\s*include\s*[<"]([^">]+)[">]', (root / name).read_text())
-    return found
+def test_the_wrappers_of_wgmma_include_little() -> None:
+    texts = dict(wrapper_headers(PRODUCT))
+    assert "cute/tensor.hpp" not in texts
+    assert sum(len(text.encode()) for text in texts.values()) <= WRAPPER_BYTES * (1 + MARGIN)

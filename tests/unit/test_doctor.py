@@ -61,6 +61,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["jinja2"].ok is False
     assert found["torch"].ok is None
     assert found["torch"].advice == "pip install torch"
+    assert found["nvidia-cutlass"].ok is None
+    assert found["nvidia-cutlass"].advice.startswith("pip install nvidia-cutlass, to compile")
 
 
 def test_every_dependency_is_looked_for() -> None:

@@ -19,7 +19,7 @@ LAYERS = (
     {"knobs"},
     {"spec", "config", "locks", "cache", "cubin", "nvrtc", "driver", "params"},
     {"support", "tiling"},
-    {"render", "sources"},
+    {"render", "sources", "wrappers"},
     {
         "build",
         "pages",
