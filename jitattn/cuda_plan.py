@@ -265,7 +265,8 @@ class Recipe:
             # The card spreads CTAs over its SMs, so that each is one SM taken from others.
             num_ctas = min(config.num_sms, kernels.facts.num_sms)
         round_slots = max(1, num_ctas // num_head_blocks)
-        self.grid = round_slots * num_head_blocks
+        # Pieces of whole units, which prefill may have, are dealt to any number of CTAs.
+        self.grid = num_ctas if is_prefill else round_slots * num_head_blocks
         if config.num_sms is not None:
             self.grid = min(self.grid, num_ctas)
         # What CTAs claim has fixed splits, too: more than a batch-invariant plan has room for.
@@ -291,6 +292,7 @@ class Recipe:
         schedule = self._schedule_params(decode_rows)
         schedule.max_splits = max_splits
         schedule.round_slots, schedule.max_rounds = round_slots, max_rounds
+        schedule.num_ctas, schedule.num_head_blocks = self.grid, num_head_blocks
         self.schedule_params = bytes(schedule)
 
     def _schedule_params(self, decode_rows: int) -> ScheduleParams:

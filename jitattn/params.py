@@ -59,6 +59,8 @@ class ScheduleParams(ctypes.Structure):
         ("prefill_rows", c_int32),
         ("round_slots", c_int32),
         ("max_rounds", c_int32),
+        ("num_ctas", c_int32),
+        ("num_head_blocks", c_int32),
         ("tile_tokens", c_int32),
         ("unit_cost", c_int32),
         ("min_slot_cost", c_int32),

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,8 @@ def constants(pattern: str) -> int:
 MIN_CLAIM = constants(r"kMinClaim = (\d+);")
 LATER = constants(r"total_cost / (\d+) >>")  # the part of the cost that later rounds have
 SPARE = constants(r"most - most / (\d+);")  # the part of the slots that even units may cost
+NUM_BUCKETS = constants(r"kNumBuckets = (\d+);")
+MANY_PIECES = constants(r"kManyPieces = (\d+);")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,22 @@ def rounds_of(costs: list[int], most: int, max_rounds: int, max_splits: int) -> 
     return Rounds(total, whole or most, max_rounds, max(unit_cost, MIN_CLAIM))
 
 
+def suits_whole_units(costs: list[int], num_ctas: int, num_head_blocks: int) -> bool:
+    """``suits_whole_units()``, of a prefill schedule that is not batch-invariant."""
+    if not costs:
+        return False
+    total, longest, pieces = sum(costs), max(costs), len(costs) * num_head_blocks
+    if 4 * total >= 3 * longest * len(costs):
+        passes = -(-pieces // num_ctas)
+        return 100 * pieces >= 93 * passes * num_ctas or pieces >= MANY_PIECES * num_ctas
+    return longest * num_ctas <= total * num_head_blocks
+
+
+def bucket_of(cost: int, longest: int) -> int:
+    """``bucket_of()``: how often the longest's cost is halved before it is below ``cost``."""
+    return sum(cost <= longest >> halvings for halvings in range(1, NUM_BUCKETS))
+
+
 # Who changes one of these in the template has the model to change, too.
 TRANSCRIBED = """
 while (count < max_count && total_cost / 8 >> (count - 1) >= min_claim * width) {
@@ -126,18 +144,21 @@ int32_t round = count - 1;
 while (position < begin(round)) --round;
 const int64_t first = begin(round), size = begin(round + 1) - first;
 return round * width + static_cast<int32_t>((position - first) * width / size);
-is_same &= (end - cost_begin[index]) * num_units == total_cost;
-return __syncthreads_and(is_same);
 const int32_t least = most - most / 8;
 int32_t whole = most >= num_units ? most / num_units * num_units : most;
 while (whole >= least && whole < num_units && num_units % whole != 0) --whole;
 return whole >= least ? whole : 0;
 const bool is_alike =
-    params.max_splits == 0 && num_units > 0 && is_uniform(params, num_units, total_cost);
+    params.max_splits == 0 && num_units > 0 && longest * num_units == total_cost;
 const int32_t whole = is_alike ? count_whole(num_units, most) : 0;
-const int64_t unit_cost = whole ? total_cost / num_units : 0;
 const Rounds rounds(total_cost, whole ? whole : most, params.max_rounds,
-                    unit_cost > kMinClaim ? unit_cost : kMinClaim);
+                    whole && longest > kMinClaim ? longest : kMinClaim);
+const int64_t pieces = static_cast<int64_t>(num_units) * params.num_head_blocks;
+if (4 * total_cost >= 3 * longest * num_units) {
+const int64_t passes = (pieces + ctas - 1) / ctas;
+return 100 * pieces >= 93 * passes * ctas || pieces >= kManyPieces * ctas;
+return longest * ctas <= total_cost * params.num_head_blocks;
+while (bucket + 1 < kNumBuckets && cost <= longest >> (bucket + 1)) ++bucket;
 """
 
 
@@ -213,19 +234,39 @@ def test_even_units_get_whole_slots(most: int, num_units: int, cost: int) -> Non
 
 # --- the template on the host ---------------------------------------------------------------------
 
-# One thread is a warp and a block. What else the template includes is of no device.
+# A thread is a warp. What else the template includes is of no device.
 HOST = """
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
 #define __grid_constant__
 #define __shared__ static
-struct { int x = 0; } threadIdx;
-inline void __syncthreads() {}
+constexpr int kBlock = $(num_threads);
+struct Index { int x = 0; };
+thread_local Index threadIdx;
+struct Barrier {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int waiting = 0, phase = 0;
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    const int entered = phase;
+    if (++waiting == kBlock) {
+      waiting = 0, ++phase;
+      changed.notify_all();
+    }
+    changed.wait(lock, [&] { return phase != entered; });
+  }
+} barrier;
+inline void __syncthreads() { if (kBlock > 1) barrier.wait(); }
 inline void __threadfence() {}
-inline int __syncthreads_and(int is_so) { return is_so; }
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) { return value; }
 inline int64_t __shfl_up_sync(unsigned, int64_t value, int) { return value; }
 inline int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
 inline int32_t max(int32_t a, int32_t b) { return a < b ? b : a; }
@@ -234,15 +275,35 @@ constexpr int kWarpSize = 1;
 inline void wait_for_previous_kernel() {}
 """
 CALL = """
-extern "C" void call(const jitattn::ScheduleParams* params) { schedule(*params); }
+extern "C" void call(const jitattn::ScheduleParams* params) {
+  std::vector<std::thread> others;
+  for (int i = 1; i < kBlock; ++i) {
+    others.emplace_back([=] { threadIdx.x = i; schedule(*params); });
+  }
+  schedule(*params);
+  for (std::thread& other : others) other.join();
+}
 """
 
 Call = Callable[[ScheduleParams], None]
+UNWRITTEN = -77
+DECODE_ROWS = 8
+MAX_KV_LEN = 2**30
 
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> Call:
-    """The schedule kernel, compiled for the CPU."""
+    """The schedule kernel, compiled for the CPU, with one thread."""
+    return compile_for_host(tmp_path_factory.mktemp("schedule"), 1)
+
+
+@pytest.fixture(scope="module", params=[1, 7], ids=["one thread", "seven threads"])
+def on_threads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
+    """The same with one thread and with several."""
+    return compile_for_host(tmp_path_factory.mktemp("schedule"), request.param)
+
+
+def compile_for_host(folder: Path, num_threads: int) -> Call:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler, to run the schedule kernel on the CPU")
@@ -252,14 +313,13 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Call:
         (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
         for name in ("schedule", "schedule_params")
     ]
-    kernel = SOURCE.replace("$(num_threads)", "1").replace("$(symbol)", "schedule")
-    parts = (HOST, load_integer, *headers, kernel, CALL)
+    parts = (HOST, load_integer, *headers, SOURCE, CALL)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
-    folder = tmp_path_factory.mktemp("schedule")
+    text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
     source, library = folder / "schedule.cpp", folder / "schedule.so"
     source.write_text(text)
     done = subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source],
+        [compiler, "-std=c++17", "-O1", "-pthread", "-shared", "-fPIC", "-o", library, source],
         capture_output=True,
         text=True,
     )
@@ -286,6 +346,12 @@ class Batch:
     is_causal: bool = True
     group_size: int = 4
     prefill_rows: int = 0
+    num_ctas: int = 132
+    num_head_blocks: int = 1
+
+    def is_valid(self, request: int) -> bool:
+        """Whether no length of a request exceeds what was planned."""
+        return self.lengths[request] <= MAX_KV_LEN
 
 
 @dataclass(frozen=True)
@@ -313,6 +379,7 @@ class Scheduled:
     """What the kernel wrote."""
 
     num_slots: int
+    is_whole: bool
     units: list[Unit]
     boundaries: list[tuple[int, int]]
     costs: list[int]
@@ -322,6 +389,8 @@ class Scheduled:
 
         Empty where it answers for a unit without tiles.
         """
+        if self.is_whole:
+            return self.units[index].tiles(tile_tokens) if index == slot else None
         (first_unit, first_tile), (end_unit, end_tile) = self.boundaries[slot : slot + 2]
         unit = self.units[index]
         tiles = unit.tiles(tile_tokens)
@@ -343,7 +412,7 @@ def schedule(call: Call, batch: Batch) -> Scheduled:
     seq_lens = torch.tensor(batch.lengths, dtype=torch.int64)
     starts = torch.tensor([0, *q_lens], dtype=torch.int64).cumsum(0).int()
     parts = [
-        torch.full(shape, -77, dtype=dtype)
+        torch.full(shape, UNWRITTEN, dtype=dtype)
         for shape, dtype in (
             ((4,), torch.int32),
             ((count, 4), torch.int32),
@@ -355,13 +424,24 @@ def schedule(call: Call, batch: Batch) -> Scheduled:
     ]
     call(params_of(batch, seq_lens, starts, parts, max(q_lens)))
     header, _, units, boundaries, _, cost_begin = parts
-    num_slots, num_units, q_end, _ = header.tolist()
+    num_slots, num_units, q_end, is_whole = header.tolist()
     assert q_end == sum(q_lens)
+    assert is_whole in (0, 1)
+    assert set(units[num_units:].flatten().tolist()) == {UNWRITTEN}
     found = [Unit(*unit) for unit in units[:num_units].tolist()]
     begins = cost_begin[:num_units].tolist()
     costs = [_UNIT_COST + len(unit.tiles(batch.tile_tokens)) for unit in found]
-    assert begins == [sum(costs[:i]) for i in range(num_units)]
-    return Scheduled(num_slots, found, [(u, t) for u, t in boundaries.tolist()], costs)
+    # The scan is of the units as requests list them.
+    listed = costs if not is_whole else [costs[i] for i in as_requests_list(found)]
+    assert begins == list(itertools.accumulate(listed, initial=0))[:-1]
+    return Scheduled(
+        num_slots, bool(is_whole), found, [(u, t) for u, t in boundaries.tolist()], costs
+    )
+
+
+def as_requests_list(units: list[Unit]) -> list[int]:
+    """The units in order of their requests, and of one with its last rows first."""
+    return sorted(range(len(units)), key=lambda i: (units[i].request, -units[i].first_row))
 
 
 def params_of(
@@ -374,16 +454,18 @@ def params_of(
         qo_indptr=starts.data_ptr() if batch.q_lens else None,
         qo_indptr_stride=1,
         schedule=Schedule(*(part.data_ptr() for part in parts)),
-        max_kv_len=2**30,
+        max_kv_len=MAX_KV_LEN,
         batch_size=len(batch.lengths),
         max_q_len=max_q_len,
         is_causal=batch.is_causal,
         window_left=batch.window_left,
         group_size=batch.group_size,
-        decode_rows=8,
+        decode_rows=DECODE_ROWS,
         prefill_rows=batch.prefill_rows,
         round_slots=batch.round_slots,
         max_rounds=batch.max_rounds,
+        num_ctas=batch.num_ctas,
+        num_head_blocks=batch.num_head_blocks,
         tile_tokens=batch.tile_tokens,
         unit_cost=_UNIT_COST,
         min_slot_cost=_MIN_SLOT_COST,
@@ -395,6 +477,14 @@ def params_of(
 def check(batch: Batch, found: Scheduled) -> None:
     """Assert what the attention kernels rely on, and that the model says the same."""
     num_units, tile_tokens = len(found.units), batch.tile_tokens
+    check_rows(batch, found)
+    may_be_whole = batch.prefill_rows and not batch.max_splits
+    assert found.is_whole == bool(
+        may_be_whole and suits_whole_units(found.costs, batch.num_ctas, batch.num_head_blocks)
+    )
+    if found.is_whole:
+        check_whole(found)
+        return
     assert found.boundaries[found.num_slots :] == [(num_units, 0)] * (
         len(found.boundaries) - found.num_slots
     )
@@ -432,6 +522,36 @@ def check(batch: Batch, found: Scheduled) -> None:
             places |= kept
 
 
+def check_rows(batch: Batch, found: Scheduled) -> None:
+    """Assert that one unit answers for each row of a request that this kernel serves."""
+    if not batch.prefill_rows:
+        assert [(unit.request, unit.first_row) for unit in found.units] == [
+            (request, 0) for request in range(len(batch.lengths))
+        ]
+        return
+    want = []
+    for request, q_len in enumerate(batch.q_lens or ()):
+        if q_len > 1 and q_len * batch.group_size > DECODE_ROWS and batch.is_valid(request):
+            rows = range(0, q_len * batch.group_size, batch.prefill_rows)
+            want += [(request, row) for row in (rows if batch.max_splits else reversed(rows))]
+    order = as_requests_list(found.units) if found.is_whole else range(len(found.units))
+    assert [(found.units[i].request, found.units[i].first_row) for i in order] == want
+
+
+def check_whole(found: Scheduled) -> None:
+    """Assert that slots are units, in the order of their buckets and inside one as listed."""
+    assert found.num_slots == len(found.units)
+    assert set(found.boundaries) == {(UNWRITTEN, UNWRITTEN)}
+    for slot, unit in enumerate(found.units):
+        assert (unit.first_slot, unit.last_slot, unit.num_splits) == (slot, slot, 1)
+        assert unit.split_tiles == 0
+    longest = max(found.costs)
+    buckets = [bucket_of(cost, longest) for cost in found.costs]
+    places = {index: place for place, index in enumerate(as_requests_list(found.units))}
+    order = [(buckets[i], places[i]) for i in range(len(found.units))]
+    assert order == sorted(order)
+
+
 def check_splits(unit: Unit, tiles: range, parts: list[tuple[int, range]]) -> None:
     """Batch-invariant: the lengths of splits go by the unit alone, and slots hold whole ones."""
     size = unit.split_tiles
@@ -466,6 +586,7 @@ def check_rounds(batch: Batch, found: Scheduled) -> None:
 LENGTHS = st.one_of(
     st.lists(st.integers(-2, 3000), min_size=1, max_size=40),
     st.lists(st.sampled_from((0, 0, 0, 1, 70_000)), min_size=1, max_size=40),
+    st.lists(st.sampled_from((100, 3000, MAX_KV_LEN + 1)), min_size=1, max_size=10),
     st.builds(lambda n, count: [n] * count, st.integers(1, 20_000), st.integers(1, 200)),
 )
 
@@ -490,13 +611,42 @@ def batches(draw: st.DrawFn) -> Batch:
         is_causal=draw(st.booleans()),
         group_size=draw(st.sampled_from((1, 4, 8))),
         prefill_rows=prefill_rows,
+        num_ctas=draw(st.sampled_from((1, 3, 16, 132, 264))),
+        num_head_blocks=draw(st.sampled_from((1, 2, 8, 40))),
     )
 
 
 @random_examples
 @given(batches())
-def test_every_tile_has_its_slot(on_host: Call, batch: Batch) -> None:
-    check(batch, schedule(on_host, batch))
+def test_every_tile_has_its_slot(on_threads: Call, batch: Batch) -> None:
+    check(batch, schedule(on_threads, batch))
+
+
+@st.composite
+def prefill_batches(draw: st.DrawFn) -> Batch:
+    """Of the prefill kernel, whose slots may be whole units."""
+    lengths = st.sampled_from((-1, 0, 100, 2000, 2001, 9000, MAX_KV_LEN + 1))
+    q_lens = st.sampled_from((0, 1, 2, 40, 100, 100, 1000))
+    requests = draw(st.lists(st.tuples(lengths, q_lens), min_size=1, max_size=30))
+    if draw(st.booleans()):
+        requests = requests[:1] * draw(st.integers(1, 60))
+    return Batch(
+        tuple(kv_len for kv_len, _ in requests),
+        tuple(q_len for _, q_len in requests),
+        round_slots=draw(st.sampled_from((1, 16, 132))),
+        max_rounds=1,
+        window_left=draw(st.sampled_from((-1, -1, 100, 1000))),
+        is_causal=draw(st.booleans()),
+        prefill_rows=draw(st.sampled_from((64, 128))),
+        num_ctas=draw(st.sampled_from((1, 16, 132))),
+        num_head_blocks=draw(st.sampled_from((1, 8))),
+    )
+
+
+@random_examples
+@given(prefill_batches())
+def test_every_row_has_its_unit(on_threads: Call, batch: Batch) -> None:
+    check(batch, schedule(on_threads, batch))
 
 
 @pytest.mark.parametrize(
@@ -524,7 +674,62 @@ def test_every_tile_has_its_slot(on_host: Call, batch: Batch) -> None:
         (Batch((100, 100), (1, 1), prefill_rows=64, max_rounds=1), 0),
     ],
 )
-def test_some_batches(on_host: Call, batch: Batch, num_slots: int) -> None:
-    found = schedule(on_host, batch)
+def test_some_batches(on_threads: Call, batch: Batch, num_slots: int) -> None:
+    found = schedule(on_threads, batch)
     check(batch, found)
     assert found.num_slots == num_slots
+
+
+PREFILL = Batch((), round_slots=16, max_rounds=1, prefill_rows=64, num_head_blocks=8)
+
+
+def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object) -> Batch:
+    return replace(PREFILL, lengths=lengths, q_lens=q_lens, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_whole"),
+    [
+        # Alike: 16 units of a CTA's pieces make one pass, which 128 of 132 CTAs fill.
+        (prefill((20_000,) * 16, (16,) * 16), True),
+        # A pass is filled to 93 % and no less.
+        (prefill((20_000,) * 93, (16,) * 93, num_ctas=100, num_head_blocks=1), True),
+        (prefill((20_000,) * 92, (16,) * 92, num_ctas=100, num_head_blocks=1), False),
+        # The second one is nearly empty.
+        (prefill((20_000,) * 17, (16,) * 17), False),
+        # Eight full passes make up for it.
+        (prefill((20_000,) * 132, (16,) * 132), True),
+        (prefill((20_000,) * 133, (16,) * 133), True),
+        # A causal prompt, long enough for its longest units to be a part of a CTA's share.
+        (prefill((8000,), (8000,)), True),
+        (prefill((8000,), (8000,), num_ctas=10**6), False),
+        # One unit alone takes longer than all CTAs together, however many pieces there are.
+        (prefill((10**6, *[64] * 200), (16,) * 201), False),
+        # More units than there is room for boundaries.
+        (prefill((1000,) * 300, (100,) * 300), True),
+        # Nobody sees anything, but each has to be answered for.
+        (prefill((0,) * 16, (16,) * 16), True),
+        (prefill((0, -3, 0), (16, 16, 5000), num_ctas=30, num_head_blocks=1), True),
+        # Those that the other kernel answers for leave nothing.
+        (prefill((100, MAX_KV_LEN + 1), (1, 100)), False),
+        # Units whose splits are theirs alone, and those of the decode kernel.
+        (prefill((20_000,) * 16, (16,) * 16, max_splits=16), False),
+        (prefill((20_000,) * 16, (2,) * 16, prefill_rows=0), False),
+    ],
+)
+def test_whole_units(on_threads: Call, batch: Batch, is_whole: bool) -> None:
+    found = schedule(on_threads, batch)
+    check(batch, found)
+    assert found.is_whole == is_whole
+
+
+def test_whole_units_of_a_causal_prompt_get_shorter(on_host: Call) -> None:
+    found = schedule(on_host, prefill((8000,), (8000,)))
+    assert found.costs == sorted(found.costs, reverse=True)
+
+
+def test_short_units_come_last(on_threads: Call) -> None:
+    lengths = (300, 9000, 20, 9000, 0, 1000)
+    found = schedule(on_threads, prefill(lengths, (16,) * 6, num_ctas=2, window_left=-1))
+    assert found.is_whole
+    assert [unit.request for unit in found.units] == [1, 3, 5, 0, 2, 4]

@@ -418,6 +418,10 @@ def test_buffers_hold_every_slot(
         slots = schedule.round_slots * schedule.max_rounds
         blocks = attention.num_head_blocks.value
         check_schedule_room(part, slots)
+        assert (schedule.num_ctas, schedule.num_head_blocks) == (part._grid, blocks)
+        if part._is_prefill:  # whole units use every CTA
+            num_ctas = 132 * kernel.tile.ctas_per_sm if num_sms is None else min(num_sms, 132)
+            assert part._grid == num_ctas
         partials, counters = part.buffers
         rows = slots * 2 * max(1, attention.max_splits) * blocks * kernel.row_tile
         values = rows * kernel.tile.value_dim

@@ -11,6 +11,9 @@
 // does a slot of the first round, and claims others as it gets ready, so that all end together
 // however unequally memory serves them.
 //
+// Where that leaves few CTAs idle, slots of the prefill kernel are whole units instead: slot s is
+// unit s, the long ones come first, and nothing is cut or merged.
+//
 // A batch-invariant schedule cuts each unit into splits whose length depends on that unit alone,
 // and deals whole splits to slots.
 #pragma once
@@ -47,10 +50,10 @@ struct alignas(8) SlotBoundary {
 };
 
 struct alignas(16) ScheduleHeader {
-  int32_t num_slots;
+  int32_t num_slots;  // with is_whole as many as units, and maybe more than max_slots
   int32_t num_units;
-  int32_t q_end;  // rows of q that requests own; the others are padding
-  int32_t unused;
+  int32_t q_end;     // rows of q that requests own; the others are padding
+  int32_t is_whole;  // slot s is unit s: then the boundaries are not written
 };
 
 // Pointers into one allocation, in this order; each part is 16-byte aligned.

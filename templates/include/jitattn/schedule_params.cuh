@@ -26,6 +26,8 @@ struct ScheduleParams {
   int32_t prefill_rows;  // rows of a unit of the prefill kernel; 0: the schedule is for decode
   int32_t round_slots;   // the most slots of a round
   int32_t max_rounds;
+  int32_t num_ctas;         // of the attention kernel's grid
+  int32_t num_head_blocks;  // CTAs of a slot
   int32_t tile_tokens;
   int32_t unit_cost;        // cost of visiting a unit, in tiles
   int32_t min_slot_cost;    // no slot gets less, in tiles
