@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,61 +21,12 @@ from torch import Tensor
 from bench import ceilings, records, report
 from bench.cases import BASELINE, GROUPS, select
 from bench.ceilings import Ceilings
-from bench.contenders import VARIANTS, Contender, Prepared, SkipError, all_variants
+from bench.contenders import VARIANTS, Contender, all_variants
 from bench.oracle import Oracle
 from bench.rivals import all_rivals
-from bench.timing import GRAPH_BELOW_S, Call, L2Flush, L2Policy, Timer, Timing, l2_bytes, summarize
+from bench.timing import GRAPH_BELOW_S, L2Flush, L2Policy, Timer, l2_bytes, summarize
+from bench.turns import Entry, Method, Result, set_up, take_turns
 from bench.workloads import Batch, Case, make_batch, num_copies
-
-
-class WrongError(Exception):
-    """An output is not the reference's."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of one contender on one case.
-
-    Attributes:
-        contender: its name.
-        status: "timed", "skipped" (absent or refused), "failed" (raised) or "wrong".
-        reason: why it wasn't timed.
-        timing: seconds per run; None unless timed.
-        error: largest relative error against the reference.
-        facts: how it was planned, kernels and the like.
-    """
-
-    contender: str
-    status: str
-    reason: str = ""
-    timing: Timing | None = None
-    error: float | None = None
-    facts: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Method:
-    """How a case is timed, the same for everyone.
-
-    Attributes:
-        kind: "graph" or "events".
-        num_runs: runs inside a graph; 1 between a pair of events.
-        rounds: turns that every contender gets.
-    """
-
-    kind: str
-    num_runs: int
-    rounds: int
-
-
-@dataclass
-class _Entry:
-    """A contender on its way through a case."""
-
-    result: Result
-    prepared: Prepared | None = None
-    call: Call | None = None
-    samples: list[float] = field(default_factory=list)
 
 
 def choose_method(case: Case, kind: str, read: float, num_runs: int, rounds: int) -> Method:
@@ -99,55 +49,17 @@ def bench_case(
 ) -> list[Result]:
     """Check and time every contender on ``batch``, in turns."""
     oracle = Oracle(batch)
-    entries = [_set_up(contender, batch, method, timer, oracle) for contender in contenders]
-    for _ in range(method.rounds):
-        for entry in entries:
-            if entry.call is not None:
-                samples = timer.samples(entry.call)
-                entry.samples += [seconds / method.num_runs for seconds in samples]
+    entries = [set_up(contender, batch, method, timer, oracle) for contender in contenders]
+    take_turns(entries, method, timer)
     baseline = next((e.prepared.outs for e in entries if e.prepared and _is_baseline(e)), None)
     return [_finish(entry, baseline) for entry in entries]
 
 
-def _set_up(
-    contender: Contender, batch: Batch, method: Method, timer: Timer, oracle: Oracle
-) -> _Entry:
-    """Prepare and check one contender; whatever it raises becomes its result."""
-    name = contender.name
-    try:
-        contender.version()
-        prepared = contender.prepare(batch)
-        error = _check(prepared, prepared.runs, oracle)
-        call: Call = prepared.runs[0]
-        if method.kind == "graph":
-            call = timer.capture(prepared.plan, prepared.runs, method.num_runs)
-            error = max(error, _check(prepared, [call], oracle))
-    except SkipError as reason:
-        return _Entry(Result(name, "skipped", str(reason)))
-    except WrongError as reason:
-        return _Entry(Result(name, "wrong", str(reason)))
-    except Exception as reason:  # a rival may raise anything, and the others still have their turn
-        return _Entry(Result(name, "failed", f"{type(reason).__name__}: {reason}"))
-    result = Result(name, "timed", error=error, facts=prepared.facts)
-    return _Entry(result, prepared, call)
-
-
-def _check(prepared: Prepared, calls: Sequence[Call], oracle: Oracle) -> float:
-    """Return the error of what ``calls`` write over NaN, or raise WrongError."""
-    prepared.outs.fill_(float("nan"))
-    for call in calls:
-        call()
-    error = oracle.error(prepared.outs)
-    if error > oracle.limit:
-        raise WrongError(f"relative error {error:.1e}, at most {oracle.limit:.0e} is right")
-    return error
-
-
-def _is_baseline(entry: _Entry) -> bool:
+def _is_baseline(entry: Entry) -> bool:
     return entry.result.contender == BASELINE
 
 
-def _finish(entry: _Entry, baseline: Tensor | None) -> Result:
+def _finish(entry: Entry, baseline: Tensor | None) -> Result:
     result, prepared = entry.result, entry.prepared
     if prepared is None or not entry.samples:
         return result

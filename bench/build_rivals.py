@@ -1,6 +1,7 @@
 """Compile what the rivals need for some cases, several modules at once, before anything is timed.
 
     python -m bench.build_rivals --cases figures --contenders fa2-tc,xqa --jobs 8
+    python -m bench.build_rivals --prefill figures,more --jobs 8
 
 FlashInfer compiles a module on its first call: 9 to 80 s each, one after the other, on a card that
 waits. Here each module gets a process of its own. `bench.carry` takes the results to the next run.
@@ -12,70 +13,129 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
-from bench.cases import CASES, GROUPS, select
-from bench.contenders import Contender
+from bench.cases import CASES, GROUPS, Group, select
+from bench.prefill_cases import (
+    PREFILL_CASES,
+    PREFILL_GROUPS,
+    PrefillCase,
+    PrefillGroup,
+    select_prefill,
+)
+from bench.prefill_contenders import all_prefill_contenders, make_inputs
 from bench.rivals import all_rivals
 from bench.workloads import Case, make_batch
 
+AnyCase = TypeVar("AnyCase", Case, PrefillCase)
+CaseOf = TypeVar("CaseOf", contravariant=True)
 
-def modules(cases: Sequence[Case], rivals: Sequence[Contender]) -> list[tuple[str, str]]:
+
+class _Rival(Protocol[CaseOf]):
+    """What a contender of any bench says about its modules."""
+
+    name: str
+
+    def build_key(self, case: CaseOf) -> Hashable | None:
+        """Return what decides which module a case makes it compile."""
+
+
+def modules(
+    cases: Sequence[AnyCase],
+    rivals: Sequence[_Rival[AnyCase]],
+    groups: Mapping[str, Group | PrefillGroup] = GROUPS,
+) -> list[tuple[str, str]]:
     """Return a (rival, case) pair of names for each module that the cases need."""
     needed: dict[Hashable, tuple[str, str]] = {}
     for case in cases:
         for rival in rivals:
             key = rival.build_key(case)
-            if key is not None and rival.name in GROUPS[case.group].contenders:
+            if key is not None and rival.name in groups[case.group].contenders:
                 needed.setdefault(key, (rival.name, case.name))
     return list(needed.values())
 
 
-def build(rival: Contender, case: Case) -> None:
+def build(rival_name: str, case_name: str) -> None:
     """Compile one module in this process by running the smallest batch that needs it."""
-    batch = make_batch(case.tiny(), 1, torch.device("cuda"))
-    rival.prepare(batch).runs[0]()
+    rival = next(rival for rival in all_rivals() if rival.name == rival_name)
+    case = next(case for case in CASES if case.name == case_name)
+    rival.prepare(make_batch(case.tiny(), 1, torch.device("cuda"))).runs[0]()
+    torch.cuda.synchronize()
+
+
+def build_prefill(rival_name: str, case_name: str) -> None:
+    """Compile one module of a prefill rival."""
+    rival = next(rival for rival in all_prefill_contenders() if rival.name == rival_name)
+    case = next(case for case in PREFILL_CASES if case.name == case_name)
+    rival.prepare(make_inputs(case.tiny(), torch.device("cuda"))).runs[0]()
     torch.cuda.synchronize()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile; the exit status is 1 when a module failed (the bench will report it again)."""
-    rivals = {rival.name: rival for rival in all_rivals()}
+    options = _parse(argv)
+    if options.one:
+        (build_prefill if options.prefill else build)(*options.one)
+        return 0
+    commands = [["--one", *pair] for pair in _decode_modules(options)]
+    commands += [["--prefill", "one", "--one", *pair] for pair in _prefill_modules(options)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        statuses = list(pool.map(_build_apart, commands))
+    return max(statuses, default=0)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.build_rivals",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cases", default="figures")
-    parser.add_argument("--contenders", default=",".join(rivals), help="others are ignored")
+    parser.add_argument("--cases", help="of bench_decode; figures, unless --prefill is given")
+    parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
+    parser.add_argument("--contenders", help="names; default: all, of prefill all but fa2")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--one", nargs=2, metavar=("RIVAL", "CASE"), help="only this, here")
     options = parser.parse_args(argv)
-    if options.one:
-        name, case_name = options.one
-        build(rivals[name], next(case for case in CASES if case.name == case_name))
-        return 0
-    wanted = [rivals[name] for name in options.contenders.split(",") if name in rivals]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        statuses = list(pool.map(_build_apart, modules(select(options.cases), wanted)))
-    return max(statuses, default=0)
+    if options.cases is None and options.prefill is None:
+        options.cases = "figures"
+    return options
 
 
-def _build_apart(pair: tuple[str, str]) -> int:
+def _decode_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
+    if options.cases is None:
+        return []
+    wanted = [rival for rival in all_rivals() if _is_wanted(rival.name, options.contenders)]
+    return modules(select(options.cases), wanted)
+
+
+def _prefill_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
+    if options.prefill is None:
+        return []
+    names = options.contenders or "flashinfer-fa3"
+    wanted = [rival for rival in all_prefill_contenders() if _is_wanted(rival.name, names)]
+    return modules(select_prefill(options.prefill), wanted, PREFILL_GROUPS)
+
+
+def _is_wanted(name: str, names: str | None) -> bool:
+    return names is None or name in names.split(",")
+
+
+def _build_apart(command: Sequence[str]) -> int:
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "bench.build_rivals", "--one", *pair],
+        [sys.executable, "-m", "bench.build_rivals", *command],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
     )
     seconds = time.perf_counter() - start
     last = done.stderr.strip().rpartition("\n")[2][:300] if done.returncode else "built"
-    print(f"{pair[0]:7} {pair[1]:32} {seconds:6.1f} s  {last}", flush=True)
+    print(f"{command[-2]:14} {command[-1]:32} {seconds:6.1f} s  {last}", flush=True)
     return int(done.returncode != 0)
 
 

@@ -2,6 +2,7 @@
 
     python -m bench.bundle --cases figures -o bundle-bench
     JITATTN_PRECOMPILED=$PWD/bundle-bench JITATTN_JIT=0 python -m bench.bench_decode --cases figures
+    python -m bench.bundle --prefill figures,more -o bundle-bench
 
 Needs no GPU. Cases that jitattn doesn't support yet are left out.
 """
@@ -11,12 +12,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jitattn
 from bench.bench_dispatch import CASE as DISPATCH_CASE
 from bench.cases import GROUPS, select
 from bench.contenders import VARIANTS, JitAttn
+from bench.prefill_cases import (
+    PREFILL_GROUPS,
+    PrefillArguments,
+    PrefillCase,
+    select_prefill,
+)
+from bench.prefill_contenders import WAYS, JitAttnPrefill
 from bench.workloads import Case, PlannerArguments
+
+Arguments = TypeVar("Arguments", PlannerArguments, PrefillArguments)
 
 
 def configurations(cases: Sequence[Case], arch: str) -> list[PlannerArguments]:
@@ -28,6 +39,21 @@ def configurations(cases: Sequence[Case], arch: str) -> list[PlannerArguments]:
         if JitAttn(name).name in GROUPS[case.group].contenders
     ]
     wanted += [DISPATCH_CASE.planner_arguments(table) for table in ("shared", "separate")]
+    return _supported(wanted, arch)
+
+
+def prefill_configurations(cases: Sequence[PrefillCase], arch: str) -> list[PrefillArguments]:
+    """Return likewise what the planners of prefill cases are given."""
+    wanted = [
+        way.planner_arguments(case)
+        for case in cases
+        for name, way in WAYS.items()
+        if JitAttnPrefill(name).name in PREFILL_GROUPS[case.group].contenders
+    ]
+    return _supported(wanted, arch)
+
+
+def _supported(wanted: Sequence[Arguments], arch: str) -> list[Arguments]:
     return [
         arguments
         for i, arguments in enumerate(wanted)
@@ -42,14 +68,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cases", default="figures")
+    parser.add_argument("--cases", help="of bench_decode; figures, unless --prefill is given")
+    parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args(argv)
-    chosen = configurations(select(options.cases), options.arch)
-    report = jitattn.precompile(
-        [dict(arguments) for arguments in chosen], options.arch, options.out
-    )
+    if options.cases is None and options.prefill is None:
+        options.cases = "figures"
+    chosen: list[dict[str, object]] = []
+    if options.cases is not None:
+        chosen += [dict(a) for a in configurations(select(options.cases), options.arch)]
+    if options.prefill is not None:
+        cases = select_prefill(options.prefill)
+        chosen += [dict(a) for a in prefill_configurations(cases, options.arch)]
+    report = jitattn.precompile(chosen, options.arch, options.out)
     for failure in report.failures:
         print(failure)
     print(f"{options.out}: {report.compiled} compiled, {report.reused} there already")

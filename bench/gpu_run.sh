@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Run the decode bench on a GPU machine that reaches no package index, from a copy of the checkout.
+# Run a bench on a GPU machine that reaches no package index, from a copy of the checkout.
 #
 #   bench/gpu_run.sh [options of bench_decode]
+#   BENCH=prefill bench/gpu_run.sh [options of bench_prefill]
 #
 # Reads   .peer/*.txz          rivals, extracted to $SITE (default /tmp/site); see bench/README.md
 #         .peer/modules-*.tar  FlashInfer modules of an earlier run, used as they are
 #         .whl/*.whl           Python packages that the machine lacks, if any
-# Writes  $OUT (default /tmp/bench-out): decode.jsonl, log.txt, and modules-*.tar when
+# Writes  $OUT (default /tmp/bench-out): decode.jsonl or prefill.jsonl, log.txt, and modules-*.tar when
 #         FlashInfer compiled something that was not carried; put those into .peer/ next time.
 # Other variables (JITATTN_PRECOMPILED, JITATTN_JIT, JITATTN_BENCH_COMMIT) pass through.
 # JOBS: modules compiled at once. BUILD=0: compile nothing ahead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-OUT=${OUT:-/tmp/bench-out} SITE=${SITE:-/tmp/site}
+BENCH=${BENCH:-decode} OUT=${OUT:-/tmp/bench-out} SITE=${SITE:-/tmp/site}
 mkdir -p "$OUT" "$SITE"
 export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 exec > >(tee -a "$OUT/log.txt") 2>&1
@@ -27,11 +28,15 @@ fi
 
 # The options that decide what is compiled go to build_rivals, too.
 select=()
+[[ $BENCH != prefill ]] || select=(--prefill figures)
 for ((i = 1; i <= $#; i++)); do
   case ${!i} in
-    --cases | --contenders) next=$((i + 1)); select+=("${!i}" "${!next}") ;;
-    --cases=* | --contenders=*) select+=("${!i}") ;;
+    --cases | --contenders) next=$((i + 1)); option="${!i}=${!next}" ;;
+    --cases=* | --contenders=*) option=${!i} ;;
+    *) continue ;;
   esac
+  [[ $BENCH != prefill ]] || option=${option/#--cases=/--prefill=}
+  select+=("$option")
 done
 if [[ ${BUILD:-1} == 1 ]]; then
   SECONDS=0
@@ -41,8 +46,8 @@ fi
 
 status=0
 SECONDS=0
-python3 -m bench.bench_decode --table --json "$OUT/decode.jsonl" "$@" || status=$?
-echo "bench_decode took $SECONDS s"
+python3 -m "bench.bench_$BENCH" --table --json "$OUT/$BENCH.jsonl" "$@" || status=$?
+echo "bench_$BENCH took $SECONDS s"
 
 cache=${FLASHINFER_WORKSPACE_BASE:-$HOME}/.cache/flashinfer
 if compgen -G "$cache/*/*/cached_ops/*/*.so" >/dev/null; then

@@ -8,7 +8,7 @@ from torch import Tensor
 from bench.workloads import Batch
 from jitattn.reference import attention, gather
 
-_LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2}
+LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2}
 """Largest relative error of a query token, by cache dtype. Rounding an output to bfloat16 costs
 2e-3; losing one of 8192 random keys 1e-2. Rivals quantise q and the probabilities to the cache's
 FP8."""
@@ -20,7 +20,7 @@ class Oracle:
     def __init__(self, batch: Batch) -> None:
         """Remember the batch; nothing is computed yet."""
         self.batch = batch
-        self.limit = _LIMITS[batch.case.kv_dtype]
+        self.limit = LIMITS[batch.case.kv_dtype]
         self._expected: dict[int, Tensor] = {}
 
     def error(self, outs: Tensor) -> float:

@@ -14,7 +14,7 @@ from bench.ceilings import Ceilings
 from bench.workloads import Case
 
 if TYPE_CHECKING:
-    from bench.bench_decode import Result
+    from bench.turns import Result
 
 _OURS = "jitattn-"
 _WIDTH = 200
@@ -25,8 +25,8 @@ def console() -> Console:
     return Console(width=_WIDTH, highlight=False)
 
 
-def print_head(env: Mapping[str, object], limits: Ceilings) -> None:
-    """Print where the figures come from and the ceilings of the card."""
+def print_head(env: Mapping[str, object], limits: Ceilings | None = None) -> None:
+    """Print where the figures come from and, where they were measured, the card's ceilings."""
     out = console()
     for name in ("card", "driver", "cuda", "torch", "jitattn", "compiler", "commit"):
         out.print(f"{name:10} {env[name]}", markup=False)
@@ -34,6 +34,8 @@ def print_head(env: Mapping[str, object], limits: Ceilings) -> None:
     if isinstance(rivals, Mapping):
         for name, version in rivals.items():
             out.print(f"{name:17} {version}", markup=False)
+    if limits is None:
+        return
     out.print(
         f"copy {limits.copy / 1e9:.0f} GB/s (read + write), "
         f"streaming read {limits.read / 1e9:.0f} GB/s ({limits.read_method})"
@@ -44,8 +46,8 @@ def print_case(case: Case, method: str, results: Sequence[Result]) -> None:
     """Print one case as soon as it is done: a long run that is cut off has shown its figures."""
     cells = []
     for result in results:
-        text = f"{result.timing.median_s * 1e6:.1f} us" if result.timing else result.status
-        cells.append(f"{result.contender} {text}")
+        figure = f"{result.timing.median_s * 1e6:.1f} us" if result.timing else result.status
+        cells.append(f"{result.contender} {figure}")
     out = console()
     out.print(f"{case.name} ({method}): " + "; ".join(cells), markup=False)
     for result in results:
@@ -60,19 +62,19 @@ Rows = Sequence[tuple[Case, Sequence["Result"]]]
 
 def best_rival(results: Sequence[Result]) -> tuple[str, float] | None:
     """Return name and median of the fastest rival that was timed."""
-    times = [
+    medians = [
         (result.timing.median_s, result.contender)
         for result in results
         if result.timing and not result.contender.startswith(_OURS)
     ]
-    seconds, name = min(times, default=(None, ""))
+    seconds, name = min(medians, default=(None, ""))
     return None if seconds is None else (name, seconds)
 
 
 def best_ours_s(results: Sequence[Result]) -> float | None:
     """Return jitattn's median: the shared table's where it was timed."""
-    times = _times(results)
-    return times.get("jitattn-shared", times.get("jitattn-separate"))
+    medians = times(results)
+    return medians.get("jitattn-shared", medians.get("jitattn-separate"))
 
 
 def print_tables(rows: Rows, limits: Ceilings) -> None:
@@ -91,52 +93,53 @@ def _print_beside_rivals(group: str, rows: Rows, limits: Ceilings) -> None:
     columns = ("GB/s", "% copy", "best rival", "rival / jitattn", "separate / shared")
     table = _table(f"{group}: {GROUPS[group].title}, us", names, columns)
     for case, results in rows:
-        rival, ours, times = best_rival(results), best_ours_s(results), _times(results)
+        rival, ours, medians = best_rival(results), best_ours_s(results), times(results)
         table.add_row(
             *_measured(case, results, names, limits),
             *_bandwidth(case, ours, limits),
             rival[0] if rival else "-",
-            _text(_ratio(rival[1] if rival else None, ours)),
-            _text(_ratio(times.get("jitattn-separate"), times.get("jitattn-shared"))),
+            text(ratio(rival[1] if rival else None, ours)),
+            text(ratio(medians.get("jitattn-separate"), medians.get("jitattn-shared"))),
         )
     console().print(table)
     gains = [
-        _ratio(rival[1], best_ours_s(results))
+        ratio(rival[1], best_ours_s(results))
         for _, results in rows
         if (rival := best_rival(results))
     ]
-    _print_mean(f"{group}: best rival / jitattn", gains)
+    print_mean(f"{group}: best rival / jitattn", gains)
 
 
 def _print_variants(group: str, rows: Rows, limits: Ceilings) -> None:
     """Print microseconds and the time of each variant over the plain one's."""
     names = _names(rows)
     variants = [name for name in names if name != BASELINE]
-    ratios = [f"{_short(name)} / shared" for name in variants]
+    ratios = [f"{short(name)} / shared" for name in variants]
     table = _table(f"{group}: {GROUPS[group].title}, us", names, ("GB/s", "% copy", *ratios))
     for case, results in rows:
-        ours = _times(results).get(BASELINE)
+        ours = times(results).get(BASELINE)
         table.add_row(
             *_measured(case, results, names, limits),
             *_bandwidth(case, ours, limits),
-            *(_text(_ratio(_times(results).get(name), ours)) for name in variants),
+            *(text(ratio(times(results).get(name), ours)) for name in variants),
         )
     console().print(table)
     for name, title in zip(variants, ratios, strict=True):
-        times = [_times(results) for _, results in rows]
-        costs = [_ratio(each.get(name), each.get(BASELINE)) for each in times]
-        _print_mean(f"{group}: {title}", costs)
+        medians = [times(results) for _, results in rows]
+        costs = [ratio(each.get(name), each.get(BASELINE)) for each in medians]
+        print_mean(f"{group}: {title}", costs)
 
 
 def _table(title: str, names: Sequence[str], columns: Sequence[str]) -> Table:
     table = Table(title=title)
     table.add_column("case", no_wrap=True)
-    for name in ("floor", *map(_short, names), *columns):
+    for name in ("floor", *map(short, names), *columns):
         table.add_column(name, justify="right")
     return table
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """Return the name of a contender as a column has it."""
     return name.removeprefix(_OURS)
 
 
@@ -144,10 +147,10 @@ def _measured(
     case: Case, results: Sequence[Result], names: Sequence[str], limits: Ceilings
 ) -> list[str]:
     """Return the cells of the case, its floor and every contender."""
-    times = _times(results)
+    medians = times(results)
     status = {result.contender: result.status for result in results}
     cells = [
-        f"{times[name] * 1e6:.1f}" if name in times else status.get(name, "-") for name in names
+        f"{medians[name] * 1e6:.1f}" if name in medians else status.get(name, "-") for name in names
     ]
     return [case.name, f"{case.floor_s(limits.read) * 1e6:.1f}", *cells]
 
@@ -160,7 +163,8 @@ def _bandwidth(case: Case, seconds: float | None, limits: Ceilings) -> tuple[str
     return f"{bandwidth / 1e9:.0f}", f"{100 * bandwidth / limits.copy:.1f}"
 
 
-def _print_mean(title: str, ratios: Sequence[float | None]) -> None:
+def print_mean(title: str, ratios: Sequence[float | None]) -> None:
+    """Print geometric mean, lowest and highest of the ratios that are known."""
     known = [ratio for ratio in ratios if ratio is not None]
     if known:
         mean = statistics.geometric_mean(known)
@@ -174,14 +178,16 @@ def _names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(result.contender for _, results in rows for result in results))
 
 
-def _times(results: Sequence[Result]) -> dict[str, float]:
+def times(results: Sequence[Result]) -> dict[str, float]:
     """Return the median of everyone who was timed."""
     return {r.contender: r.timing.median_s for r in results if r.timing}
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
+def ratio(a: float | None, b: float | None) -> float | None:
+    """Return a / b where both are known."""
     return a / b if a is not None and b is not None else None
 
 
-def _text(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.3f}"
+def text(value: float | None) -> str:
+    """Return a ratio as a cell."""
+    return "-" if value is None else f"{value:.3f}"

@@ -12,7 +12,8 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ from bench.workloads import Batch, Case
 _WORKSPACE_BYTES = 512 << 20
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
 _FA3_LIBRARY = "_vllm_fa3_C.abi3.so"
-_ON_HOST = "on the host, before the clock starts"
+ON_HOST = "on the host, before the clock starts"
 
 
 def all_rivals() -> tuple[Contender, ...]:
@@ -49,7 +50,7 @@ def flashinfer() -> ModuleType:
 
 
 @functools.cache
-def _workspace(owner: str, device: torch.device) -> Tensor:
+def workspace(owner: str, device: torch.device) -> Tensor:
     """One zeroed workspace for each owner: XQA keeps semaphores in its own that must start at 0."""
     del owner
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -83,12 +84,12 @@ class FlashInferFa2:
 
     def wrapper(self, batch: Batch) -> Any:
         """Return FlashInfer's wrapper object, or raise SkipError."""
-        case, workspace = batch.case, _workspace(self.name, batch.q.device)
+        case, buffer = batch.case, workspace(self.name, batch.q.device)
         if reason := self._refusal(case):
             raise SkipError(reason)
         if case.use_sinks:  # the other wrappers drop sinks without a word
             return flashinfer().BatchAttentionWithAttentionSinkWrapper(
-                workspace,
+                buffer,
                 case.kv_layout,
                 backend="fa2",
                 q_data_type=batch.q.dtype,
@@ -98,7 +99,7 @@ class FlashInferFa2:
                 window_left=case.window_left,
             )
         return flashinfer().BatchDecodeWithPagedKVCacheWrapper(
-            workspace, case.kv_layout, use_tensor_cores=self.use_tensor_cores, backend="fa2"
+            buffer, case.kv_layout, use_tensor_cores=self.use_tensor_cores, backend="fa2"
         )
 
     def plan(self, wrapper: Any, batch: Batch) -> None:
@@ -133,7 +134,7 @@ class FlashInferFa2:
             functools.partial(wrapper.run, q, kv, *extra, out=out)
             for q, kv, out in zip(batch.q, batch.kv, outs, strict=True)
         )
-        return Prepared(runs=runs, outs=outs, facts={"planned": _ON_HOST})
+        return Prepared(runs=runs, outs=outs, facts={"planned": ON_HOST})
 
 
 class FlashInferXqa:
@@ -163,14 +164,14 @@ class FlashInferXqa:
         if case.kv_layout == "NHD":
             pools = pools.transpose(-3, -2).contiguous()
         outs = torch.empty_like(batch.q)
-        workspace = _workspace(self.name, batch.q.device)
+        buffer = workspace(self.name, batch.q.device)
 
         runs = tuple(
             functools.partial(
                 decode,
                 q,
                 (pool[:, 0], pool[:, 1]),
-                workspace,
+                buffer,
                 batch.block_table,
                 batch.seq_lens,
                 max(case.seq_lens),
@@ -206,7 +207,7 @@ class FlashAttention3:
 
     def version(self) -> str:
         """Return vLLM's version, or the library's digest where only the library is here."""
-        return _load_fa3(_fa3_library())
+        return load_fa3()
 
     def build_key(self, case: Case) -> Hashable | None:
         """Return None: it comes compiled."""
@@ -218,22 +219,109 @@ class FlashAttention3:
         case = batch.case
         if case.kv_dtype != case.q_dtype:
             raise SkipError("FlashAttention-3 wants q and cache of one dtype")
-        ops = torch.ops._vllm_fa3_C
-        outs = torch.empty_like(batch.q)
-        sinks = None if batch.sinks is None else batch.sinks.bfloat16()  # the one dtype it takes
+        step = Fa3Step(
+            q_dtype=batch.q.dtype,
+            num_qo_heads=case.num_qo_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            max_q_len=case.q_len,
+            max_kv_len=max(case.seq_lens),
+            qo_indptr=batch.qo_indptr,
+            seq_lens=batch.seq_lens,
+            page_size=case.page_size,
+            block_table=batch.block_table,
+            window_left=case.window_left,
+            sinks=batch.sinks,
+        )
+        caches = [batch.tokens_first(copy) for copy in range(batch.num_copies)]
+        return step.prepare(batch.q, caches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fa3Step:
+    """The arguments of FlashAttention-3 that the layers of one step share, causal.
+
+    Attributes:
+        qo_indptr: [batch_size + 1] int32.
+        seq_lens: [batch_size] int32.
+        page_size: of a paged cache.
+        block_table: of a paged cache, [batch_size, max_pages_per_seq] int32.
+        kv_indptr: of keys and values without pages, [batch_size + 1] int32.
+        sinks: [num_qo_heads], exact in bfloat16, the one dtype it takes.
+    """
+
+    q_dtype: torch.dtype
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_q_len: int
+    max_kv_len: int
+    qo_indptr: Tensor
+    seq_lens: Tensor
+    page_size: int | None = None
+    block_table: Tensor | None = None
+    kv_indptr: Tensor | None = None
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sinks: Tensor | None = None
+
+    def prepare(self, q: Tensor, caches: Sequence[tuple[Tensor, Tensor]]) -> Prepared:
+        """Plan, and return a run for every copy of q [num_copies, num_tokens, ...]."""
+        outs = torch.empty_like(q)
+        sinks = None if self.sinks is None else self.sinks.bfloat16()
         metadata: list[Tensor] = []
 
         def plan() -> None:
-            metadata[:] = [_fa3_schedule(ops, batch)]
+            metadata[:] = [self._schedule()]
 
         def run(copy: int) -> Call:
-            q, out = batch.q[copy], outs[copy]
-            k, v = batch.tokens_first(copy)
-            return lambda: _fa3_forward(ops, batch, q, k, v, out, sinks, metadata[0])
+            k, v = caches[copy]
+            q_of, out = q[copy], outs[copy]
+            return lambda: self._forward(q_of, k, v, out, sinks, metadata[0])
 
         plan()
-        runs = tuple(run(copy) for copy in range(batch.num_copies))
+        runs = tuple(run(copy) for copy in range(q.shape[0]))
         return Prepared(runs=runs, outs=outs, plan=plan, facts={"planned": "on the device"})
+
+    def _window(self) -> tuple[int, int]:
+        """Return how far a query token sees to its left and right; -1 is without end."""
+        return (self.window_left, 0) if self.window_left >= 0 else (-1, -1)
+
+    def _schedule(self) -> Tensor:
+        """Split the work on the device, with the arguments that `_forward` repeats."""
+        none = None
+        schedule: Tensor = torch.ops._vllm_fa3_C.get_scheduler_metadata(
+            self.seq_lens.shape[0], self.max_q_len, self.max_kv_len,
+            self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim,
+            self.q_dtype, self.seq_lens,
+            self.qo_indptr, self.kv_indptr, none, none,  # cu_seqlens of q, k, new k; seqused_q
+            none,  # leftpad
+            self.page_size, 0, True,  # page size, new keys, causal
+            *self._window(), self.logits_soft_cap > 0,
+            0, none, 0,  # splits: as it likes; pack the group: as it likes; all SMs
+        )  # fmt: skip
+        return schedule
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None, metadata: Tensor
+    ) -> None:
+        none = None
+        seq_lens = self.seq_lens if self.kv_indptr is None else none
+        torch.ops._vllm_fa3_C.fwd(
+            q, k, v, none, none, none,  # no new keys and values, no q_v
+            out, self.qo_indptr, self.kv_indptr, none,  # cu_seqlens of q, k, new k
+            none, seq_lens, self.max_q_len, self.max_kv_len, self.block_table,
+            none, none, none, none, none,  # batch index, leftpad, rotary
+            none, none, none,  # scales
+            self.head_dim**-0.5, True, *self._window(), self.logits_soft_cap,  # causal
+            True, metadata, 0, none, 0,  # rotary order; splits, packing, SMs: as in the schedule
+            sinks, 1, 0, none,  # context parallelism
+        )  # fmt: skip
+
+
+def load_fa3() -> str:
+    """Load FlashAttention-3 and return its version, or raise SkipError."""
+    return _load_fa3(_fa3_library())
 
 
 def _fa3_library() -> Path:
@@ -258,48 +346,3 @@ def _load_fa3(library: Path) -> str:
         return "vllm " + importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return "vllm build, sha256 " + hashlib.sha256(library.read_bytes()).hexdigest()[:12]
-
-
-def _fa3_window(case: Case) -> tuple[int, int]:
-    """Return how far a query token sees to its left and right; -1 is without end."""
-    return (case.window_left, 0) if case.window_left >= 0 else (-1, -1)
-
-
-def _fa3_schedule(ops: Any, batch: Batch) -> Tensor:
-    """Split the work on the device, with the arguments that `_fa3_forward` repeats."""
-    case = batch.case
-    none = None
-    schedule: Tensor = ops.get_scheduler_metadata(
-        case.batch_size, case.q_len, max(case.seq_lens), case.num_qo_heads, case.num_kv_heads,
-        case.head_dim, case.head_dim, batch.q.dtype, batch.seq_lens,
-        batch.qo_indptr, none, none, none,  # cu_seqlens of q, k and new k; seqused_q
-        none,  # leftpad
-        case.page_size, 0, True,  # page size, new keys, causal
-        *_fa3_window(case), False,  # window, soft cap
-        0, none, 0,  # splits: as it likes; pack the group: as it likes; all SMs
-    )  # fmt: skip
-    return schedule
-
-
-def _fa3_forward(
-    ops: Any,
-    batch: Batch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sinks: Tensor | None,
-    metadata: Tensor,
-) -> None:
-    case = batch.case
-    none = None
-    ops.fwd(
-        q, k, v, none, none, none,  # no new keys and values, no q_v
-        out, batch.qo_indptr, none, none,  # cu_seqlens of q, k, new k
-        none, batch.seq_lens, case.q_len, max(case.seq_lens), batch.block_table,
-        none, none, none, none, none,  # batch index, leftpad, rotary
-        none, none, none,  # scales
-        case.head_dim**-0.5, True, *_fa3_window(case), 0.0, True,  # causal, cap, rotary order
-        metadata, 0, none, 0,  # splits, packing, SMs: as in the schedule
-        sinks, 1, 0, none,  # context parallelism
-    )  # fmt: skip
