@@ -12,7 +12,6 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -285,7 +284,57 @@ extern "C" void call(const jitattn::ScheduleParams* params) {
 }
 """
 
-Call = Callable[[ScheduleParams], None]
+# What a kernel finds in each slot, in the words of work.cuh.jinja.
+WORK = """
+namespace jitattn {
+constexpr bool kHasWholeUnits = true;
+constexpr int32_t kInt32Max = 0x7fffffff;
+int32_t kTileTokens;
+struct Divisor { int32_t divide(int32_t x) const { return x; } };
+struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv; };
+struct Pages { bool holds(int32_t, int32_t) const { return true; } };
+struct KernelParams { AttentionParams attention; Pages pages; };
+"""
+FIND = """
+}
+extern "C" int find(const jitattn::Schedule* schedule, int tile_tokens, int32_t (*found)[5]) {
+  using namespace jitattn;
+  kTileTokens = tile_tokens;
+  const KernelParams params = {{*schedule}};
+  int count = 0;
+  for (int slot_index = 0; slot_index < schedule->header->num_slots; ++slot_index) {
+    const SlotRange slot(params.attention, slot_index);
+    for (int index = slot.begin.unit; index <= slot.last_unit; ++index) {
+      const TileRange tiles(params, slot, index);
+      if (tiles.is_skipped) continue;
+      const int32_t part[5] = {slot_index, index, tiles.begin, tiles.end, tiles.unit.num_splits};
+      for (int i = 0; i < 5; ++i) found[count][i] = part[i];
+      ++count;
+    }
+  }
+  return count;
+}
+"""
+
+
+class Call:
+    """The schedule kernel on the CPU, and what kernels find in a schedule."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __call__(self, params: ScheduleParams) -> None:
+        self._library.call(ctypes.byref(params))
+
+    def find(self, schedule: Schedule, tile_tokens: int, most: int) -> list[list[int]]:
+        """Return slot, unit, first tile, end and number of splits of each part of the work."""
+        found = torch.zeros(most, 5, dtype=torch.int32)
+        pointer = ctypes.c_void_p(found.data_ptr())
+        count = self._library.find(ctypes.byref(schedule), tile_tokens, pointer)
+        assert count <= most
+        return found[:count].tolist()
+
+
 UNWRITTEN = -77
 DECODE_ROWS = 8
 MAX_KV_LEN = 2**30
@@ -313,7 +362,9 @@ def compile_for_host(folder: Path, num_threads: int) -> Call:
         (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
         for name in ("schedule", "schedule_params")
     ]
-    parts = (HOST, load_integer, *headers, SOURCE, CALL)
+    work = (TEMPLATES / "work.cuh.jinja").read_text()
+    ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
+    parts = (HOST, load_integer, *headers, SOURCE, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
     text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
     source, library = folder / "schedule.cpp", folder / "schedule.so"
@@ -324,12 +375,7 @@ def compile_for_host(folder: Path, num_threads: int) -> Call:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    function = ctypes.CDLL(str(library)).call
-
-    def call(params: ScheduleParams) -> None:
-        function(ctypes.byref(params))
-
-    return call
+    return Call(ctypes.CDLL(str(library)))
 
 
 @dataclass(frozen=True)
@@ -376,29 +422,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What the kernel wrote."""
+    """What the kernel wrote, and what ``TileRange`` makes of it."""
 
     num_slots: int
     is_whole: bool
     units: list[Unit]
     boundaries: list[tuple[int, int]]
     costs: list[int]
-
-    def part(self, slot: int, index: int, tile_tokens: int) -> range | None:
-        """The tiles of unit ``index`` in ``slot``, as TileRange has them; None: not its business.
-
-        Empty where it answers for a unit without tiles.
-        """
-        if self.is_whole:
-            return self.units[index].tiles(tile_tokens) if index == slot else None
-        (first_unit, first_tile), (end_unit, end_tile) = self.boundaries[slot : slot + 2]
-        unit = self.units[index]
-        tiles = unit.tiles(tile_tokens)
-        if not tiles:
-            return None if index == end_unit else tiles
-        begin = first_tile if index == first_unit else tiles.start
-        end = end_tile if index == end_unit else tiles.stop
-        return range(begin, end) if begin < end else None
+    found: list[list[int]]
 
 
 def schedule(call: Call, batch: Batch) -> Scheduled:
@@ -422,7 +453,8 @@ def schedule(call: Call, batch: Batch) -> Scheduled:
             ((most_units + 1,), torch.int64),
         )
     ]
-    call(params_of(batch, seq_lens, starts, parts, max(q_lens)))
+    params = params_of(batch, seq_lens, starts, parts, max(q_lens))
+    call(params)
     header, _, units, boundaries, _, cost_begin = parts
     num_slots, num_units, q_end, is_whole = header.tolist()
     assert q_end == sum(q_lens)
@@ -434,8 +466,14 @@ def schedule(call: Call, batch: Batch) -> Scheduled:
     # The scan is of the units as requests list them.
     listed = costs if not is_whole else [costs[i] for i in as_requests_list(found)]
     assert begins == list(itertools.accumulate(listed, initial=0))[:-1]
+    most_parts = 2 * (num_slots + num_units) + 1
     return Scheduled(
-        num_slots, bool(is_whole), found, [(u, t) for u, t in boundaries.tolist()], costs
+        num_slots,
+        bool(is_whole),
+        found,
+        [(u, t) for u, t in boundaries.tolist()],
+        costs,
+        call.find(params.schedule, batch.tile_tokens, most_parts),
     )
 
 
@@ -478,6 +516,13 @@ def check(batch: Batch, found: Scheduled) -> None:
     """Assert what the attention kernels rely on, and that the model says the same."""
     num_units, tile_tokens = len(found.units), batch.tile_tokens
     check_rows(batch, found)
+    parts = parts_of(found)
+    for unit, unit_parts in zip(found.units, parts, strict=True):
+        # Every tile once; and one slot answers for what sees nothing.
+        assert unit_parts
+        tiles = unit.tiles(tile_tokens)
+        assert [tile for _, part in unit_parts for tile in part] == list(tiles)
+        assert tiles or len(unit_parts) == 1
     may_be_whole = batch.prefill_rows and not batch.max_splits
     assert found.is_whole == bool(
         may_be_whole and suits_whole_units(found.costs, batch.num_ctas, batch.num_head_blocks)
@@ -493,20 +538,11 @@ def check(batch: Batch, found: Scheduled) -> None:
         return
     assert found.boundaries[: found.num_slots] == sorted(found.boundaries[: found.num_slots])
     check_rounds(batch, found)
-    parts: list[list[tuple[int, range]]] = [[] for _ in found.units]
-    for slot in range(found.num_slots):
-        first, last = found.boundaries[slot][0], found.boundaries[slot + 1][0]
-        for index in range(first, min(last, num_units - 1) + 1):
-            part = found.part(slot, index, tile_tokens)
-            if part is not None:
-                parts[index].append((slot, part))
     places: set[tuple[int, bool]] = set()
     for unit, found_parts in zip(found.units, parts, strict=True):
         tiles = unit.tiles(tile_tokens)
         if not tiles:
-            assert len(found_parts) == 1, "one slot answers for what sees nothing"
             continue
-        assert [tile for _, part in found_parts for tile in part] == list(tiles)
         slots = [slot for slot, _ in found_parts]
         assert (slots[0], slots[-1]) == (unit.first_slot, unit.last_slot)
         if batch.max_splits:
@@ -520,6 +556,17 @@ def check(batch: Batch, found: Scheduled) -> None:
             kept = {(unit.first_slot, True), *((slot, False) for slot in slots[1:])}
             assert not places & kept
             places |= kept
+
+
+def parts_of(found: Scheduled) -> list[list[tuple[int, range]]]:
+    """Slots and tiles of each unit's parts."""
+    parts: list[list[tuple[int, range]]] = [[] for _ in found.units]
+    for slot, index, begin, end, num_splits in found.found:
+        # What sees nothing has one split, which is not merged.
+        assert num_splits == max(1, found.units[index].num_splits)
+        assert begin <= end
+        parts[index].append((slot, range(begin, end)))
+    return parts
 
 
 def check_rows(batch: Batch, found: Scheduled) -> None:
