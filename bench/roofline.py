@@ -1,9 +1,11 @@
 """Plot bytes moved and bandwidth reached of every decode case, a panel for each card.
 
     python -m bench.roofline bench/results/*.jsonl -o docs/images/roofline.svg
+    python -m bench.roofline --prefill bench/results/*.jsonl -o docs/images/prefill.svg
 
 Reads what `bench_decode --json` wrote and takes the cases with rivals of the newest commit that was
 measured on a card. The two lines are what that card reached in a copy and in a streaming read.
+With `--prefill` it plots TFLOP/s of what `bench_prefill --json` wrote.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench import prefill_plot
 from bench.cases import BASELINE, RIVALS
 
 # Colours of Okabe and Ito, which colour-blind people tell apart; shapes say the same.
@@ -58,11 +61,11 @@ class Run:
     cases: Mapping[str, Sequence[Record]]
 
 
-def load(paths: Iterable[Path]) -> list[Record]:
-    """Return the decode records of some files that hold figures."""
+def load(paths: Iterable[Path], kind: str = "decode") -> list[Record]:
+    """Return the records of a bench in some files that hold figures."""
     lines = itertools.chain.from_iterable(path.read_text().splitlines() for path in paths)
     records = [json.loads(line) for line in lines if line.strip()]
-    return [r for r in records if r["kind"] == "decode" and r["status"] == "timed"]
+    return [r for r in records if r["kind"] == kind and r["status"] == "timed"]
 
 
 def newest_runs(records: Sequence[Record]) -> list[Run]:
@@ -193,6 +196,14 @@ def _short(name: str) -> str:
     return name
 
 
+def _figure(paths: Sequence[Path], *, is_prefill: bool) -> Figure | None:
+    if is_prefill:
+        cards = prefill_plot.newest(load(paths, "prefill"))
+        return prefill_plot.draw(cards) if cards else None
+    runs = newest_runs(load(paths))
+    return draw(runs) if runs else None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the plot; the exit status is 1 without figures of rivals."""
     parser = argparse.ArgumentParser(
@@ -202,16 +213,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("-o", "--out", type=Path, required=True, help="its ending is the format")
+    parser.add_argument("--prefill", action="store_true", help="plot the prefill records")
     options = parser.parse_args(argv)
-    runs = newest_runs(load(options.records))
-    if not runs:
-        print("no decode figures of rivals in these files")
+    figure = _figure(options.records, is_prefill=options.prefill)
+    if figure is None:
+        print("no such figures of rivals in these files")
         return 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
     # Fixed ids and no date: the same records give the same file.
     is_svg = options.out.suffix == ".svg"
     with matplotlib.rc_context({"svg.hashsalt": "roofline", "svg.fonttype": "none"}):
-        draw(runs).savefig(options.out, dpi=120, metadata={"Date": None} if is_svg else None)
+        figure.savefig(options.out, dpi=120, metadata={"Date": None} if is_svg else None)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The plot of decode figures, from the records that are committed."""
+"""The plots of decode and prefill figures, from the records that are committed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.cases import RIVALS
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed; it is in the bench extra")
 
-from bench import roofline
+from bench import prefill_plot, roofline
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench/results").glob("*.jsonl"))
 
@@ -72,3 +72,24 @@ def test_without_rivals_there_is_no_picture(tmp_path: Path) -> None:
     path.write_text("")
     assert roofline.main([str(path), "-o", str(tmp_path / "x.svg")]) == 1
     assert not (tmp_path / "x.svg").exists()
+
+
+def test_prefill_records_make_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "prefill.svg"
+    assert roofline.main(["--prefill", *map(str, RESULTS), "-o", str(path)]) == 0
+    text = "".join(ElementTree.parse(path).getroot().itertext())
+    for word in ("Prefill on NVIDIA H100", "1x16k", "FlashInfer fa2", "TFLOP/s"):
+        assert word in text
+
+
+def test_last_prefill_figures_of_the_newest_commit_count() -> None:
+    records = [
+        fake("8x2k", "fa3-paged", "1 08:00", group="figures", tflop_per_s=1.0),
+        fake("8x2k", "fa3-paged", "2 08:00", group="figures", tflop_per_s=2.0),
+        fake("8x2k", "fa3-paged", "2 09:00", group="figures", tflop_per_s=3.0),
+        fake("8x2k", "jitattn-shared", "2 09:00", group="figures", tflop_per_s=4.0),
+        fake("8x2k", "jitattn-shared", "2 10:00", group="layouts", tflop_per_s=5.0),
+    ]
+    cards = prefill_plot.newest(records)
+    assert [r["tflop_per_s"] for r in cards["H100"]] == [3.0, 4.0]
+    assert prefill_plot.newest(records[-1:]) == {}
