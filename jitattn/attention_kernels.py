@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from jitattn.build import Pending
 from jitattn.driver import LoadedKernel, load_kernel
-from jitattn.tiling import DecodeTile, PrefillTile
+from jitattn.tiling import AttentionTile
 
 
 class AttentionKernel:
     """An attention kernel on a device, and the tile it was rendered with; loaded when needed."""
 
     def __init__(
-        self, pending: Pending, tile: DecodeTile | PrefillTile, row_tile: int, device_index: int
+        self, pending: Pending, tile: AttentionTile, row_tile: int, device_index: int
     ) -> None:
         """Hold a kernel that may still be compiling."""
         self.tile = tile

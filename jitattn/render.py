@@ -12,7 +12,7 @@ from jinja2.lexer import Token, TokenStream
 from jitattn.errors import TemplateError
 from jitattn.sources import TEMPLATES, headers
 from jitattn.spec import KernelSpec
-from jitattn.tiling import tile_for
+from jitattn.tiling import template_for, tile_for
 
 __all__ = ["TEMPLATES", "LineMarkers", "environment", "headers", "render"]
 
@@ -57,7 +57,11 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         extensions=[LineMarkers],
     )
-    env.globals = {"cuda_type": _CUDA_TYPE.__getitem__}
+    env.globals = {
+        "cuda_type": _CUDA_TYPE.__getitem__,
+        "registers": _registers,
+        "warpgroup_product": _warpgroup_product,
+    }
     return env
 
 
@@ -69,15 +73,29 @@ def render(spec: KernelSpec, arch: str) -> str:
     """
     context = spec.context() | tile_for(spec, arch)._asdict()
     try:
-        return _banner(spec) + environment().get_template(spec.template).render(context)
+        return _banner(spec, arch) + environment().get_template(template_for(spec, arch)).render(context)
     except jinja2.TemplateError as error:
         raise TemplateError(f"cannot render {spec}: {error}") from error
 
 
-def _banner(spec: KernelSpec) -> str:
+def _registers(name: str, count: int) -> str:
+    """Return ``name[0], ..., name[count - 1]``: instructions name each of their registers."""
+    return ", ".join(f"{name}[{i}]" for i in range(count))
+
+
+def _warpgroup_product(operands: str, columns: int, dtype: str) -> str:
+    """Return the wrapper in nvidia-cutlass of m64n(columns)k16 with float accumulators.
+
+    ``operands`` is "SS" with both in shared memory, "RS" with the left one in registers.
+    """
+    short = {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    return f"MMA_64x{columns}x16_F32{short}{short}_{operands}"
+
+
+def _banner(spec: KernelSpec, arch: str) -> str:
     # A function of the spec alone: a version, date or path here would move the cache key.
     fields = " ".join(f"{k}={v}" for k, v in spec.context().items() if k != "symbol")
     return (
-        f"// Rendered by jitattn from templates/{spec.template}. Edit the template, not this.\n"
+        f"// Rendered by jitattn from templates/{template_for(spec, arch)}. Edit the template, not this.\n"
         f"// {type(spec).__name__}: {fields}\n"
     )

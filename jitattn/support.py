@@ -273,8 +273,7 @@ def _fast_and_plain(
     spec: DecodeSpec | PrefillSpec, arch: str
 ) -> tuple[DecodeSpec | PrefillSpec, DecodeSpec | PrefillSpec]:
     """Return the kernels of caches that are aligned and of others."""
-    has_boxes = isinstance(spec, DecodeSpec) and takes_boxes(spec, arch)
-    fast = Loader.TENSOR if has_boxes else Loader.VECTOR
+    fast = Loader.TENSOR if takes_boxes(spec, arch) else Loader.VECTOR
     return replace(spec, loader=fast), replace(spec, loader=Loader.PLAIN)
 
 

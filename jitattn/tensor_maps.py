@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jitattn.binding import CacheView
 from jitattn.driver import encode_tensor_map
-from jitattn.tiling import SEGMENT_BYTES, DecodeTile, PrefillTile
+from jitattn.tiling import SEGMENT_BYTES, AttentionTile
 
 
 class TensorMaps:
@@ -12,7 +12,7 @@ class TensorMaps:
 
     __slots__ = ("_at", "_bytes", "_k", "_tile", "_v")
 
-    def __init__(self, k: CacheView, v: CacheView, tile: DecodeTile | PrefillTile) -> None:
+    def __init__(self, k: CacheView, v: CacheView, tile: AttentionTile) -> None:
         """Encode them.
 
         Raises:

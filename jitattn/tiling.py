@@ -90,6 +90,33 @@ class PrefillTile(NamedTuple):
         return 32 * self.num_warps
 
 
+class WarpgroupTile(NamedTuple):
+    """The shape of a prefill CTA whose warpgroups compute together; fields as in ``DecodeTile``.
+
+    One more warpgroup than ``num_warps`` counts brings Q, K and V.
+    """
+
+    num_warps: int
+    tile_tokens: int
+    num_stages: int
+    num_query_stages: int  # tiles of Q in shared memory
+    shares_tiles: bool
+    ctas_per_sm: int
+    value_dim: int
+    value_columns: int  # of the product with V: the next number that the hardware has
+    smem_bytes: int
+    row_tile: int  # query rows of a CTA: 64 a warpgroup
+    merge_splits: int
+    box_tokens: int
+    producer_registers: int  # of a thread that brings, and of one that computes
+    consumer_registers: int
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.num_warps + 128
+
+
 class ScheduleTile(NamedTuple):
     """The shape of the schedule kernel: one CTA."""
 
@@ -104,7 +131,8 @@ class MergeTile(NamedTuple):
     smem_bytes: int = 0
 
 
-Tile = DecodeTile | PrefillTile | ScheduleTile | MergeTile
+AttentionTile = DecodeTile | PrefillTile | WarpgroupTile
+Tile = AttentionTile | ScheduleTile | MergeTile
 
 
 def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
@@ -144,13 +172,28 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
     return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch])
 
 
-def takes_boxes(spec: DecodeSpec, arch: str) -> bool:
+def template_for(spec: KernelSpec, arch: str) -> str:
+    """Return the template of ``spec`` on ``arch``."""
+    if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, arch):
+        return "prefill_wgmma.cu.jinja"
+    return spec.template
+
+
+def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
     """Return whether tensor maps bring the K and V of caches whose strides allow it."""
+    if isinstance(spec, PrefillSpec) and not has_warpgroup_tile(spec, arch):
+        return False
     tables = (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
     return _has_box_tile(spec, arch) and spec.page_table in tables and spec.page_size % 8 == 0
 
 
-def _has_box_tile(spec: DecodeSpec, arch: str) -> bool:
+def has_warpgroup_tile(spec: PrefillSpec, arch: str) -> bool:
+    """Return whether warpgroups compute a prefill kernel, whatever its pages and loader."""
+    is_narrow = max(spec.head_dim, spec.head_dim_vo) <= 256
+    return arch == "sm_90a" and spec.kv_dtype is spec.q_dtype and is_narrow
+
+
+def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
     # Whatever the pages and the loader: results have the same bits.
     dims = (spec.head_dim, spec.head_dim_vo)
     return arch == "sm_90a" and all(
@@ -158,8 +201,26 @@ def _has_box_tile(spec: DecodeSpec, arch: str) -> bool:
     )
 
 
-def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile:
+# Tiles of warpgroups by the most columns of Q and V: warpgroups that compute, tokens of a tile,
+# stages of K and V, and of Q. Scores take half a register a token and the output half a register a
+# column; what is left of 227 KiB of shared memory has no room for more stages.
+_WARPGROUP_TILES = (
+    (64, 64, 3, 128, 3, 2),
+    (128, 128, 2, 128, 2, 2),
+    (192, 128, 2, 128, 2, 1),
+    (192, 192, 2, 96, 2, 1),
+    (256, 256, 2, 64, 2, 1),
+)
+# Columns that a product with V may have.
+_PRODUCT_COLUMNS = (16, 32, 64, 96, 128, 192, 256)
+# Registers of a thread that brings and of one that computes, by the warpgroups that compute.
+_WARPGROUP_REGISTERS = {2: (40, 232), 3: (32, 160)}
+
+
+def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
+    if has_warpgroup_tile(spec, arch):
+        return _warpgroup_tile(spec)
     tiles = (
         _prefill_tile(spec, arch, tile_tokens, num_stages)
         for tile_tokens, num_stages in (
@@ -264,6 +325,37 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         merge_dims=merge_dims,
         merge_splits=8 if value_dim <= 128 else 4 if spec.head_dim <= 256 else 2,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
+    )
+
+
+def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
+    groups, tile_tokens, num_stages, num_query_stages = next(
+        shape
+        for most_keys, most_values, *shape in _WARPGROUP_TILES
+        if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
+    )
+    value_columns = next(n for n in _PRODUCT_COLUMNS if n >= spec.head_dim_vo)
+    key_bytes, value_bytes = (
+        -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
+        for columns in (spec.head_dim, value_columns)
+    )
+    ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
+    producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups]
+    return WarpgroupTile(
+        num_warps=4 * groups,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        num_query_stages=num_query_stages,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        value_columns=value_columns,
+        smem_bytes=ring_bytes + num_query_stages * 64 * groups * key_bytes,
+        row_tile=64 * groups,
+        merge_splits=8,
+        box_tokens=8 if spec.page_size % 16 else 16,
+        producer_registers=producer_registers,
+        consumer_registers=consumer_registers,
     )
 
 
