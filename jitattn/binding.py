@@ -66,6 +66,10 @@ class Scale:
 class TensorMaps(Protocol):
     """Tensor maps of K and V, for kernels that copy boxes of them."""
 
+    @property
+    def wide(self) -> TensorMaps:
+        """Those for the decode kernel of the wide row tile."""
+
     def at(self, k_at: int, v_at: int) -> bytes:
         """Return the bytes of both, where K and V are at these addresses now."""
 

@@ -10,9 +10,15 @@ from jitattn.tiling import SEGMENT_BYTES, DecodeTile, PrefillTile
 class TensorMaps:
     """The tensor maps of a cache's K and V, as a launch takes them."""
 
-    __slots__ = ("_at", "_bytes", "_k", "_tile", "_v")
+    __slots__ = ("_at", "_bytes", "_k", "_tile", "_v", "_wide")
 
-    def __init__(self, k: CacheView, v: CacheView, tile: DecodeTile | PrefillTile) -> None:
+    def __init__(
+        self,
+        k: CacheView,
+        v: CacheView,
+        tile: DecodeTile | PrefillTile,
+        wide_tile: DecodeTile | None = None,
+    ) -> None:
         """Encode them.
 
         Raises:
@@ -20,6 +26,15 @@ class TensorMaps:
         """
         self._k, self._v, self._tile = k, v, tile
         self._encode((k.tensor.data_ptr(), v.tensor.data_ptr()))
+        # None where they are the same: a reference to itself would keep the cache's memory longer.
+        self._wide: TensorMaps | None = None
+        if wide_tile is not None and _box_of(wide_tile) != _box_of(tile):
+            self._wide = TensorMaps(k, v, wide_tile)
+
+    @property
+    def wide(self) -> TensorMaps:
+        """The maps for the kernel of ``wide_tile``."""
+        return self._wide or self
 
     def at(self, k_at: int, v_at: int) -> bytes:
         """Return the bytes of both, where K and V are at these addresses now."""
@@ -33,6 +48,10 @@ class TensorMaps:
             self._v, at[1], tile.value_dim, tile.box_tokens
         )
         self._at = at
+
+
+def _box_of(tile: DecodeTile | PrefillTile) -> tuple[int, int]:
+    return tile.box_tokens, tile.value_dim
 
 
 def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) -> bytes:
