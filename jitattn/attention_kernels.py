@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jitattn.build import Pending
 from jitattn.driver import LoadedKernel, load_kernel
 from jitattn.tiling import AttentionTile
+
+Role = Literal["decode", "wide", "prefill"]
+"""What a kernel is for: requests of one row tile, of a wider one, or of many rows."""
 
 
 class AttentionKernel:
@@ -32,12 +36,18 @@ class AttentionKernel:
         return self._loaded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class BoundKernels:
-    """The kernels whose loaders suit a bound cache."""
+    """The kernels whose loaders suit a bound cache; ``wide`` is None until a plan needs it."""
 
     decode: AttentionKernel
     prefill: AttentionKernel
+    wide: AttentionKernel | None = None
+
+    def of(self, role: Role) -> AttentionKernel:
+        """Return the kernel that is for this."""
+        kernel: AttentionKernel = getattr(self, role)
+        return kernel
 
     def load(self, *, with_prefill: bool) -> None:
         """Load the decode kernel, and the prefill kernel if that is wanted or takes no time."""

@@ -66,8 +66,8 @@ class Scale:
 class TensorMaps(Protocol):
     """Tensor maps of K and V, for kernels that copy boxes of them."""
 
-    def at(self, k_at: int, v_at: int) -> bytes:
-        """Return the bytes of both, where K and V are at these addresses now."""
+    def at(self, role: str, k_at: int, v_at: int) -> bytes:
+        """Return the bytes of both for a kernel, where K and V are at these addresses now."""
 
 
 class BoundCache:

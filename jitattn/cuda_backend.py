@@ -16,12 +16,12 @@ from jitattn.attention_kernels import AttentionKernel, BoundKernels
 from jitattn.binding import Batch, CacheView
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
-from jitattn.cuda_plan import MAX_IDLE_ROOM, CudaPlan, Recipe
+from jitattn.cuda_plan import MAX_IDLE_ROOM, CudaPlan, Recipe, Recipes
 from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PrefillSpec, ScheduleSpec
-from jitattn.tensor_maps import TensorMaps
-from jitattn.tiling import decode_tile_for, prefill_tile_for, tile_for
+from jitattn.tensor_maps import Box, TensorMaps, box_of
+from jitattn.tiling import attention_tile_for, decode_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
 
@@ -46,7 +46,8 @@ class KernelInfo:
 class KernelSet:
     """The kernels of a configuration on a device; the plain loader's are built when needed.
 
-    Nobody waits for a prefill kernel to compile before a plan needs one.
+    Nobody waits for a prefill kernel to compile before a plan needs one. The wide decode kernel is
+    asked for when the first plan needs it: on few cores it would hold up those that all need.
     """
 
     def __init__(self, config: PlannerConfig, device: torch.device) -> None:
@@ -57,11 +58,12 @@ class KernelSet:
         self.arch = arch_of(self.facts)
         self._lock = threading.Lock()
         self._started: list[tuple[KernelSpec, Pending]] = []
-        self._needs_prefill = False
-        # Plans that are gone, by workspace and room.
-        self._idle: defaultdict[tuple[Workspace, tuple[int, ...]], list[CudaPlan]]
+        self._needs_prefill = self._needs_wide = False
+        # Plans that are gone, by workspace, kernels and room.
+        self._idle: defaultdict[tuple[Workspace, Recipes, tuple[int, ...]], list[CudaPlan]]
         self._idle = defaultdict(list)
         self._specs = support.resolve(config, self.arch)
+        self._wide_max_q_len = support.wide_row_tile(config) // config.group_size
         decode, prefill = self._attention_specs(is_aligned=True)
         self._takes_maps = decode.loader is Loader.TENSOR
         schedule = ScheduleSpec()
@@ -82,14 +84,24 @@ class KernelSet:
 
         And the tensor maps of K and V, if the decode kernel's loader uses some.
         """
-        tile = self.kernels.decode.tile
         is_aligned, maps = k.is_vector_aligned and v.is_vector_aligned, None
         if is_aligned and self._takes_maps:
             try:
-                maps = TensorMaps(k, v, tile)
+                maps = TensorMaps(k, v, self._boxes)
             except ValueError:
                 is_aligned = False  # any strides will do for the plain loader
         return self._kernels_for(is_aligned=is_aligned), maps
+
+    @functools.cached_property
+    def _boxes(self) -> dict[str, Box]:
+        """What the kernels that tensor maps are for bring at a time."""
+        decode, prefill, *wide = self._specs_of_loader(is_aligned=True)
+        specs = {"decode": decode, "prefill": prefill} | {"wide": spec for spec in wide}
+        return {
+            role: box_of(attention_tile_for(spec, self.arch), spec.head_dim)
+            for role, spec in specs.items()
+            if spec.loader is Loader.TENSOR
+        }
 
     def _kernels_for(self, *, is_aligned: bool) -> BoundKernels:
         with self._lock:
@@ -97,7 +109,10 @@ class KernelSet:
                 specs = self._attention_specs(is_aligned=is_aligned)
                 self._bound[is_aligned] = self._attention_kernels(specs, self._start(specs))
             kernels, with_prefill = self._bound[is_aligned], self._needs_prefill
+            wide = self._wide_of(kernels, is_aligned=is_aligned) if self._needs_wide else None
         kernels.load(with_prefill=with_prefill)
+        if wide is not None:
+            wide.load()
         return kernels
 
     def load_prefill(self) -> None:
@@ -111,6 +126,23 @@ class KernelSet:
         for kernels in bound:
             kernels.load(with_prefill=True)
 
+    def load_wide(self) -> None:
+        """Load the wide decode kernels, as ``load_prefill`` does the prefill kernels."""
+        with self._lock:
+            self._needs_wide = True
+            # All are started before one is waited for.
+            wide = [self._wide_of(self._bound[key], is_aligned=key) for key in self._bound]
+        for kernel in wide:
+            kernel.load()
+
+    def _wide_of(self, kernels: BoundKernels, *, is_aligned: bool) -> AttentionKernel:
+        if kernels.wide is None:
+            spec = self._wide_spec(is_aligned=is_aligned)
+            (pending,) = self._start((spec,))
+            tile = decode_tile_for(spec, self.arch)
+            kernels.wide = AttentionKernel(pending, tile, spec.row_tile, self.facts.index)
+        return kernels.wide
+
     def plan(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
         """Return a plan of ``batch``, whose schedule the device makes.
 
@@ -119,29 +151,36 @@ class KernelSet:
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
+        recipes: Recipes = (self.decode_recipe,)
         rooms: tuple[int, ...] = (self.decode_recipe.room_for(batch),)
-        # Without requests of many rows the prefill kernel would have nothing to do.
         if batch.max_q_len > self.decode_recipe.max_q_len:
-            self.load_prefill()
-            rooms += (self.prefill_recipe.room_for(batch),)
+            if batch.max_q_len <= self._wide_max_q_len:
+                # All requests fit its tile, and one launch is faster than two.
+                self.load_wide()
+                recipes = (self.wide_recipe,)
+            else:
+                # Without requests of many rows the prefill kernel would have nothing to do.
+                self.load_prefill()
+                recipes += (self.prefill_recipe,)
+                rooms += (self.prefill_recipe.room_for(batch),)
         if workspace is None:
-            plan = self._plan_on_this_stream(rooms)
+            plan = self._plan_on_this_stream(recipes, rooms)
         else:
-            plan = CudaPlan(self, workspace, rooms)
+            plan = CudaPlan(self, workspace, recipes, rooms)
         plan.begin(batch)
         return plan
 
-    def _plan_on_this_stream(self, rooms: tuple[int, ...]) -> CudaPlan:
+    def _plan_on_this_stream(self, recipes: Recipes, rooms: tuple[int, ...]) -> CudaPlan:
         """Return a plan that an earlier one left, or a new one."""
         stream = _C._cuda_getCurrentRawStream(self.facts.index)
         workspace = default_workspace(self.device, stream)
-        idle = self._idle[workspace, rooms] if rooms[-1] <= MAX_IDLE_ROOM else None
+        idle = self._idle[workspace, recipes, rooms] if rooms[-1] <= MAX_IDLE_ROOM else None
         try:
             plan = idle.pop() if idle else None
         except IndexError:  # another thread was faster
             plan = None
         if plan is None or not plan.has_buffers_of(workspace):  # it grows
-            plan = CudaPlan(self, workspace, rooms, stream)
+            plan = CudaPlan(self, workspace, recipes, rooms, stream)
         plan.idle = idle
         return plan
 
@@ -149,12 +188,17 @@ class KernelSet:
     @functools.cached_property
     def decode_recipe(self) -> Recipe:
         """What plans have in common of the decode kernel."""
-        return Recipe(self, is_prefill=False)
+        return Recipe(self, "decode")
+
+    @functools.cached_property
+    def wide_recipe(self) -> Recipe:
+        """What plans have in common of the wide decode kernel."""
+        return Recipe(self, "wide")
 
     @functools.cached_property
     def prefill_recipe(self) -> Recipe:
         """What plans have in common of the prefill kernel."""
-        return Recipe(self, is_prefill=True)
+        return Recipe(self, "prefill")
 
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""
@@ -175,15 +219,23 @@ class KernelSet:
         return infos
 
     def _attention_specs(self, *, is_aligned: bool) -> tuple[DecodeSpec, PrefillSpec]:
-        decode, prefill = (
+        decode, prefill, *_ = self._specs_of_loader(is_aligned=is_aligned)
+        assert isinstance(decode, DecodeSpec)
+        assert isinstance(prefill, PrefillSpec)
+        return decode, prefill
+
+    def _wide_spec(self, *, is_aligned: bool) -> DecodeSpec:
+        _, _, wide = self._specs_of_loader(is_aligned=is_aligned)
+        assert isinstance(wide, DecodeSpec)
+        return wide
+
+    def _specs_of_loader(self, *, is_aligned: bool) -> list[DecodeSpec | PrefillSpec]:
+        return [
             spec
             for spec in self._specs
             if isinstance(spec, DecodeSpec | PrefillSpec)
             and (spec.loader is not Loader.PLAIN) == is_aligned
-        )
-        assert isinstance(decode, DecodeSpec)
-        assert isinstance(prefill, PrefillSpec)
-        return decode, prefill
+        ]
 
     def _start(self, specs: Sequence[KernelSpec]) -> tuple[Pending, ...]:
         pending = start(specs, self.arch, knobs.load(), hint=self.config.arguments_text())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import _C, Tensor
 
-from jitattn.attention_kernels import AttentionKernel, BoundKernels
+from jitattn.attention_kernels import AttentionKernel, BoundKernels, Role
 from jitattn.binding import (
     NO_LAYOUT,
     Again,
@@ -66,7 +66,7 @@ _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()
 # Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
 # holds. More and shorter splits balance better and merge longer.
 _MAX_SPLITS = 16
-_MIN_SPLIT_TOKENS = 256
+_MIN_SPLIT_TOKENS = 512
 
 # What a visit to a unit costs a CTA, and the least that is worth a CTA, in tiles. Measured:
 # docs/perf-log.md.
@@ -93,6 +93,7 @@ class CudaPlan:
         self,
         kernels: KernelSet,
         workspace: Workspace,
+        recipes: Recipes,
         rooms: tuple[int, ...],
         stream: int | None = None,
     ) -> None:
@@ -101,9 +102,9 @@ class CudaPlan:
         self.idle: list[CudaPlan] | None = None
         # Those that the allocator knows to use our memory.
         self._streams = set() if stream is None else {stream}
-        self._parts = [_Part(kernels.decode_recipe, rooms[0], workspace)]
-        if len(rooms) > 1:
-            self._parts.append(_Part(kernels.prefill_recipe, rooms[1], workspace))
+        self._parts = [
+            _Part(recipe, room, workspace) for recipe, room in zip(recipes, rooms, strict=True)
+        ]
 
     def begin(self, batch: Batch) -> None:
         """Schedule another batch, which there is room for."""
@@ -220,7 +221,8 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
             k_at, v_at = kv.k_at(), kv.v_at()
             write_addresses(raw, ATTENTION_OFFSET, q_at, k_at, v_at, out_at)
             if has_maps:
-                raw[:ATTENTION_OFFSET] = kv.tensor_maps.at(k_at, v_at)  # type: ignore[union-attr]
+                maps: Any = kv.tensor_maps
+                raw[:ATTENTION_OFFSET] = maps.at(part.role, k_at, v_at)
             if has_scales:
                 part.write_scales(kv)
             answer = call_driver()
@@ -232,22 +234,25 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
 
 
 class Recipe:
-    """What the plans of a planner have in common, of one of the two kernels.
+    """What the plans of a planner have in common, of one of its kernels.
 
     Attributes:
         kernel: the kernel.
+        role: what it is for.
         max_q_len: the most query tokens of a request that fill one row tile, at least 1.
         params_type, params: its parameters as a plan begins with them, and their type.
         schedule_params: likewise of the schedule kernel, a ``ScheduleParams``.
         num_partials, num_counters: what it needs of a workspace.
     """
 
-    def __init__(self, kernels: KernelSet, *, is_prefill: bool) -> None:
+    def __init__(self, kernels: KernelSet, role: Role) -> None:
         config = kernels.config
-        kernel = kernels.kernels.prefill if is_prefill else kernels.kernels.decode
+        kernel = kernels.kernels.of(role)
+        is_prefill = role == "prefill"
         self.config = config
         self.device = kernels.device
         self.kernel = kernel
+        self.role = role
         self.is_prefill = is_prefill
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
         layout = PageTable(config.page_table)
@@ -288,7 +293,8 @@ class Recipe:
         params.attention.max_splits = max_splits
         _write_config(params.attention, config)
         self.params = bytes(params)
-        decode_rows = kernels.kernels.decode.row_tile
+        # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
+        decode_rows = (kernels.kernels.decode if is_prefill else kernel).row_tile
         schedule = self._schedule_params(decode_rows)
         schedule.max_splits = max_splits
         schedule.round_slots, schedule.max_rounds = round_slots, max_rounds
@@ -318,6 +324,10 @@ class Recipe:
         return _room(batch.batch_size * -(-num_rows // self.kernel.row_tile))
 
 
+Recipes = tuple[Recipe, ...]
+"""Those of the kernels of a plan."""
+
+
 @functools.lru_cache(maxsize=1024)
 def _room(count: int) -> int:
     # In powers of two, so that the next step's batch has the same.
@@ -342,11 +352,12 @@ def _schedule_offsets(room: int, max_slots: int) -> tuple[tuple[int, ...], int]:
 
 
 class _Part:
-    """One of the two kernels of a plan: its schedule, its parameters, and the launches with them.
+    """A kernel of a plan: its schedule, its parameters, and the launches with them.
 
     Attributes:
         buffers: partials and counters of its workspace.
         raw: the bytes of the kernel's parameters.
+        role: what the kernel is for.
         schedule_launch: what makes the schedule.
     """
 
@@ -368,11 +379,13 @@ class _Part:
         "_sizes",
         "buffers",
         "raw",
+        "role",
         "schedule_launch",
     )
 
     def __init__(self, recipe: Recipe, room: int, workspace: Workspace) -> None:
         self._grid, self._is_prefill = recipe.grid, recipe.is_prefill
+        self.role = recipe.role
         self._is_ragged, self._has_offsets = recipe.is_ragged, recipe.has_offsets
         offsets, size = _schedule_offsets(room, recipe.max_slots)
         self._memory = torch.empty(size, dtype=torch.uint8, device=recipe.device)
@@ -419,7 +432,7 @@ class _Part:
 
     def launch_of(self, kernels: BoundKernels) -> Launch:
         """Return the launch of this part's kernel, or of its twin with another loader."""
-        kernel = kernels.prefill if self._is_prefill else kernels.decode
+        kernel = kernels.of(self.role)
         launch = self._launches.get(kernel)
         if launch is None:
             launch = Launch(kernel.load(), self._params, self._grid, kernel.tile.num_threads)
@@ -454,7 +467,7 @@ class _Part:
         k_at, v_at = kv.k_at(), kv.v_at()
         _ADDRESSES.pack_into(self.raw, ATTENTION_OFFSET, q_at, k_at, v_at, out_at)
         if kv.tensor_maps is not None:
-            self.raw[:ATTENTION_OFFSET] = kv.tensor_maps.at(k_at, v_at)
+            self.raw[:ATTENTION_OFFSET] = kv.tensor_maps.at(self.role, k_at, v_at)
         self.write_scales(kv)
         attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:

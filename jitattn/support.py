@@ -19,7 +19,7 @@ from jitattn.spec import (
     PrefillSpec,
     ScheduleSpec,
 )
-from jitattn.tiling import SMEM_LIMIT, row_tile_for, takes_boxes
+from jitattn.tiling import SMEM_LIMIT, max_row_tile, row_tile_for, takes_boxes
 from jitattn.values import Value
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
@@ -226,7 +226,7 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
             fields=ranges | {"query tokens per request": queries},
         )
         for family, queries in (
-            (DecodeSpec.family, "1, and as many as fill one row tile"),
+            (DecodeSpec.family, "1, and as many as fill the widest row tile"),
             (PrefillSpec.family, "2 and up"),
         )
     ]
@@ -261,12 +261,29 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         "use_logits_soft_cap": config.logits_soft_cap > 0.0,
         "use_custom_mask": config.use_custom_mask,
     }
+    decode = DecodeSpec(row_tile=row_tile, loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
+    wide_tile = wide_row_tile(config)
+    wide = [replace(decode, row_tile=wide_tile)] if wide_tile else []
     return (
-        *_fast_and_plain(DecodeSpec(row_tile=row_tile, loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
+        *_fast_and_plain(decode, arch),
         *_fast_and_plain(PrefillSpec(loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
+        *(spec for decode in wide for spec in _fast_and_plain(decode, arch)),
         ScheduleSpec(),
         MergeSpec(dtype=out_dtype),
     )
+
+
+def wide_row_tile(config: PlannerConfig) -> int:
+    """Return the row tile of the decode kernel for a few query tokens a request; 0: there is none.
+
+    The widest of the head dims, though a narrower one might hold a batch's rows as well: a
+    configuration has one more kernel to compile and to store at most, and memory sets its pace.
+    Which kernel serves a request goes by its batch then, so batch-invariant planners have none.
+    """
+    head_dim_vo = config.head_dim_vo or config.head_dim
+    widest = max_row_tile(config.head_dim, head_dim_vo)
+    is_wider = row_tile_for(config.head_dim, head_dim_vo, config.group_size) < widest
+    return widest if is_wider and not config.batch_invariant else 0
 
 
 def _fast_and_plain(

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jitattn.binding import CacheView
 from jitattn.driver import encode_tensor_map
 from jitattn.tiling import SEGMENT_BYTES, AttentionTile
 
 
+Box = tuple[int, int, int]
+"""Tokens of a box, and the columns of a box of K and of V."""
+
+
+def box_of(tile: AttentionTile, head_dim: int) -> Box:
+    """Return the boxes that a kernel of ``tile`` brings, whose K has ``head_dim`` columns."""
+    return tile.box_tokens, tile.key_box_columns or head_dim, tile.value_dim
+
+
 class TensorMaps:
-    """The tensor maps of a cache's K and V, as a launch takes them."""
+    """The tensor maps of a cache's K and V, as launches of each kernel take them."""
 
-    __slots__ = ("_at", "_bytes", "_k", "_tile", "_v")
+    __slots__ = ("_boxes", "_encoded", "_k", "_v")
 
-    def __init__(self, k: CacheView, v: CacheView, tile: AttentionTile) -> None:
-        """Encode them.
+    def __init__(self, k: CacheView, v: CacheView, boxes: Mapping[str, Box]) -> None:
+        """Encode those of the first kernel; the others follow when they are needed.
+
+        Args:
+            k: keys.
+            v: values.
+            boxes: what the kernels bring at a time, by what they are for.
 
         Raises:
             ValueError: the driver has none for these strides.
         """
-        self._k, self._v, self._tile = k, v, tile
-        self._encode((k.tensor.data_ptr(), v.tensor.data_ptr()))
+        self._k, self._v, self._boxes = k, v, boxes
+        # By box: kernels that bring the same have the same maps.
+        self._encoded: dict[Box, tuple[tuple[int, int], bytes]] = {}
+        self.at(next(iter(boxes)), k.tensor.data_ptr(), v.tensor.data_ptr())
 
-    def at(self, k_at: int, v_at: int) -> bytes:
-        """Return the bytes of both, where K and V are at these addresses now."""
-        if (k_at, v_at) != self._at:
-            self._encode((k_at, v_at))
-        return self._bytes
+    def at(self, role: str, k_at: int, v_at: int) -> bytes:
+        """Return the bytes of both for a kernel, where K and V are at these addresses now."""
+        box = self._boxes[role]
+        at, encoded = self._encoded.get(box, (None, b""))
+        if (k_at, v_at) != at:
+            encoded = self._encode(box, k_at, v_at)
+        return encoded
 
-    def _encode(self, at: tuple[int, int]) -> None:
-        tile, key_dim = self._tile, self._k.tensor.shape[-1]
-        self._bytes = _tensor_map(self._k, at[0], key_dim, tile.box_tokens) + _tensor_map(
-            self._v, at[1], tile.value_dim, tile.box_tokens
+    def _encode(self, box: Box, k_at: int, v_at: int) -> bytes:
+        tokens, key_columns, value_columns = box
+        encoded = _tensor_map(self._k, k_at, key_columns, tokens) + _tensor_map(
+            self._v, v_at, value_columns, tokens
         )
-        self._at = at
+        self._encoded[box] = (k_at, v_at), encoded
+        return encoded
 
 
 def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) -> bytes:
@@ -56,7 +77,7 @@ def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) ->
         (strides[1], SEGMENT_BYTES, strides[2], strides[0]),
         (segment, box_tokens, box_dim // segment, 1, 1),
         # Beside a row of one line may lie another head's, which others read when it suits them.
-        fetch_bytes=128 if box_dim == segment else 256,
+        fetch_bytes=128 if head_dim == segment else 256,
     )
     if not encoded:
         strides = list(view.tensor.stride())

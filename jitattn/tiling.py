@@ -63,6 +63,7 @@ class DecodeTile(NamedTuple):
     merge_splits: int  # of a row that are merged at a time: wide states leave registers for few
     max_pieces: int = MAX_PIECES  # of a launch whose CTAs claim them
     box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
+    key_box_columns: int = 0  # of K that it brings at a time; 0: all
 
     @property
     def num_threads(self) -> int:
@@ -83,6 +84,7 @@ class PrefillTile(NamedTuple):
     row_tile: int  # query rows of a CTA: 16 a warp
     merge_splits: int
     box_tokens: int = 0
+    key_box_columns: int = 0
 
     @property
     def num_threads(self) -> int:
@@ -108,6 +110,7 @@ class WarpgroupTile(NamedTuple):
     row_tile: int  # query rows of a CTA: 64 a warpgroup
     merge_splits: int
     box_tokens: int
+    key_box_columns: int  # of K that a tensor map brings at a time; 0: all
     producer_registers: int  # of a thread that brings, and of one that computes
     consumer_registers: int
 
@@ -153,8 +156,14 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
         return ScheduleTile()
     if isinstance(spec, MergeSpec):
         return MergeTile()
+    return attention_tile_for(spec, arch)
+
+
+def attention_tile_for(spec: AttentionSpec, arch: str) -> AttentionTile:
+    """Return the tile of an attention kernel on ``arch``."""
     if isinstance(spec, PrefillSpec):
         return prefill_tile_for(spec, arch)
+    assert isinstance(spec, DecodeSpec)
     return decode_tile_for(spec, arch)
 
 
@@ -354,6 +363,8 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         row_tile=64 * groups,
         merge_splits=8,
         box_tokens=8 if spec.page_size % 16 else 16,
+        # A segment: that puts all rows of a tile one after the other.
+        key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
     )
