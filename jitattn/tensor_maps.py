@@ -8,7 +8,6 @@ from jitattn.binding import CacheView
 from jitattn.driver import encode_tensor_map
 from jitattn.tiling import SEGMENT_BYTES, AttentionTile
 
-
 Box = tuple[int, int, int]
 """Tokens of a box, and the columns of a box of K and of V."""
 
@@ -21,7 +20,7 @@ def box_of(tile: AttentionTile, head_dim: int) -> Box:
 class TensorMaps:
     """The tensor maps of a cache's K and V, as launches of each kernel take them."""
 
-    __slots__ = ("_boxes", "_encoded", "_k", "_v")
+    __slots__ = ("_boxes", "_encoded", "_first", "_k", "_v")
 
     def __init__(self, k: CacheView, v: CacheView, boxes: Mapping[str, Box]) -> None:
         """Encode those of the first kernel; the others follow when they are needed.
@@ -37,11 +36,13 @@ class TensorMaps:
         self._k, self._v, self._boxes = k, v, boxes
         # By box: kernels that bring the same have the same maps.
         self._encoded: dict[Box, tuple[tuple[int, int], bytes]] = {}
-        self.at(next(iter(boxes)), k.tensor.data_ptr(), v.tensor.data_ptr())
+        self._first = next(iter(boxes))
+        self.at(self._first, k.tensor.data_ptr(), v.tensor.data_ptr())
 
     def at(self, role: str, k_at: int, v_at: int) -> bytes:
         """Return the bytes of both for a kernel, where K and V are at these addresses now."""
-        box = self._boxes[role]
+        # A kernel that uses none gets those of the first.
+        box = self._boxes.get(role) or self._boxes[self._first]
         at, encoded = self._encoded.get(box, (None, b""))
         if (k_at, v_at) != at:
             encoded = self._encode(box, k_at, v_at)
