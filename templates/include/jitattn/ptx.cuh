@@ -227,6 +227,18 @@ __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* counter, int32_t 
   return old;
 }
 
+// Has a sum, which is never negative, before what follows: else the assembler may move a wait for
+// warpgroup products before the work that is meant to run beside them.
+__device__ __forceinline__ void require_now(float sum) {
+  asm volatile(
+      "{\n"
+      ".reg .pred is_negative;\n"
+      "setp.lt.f32 is_negative, %0, 0f00000000;\n"
+      "@is_negative trap;\n"
+      "}" ::"f"(sum)
+      : "memory");
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
