@@ -17,6 +17,8 @@ from jitattn.errors import CompilerMissingError
 
 PACKAGE = "nvidia-cutlass"
 WRAPPERS = ("cute/arch/mma_sm90_gmma.hpp", "cutlass/arch/reg_reconfig.h")
+# Products of more shapes, which the first header takes in when it is told to.
+_MORE = "cute/arch/mma_sm90_gmma_ext.hpp"
 
 # The macro, which does not expand again in its own text, is for CUTLASS' one function without an
 # execution space. NVRTC's -default-device would be for all of a kernel's own functions, too.
@@ -39,6 +41,8 @@ _STAND_INS = {
     "cuda_runtime_api.h": "#pragma once\n",
 }
 _INCLUDE = re.compile(r'#\s*include\s*[<"]([^">]+)[">]')
+_PRODUCT = re.compile(r"^template <[^>]*>\s*struct (MMA_\w+)\s*\{.*?^\};\n", re.MULTILINE | re.DOTALL)
+_NAME = re.compile(r"\bMMA_\w+")
 
 
 def uses_wrappers(source: str) -> bool:
@@ -49,7 +53,8 @@ def uses_wrappers(source: str) -> bool:
 def wrapper_headers(source: str) -> tuple[tuple[str, str], ...]:
     """Return (name it is included by, text) of what ``source`` includes and is not ours.
 
-    That is nothing, or a megabyte that a process reads once.
+    That is nothing, or the package's headers with the products that ``source`` names: a compiler
+    takes 100 ms for all of them.
 
     Args:
         source: a rendered kernel.
@@ -57,12 +62,28 @@ def wrapper_headers(source: str) -> tuple[tuple[str, str], ...]:
     Raises:
         CompilerMissingError: it includes the wrappers, and nvidia-cutlass is not installed.
     """
-    return _headers() if uses_wrappers(source) else ()
+    if not uses_wrappers(source):
+        return ()
+    return _headers_with(frozenset(_NAME.findall(source)))
 
 
 def wrapper_package(source: str) -> tuple[str, ...]:
     """Return what ``wrapper_headers`` come from, for example ``("nvidia-cutlass 4.2.0.0",)``."""
     return (f"{PACKAGE} {_version()}",) if uses_wrappers(source) else ()
+
+
+@functools.cache
+def _headers_with(products: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    """Return the headers, with no other product than these."""
+    texts = dict(_headers())
+    wanted = {m[1]: m[0] for m in _PRODUCT.finditer(texts[WRAPPERS[0]]) if m[1] in products}
+    rest = _PRODUCT.sub("", texts[WRAPPERS[0]])
+    if not products <= wanted.keys():
+        more = (_include_folder() / _MORE).read_text(encoding="utf-8")
+        wanted |= {m[1]: m[0] for m in _PRODUCT.finditer(more) if m[1] in products}
+    body = "\n".join(wanted.values())
+    texts[WRAPPERS[0]] = f"{rest}\nnamespace cute::SM90::GMMA {{\n{body}}}\n"
+    return tuple(sorted(texts.items()))
 
 
 @functools.cache
