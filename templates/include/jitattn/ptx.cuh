@@ -228,13 +228,15 @@ __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* counter, int32_t 
 }
 
 // Has a sum, which is never negative, before what follows: else the assembler may move a wait for
-// warpgroup products before the work that is meant to run beside them.
+// warpgroup products before the work that is meant to run beside them. For whole warps, which stay
+// together.
 __device__ __forceinline__ void require_now(float sum) {
   asm volatile(
       "{\n"
-      ".reg .pred is_negative;\n"
+      ".reg .pred is_negative, is_any;\n"
       "setp.lt.f32 is_negative, %0, 0f00000000;\n"
-      "@is_negative trap;\n"
+      "vote.sync.any.pred is_any, is_negative, 0xffffffff;\n"
+      "@is_any trap;\n"
       "}" ::"f"(sum)
       : "memory");
 }
