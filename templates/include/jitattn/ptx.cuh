@@ -208,6 +208,23 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t smem) {
   return r;
 }
 
+// Writes four 8 x 8 matrices of 16-bit elements, two elements a lane; lane l names row l % 8 of
+// matrix l / 8. Of compute capability 9.0 and up.
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint4 r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+               "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
+  uint4 r;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(smem)
+               : "memory");
+  return r;
+}
+
 // Transposes an 8 x 8 matrix of 16-bit elements that a warp holds, two a lane.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
   uint32_t r;
