@@ -102,6 +102,7 @@ class WarpgroupTile(NamedTuple):
     tile_tokens: int
     num_stages: int
     num_query_stages: int  # tiles of Q in shared memory
+    output_bytes: int  # of a row of O in shared memory of its own; 0: O takes the room of its Q
     shares_tiles: bool
     ctas_per_sm: int
     value_dim: int
@@ -211,14 +212,15 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 
 
 # Tiles of warpgroups by the most columns of Q and V: warpgroups that compute, tokens of a tile,
-# stages of K and V, and of Q. Scores take half a register a token and the output half a register a
+# stages of K and V, and of Q, and bytes of a row of O on its way out: where Q has one stage, which is
+# filled again before O is written, that is apart from it. Scores take half a register a token and the output half a register a
 # column; what is left of 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
-    (64, 64, 3, 128, 3, 2),
-    (128, 128, 2, 128, 2, 2),
-    (192, 128, 2, 128, 2, 1),
-    (192, 192, 2, 96, 2, 1),
-    (256, 256, 2, 80, 2, 1),
+    (64, 64, 3, 128, 3, 2, 0),
+    (128, 128, 2, 128, 2, 2, 0),
+    (192, 128, 2, 128, 2, 1, 128),
+    (192, 192, 2, 96, 2, 1, 256),
+    (256, 256, 2, 64, 2, 1, 256),
 )
 # Columns that a product with V may have.
 _PRODUCT_COLUMNS = (16, 32, 64, 96, 128, 192, 256)
@@ -338,7 +340,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
 
 
 def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
-    groups, tile_tokens, num_stages, num_query_stages = next(
+    groups, tile_tokens, num_stages, num_query_stages, output_bytes = next(
         shape
         for most_keys, most_values, *shape in _WARPGROUP_TILES
         if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
@@ -359,7 +361,8 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,
         value_columns=value_columns,
-        smem_bytes=ring_bytes + num_query_stages * 64 * groups * key_bytes,
+        smem_bytes=ring_bytes + 64 * groups * (num_query_stages * key_bytes + output_bytes),
+        output_bytes=output_bytes,
         row_tile=64 * groups,
         merge_splits=8,
         box_tokens=8 if spec.page_size % 16 else 16,
