@@ -365,7 +365,10 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         output_bytes=output_bytes,
         row_tile=64 * groups,
         merge_splits=8,
-        box_tokens=8 if spec.page_size % 16 else 16,
+        # Pages of other sizes are not brought in boxes.
+        box_tokens=next(
+            (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0), 16
+        ),
         # A segment: that puts all rows of a tile one after the other.
         key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         producer_registers=producer_registers,
