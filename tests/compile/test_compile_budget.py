@@ -35,6 +35,9 @@ SMALL_PAGES = "head_dim=128,page_size=1,page_table=separate"
 BUDGETS: dict[tuple[str, str, str], tuple[int, int]] = {
     (EVERYDAY, "sm_90a", "decode tensor"): (1824, 2352),
     (EVERYDAY, "sm_90a", "decode plain"): (1888, 2352),
+    (EVERYDAY, "sm_90a", "decode tensor wide"): (1824, 2352),
+    ("head_dim=64", "sm_90a", "decode tensor wide"): (1824, 2424),
+    ("head_dim=64", "sm_80", "decode vector wide"): (1888, 2424),
     (EVERYDAY, "sm_90a", "prefill vector"): (1728, 2096),
     (EVERYDAY, "sm_90a", "schedule"): (781, 1656),
     (EVERYDAY, "sm_90a", "merge"): (434, 928),
@@ -52,12 +55,13 @@ _INSTRUCTION_BYTES = 16
 
 
 def kernel_of(config: str, arch: str, kernel: str) -> KernelSpec:
-    family, _, loader = kernel.partition(" ")
-    return next(
+    family, loader, width = (*kernel.split(), "", "")[:3]
+    found = [
         spec
         for spec in resolve(PlannerConfig.parse(config), arch)
         if spec.family == family and getattr(spec, "loader", "") == loader
-    )
+    ]
+    return found[width == "wide"]  # the narrow one comes first
 
 
 def cost(key: tuple[str, str, str]) -> tuple[int, int]:
