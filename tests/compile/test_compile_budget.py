@@ -35,9 +35,9 @@ SMALL_PAGES = "head_dim=128,page_size=1,page_table=separate"
 BUDGETS: dict[tuple[str, str, str], tuple[int, int]] = {
     (EVERYDAY, "sm_90a", "decode tensor"): (1824, 2352),
     (EVERYDAY, "sm_90a", "decode plain"): (1888, 2352),
-    (EVERYDAY, "sm_90a", "decode tensor wide"): (1824, 2352),
-    ("head_dim=64", "sm_90a", "decode tensor wide"): (1824, 2424),
-    ("head_dim=64", "sm_80", "decode vector wide"): (1888, 2424),
+    (EVERYDAY, "sm_90a", "decode tensor wide"): (1836, 2392),
+    ("head_dim=64", "sm_90a", "decode tensor wide"): (1836, 2464),
+    ("head_dim=64", "sm_80", "decode vector wide"): (1896, 2432),
     (EVERYDAY, "sm_90a", "prefill vector"): (1728, 2096),
     (EVERYDAY, "sm_90a", "schedule"): (781, 1656),
     (EVERYDAY, "sm_90a", "merge"): (434, 928),
