@@ -151,24 +151,26 @@ class KernelSet:
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
-        recipes: Recipes = (self.decode_recipe,)
-        rooms: tuple[int, ...] = (self.decode_recipe.room_for(batch),)
-        if batch.max_q_len > self.decode_recipe.max_q_len:
-            if batch.max_q_len <= self._wide_max_q_len:
-                # All requests fit its tile, and one launch is faster than two.
-                self.load_wide()
-                recipes = (self.wide_recipe,)
-            else:
-                # Without requests of many rows the prefill kernel would have nothing to do.
-                self.load_prefill()
-                recipes += (self.prefill_recipe,)
-                rooms += (self.prefill_recipe.room_for(batch),)
+        recipes = self.recipes_for(batch.max_q_len)
+        rooms = tuple([recipe.room_for(batch) for recipe in recipes])
         if workspace is None:
             plan = self._plan_on_this_stream(recipes, rooms)
         else:
             plan = CudaPlan(self, workspace, recipes, rooms)
         plan.begin(batch)
         return plan
+
+    def recipes_for(self, max_q_len: int) -> Recipes:
+        """Return those of the kernels that a batch needs, which are loaded then."""
+        # Without requests of many rows the prefill kernel would have nothing to do.
+        if max_q_len <= self.decode_recipe.max_q_len:
+            return self._narrow
+        # Where all requests fit a wider tile, one launch is faster than two.
+        if max_q_len <= self._wide_max_q_len:
+            self.load_wide()
+            return self._wide
+        self.load_prefill()
+        return self._mixed
 
     def _plan_on_this_stream(self, recipes: Recipes, rooms: tuple[int, ...]) -> CudaPlan:
         """Return a plan that an earlier one left, or a new one."""
@@ -191,14 +193,21 @@ class KernelSet:
         return Recipe(self, "decode")
 
     @functools.cached_property
-    def wide_recipe(self) -> Recipe:
-        """What plans have in common of the wide decode kernel."""
-        return Recipe(self, "wide")
-
-    @functools.cached_property
     def prefill_recipe(self) -> Recipe:
         """What plans have in common of the prefill kernel."""
         return Recipe(self, "prefill")
+
+    @functools.cached_property
+    def _narrow(self) -> Recipes:
+        return (self.decode_recipe,)
+
+    @functools.cached_property
+    def _wide(self) -> Recipes:
+        return (Recipe(self, "wide"),)
+
+    @functools.cached_property
+    def _mixed(self) -> Recipes:
+        return self.decode_recipe, self.prefill_recipe
 
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""

@@ -83,7 +83,8 @@ class AttentionPlanner(_Arguments):
     """The kernels of one attention configuration on one device.
 
     Constructing it compiles or loads its kernels. The prefill kernel goes on compiling in the
-    background, and the first plan with requests for it waits. Thread-safe.
+    background, and the first plan with requests for it waits; the first plan of a few query tokens
+    a request builds the decode kernel of a wider row tile. Thread-safe.
 
     Attributes:
         config: the arguments, with dtypes as names.
@@ -269,12 +270,13 @@ class AttentionPlanner(_Arguments):
             qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin in q;
                 None is one query token a request. Rows of q past its last entry are padding.
             max_q_len: the most query tokens of a request; needed with ``qo_indptr``. A request
-                with more gets NaN (ValueError on the CPU).
+                with more gets NaN (ValueError on the CPU). It chooses the kernels, so that the last
+                bits of results may depend on it, unless they are ``batch_invariant``.
             max_kv_len: the longest length that occurs; None is what the table can hold.
 
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner.
-            CompileError: the batch needs the prefill kernel, which doesn't compile.
+            CompileError, KernelNotFoundError: the batch needs a kernel that can't be had.
         """
         layout = self._batch_layout
         if not layout.fits(pages, seq_lens):

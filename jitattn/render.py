@@ -73,7 +73,9 @@ def render(spec: KernelSpec, arch: str) -> str:
     """
     context = spec.context() | tile_for(spec, arch)._asdict()
     try:
-        return _banner(spec, arch) + environment().get_template(template_for(spec, arch)).render(context)
+        return _banner(spec, arch) + environment().get_template(template_for(spec, arch)).render(
+            context
+        )
     except jinja2.TemplateError as error:
         raise TemplateError(f"cannot render {spec}: {error}") from error
 

@@ -109,7 +109,7 @@ class AttentionSpec(Value):
 
 
 class DecodeSpec(AttentionSpec):
-    """The kernel of requests with few query rows; the group size only selects ``row_tile``."""
+    """The kernel of requests with few query rows, which only select ``row_tile``."""
 
     family: ClassVar[str] = "decode"
     template: ClassVar[str] = "decode.cu.jinja"

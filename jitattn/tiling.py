@@ -334,7 +334,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         ctas_per_sm=2 if max(spec.head_dim, spec.head_dim_vo) <= 128 else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
-        merge_splits=8 if value_dim <= 128 else 4 if spec.head_dim <= 256 else 2,
+        merge_splits=_decode_merge_splits(spec, value_dim),
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
 
@@ -374,6 +374,13 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
     )
+
+
+def _decode_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
+    # As of boxes.
+    if value_dim <= 128 and spec.row_tile < 32:
+        return 8
+    return 4 if spec.head_dim <= 256 else 2
 
 
 def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:

@@ -41,7 +41,9 @@ _STAND_INS = {
     "cuda_runtime_api.h": "#pragma once\n",
 }
 _INCLUDE = re.compile(r'#\s*include\s*[<"]([^">]+)[">]')
-_PRODUCT = re.compile(r"^template <[^>]*>\s*struct (MMA_\w+)\s*\{.*?^\};\n", re.MULTILINE | re.DOTALL)
+_PRODUCT = re.compile(
+    r"^template <[^>]*>\s*struct (MMA_\w+)\s*\{.*?^\};\n", re.MULTILINE | re.DOTALL
+)
 _NAME = re.compile(r"\bMMA_\w+")
 
 

@@ -601,6 +601,7 @@ SOFT_CAP = Case(
     head_dim=64, page_size=1, dtype="float16", page_table="separate", logits_soft_cap=5.0
 )
 WIDE = Case(head_dim=128, group_size=16)
+MASKED_D64 = Case(head_dim=64, page_size=32, mask="bool")
 MASKED_D128 = Case(head_dim=128, mask="bool")
 E4M3 = Case(head_dim=128, kv_dtype="float8_e4m3fn", scales="heads")
 E4M3_SEPARATE = replace(E4M3, page_table="separate")
@@ -612,6 +613,21 @@ FP8_FAMILIES = (E4M3, E4M3_SEPARATE, E4M3_FP16, E4M3_RAGGED, E4M3_D256, E5M2)
 
 EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
 """One case of each layout."""
+
+DRAFTS = (
+    *EVERY_LAYOUT,
+    D64,
+    Case(head_dim=64, page_size=64),  # the boxes of its wide tile are others
+    Case(head_dim=64, page_size=1, page_table="separate", kv_dtype="float8_e4m3fn", scales="heads"),
+    Case(head_dim=16, page_size=3, dtype="float16"),
+    Case(head_dim=96, page_size=24, out_dtype="float32"),
+    Case(head_dim=128, head_dim_vo=64),
+    replace(E4M3, page_size=64),
+    SOFT_CAP,
+    MASKED_D64,
+    MASKED_D128,
+)
+"""Kernels of a few query tokens a request, with row tiles of 16 and 32."""
 
 TWINS = (D128, D128_FP16, replace(D128_PAGE_3, page_table="shared"), D256, WIDE, D64)
 """Cases that run with every table layout, to the same bits."""
@@ -642,7 +658,8 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
-    named += (*FP8_FAMILIES, *twins_of(E4M3), *BOX_PAGES, *BOX_DIMS)
+    named += (*FP8_FAMILIES, *twins_of(E4M3), *BOX_PAGES, *BOX_DIMS, *DRAFTS)
+    named += tuple(replace(case, group_size=16) for case in DRAFTS if case.head_dim == 64)
     return (
         *decode_cases(),
         *mixed_cases(),

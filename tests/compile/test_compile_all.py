@@ -64,7 +64,9 @@ EVERYDAY = (
 def jobs() -> Iterator[Job]:
     """The whole sample for sm_90a; of the others a twelfth each, and what needs most registers."""
     for config in EVERYDAY:
-        yield Job(resolve(PlannerConfig.parse(config), "sm_90a")[0], "sm_90a", disassemble=True)
+        for spec in resolve(PlannerConfig.parse(config), "sm_90a"):
+            if isinstance(spec, DecodeSpec) and spec.loader is not Loader.PLAIN:
+                yield Job(spec, "sm_90a", disassemble=True)
     for i, arch in enumerate(ARCHITECTURES):
         yield Job(ScheduleSpec(), arch)
         for n, spec in enumerate(sample_specs(arch)):
@@ -76,10 +78,12 @@ def is_heavy(spec: AttentionSpec) -> bool:
     """Many accumulators, and several pages of a warp's slice to address at once."""
     if isinstance(spec, PrefillSpec):
         return spec.head_dim in (48, 96, 240)
+    if isinstance(spec, DecodeSpec) and spec.row_tile == 32:
+        return max(spec.head_dim, spec.head_dim_vo) == 64
     return spec.head_dim in (128, 224, 240, 256) and spec.page_size < 16
 
 
-JOBS = tuple(jobs())
+JOBS = tuple(dict.fromkeys(jobs()))
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,9 @@ SMALL_PAGES = "head_dim=128,page_size=1,page_table=separate"
 BUDGETS: dict[tuple[str, str, str], tuple[int, int]] = {
     (EVERYDAY, "sm_90a", "decode tensor"): (1824, 2352),
     (EVERYDAY, "sm_90a", "decode plain"): (1888, 2352),
+    (EVERYDAY, "sm_90a", "decode tensor wide"): (1836, 2392),
+    ("head_dim=64", "sm_90a", "decode tensor wide"): (1836, 2464),
+    ("head_dim=64", "sm_80", "decode vector wide"): (1896, 2432),
     (EVERYDAY, "sm_90a", "prefill vector"): (1753, 2176),
     (EVERYDAY, "sm_90a", "schedule"): (891, 2176),
     (EVERYDAY, "sm_90a", "merge"): (434, 928),
@@ -51,12 +54,13 @@ _INSTRUCTION_BYTES = 16
 
 
 def kernel_of(config: str, arch: str, kernel: str) -> KernelSpec:
-    family, _, loader = kernel.partition(" ")
-    return next(
+    family, loader, width = (*kernel.split(), "", "")[:3]
+    found = [
         spec
         for spec in resolve(PlannerConfig.parse(config), arch)
         if spec.family == family and getattr(spec, "loader", "") == loader
-    )
+    ]
+    return found[width == "wide"]  # the narrow one comes first
 
 
 def cost(key: tuple[str, str, str]) -> tuple[int, int]:

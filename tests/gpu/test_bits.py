@@ -171,7 +171,10 @@ INVARIANT = (
     replace(D64, window_left=1000),
 )
 # Around one split, the most splits (16), and where splits grow longer.
-OF_INTEREST = (1, 16, 255, 256, 257, 300, 511, 512, 513, 1000, 4095, 4096, 4097, 9000, 20_000)
+OF_INTEREST = (
+    *(1, 16, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 1025, 4095, 4096, 4097),
+    *(8191, 8192, 8193, 9000, 20_000),
+)
 
 
 def alone(inputs: Inputs, request: int) -> Inputs:

@@ -191,7 +191,9 @@ def exchange_rows(inputs: Inputs) -> None:
         inputs.table[[0, 1]] = inputs.table[[1, 0]]
 
 
-@pytest.mark.parametrize("q_lens", [(1, 1, 1, 1), (3, 1, 0, 2), (100, 1, 3, 60)], ids=str)
+@pytest.mark.parametrize(
+    "q_lens", [(1, 1, 1, 1), (3, 1, 0, 2), (8, 1, 0, 5), (100, 1, 3, 60)], ids=str
+)
 @pytest.mark.parametrize("case", [*EVERY_LAYOUT, replace(D128, page_size=48)], ids=str)
 def test_layers_of_a_graph(case: Case, q_lens: tuple[int, ...]) -> None:
     """Every step has other lengths, another schedule and other tables."""

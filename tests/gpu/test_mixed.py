@@ -198,7 +198,7 @@ def test_rows_that_q_lacks(num_missing: int) -> None:
 
 @on_the_device
 @pytest.mark.parametrize("spare_rows", [0, 9])
-@pytest.mark.parametrize("max_q_len", [1, 2, 5, 63, 64, 299])
+@pytest.mark.parametrize("max_q_len", [1, 2, 3, 4, 5, 63, 64, 299])
 @pytest.mark.parametrize("case", [D128, WIDE, D64, D256, D512, MASKED_D128, RAGGED], ids=str)
 def test_too_many_queries_are_nan_and_harm_nobody(
     case: Case, max_q_len: int, spare_rows: int
@@ -256,6 +256,7 @@ INVARIANT = (
 INVARIANT_PAIRS = (
     *((1, 300), (2, 20_000), (3, 257), (16, 4097), (33, 9000), (64, 64), (65, 65), (300, 1000)),
     *((1, 0), (0, 40), (700, 700), (5, 2), (129, 12_345), (2, 512), (1, 20_000)),
+    *((4, 513), (1, 1025), (2, 8193)),
 )
 
 

@@ -21,8 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitattn.cuda_plan import _MAX_ROUNDS, _MIN_SLOT_COST, _UNIT_COST
+from jitattn.cuda_plan import _MAX_ROUNDS, _MIN_SLOT_COST, _MIN_SPLIT_TOKENS, _UNIT_COST
 from jitattn.params import Schedule, ScheduleParams
+from tests.cases import Case
+from tests.gpu.test_claims import IN_ROUNDS
+from tests.unit import fake_cuda
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 SOURCE = (TEMPLATES / "schedule.cu.jinja").read_text()
@@ -391,6 +394,7 @@ class Batch:
     window_left: int = -1
     is_causal: bool = True
     group_size: int = 4
+    decode_rows: int = 8
     prefill_rows: int = 0
     num_ctas: int = 132
     num_head_blocks: int = 1
@@ -498,7 +502,7 @@ def params_of(
         is_causal=batch.is_causal,
         window_left=batch.window_left,
         group_size=batch.group_size,
-        decode_rows=DECODE_ROWS,
+        decode_rows=batch.decode_rows,
         prefill_rows=batch.prefill_rows,
         round_slots=batch.round_slots,
         max_rounds=batch.max_rounds,
@@ -508,7 +512,7 @@ def params_of(
         unit_cost=_UNIT_COST,
         min_slot_cost=_MIN_SLOT_COST,
         max_splits=batch.max_splits,
-        min_split_tiles=max(1, 256 // batch.tile_tokens),
+        min_split_tiles=max(1, _MIN_SPLIT_TOKENS // batch.tile_tokens),
     )
 
 
@@ -717,6 +721,9 @@ def test_every_row_has_its_unit(on_threads: Call, batch: Batch) -> None:
         (Batch((0,) * 300, round_slots=132), 132),
         (Batch((0, -5, 0)), 3),
         (Batch((10**6, *[0] * 299), round_slots=132), 132 * 3),
+        # All rows fit a wider tile, and one tile of rows has too many for the narrower.
+        (Batch((100_000, 90_000), (4, 2), round_slots=16, decode_rows=16), 16 * 4),
+        (Batch((100_000, 90_000), (4, 2), round_slots=16), 16 * 3),
         # No request is for this kernel.
         (Batch((100, 100), (1, 1), prefill_rows=64, max_rounds=1), 0),
     ],
@@ -780,3 +787,32 @@ def test_short_units_come_last(on_threads: Call) -> None:
     found = schedule(on_threads, prefill(lengths, (16,) * 6, num_ctas=2, window_left=-1))
     assert found.is_whole
     assert [unit.request for unit in found.units] == [1, 3, 5, 0, 2, 4]
+
+
+@pytest.mark.parametrize(("case", "changes", "at_least"), IN_ROUNDS, ids=str)
+def test_what_is_run_in_rounds_has_them(
+    on_host: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    changes: dict[str, object],
+    at_least: int,
+) -> None:
+    """The decode schedules of tests/gpu/test_claims.py, on a card like an H100."""
+    planner = fake_cuda.install(monkeypatch).planner(**case.planner_arguments() | changes)
+    kernels = planner._kernels
+    assert kernels is not None
+    recipe = kernels.recipes_for(max(case.queries))[0]
+    params = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+    batch = Batch(
+        case.lengths,
+        case.q_lens,
+        round_slots=params.round_slots,
+        max_rounds=params.max_rounds,
+        tile_tokens=params.tile_tokens,
+        window_left=case.window_left,
+        group_size=case.group_size,
+        decode_rows=params.decode_rows,
+    )
+    found = schedule(on_host, batch)
+    check(batch, found)
+    assert found.num_slots == at_least * params.round_slots

@@ -313,7 +313,7 @@ def test_a_move_that_the_driver_refuses_is_an_error(
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("max_q_len", [None, 2, 40])
+@pytest.mark.parametrize("max_q_len", [None, 2, 8, 40])
 def test_layers_in_turn_get_their_own_maps(
     cuda: FakeCuda, kv_dtype: str, max_q_len: int | None
 ) -> None:
