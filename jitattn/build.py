@@ -227,6 +227,17 @@ def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
     return replace(kernel, seconds=time.perf_counter() - started)
 
 
+def headers_of(source: str) -> dict[str, str]:
+    """Return the text of every header that a rendered kernel is compiled with, by its name.
+
+    Raises:
+        CompilerMissingError: it includes nvidia-cutlass' wrappers, which are not installed.
+    """
+    from jitattn.wrappers import wrapper_headers  # only a compilation needs them
+
+    return dict((*headers(), *wrapper_headers(source)))
+
+
 def forget() -> None:
     """Drop the kernels in this process's memory, so that the next ``build`` looks on disk again."""
     _memory.kernels.clear()
@@ -351,14 +362,14 @@ def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
 
 def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
     from jitattn.cubin import resources_of  # only a compilation needs them
-    from jitattn.wrappers import wrapper_headers, wrapper_package
+    from jitattn.wrappers import wrapper_package
 
     started = time.perf_counter()
     symbol = job.spec.symbol
     compiled = nvrtc.compile_cubin(
         source,
         name=f"{symbol}.cu",
-        headers=dict((*headers(), *wrapper_headers(source))),
+        headers=headers_of(source),
         options=job.options,
     )
     seconds = time.perf_counter() - started

@@ -95,11 +95,13 @@ class KernelSet:
     @functools.cached_property
     def _boxes(self) -> dict[str, Box]:
         """What the kernels that tensor maps are for bring at a time."""
-        decode, prefill, *wide = self._specs_of_loader(is_aligned=True)
-        specs = {"decode": decode, "prefill": prefill} | {"wide": spec for spec in wide}
+        # Not every configuration has a wide kernel.
+        roles = zip(
+            ("decode", "prefill", "wide"), self._specs_of_loader(is_aligned=True), strict=False
+        )
         return {
             role: box_of(attention_tile_for(spec, self.arch), spec.head_dim)
-            for role, spec in specs.items()
+            for role, spec in roles
             if spec.loader is Loader.TENSOR
         }
 

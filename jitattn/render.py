@@ -97,7 +97,8 @@ def _warpgroup_product(operands: str, columns: int, dtype: str) -> str:
 def _banner(spec: KernelSpec, arch: str) -> str:
     # A function of the spec alone: a version, date or path here would move the cache key.
     fields = " ".join(f"{k}={v}" for k, v in spec.context().items() if k != "symbol")
+    template = template_for(spec, arch)
     return (
-        f"// Rendered by jitattn from templates/{template_for(spec, arch)}. Edit the template, not this.\n"
+        f"// Rendered by jitattn from templates/{template}. Edit the template, not this.\n"
         f"// {type(spec).__name__}: {fields}\n"
     )

@@ -212,9 +212,10 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 
 
 # Tiles of warpgroups by the most columns of Q and V: warpgroups that compute, tokens of a tile,
-# stages of K and V, and of Q, and bytes of a row of O on its way out: where Q has one stage, which is
-# filled again before O is written, that is apart from it. Scores take half a register a token and the output half a register a
-# column; what is left of 227 KiB of shared memory has no room for more stages.
+# stages of K and V, and of Q, and bytes of a row of O on its way out: where Q has one stage, which
+# is filled again before O is written, that is apart from it. Scores take half a register a token
+# and the output half a register a column; what is left of 227 KiB of shared memory has no room for
+# more stages.
 _WARPGROUP_TILES = (
     (64, 64, 3, 128, 3, 2, 0),
     (128, 128, 2, 128, 2, 2, 0),

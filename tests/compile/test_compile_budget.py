@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jitattn import nvrtc
+from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
 from jitattn.cubin import resources_of
 from jitattn.explain import count_opcodes
@@ -71,7 +72,7 @@ def cost(key: tuple[str, str, str]) -> tuple[int, int]:
     compiled = nvrtc.compile_cubin(
         source,
         name=f"{spec.symbol}.cu",
-        headers=dict((*headers(), *wrapper_headers(source))),
+        headers=headers_of(source),
         options=nvrtc.options(arch),
     )
     code_bytes = resources_of(compiled.cubin, spec.symbol, arch).code_bytes

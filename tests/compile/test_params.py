@@ -8,6 +8,7 @@ import re
 import pytest
 
 from jitattn import nvrtc, params, render, support
+from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
 from jitattn.spec import DecodeSpec, PageTable, ScheduleSpec
 
@@ -37,7 +38,7 @@ def _compile(source: str) -> None:
     nvrtc.compile_cubin(
         source,
         name="params.cu",
-        headers=dict(render.headers()),
+        headers=headers_of(source),
         options=[f"--gpu-architecture={ARCH}", "--std=c++17", "--ptxas-options=-v"],
     )
 

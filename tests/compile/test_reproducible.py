@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jitattn import nvrtc
-from jitattn.render import headers, render
+from jitattn.build import headers_of
+from jitattn.render import render
 from jitattn.spec import KernelSpec, ScheduleSpec
 from jitattn.support import sample_specs
 
@@ -20,10 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def cubin_digest(spec: KernelSpec, arch: str) -> str:
+    source = render(spec, arch)
     compiled = nvrtc.compile_cubin(
-        render(spec, arch),
+        source,
         name=f"{spec.symbol}.cu",
-        headers=dict(headers()),
+        headers=headers_of(source),
         options=nvrtc.options(arch),
     )
     return hashlib.sha256(compiled.cubin).hexdigest()

@@ -60,7 +60,7 @@ def drafts(case: Case, **changes: object) -> Case:
 
 def roles_of(plan: jitattn.Plan) -> list[str]:
     """What the kernels of a plan are for."""
-    return [part._role for part in plan._backend._parts]
+    return [part.role for part in plan._backend._parts]
 
 
 def attend_wide(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,7 +62,7 @@ def backend_of(plan: jitattn.Plan) -> CudaPlan:
 
 
 def roles_of(plan: jitattn.Plan) -> list[str]:
-    return [part._role for part in backend_of(plan)._parts]
+    return [part.role for part in backend_of(plan)._parts]
 
 
 # --- what there is --------------------------------------------------------------------------------
