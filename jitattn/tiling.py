@@ -106,9 +106,9 @@ class WarpgroupTile(NamedTuple):
     shares_tiles: bool
     ctas_per_sm: int
     value_dim: int
-    value_columns: int  # of the product with V: the next number that the hardware has
     smem_bytes: int
     row_tile: int  # query rows of a CTA: 64 a warpgroup
+    merge_rows: int  # that a thread merges at a time
     merge_splits: int
     box_tokens: int
     key_box_columns: int  # of K that a tensor map brings at a time; 0: all
@@ -217,16 +217,16 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 # and the output half a register a column; what is left of 227 KiB of shared memory has no room for
 # more stages.
 _WARPGROUP_TILES = (
-    (64, 64, 3, 128, 3, 2, 0),
+    (64, 64, 3, 112, 3, 2, 0),
     (128, 128, 2, 128, 2, 2, 0),
     (192, 128, 2, 128, 2, 1, 128),
     (192, 192, 2, 96, 2, 1, 256),
     (256, 256, 2, 64, 2, 1, 256),
 )
-# Columns that a product with V may have.
-_PRODUCT_COLUMNS = (16, 32, 64, 96, 128, 192, 256)
 # Registers of a thread that brings and of one that computes, by the warpgroups that compute.
-_WARPGROUP_REGISTERS = {2: (40, 232), 3: (32, 160)}
+_WARPGROUP_REGISTERS = {2: (40, 232), 3: (56, 152)}
+# The same where those that bring copy element by element.
+_PLAIN_REGISTERS = {2: (56, 224), 3: (56, 152)}
 
 
 def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTile:
@@ -346,13 +346,13 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         for most_keys, most_values, *shape in _WARPGROUP_TILES
         if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
     )
-    value_columns = next(n for n in _PRODUCT_COLUMNS if n >= spec.head_dim_vo)
     key_bytes, value_bytes = (
         -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
-        for columns in (spec.head_dim, value_columns)
+        for columns in (spec.head_dim, spec.head_dim_vo)
     )
     ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
-    producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups]
+    registers = _PLAIN_REGISTERS if spec.loader is Loader.PLAIN else _WARPGROUP_REGISTERS
+    producer_registers, consumer_registers = registers[groups]
     return WarpgroupTile(
         num_warps=4 * groups,
         tile_tokens=tile_tokens,
@@ -361,10 +361,10 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         shares_tiles=True,
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,
-        value_columns=value_columns,
         smem_bytes=ring_bytes + 64 * groups * (num_query_stages * key_bytes + output_bytes),
         output_bytes=output_bytes,
         row_tile=64 * groups,
+        merge_rows=2 if spec.use_logits_soft_cap else 4,
         merge_splits=8,
         # Pages of other sizes are not brought in boxes.
         box_tokens=next(

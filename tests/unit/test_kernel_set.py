@@ -122,18 +122,18 @@ def test_the_constructor_waits_for_decode_and_schedule(builder: FakeBuilder) -> 
     assert [short(p.spec) for p in builder.started] == [
         "decode tensor",
         "schedule",
-        "prefill vector",
+        "prefill tensor",
     ]
     assert builder.waited_for() == ["decode tensor", "schedule"]
     assert sorted(builder.loaded_kernels()) == ["decode tensor", "schedule"]
     kernels.load_prefill()
-    assert builder.loaded_kernels()[2:] == ["prefill vector"]
+    assert builder.loaded_kernels()[2:] == ["prefill tensor"]
 
 
 def test_what_was_found_is_loaded_at_once(builder: FakeBuilder) -> None:
     builder.was_found = True
     kernels = KernelSet(CONFIG, DEVICE)
-    assert sorted(builder.loaded_kernels()) == ["decode tensor", "prefill vector", "schedule"]
+    assert sorted(builder.loaded_kernels()) == ["decode tensor", "prefill tensor", "schedule"]
     bind(kernels, aligned=False)
     assert builder.loaded_kernels()[3:] == ["decode plain", "prefill plain"]
 
@@ -166,13 +166,13 @@ def test_a_plan_with_prefill_loads_it_for_every_cache(builder: FakeBuilder) -> N
     bound_before = KernelSet(CONFIG, DEVICE)
     bind(bound_before, aligned=False)
     bound_before.load_prefill()
-    assert builder.loaded_kernels()[3:] == ["prefill vector", "prefill plain"]
+    assert builder.loaded_kernels()[3:] == ["prefill tensor", "prefill plain"]
     builder.started.clear()
     builder.loaded.clear()
     bound_after = KernelSet(CONFIG, DEVICE)
     bound_after.load_prefill()
     bind(bound_after, aligned=False)
-    assert builder.loaded_kernels()[2:] == ["prefill vector", "decode plain", "prefill plain"]
+    assert builder.loaded_kernels()[2:] == ["prefill tensor", "decode plain", "prefill plain"]
     num_loaded = len(builder.loaded)
     bound_after.load_prefill()
     assert len(builder.loaded) == num_loaded

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn import cuda_plan, tensor_maps
+from jitattn.binding import CacheView
 from jitattn.params import (
     ATTENTION_OFFSET,
     BOUNDARY_BYTES,
@@ -29,6 +30,7 @@ from tests.unit.fake_cuda import FakeCuda, Recorded
 B, HQ, HKV, PAGE, PAGES, WIDTH = 3, 16, 8, 16, 6, 5
 LENS = torch.tensor([5, 9, 0], dtype=torch.int32)
 OFFSETS = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+SHAPE = {"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": 128, "page_size": PAGE}
 Pair = tuple[Tensor, Tensor]
 
 
@@ -337,15 +339,136 @@ def test_layers_in_turn_get_their_own_maps(
                 attention = launch.params.attention
                 places = layer.data_ptr(), layer[:, 1].data_ptr()
                 assert (attention.k, attention.v) == places
-                if launch.symbol.startswith("jitattn_decode"):
+                if launch.symbol.endswith("_tensor"):
                     found = maps_of(launch)
                     assert tuple(half.pointer for half in found) == places
                     assert {half.dims[-1] for half in found} == {layer.shape[0]}
 
 
-# --- claims, rounds, promises ---------------------------------------------------------------------
+# --- kernels that bring different boxes -----------------------------------------------------------
 
-SHAPE = {"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": 128, "page_size": PAGE}
+
+def view(cache: Tensor) -> tuple[CacheView, CacheView]:
+    k, v = cache[:, 0], cache[:, 1]
+    return CacheView(k, *k.stride()[:3]), CacheView(v, *v.stride()[:3])
+
+
+@pytest.fixture
+def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
+    """What the driver is asked to encode, in order."""
+    asked: list[Map] = []
+
+    def encode(*given: object, **named: object) -> bytes | None:
+        encoded = fake_cuda.encode_tensor_map(*given, **named)  # type: ignore[arg-type]
+        asked.append(Map.of(encoded))
+        return encoded
+
+    monkeypatch.setattr(tensor_maps, "encode_tensor_map", encode)
+    return asked
+
+
+BOXES = {"decode": (16, 128, 128), "prefill": (16, 64, 128), "wide": (16, 128, 128)}
+
+
+def test_roles_of_the_same_box_share_their_maps(encodings: list[Map]) -> None:
+    maps = tensor_maps.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
+    assert len(encodings) == 2, "only the first role's, until others are asked for"
+    for _ in range(2):
+        decode, prefill, wide = (maps.at(role, 128, 256) for role in BOXES)
+        assert wide is decode
+        assert prefill != decode
+    # Where the memory was at first, and then at another place for each of two boxes.
+    assert len(encodings) == 2 + 2 * 2
+    assert [found.box[:3] for found in encodings[2:]] == [
+        (64, 16, 2), (64, 16, 2), (64, 16, 1), (64, 16, 2)
+    ]  # fmt: skip
+
+
+def test_each_role_follows_memory_that_moves(encodings: list[Map]) -> None:
+    k, v = view(zeros(PAGES, 2, PAGE, HKV, 128))
+    maps = tensor_maps.TensorMaps(k, v, BOXES)
+    places = [(4096 * n, 4096 * n + 128) for n in range(1, 4)]
+    for role in ("prefill", "decode", "wide"):  # each at every place, then back at the first
+        for k_at, v_at in (*places, places[0]):
+            for _ in range(2):
+                encoded = maps.at(role, k_at, v_at)
+            halves = encoded[:TENSOR_MAP_BYTES], encoded[TENSOR_MAP_BYTES:]
+            found = [Map.of(half) for half in halves]
+            assert [half.pointer for half in found] == [k_at, v_at]
+            tokens, *columns = BOXES[role]
+            assert [half.box[:3] for half in found] == [(64, tokens, n // 64) for n in columns]
+    # The first pair, four places of both boxes, and none for a role whose box is there already.
+    assert len(encodings) == 2 * (1 + 4 + 4 + 3)
+
+
+def test_a_role_without_boxes_gets_those_of_the_first(encodings: list[Map]) -> None:
+    boxes = {"decode": BOXES["decode"]}
+    maps = tensor_maps.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), boxes)
+    assert maps.at("prefill", 128, 256) is maps.at("decode", 128, 256)
+    assert len(encodings) == 2 + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "decode", "prefill"),
+    [
+        ({}, (16, 128, 128), (16, 64, 128)),
+        ({"head_dim": 64}, (16, 64, 64), (16, 64, 64)),
+        ({"page_size": 8}, (8, 128, 128), (8, 64, 128)),
+        ({"page_size": 256}, (16, 128, 128), (128, 64, 128)),
+        ({"head_dim": 64, "page_size": 64}, (32, 64, 64), (64, 64, 64)),
+        ({"head_dim": 192, "page_size": 32}, (16, 192, 192), (32, 64, 192)),
+        ({"head_dim": 192, "head_dim_vo": 128}, (16, 192, 128), (16, 64, 128)),
+        ({"head_dim": 256, "page_size": 64}, (16, 256, 256), (64, 64, 256)),
+    ],
+    ids=str,
+)
+def test_both_kernels_of_a_batch_get_their_own_boxes(
+    cuda: FakeCuda,
+    encodings: list[Map],
+    arguments: dict[str, object],
+    decode: tensor_maps.Box,
+    prefill: tensor_maps.Box,
+) -> None:
+    """Through repeated runs, and after the memory has moved."""
+    planner = cuda.planner(**SHAPE | arguments)
+    config = planner.config
+    plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
+    k = zeros(4, config.page_size, HKV, config.head_dim)
+    v = zeros(4, config.page_size, HKV, config.head_dim_vo or config.head_dim)
+    kv = planner.bind((k, v))
+    q, kept = zeros(6, HQ, config.head_dim), []
+    for _ in range(2):
+        for _ in range(3):
+            plan.run(q, kv)
+            for launch, box in zip(cuda.launches[-2:], (decode, prefill), strict=True):
+                found = maps_of(launch)
+                assert [half.pointer for half in found] == [k.data_ptr(), v.data_ptr()]
+                tokens, *columns = box
+                assert [half.box[:3] for half in found] == [(64, tokens, n // 64) for n in columns]
+        assert len(encodings) == 2 * len({decode, prefill}) * (1 + len(kept))
+        kept.append(move(k))
+        kept = kept[:1]
+
+
+def test_a_kernel_that_uses_no_maps_runs_beside_one_that_does(
+    cuda: FakeCuda, encodings: list[Map]
+) -> None:
+    """Prefill of FP8 caches and of wide heads copies vectors."""
+    for arguments in ({"kv_dtype": "float8_e4m3fn"}, {"head_dim": 512}):
+        planner = cuda.planner(**SHAPE | arguments)
+        dtype = getattr(torch, planner.config.kv_dtype)
+        cache = zeros(PAGES, 2, PAGE, HKV, planner.config.head_dim, dtype=dtype)
+        plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
+        kv = planner.bind(cache)
+        encodings.clear()
+        for _ in range(3):
+            plan.run(zeros(6, HQ, planner.config.head_dim), kv)
+            symbols = [launch.symbol for launch in cuda.launches[-2:]]
+            assert [name.rsplit("_", 1)[1] for name in symbols] == ["tensor", "vector"]
+        assert encodings == []
+
+
+# --- claims, rounds, promises ---------------------------------------------------------------------
 
 
 def launches_of(cuda: FakeCuda, **arguments: object) -> dict[str, Recorded]:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 
+from jitattn import wrappers
+from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
-from jitattn.spec import DecodeSpec, Loader, PageTable, PrefillSpec
-from jitattn.support import ARCHITECTURES, HEAD_DIMS, resolve
-from jitattn.tiling import DecodeTile, takes_boxes, tile_for
+from jitattn.render import render
+from jitattn.spec import DecodeSpec, DType, Loader, PageTable, PrefillSpec
+from jitattn.support import ARCHITECTURES, HEAD_DIMS, resolve, sample_specs
+from jitattn.tiling import (
+    _STATIC_BYTES,
+    SMEM_LIMIT,
+    DecodeTile,
+    PrefillTile,
+    WarpgroupTile,
+    has_warpgroup_tile,
+    takes_boxes,
+    template_for,
+    tile_for,
+)
+from tests.warpgroups import warpgroup_specs
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -25,9 +40,14 @@ def test_both_loaders_of_a_configuration_have_one_tile(arch: str) -> None:
         for spec in resolve(config, arch):
             if isinstance(spec, DecodeSpec | PrefillSpec):
                 twin = tile_for(replace(spec, loader=Loader.PLAIN), arch)
+                tile = tile_for(spec, arch)
                 # Boxes leave no padding between rows.
-                twin = twin._replace(smem_bytes=tile_for(spec, arch).smem_bytes)
-                assert tile_for(spec, arch) == twin, spec.symbol
+                twin = twin._replace(smem_bytes=tile.smem_bytes)
+                if isinstance(tile, WarpgroupTile):  # who brings elements needs more registers
+                    tile, twin = (
+                        t._replace(producer_registers=0, consumer_registers=0) for t in (tile, twin)
+                    )
+                assert tile == twin, spec.symbol
 
 
 def decode_spec(**arguments: object) -> DecodeSpec:
@@ -91,4 +111,132 @@ def test_tiles_do_not_go_by_pages(head_dim: int, page_table: PageTable) -> None:
         tile = tile_for(spec, "sm_90a")
         assert isinstance(tile, DecodeTile)
         tiles.add(tile._replace(smem_bytes=0, box_tokens=0))
+    assert len(tiles) == 1
+
+
+# --- warpgroups -----------------------------------------------------------------------------------
+
+WARPGROUPS = tuple(
+    dict.fromkeys(
+        (
+            *warpgroup_specs(),
+            *(
+                spec
+                for spec in sample_specs("sm_90a")
+                if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, "sm_90a")
+            ),
+        )
+    )
+)
+
+
+def warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
+    tile = tile_for(spec, "sm_90a")
+    assert isinstance(tile, WarpgroupTile)
+    return tile
+
+
+def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
+    """The prefill kernel of an aligned cache."""
+    return next(
+        spec
+        for spec in resolve(PlannerConfig.from_arguments(arguments), arch)
+        if isinstance(spec, PrefillSpec)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loader"),
+    [
+        *(({"head_dim": n}, "vector" if n % 64 else "tensor") for n in HEAD_DIMS if n <= 256),
+        *(({"head_dim": 192, "head_dim_vo": n}, "tensor") for n in (64, 128, 256)),
+        ({"head_dim": 192, "head_dim_vo": 48}, "vector"),
+        ({"page_size": 12}, "vector"),
+        ({"page_size": 1, "page_table": "token"}, "vector"),
+        ({"page_size": None, "page_table": "ragged"}, "vector"),
+        ({"page_size": 24, "page_table": "separate"}, "tensor"),
+        ({"q_dtype": "float16", "kv_dtype": "float16", "out_dtype": "float32"}, "tensor"),
+        ({"use_custom_mask": True, "logits_soft_cap": 30.0}, "tensor"),
+        ({"head_dim": 512}, None),
+        ({"head_dim": 128, "head_dim_vo": 512}, None),
+        ({"head_dim": 512, "head_dim_vo": 128}, None),
+        ({"kv_dtype": "float8_e4m3fn"}, None),
+        ({"kv_dtype": "float8_e5m2"}, None),
+    ],
+    ids=str,
+)
+def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) -> None:
+    """``loader`` is that of an aligned cache; None where the portable kernel does it."""
+    spec = prefill_spec("sm_90a", **{"head_dim": 128} | arguments)
+    assert has_warpgroup_tile(spec, "sm_90a") == (loader is not None)
+    assert spec.loader == (loader or Loader.VECTOR)
+    assert takes_boxes(spec, "sm_90a") == (loader == "tensor")
+    assert isinstance(tile_for(spec, "sm_90a"), WarpgroupTile if loader else PrefillTile)
+    template = "prefill_wgmma.cu.jinja" if loader else "prefill.cu.jinja"
+    assert template_for(spec, "sm_90a") == template
+    for arch in set(ARCHITECTURES) - {"sm_90a"}:
+        other = prefill_spec(arch, **{"head_dim": 128} | arguments)
+        assert other.loader is Loader.VECTOR
+        assert template_for(other, arch) == "prefill.cu.jinja"
+        assert isinstance(tile_for(other, arch), PrefillTile)
+
+
+def test_warpgroups_are_sampled() -> None:
+    assert {spec.head_dim for spec in WARPGROUPS} == {n for n in HEAD_DIMS if n <= 256}
+    assert {spec.loader for spec in WARPGROUPS} == set(Loader)
+    assert {warpgroup_tile(spec).num_warps for spec in WARPGROUPS} == {8, 12}
+
+
+@pytest.mark.parametrize("spec", WARPGROUPS, ids=lambda spec: spec.symbol)
+def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
+    tile = warpgroup_tile(spec)
+    assert tile.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT["sm_90a"]
+    groups, rest = divmod(tile.num_warps, 4)
+    assert rest == 0
+    assert tile.row_tile == 64 * groups
+    assert tile.num_threads == 128 * (groups + 1)
+    # Of an SM; a warpgroup says how many of them its threads keep.
+    registers = 128 * (tile.producer_registers + groups * tile.consumer_registers)
+    assert registers <= 64 * 1024
+    assert tile.producer_registers % 8 == tile.consumer_registers % 8 == 0
+    # What is accumulated, probabilities and scores, half a register a token and column each.
+    held = (tile.value_dim + tile.tile_tokens) // 2 + tile.tile_tokens // 4
+    assert held < tile.consumer_registers
+    # Segments that are as wide as the swizzle, in parts that begin where it does.
+    assert tile.smem_bytes % 1024 == 0
+    assert tile.tile_tokens % tile.box_tokens == 0
+    if spec.loader is Loader.TENSOR:
+        assert spec.page_size % tile.box_tokens == 0
+        assert tile.tile_tokens // tile.box_tokens <= 32, "each lane finds one page"
+        # A box of V has all columns of the product, and one of K a segment.
+        assert tile.value_dim == spec.head_dim_vo
+        assert tile.value_dim % 64 == spec.head_dim % 64 == 0
+        assert tile.key_box_columns == 64
+
+
+@pytest.mark.parametrize("spec", WARPGROUPS, ids=lambda spec: spec.symbol)
+def test_the_products_are_those_that_there_are(spec: PrefillSpec) -> None:
+    tile = warpgroup_tile(spec)
+    source = render(spec, "sm_90a")
+    dtypes = "BF16BF16" if spec.q_dtype is DType.BFLOAT16 else "F16F16"
+    wanted = {
+        f"MMA_64x{tile.tile_tokens}x16_F32{dtypes}_SS",
+        f"MMA_64x{spec.head_dim_vo}x16_F32{dtypes}_RS",
+    }
+    assert set(re.findall(r"\bMMA_\w+", source)) == wanted
+    text = headers_of(source)[wrappers.WRAPPERS[0]]
+    # Those of integers are there in any case.
+    assert set(re.findall(r"^struct (MMA_\w+_F32B?F16B?F16_\w+)$", text, re.MULTILINE)) == wanted
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
+    tiles = set()
+    for page_size, page_table in itertools.product((1, 3, 8, 16, 24, 64, 256), PageTable):
+        if page_table is PageTable.RAGGED:
+            continue
+        spec = prefill_spec(
+            "sm_90a", head_dim=head_dim, page_size=page_size, page_table=page_table.value
+        )
+        tiles.add(warpgroup_tile(spec)._replace(box_tokens=0))
     assert len(tiles) == 1
