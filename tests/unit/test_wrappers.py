@@ -27,9 +27,11 @@ WGMMA = INCLUDES + f'extern "C" __global__ void {SPEC.symbol}() {{ cute::warpgro
 def missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has not read the headers, and finds no package."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    wrappers._headers.cache_clear()
+    for cached in (wrappers._headers, wrappers._headers_with):
+        cached.cache_clear()
     yield
-    wrappers._headers.cache_clear()
+    for cached in (wrappers._headers, wrappers._headers_with):
+        cached.cache_clear()
 
 
 @pytest.fixture
