@@ -10,7 +10,7 @@ import pytest
 from jitattn import nvrtc, params, render, support
 from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
-from jitattn.spec import DecodeSpec, PageTable, ScheduleSpec
+from jitattn.spec import PageTable, ScheduleSpec
 
 ARCH = "sm_90a"
 
@@ -43,25 +43,29 @@ def _compile(source: str) -> None:
     )
 
 
-def _decode_source(layout: PageTable) -> str:
-    (spec, *_) = support.resolve(
-        PlannerConfig(
-            page_table=layout.value, page_size=None if layout is PageTable.RAGGED else 16
-        ),
-        ARCH,
+def _source(layout: PageTable, family: str, kv_dtype: str) -> str:
+    config = PlannerConfig(
+        page_table=layout.value,
+        page_size=None if layout is PageTable.RAGGED else 16,
+        kv_dtype=kv_dtype,
     )
-    assert isinstance(spec, DecodeSpec)
-    return render.render(spec, ARCH)
+    specs = support.resolve(config, ARCH)
+    return render.render(next(spec for spec in specs if spec.family == family), ARCH)
 
 
+# Prefill of FP8 caches is another template.
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("decode", "bfloat16"), ("prefill", "bfloat16"), ("prefill", "float8_e4m3fn")],
+)
 @pytest.mark.parametrize("layout", list(PageTable))
-def test_decode_params_agree(layout: PageTable) -> None:
+def test_attention_params_agree(layout: PageTable, family: str, kv_dtype: str) -> None:
     struct = params.KERNEL_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
     lines += _asserts("jitattn::AttentionParams", params.AttentionParams)
     lines += _asserts("jitattn::Schedule", params.Schedule)
     lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
-    _compile(_decode_source(layout) + "\n".join(lines) + "\n")
+    _compile(_source(layout, family, kv_dtype) + "\n".join(lines) + "\n")
 
 
 def test_schedule_params_agree() -> None:

@@ -15,8 +15,13 @@ from jitattn.build import headers_of
 from jitattn.render import render
 from jitattn.spec import KernelSpec, ScheduleSpec
 from jitattn.support import sample_specs
+from tests.warpgroups import warpgroup_specs
 
-SPECS: tuple[KernelSpec, ...] = (*sample_specs("sm_90a")[3:60:28], ScheduleSpec())
+SPECS: tuple[KernelSpec, ...] = (
+    *sample_specs("sm_90a")[3:60:28],
+    warpgroup_specs()[0],
+    ScheduleSpec(),
+)
 ROOT = Path(__file__).parents[2]
 
 
