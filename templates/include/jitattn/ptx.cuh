@@ -149,6 +149,16 @@ __device__ __forceinline__ uint4 load_16(const uint16_t* source) {
   return {words[0], words[1], words[2], words[3]};
 }
 
+// Stores eight 16-bit elements, wherever they are to lie.
+__device__ __forceinline__ void store_16(uint16_t* target, uint4 value) {
+  const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    target[2 * i] = static_cast<uint16_t>(words[i]);
+    target[2 * i + 1] = static_cast<uint16_t>(words[i] >> 16);
+  }
+}
+
 // Sixteen 8-bit elements, wherever they lie.
 __device__ __forceinline__ uint4 load_16(const uint8_t* source) {
   uint32_t words[4] = {};
