@@ -137,12 +137,16 @@ _KINDS = (
     ("constant load", r"U?LDCU?"),
     ("exponential and the like", r"MUFU"),
     ("conversion", r"F2F\w*|I2F\w*|F2I\w*|I2I\w*|F2FP|I2FP|FRND"),
-    ("float", r"F(?!2)\w+|H(ADD|MUL|FMA|MNMX|SET)\w*|D(ADD|MUL|FMA|SETP)"),
+    ("float", r"F(?!2|ENCE|LO)\w+|H(ADD|MUL|FMA|MNMX|SET)\w*|D(ADD|MUL|FMA|SETP)"),
     (
         "barrier, wait",
         r"U?BAR|B2R\w*|MEMBAR|DEPBAR|SYNCS|WARPSYNC|NANOSLEEP|FENCE|(CGA)?ERRBAR|CCTL|ACQBULK",
     ),
-    ("control", r"BRA|BRX|JMP|BSSY|BSYNC|BREAK|EXIT|CALL|RET|NOP|BMOV|YIELD|ENDCOLLECTIVE|BPT"),
+    (
+        "control",
+        r"BRA|BRX|JMP|BSSY|BSYNC|BREAK|(PRE)?EXIT|CALL|RET|NOP|BMOV|YIELD|ENDCOLLECTIVE|BPT|"
+        r"USETMAXREG",
+    ),
     (
         "move, shuffle, select",
         r"U?MOV|SHFL|U?PRMT|U?SEL|R2UR|S2U?R|CS2R|R2P|P2R|MOVM|VOTE\w*|REDUX",

@@ -62,6 +62,7 @@ def test_every_architecture_has_limits_that_fit_its_tiles() -> None:
         ("MUFU", "exponential and the like"), ("F2FP", "conversion"), ("FFMA", "float"),
         ("HADD2", "float"), ("IMAD", "integer, address, predicate"), ("BRA", "control"),
         ("SHFL", "move, shuffle, select"), ("BAR", "barrier, wait"), ("ULDC", "constant load"),
+        ("FENCE", "barrier, wait"), ("USETMAXREG", "control"), ("WARPGROUP", "tensor core"),
     ],
 )  # fmt: skip
 def test_kinds(opcode: str, kind: str) -> None:
