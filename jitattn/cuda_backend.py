@@ -164,13 +164,13 @@ class KernelSet:
 
     def recipes_for(self, max_q_len: int) -> Recipes:
         """Return those of the kernels that a batch needs, which are loaded then."""
-        # Without requests of many rows the prefill kernel would have nothing to do.
+        # Without requests of many rows the others would have nothing to do.
         if max_q_len <= self.decode_recipe.max_q_len:
             return self._narrow
-        # Where all requests fit a wider tile, one launch is faster than two.
-        if max_q_len <= self._wide_max_q_len:
+        if self._wide_max_q_len:
             self.load_wide()
-            return self._wide
+            if max_q_len <= self._wide_max_q_len:
+                return self._wide
         self.load_prefill()
         return self._mixed
 
@@ -209,7 +209,8 @@ class KernelSet:
 
     @functools.cached_property
     def _mixed(self) -> Recipes:
-        return self.decode_recipe, self.prefill_recipe
+        # The same kernel takes a request whatever else a plan is for.
+        return (*(self._wide if self._wide_max_q_len else self._narrow), self.prefill_recipe)
 
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""

@@ -46,6 +46,7 @@ from jitattn.params import (
     ScheduleParams,
 )
 from jitattn.spec import PageTable
+from jitattn.support import wide_row_tile
 from jitattn.tiling import MAX_PIECES
 from jitattn.workspace import Workspace
 
@@ -294,7 +295,9 @@ class Recipe:
         _write_config(params.attention, config)
         self.params = bytes(params)
         # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
-        decode_rows = (kernels.kernels.decode if is_prefill else kernel).row_tile
+        decode_rows = kernel.row_tile
+        if is_prefill:
+            decode_rows = wide_row_tile(config) or kernels.kernels.decode.row_tile
         schedule = self._schedule_params(decode_rows)
         schedule.max_splits = max_splits
         schedule.round_slots, schedule.max_rounds = round_slots, max_rounds

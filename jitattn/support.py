@@ -226,7 +226,7 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
             fields=ranges | {"query tokens per request": queries},
         )
         for family, queries in (
-            (DecodeSpec.family, "1, and as many as fill the widest row tile"),
+            (DecodeSpec.family, "1, and as many as fill a row tile"),
             (PrefillSpec.family, "2 and up"),
         )
     ]
@@ -276,14 +276,14 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
 def wide_row_tile(config: PlannerConfig) -> int:
     """Return the row tile of the decode kernel for a few query tokens a request; 0: there is none.
 
-    The widest of the head dims, though a narrower one might hold a batch's rows as well: a
-    configuration has one more kernel to compile and to store at most, and memory sets its pace.
-    Which kernel serves a request goes by its batch then, so batch-invariant planners have none.
+    A plan has it where some request may be longer than the tile for its group holds. Rows have the
+    same bits in both, whose tiles differ in nothing else: so a result doesn't depend on what a plan
+    was made for. Batch-invariant planners have none: prefill takes what decode's tile doesn't hold.
     """
     head_dim_vo = config.head_dim_vo or config.head_dim
-    widest = max_row_tile(config.head_dim, head_dim_vo)
-    is_wider = row_tile_for(config.head_dim, head_dim_vo, config.group_size) < widest
-    return widest if is_wider and not config.batch_invariant else 0
+    narrow = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
+    has_room = narrow == 8 and max_row_tile(config.head_dim, head_dim_vo) >= 16
+    return 16 if has_room and not config.batch_invariant else 0
 
 
 def _fast_and_plain(

@@ -302,7 +302,7 @@ def _box_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
     # What a warp keeps of Q and accumulates leaves registers for so many.
     if spec.row_tile == 32 or spec.head_dim > 256:
         return 4
-    return 16 if value_dim * spec.row_tile <= 128 * 8 else 8
+    return 16 if max(value_dim, spec.head_dim) * spec.row_tile <= 128 * 8 else 8
 
 
 def _box_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
@@ -379,7 +379,9 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
 
 def _decode_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
     # As of boxes.
-    if value_dim <= 128 and spec.row_tile < 32:
+    if spec.row_tile == 32:
+        return 2
+    if value_dim <= 128:
         return 8
     return 4 if spec.head_dim <= 256 else 2
 
