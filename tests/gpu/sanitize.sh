@@ -19,6 +19,10 @@ for option in --kernel-name --kernel-regex; do
   fi
 done
 
+# synccheck follows so many barriers in shared memory only; a grid of CTAs with rings has thousands.
+barriers=()
+grep -q -e --num-cuda-barriers <<<"$help" && barriers=(--num-cuda-barriers 16384)
+
 # cuda-bindings asks a driver for functions that it may be too old to have: no fault of a kernel.
 quiet=()
 grep -q -e --report-api-errors <<<"$help" && quiet=(--report-api-errors no)
@@ -29,7 +33,9 @@ sanitize() {
   local filter=("${filter[@]}")
   # What torch's kernels wrote counts as initialised only when they are watched too.
   [[ $1 == initcheck ]] && filter=()
-  compute-sanitizer --tool "$1" "${filter[@]}" "${quiet[@]}" --error-exitcode 86 "${@:2}"
+  local barriers=("${barriers[@]}")
+  [[ $1 == synccheck ]] || barriers=()
+  compute-sanitizer --tool "$1" "${filter[@]}" "${quiet[@]}" "${barriers[@]}" --error-exitcode 86 "${@:2}"
 }
 
 status=0
