@@ -185,8 +185,7 @@ def num_products(spec: AttentionSpec, arch: str) -> int:
     """
     tile = tile_for(spec, arch)
     if isinstance(tile, WarpgroupTile):
-        # Each S twice, that of a run's first tile and of the others, and each O, the last one too.
-        return 2 * (spec.head_dim // 16 + tile.tile_tokens // 16)
+        return spec.head_dim // 16 + tile.tile_tokens // 16
     assert isinstance(tile, DecodeTile | PrefillTile)
     if isinstance(spec, PrefillSpec):  # O += P V: columns by 8, tokens by 16; S = Q K^T
         return (tile.value_dim // 8) * (tile.tile_tokens // 16) + tile.tile_tokens // 8
