@@ -536,7 +536,8 @@ def test_buffers_hold_every_slot(
     )
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=100)
     kernels = planner._kernels.kernels
-    for part, kernel in zip(plan._backend._parts, (kernels.decode, kernels.prefill), strict=True):
+    decode = kernels.wide or kernels.decode
+    for part, kernel in zip(plan._backend._parts, (decode, kernels.prefill), strict=True):
         attention, schedule = part._attention, part._schedule
         slots = schedule.round_slots * schedule.max_rounds
         blocks = attention.num_head_blocks.value
