@@ -294,15 +294,17 @@ class Recipe:
         params.attention.max_splits = max_splits
         _write_config(params.attention, config)
         self.params = bytes(params)
-        # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
-        decode_rows = kernel.row_tile
-        if is_prefill:
-            decode_rows = wide_row_tile(config) or kernels.kernels.decode.row_tile
-        schedule = self._schedule_params(decode_rows)
+        schedule = self._schedule_params(self._decode_rows(kernels.kernels.decode))
         schedule.max_splits = max_splits
         schedule.round_slots, schedule.max_rounds = round_slots, max_rounds
         schedule.num_ctas, schedule.num_head_blocks = self.grid, num_head_blocks
         self.schedule_params = bytes(schedule)
+
+    def _decode_rows(self, decode: AttentionKernel) -> int:
+        # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
+        if self.is_prefill:
+            return wide_row_tile(self.config) or decode.row_tile
+        return self.kernel.row_tile
 
     def _schedule_params(self, decode_rows: int) -> ScheduleParams:
         config, tile_tokens = self.config, self.kernel.tile.tile_tokens

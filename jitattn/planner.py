@@ -83,8 +83,8 @@ class AttentionPlanner(_Arguments):
     """The kernels of one attention configuration on one device.
 
     Constructing it compiles or loads its kernels. The prefill kernel goes on compiling in the
-    background, and the first plan with requests for it waits; the first plan of a few query tokens
-    a request builds the decode kernel of a wider row tile. Thread-safe.
+    background, and the first plan with requests for it waits; the first plan of requests with more
+    query tokens than decode's row tile holds builds the kernel of a wider one. Thread-safe.
 
     Attributes:
         config: the arguments, with dtypes as names.
@@ -270,8 +270,7 @@ class AttentionPlanner(_Arguments):
             qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin in q;
                 None is one query token a request. Rows of q past its last entry are padding.
             max_q_len: the most query tokens of a request; needed with ``qo_indptr``. A request
-                with more gets NaN (ValueError on the CPU). It chooses the kernels, so that the last
-                bits of results may depend on it, unless they are ``batch_invariant``.
+                with more gets NaN (ValueError on the CPU). No result depends on it.
             max_kv_len: the longest length that occurs; None is what the table can hold.
 
         Raises:

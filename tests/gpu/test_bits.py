@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import jitattn
+from jitattn.support import wide_row_tile
 from tests.cases import (
     CACHES_SHARED,
     D64,
@@ -17,15 +18,30 @@ from tests.cases import (
     D128_SEPARATE,
     D192X128,
     D256,
+    DRAFTS,
+    E4M3,
     EVERY_LAYOUT,
+    MASKED_D64,
+    MASKED_D128,
     RAGGED,
     SOFT_CAP,
     TWINS,
     WIDE,
     Case,
+    of,
 )
 from tests.gpu.device import DEVICE
-from tests.harness import Result, assert_same, attend, check, expected, planner_for, same_bits
+from tests.harness import (
+    Result,
+    assert_same,
+    attend,
+    check,
+    expected,
+    extras,
+    plan_of,
+    planner_for,
+    same_bits,
+)
 from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
 from tests.layouts import assert_same_through_every_table
 
@@ -155,6 +171,97 @@ def test_buffers_or_not() -> None:
     planner = planner_for(case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
     assert same_bits(plan.run(inputs.q, inputs.cache), want[0])
+
+
+# --- the most query tokens ------------------------------------------------------------------------
+
+# Many splits, more than a kernel merges at a time, and few.
+TOKENS = (40_000, 1, 0, 16, 255, 12_000, -1, 33)
+MAXIMA = (1, 2, 4, 16, 17, 200) if DEVICE == "cuda" else (200,)
+
+
+def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
+    """Plans of any ``max_q_len`` that the batch allows: decode of both row tiles, and prefill."""
+    inputs = make_inputs(case, DEVICE)
+    planner = planner_for(case, DEVICE, **changes)
+    kv = inputs.bind(planner)
+    longest, has_wide = max(case.queries), wide_row_tile(case.config()) > 0
+    is_short = 0 <= case.window_left < 10_000 or "num_sms" in changes
+    seen = {}
+    for max_q_len in sorted({longest, *(n for n in MAXIMA if n > longest)}):
+        plan = plan_of(inputs, planner, max_q_len=max_q_len)
+        arguments = {"out": inputs.new_out(), "lse": inputs.new_lse()} | extras(inputs)
+        plan.run(inputs.q, kv, **arguments)
+        seen[max_q_len] = arguments["out"], arguments["lse"]
+        if DEVICE == "cuda":
+            roles = [part.role for part in plan._backend._parts]
+            assert ("wide" in roles) == (max_q_len * case.group_size > 8 and has_wide)
+            assert is_short or num_slots(plan) > 16, "too few splits"
+    want = seen[longest]
+    check(case, *want, expected(inputs))
+    for got in seen.values():
+        assert_same(got, want)
+
+
+def num_slots(plan: jitattn.Plan) -> int:
+    """How many slots of work the decode kernel has: the long request has most of them."""
+    return int(plan._backend._parts[0]._memory[:4].view(torch.int32))
+
+
+def ones(case: Case, **changes: object) -> Case:
+    """Requests of one query token, through qo_indptr, of one KV head: so that there are splits."""
+    pairs = [(1, length) for length in TOKENS]
+    return of(replace(case, num_kv_heads=1, spare_rows=3), *pairs, **changes)
+
+
+@pytest.mark.parametrize("cache", ["pair_nhd", "odd_strides"])
+@pytest.mark.parametrize("case", [*DRAFTS, WIDE, D256, D192X128], ids=str)
+def test_max_q_len_of_one_token_each(case: Case, cache: str) -> None:
+    assert_maxima_do_not_matter(ones(case, cache=cache))
+
+
+@pytest.mark.parametrize("sinks", [None, "float32"])
+@pytest.mark.parametrize("window_left", [0, 100, 30_000])
+@pytest.mark.parametrize("case", [D128, D64, D128_SEPARATE, RAGGED, SOFT_CAP, E4M3], ids=str)
+def test_max_q_len_with_windows_and_sinks(case: Case, window_left: int, sinks: str | None) -> None:
+    pairs = [(1, length) for length in (40_000, 35_000, 1, 0, 300)]
+    case = of(case, *pairs, num_kv_heads=1, window_left=window_left, sinks=sinks, causal=False)
+    assert_maxima_do_not_matter(case)
+
+
+@pytest.mark.parametrize("form", ["bool", "packed", "ragged"])
+@pytest.mark.parametrize("cache", ["pair_nhd", "odd_strides"])
+@pytest.mark.parametrize("case", [MASKED_D128, MASKED_D64], ids=str)
+def test_max_q_len_with_masks(case: Case, cache: str, form: str) -> None:
+    assert_maxima_do_not_matter(ones(case, cache=cache, mask=form, mask_width=1000))
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("row_tile", [8, 16])
+@pytest.mark.parametrize("case", [D128, D64, RAGGED, E4M3], ids=str)
+def test_max_q_len_of_requests_that_fill_a_row_tile(
+    case: Case, row_tile: int, group_size: int
+) -> None:
+    """Requests that the narrow kernel takes as well, and those that only the wide one does."""
+    most = row_tile // group_size
+    pairs = [(most, 40_000), (1, 9000), (min(2, most), 33), (most, most), (0, 40), (most, -1)]
+    pairs += [(q_len, 700 * q_len) for q_len in range(1, most + 1)]
+    case = of(case, *pairs, num_kv_heads=1, group_size=group_size, sinks="float32")
+    assert_maxima_do_not_matter(case)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"early_kv": True}, {"num_sms": 1}, {"num_sms": 7}, {"num_sms": 60}], ids=str
+)
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+@pytest.mark.parametrize("case", [D128, D64, D128_SEPARATE, SOFT_CAP], ids=str)
+def test_max_q_len_over_shares_of_the_card(
+    case: Case, num_kv_heads: int, changes: dict[str, object]
+) -> None:
+    """Rounds of slots, of which CTAs claim the later ones."""
+    pairs = [(1, 40_000), (2, 30_000), (1, 20_000), (1, 17), (0, 3), (2, 9000)]
+    case = of(case, *pairs, num_kv_heads=num_kv_heads)
+    assert_maxima_do_not_matter(case, **changes)
 
 
 # --- batch_invariant ------------------------------------------------------------------------------
