@@ -225,8 +225,8 @@ _WARPGROUP_TILES = (
 )
 # Registers of a thread that brings and of one that computes, by the warpgroups that compute.
 _WARPGROUP_REGISTERS = {2: (40, 232), 3: (56, 152)}
-# The same where those that bring copy element by element.
-_PLAIN_REGISTERS = {2: (56, 224), 3: (56, 152)}
+# The same where those that bring copy token by token.
+_COPY_REGISTERS = {2: (56, 224), 3: (56, 152)}
 
 
 def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTile:
@@ -346,12 +346,14 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         for most_keys, most_values, *shape in _WARPGROUP_TILES
         if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
     )
+    if spec.use_logits_soft_cap and groups == 3:
+        tile_tokens = 96  # what computes the cap needs the registers of some scores
     key_bytes, value_bytes = (
         -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
         for columns in (spec.head_dim, spec.head_dim_vo)
     )
     ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
-    registers = _PLAIN_REGISTERS if spec.loader is Loader.PLAIN else _WARPGROUP_REGISTERS
+    registers = _WARPGROUP_REGISTERS if spec.loader is Loader.TENSOR else _COPY_REGISTERS
     producer_registers, consumer_registers = registers[groups]
     return WarpgroupTile(
         num_warps=4 * groups,
@@ -364,7 +366,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         smem_bytes=ring_bytes + 64 * groups * (num_query_stages * key_bytes + output_bytes),
         output_bytes=output_bytes,
         row_tile=64 * groups,
-        merge_rows=2 if spec.use_logits_soft_cap else 4,
+        merge_rows=2 if spec.use_logits_soft_cap or spec.head_dim_vo > 192 else 4,
         merge_splits=8,
         # Pages of other sizes are not brought in boxes.
         box_tokens=next(
