@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jitattn.build import Pending
 from jitattn.driver import LoadedKernel, load_kernel
@@ -11,6 +12,7 @@ from jitattn.tiling import AttentionTile
 
 Role = Literal["decode", "wide", "prefill"]
 """What a kernel is for: requests of one row tile, of a wider one, or of many rows."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class AttentionKernel:
@@ -36,21 +38,22 @@ class AttentionKernel:
         return self._loaded
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class BoundKernels:
-    """The kernels whose loaders suit a bound cache; ``wide`` is None until a plan needs it."""
+    """The kernels whose loaders suit a bound cache; ``wide`` is None where there is none."""
 
     decode: AttentionKernel
     prefill: AttentionKernel
-    wide: AttentionKernel | None = None
+    wide: AttentionKernel | None
 
     def of(self, role: Role) -> AttentionKernel:
         """Return the kernel that is for this."""
         kernel: AttentionKernel = getattr(self, role)
         return kernel
 
-    def load(self, *, with_prefill: bool) -> None:
-        """Load the decode kernel, and the prefill kernel if that is wanted or takes no time."""
-        self.decode.load()
-        if with_prefill or self.prefill.pending.was_found:
-            self.prefill.load()
+    def load(self, roles: Collection[Role]) -> None:
+        """Load the kernels that are for these, and those that take no time."""
+        for role in ROLES:
+            kernel: AttentionKernel | None = getattr(self, role)
+            if kernel is not None and (role in roles or kernel.pending.was_found):
+                kernel.load()

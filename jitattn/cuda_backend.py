@@ -12,7 +12,7 @@ import torch
 from torch import _C
 
 from jitattn import knobs, support
-from jitattn.attention_kernels import AttentionKernel, BoundKernels
+from jitattn.attention_kernels import AttentionKernel, BoundKernels, Role
 from jitattn.binding import Batch, CacheView
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
@@ -21,7 +21,7 @@ from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PrefillSpec, ScheduleSpec
 from jitattn.tensor_maps import Box, TensorMaps, box_of
-from jitattn.tiling import attention_tile_for, decode_tile_for, prefill_tile_for, tile_for
+from jitattn.tiling import attention_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
 
@@ -46,8 +46,7 @@ class KernelInfo:
 class KernelSet:
     """The kernels of a configuration on a device; the plain loader's are built when needed.
 
-    Nobody waits for a prefill kernel to compile before a plan needs one. The wide decode kernel is
-    asked for when the first plan needs it: on few cores it would hold up those that all need.
+    Nobody waits for a prefill or a wide decode kernel to compile before a plan needs one.
     """
 
     def __init__(self, config: PlannerConfig, device: torch.device) -> None:
@@ -58,18 +57,18 @@ class KernelSet:
         self.arch = arch_of(self.facts)
         self._lock = threading.Lock()
         self._started: list[tuple[KernelSpec, Pending]] = []
-        self._needs_prefill = self._needs_wide = False
+        self._needed: frozenset[Role] = frozenset(("decode",))
         # Plans that are gone, by workspace, kernels and room.
         self._idle: defaultdict[tuple[Workspace, Recipes, tuple[int, ...]], list[CudaPlan]]
         self._idle = defaultdict(list)
         self._specs = support.resolve(config, self.arch)
         self._wide_max_q_len = support.wide_row_tile(config) // config.group_size
-        decode, prefill = self._attention_specs(is_aligned=True)
+        decode, *others = self._specs_of_loader(is_aligned=True)
         self._takes_maps = decode.loader is Loader.TENSOR
         schedule = ScheduleSpec()
         # In this order: on few cores the prefill kernel takes the one that the schedule frees.
-        pending = self._start((decode, schedule, prefill))
-        self.kernels = self._attention_kernels((decode, prefill), pending[::2])
+        pending = self._start((decode, schedule, *others))
+        self.kernels = self._attention_kernels((decode, *others), (pending[0], *pending[2:]))
         self._bound = {True: self.kernels}
         tile = tile_for(schedule, self.arch)
         built = pending[1].result()
@@ -77,7 +76,7 @@ class KernelSet:
             built.cubin, built.symbol, self.facts.index, tile.smem_bytes
         )
         self.schedule_threads = tile.num_threads
-        self.kernels.load(with_prefill=False)
+        self.kernels.load(self._needed)
 
     def bind(self, k: CacheView, v: CacheView) -> tuple[BoundKernels, TensorMaps | None]:
         """Return the kernels whose loaders the strides of ``k`` and ``v`` allow.
@@ -108,42 +107,28 @@ class KernelSet:
     def _kernels_for(self, *, is_aligned: bool) -> BoundKernels:
         with self._lock:
             if is_aligned not in self._bound:
-                specs = self._attention_specs(is_aligned=is_aligned)
+                specs = self._specs_of_loader(is_aligned=is_aligned)
                 self._bound[is_aligned] = self._attention_kernels(specs, self._start(specs))
-            kernels, with_prefill = self._bound[is_aligned], self._needs_prefill
-            wide = self._wide_of(kernels, is_aligned=is_aligned) if self._needs_wide else None
-        kernels.load(with_prefill=with_prefill)
-        if wide is not None:
-            wide.load()
+            kernels, needed = self._bound[is_aligned], self._needed
+        kernels.load(needed)
         return kernels
 
-    def load_prefill(self) -> None:
-        """Load the prefill kernels, those of caches still to be bound too, so that no run has to.
+    def need(self, role: Role) -> None:
+        """Load the kernels that are for this, those of caches still to be bound too.
 
-        A run may be captured, and nothing is loaded in a capture.
+        So that no run has to: it may be captured, and nothing is loaded in a capture.
         """
-        with self._lock:
-            self._needs_prefill = True
+        if role in self._needed:
+            return
+        while True:
             bound = tuple(self._bound.values())
-        for kernels in bound:
-            kernels.load(with_prefill=True)
-
-    def load_wide(self) -> None:
-        """Load the wide decode kernels, as ``load_prefill`` does the prefill kernels."""
-        with self._lock:
-            self._needs_wide = True
-            # All are started before one is waited for.
-            wide = [self._wide_of(self._bound[key], is_aligned=key) for key in self._bound]
-        for kernel in wide:
-            kernel.load()
-
-    def _wide_of(self, kernels: BoundKernels, *, is_aligned: bool) -> AttentionKernel:
-        if kernels.wide is None:
-            spec = self._wide_spec(is_aligned=is_aligned)
-            (pending,) = self._start((spec,))
-            tile = decode_tile_for(spec, self.arch)
-            kernels.wide = AttentionKernel(pending, tile, spec.row_tile, self.facts.index)
-        return kernels.wide
+            for kernels in bound:
+                kernels.load((role,))
+            # What can't be loaded is not needed of later caches, either: others may do without.
+            with self._lock:
+                if len(bound) == len(self._bound):
+                    self._needed = self._needed.union((role,))
+                    return
 
     def plan(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
         """Return a plan of ``batch``, whose schedule the device makes.
@@ -168,10 +153,10 @@ class KernelSet:
         if max_q_len <= self.decode_recipe.max_q_len:
             return self._narrow
         if self._wide_max_q_len:
-            self.load_wide()
+            self.need("wide")
             if max_q_len <= self._wide_max_q_len:
                 return self._wide
-        self.load_prefill()
+        self.need("prefill")
         return self._mixed
 
     def _plan_on_this_stream(self, recipes: Recipes, rooms: tuple[int, ...]) -> CudaPlan:
@@ -230,18 +215,8 @@ class KernelSet:
             infos.append(info)
         return infos
 
-    def _attention_specs(self, *, is_aligned: bool) -> tuple[DecodeSpec, PrefillSpec]:
-        decode, prefill, *_ = self._specs_of_loader(is_aligned=is_aligned)
-        assert isinstance(decode, DecodeSpec)
-        assert isinstance(prefill, PrefillSpec)
-        return decode, prefill
-
-    def _wide_spec(self, *, is_aligned: bool) -> DecodeSpec:
-        _, _, wide = self._specs_of_loader(is_aligned=is_aligned)
-        assert isinstance(wide, DecodeSpec)
-        return wide
-
     def _specs_of_loader(self, *, is_aligned: bool) -> list[DecodeSpec | PrefillSpec]:
+        """Return the specs of the decode and the prefill kernel, and of the wide one if any."""
         return [
             spec
             for spec in self._specs
@@ -255,16 +230,23 @@ class KernelSet:
         return pending
 
     def _attention_kernels(
-        self, specs: tuple[DecodeSpec, PrefillSpec], pending: Sequence[Pending]
+        self, specs: Sequence[DecodeSpec | PrefillSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
-        decode, prefill = specs
-        decode_tile = decode_tile_for(decode, self.arch)
-        prefill_tile = prefill_tile_for(prefill, self.arch)
-        index = self.facts.index
-        return BoundKernels(
-            AttentionKernel(pending[0], decode_tile, decode.row_tile, index),
-            AttentionKernel(pending[1], prefill_tile, prefill_tile.row_tile, index),
+        decode, prefill, *wide = (
+            self._attention_kernel(spec, build) for spec, build in zip(specs, pending, strict=True)
         )
+        return BoundKernels(decode, prefill, wide[0] if wide else None)
+
+    def _attention_kernel(
+        self, spec: DecodeSpec | PrefillSpec, pending: Pending
+    ) -> AttentionKernel:
+        tile = attention_tile_for(spec, self.arch)
+        row_tile = (
+            spec.row_tile
+            if isinstance(spec, DecodeSpec)
+            else prefill_tile_for(spec, self.arch).row_tile
+        )
+        return AttentionKernel(pending, tile, row_tile, self.facts.index)
 
 
 def arch_of(facts: DeviceFacts) -> str:

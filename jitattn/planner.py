@@ -82,9 +82,9 @@ for _field in fields(PlannerConfig):
 class AttentionPlanner(_Arguments):
     """The kernels of one attention configuration on one device.
 
-    Constructing it compiles or loads its kernels. The prefill kernel goes on compiling in the
-    background, and the first plan with requests for it waits; the first plan of requests with more
-    query tokens than decode's row tile holds builds the kernel of a wider one. Thread-safe.
+    Constructing it compiles or loads its kernels. The prefill kernel and the wide decode kernel, for
+    requests of a few query tokens, go on compiling in the background, and the first plan with
+    requests for them waits. Thread-safe.
 
     Attributes:
         config: the arguments, with dtypes as names.

@@ -60,8 +60,9 @@ class DecodeTile(NamedTuple):
     value_dim: int  # columns of V and out that a CTA computes
     smem_bytes: int  # dynamic shared memory of a CTA
     merge_dims: int  # columns of the output that warps merge at a time
-    merge_splits: int  # of a row that are merged at a time: wide states leave registers for few
+    merge_splits: int  # of a row that are merged at a time, which has a say in its bits
     max_pieces: int = MAX_PIECES  # of a launch whose CTAs claim them
+    merge_loads: int = 0  # of those that are loaded at a time; 0: all
     box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
     key_box_columns: int = 0  # of K that it brings at a time; 0: all
 
@@ -83,6 +84,7 @@ class PrefillTile(NamedTuple):
     smem_bytes: int
     row_tile: int  # query rows of a CTA: 16 a warp
     merge_splits: int
+    merge_loads: int = 0
     box_tokens: int = 0
     key_box_columns: int = 0
 
@@ -110,6 +112,7 @@ class WarpgroupTile(NamedTuple):
     row_tile: int  # query rows of a CTA: 64 a warpgroup
     merge_rows: int  # that a thread merges at a time
     merge_splits: int
+    merge_loads: int
     box_tokens: int
     key_box_columns: int  # of K that a tensor map brings at a time; 0: all
     producer_registers: int  # of a thread that brings, and of one that computes
@@ -225,7 +228,7 @@ _WARPGROUP_TILES = (
 )
 # Registers of a thread that brings and of one that computes, by the warpgroups that compute.
 _WARPGROUP_REGISTERS = {2: (40, 232), 3: (56, 152)}
-# The same where those that bring copy token by token.
+# The same where those that bring have more to do: tokens one by one, or small boxes.
 _COPY_REGISTERS = {2: (56, 224), 3: (56, 152)}
 
 
@@ -294,15 +297,23 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
         merge_splits=_box_merge_splits(spec, value_dim),
+        merge_loads=_merge_loads(spec, value_dim, _box_merge_splits(spec, value_dim)),
         box_tokens=_box_tokens(spec, warp_tokens),
     )
 
 
 def _box_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
-    # What a warp keeps of Q and accumulates leaves registers for so many.
+    # What a warp keeps of Q and accumulates leaves registers for so many; but row tiles of 16 merge
+    # as many as those of 8, in smaller loads: rows have the same bits in both.
     if spec.row_tile == 32 or spec.head_dim > 256:
         return 4
-    return 16 if max(value_dim, spec.head_dim) * spec.row_tile <= 128 * 8 else 8
+    return 16 if value_dim <= 128 else 8
+
+
+def _merge_loads(spec: DecodeSpec, value_dim: int, merge_splits: int) -> int:
+    # Wide states leave registers for few.
+    is_wide = spec.row_tile == 16 and max(value_dim, spec.head_dim) > 64
+    return min(4, merge_splits) if is_wide else 0
 
 
 def _box_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
@@ -336,6 +347,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         value_dim=value_dim,
         merge_dims=merge_dims,
         merge_splits=_decode_merge_splits(spec, value_dim),
+        merge_loads=_merge_loads(spec, value_dim, _decode_merge_splits(spec, value_dim)),
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
 
@@ -353,7 +365,12 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         for columns in (spec.head_dim, spec.head_dim_vo)
     )
     ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
-    registers = _WARPGROUP_REGISTERS if spec.loader is Loader.TENSOR else _COPY_REGISTERS
+    # Pages of other sizes are not brought in boxes.
+    box_tokens = next(
+        (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0), 16
+    )
+    has_few_boxes = spec.loader is Loader.TENSOR and box_tokens > 8
+    registers = _WARPGROUP_REGISTERS if has_few_boxes else _COPY_REGISTERS
     producer_registers, consumer_registers = registers[groups]
     return WarpgroupTile(
         num_warps=4 * groups,
@@ -368,10 +385,8 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         row_tile=64 * groups,
         merge_rows=2 if spec.use_logits_soft_cap or spec.head_dim_vo > 192 else 4,
         merge_splits=8,
-        # Pages of other sizes are not brought in boxes.
-        box_tokens=next(
-            (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0), 16
-        ),
+        merge_loads=0,
+        box_tokens=box_tokens,
         # A segment: that puts all rows of a tile one after the other.
         key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         producer_registers=producer_registers,
@@ -382,10 +397,8 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
 def _decode_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
     # As of boxes.
     if spec.row_tile == 32:
-        return 2
-    if value_dim <= 128:
-        return 8
-    return 4 if spec.head_dim <= 256 else 2
+        return 4
+    return 8 if value_dim <= 128 else 4 if spec.head_dim <= 256 else 2
 
 
 def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Sequence
@@ -123,29 +124,31 @@ def test_the_constructor_waits_for_decode_and_schedule(builder: FakeBuilder) -> 
         "decode tensor",
         "schedule",
         "prefill tensor",
+        "decode tensor",  # the wide one
     ]
     assert builder.waited_for() == ["decode tensor", "schedule"]
     assert sorted(builder.loaded_kernels()) == ["decode tensor", "schedule"]
-    kernels.load_prefill()
+    kernels.need("prefill")
     assert builder.loaded_kernels()[2:] == ["prefill tensor"]
 
 
 def test_what_was_found_is_loaded_at_once(builder: FakeBuilder) -> None:
     builder.was_found = True
     kernels = KernelSet(CONFIG, DEVICE)
-    assert sorted(builder.loaded_kernels()) == ["decode tensor", "prefill tensor", "schedule"]
+    decode = "decode tensor"
+    assert sorted(builder.loaded_kernels()) == [decode, decode, "prefill tensor", "schedule"]
     bind(kernels, aligned=False)
-    assert builder.loaded_kernels()[3:] == ["decode plain", "prefill plain"]
+    assert sorted(builder.loaded_kernels()[4:]) == ["decode plain"] * 2 + ["prefill plain"]
 
 
 def test_bind_waits_for_the_decode_kernel_alone(builder: FakeBuilder) -> None:
     kernels = KernelSet(CONFIG, DEVICE)
     assert bind(kernels, aligned=True) is kernels.kernels
-    assert len(builder.started) == 3
+    assert len(builder.started) == 4
     bound = bind(kernels, aligned=False)
     assert bound is bind(kernels, aligned=False)
     assert builder.loaded_kernels()[2:] == ["decode plain"]
-    assert len(builder.started) == 5
+    assert len(builder.started) == 7
     assert bound.decode.load() is not kernels.kernels.decode.load()
 
 
@@ -165,22 +168,22 @@ def test_a_plan_with_prefill_loads_it_for_every_cache(builder: FakeBuilder) -> N
     """So that a captured run, of a cache bound before or after, loads nothing."""
     bound_before = KernelSet(CONFIG, DEVICE)
     bind(bound_before, aligned=False)
-    bound_before.load_prefill()
+    bound_before.need("prefill")
     assert builder.loaded_kernels()[3:] == ["prefill tensor", "prefill plain"]
     builder.started.clear()
     builder.loaded.clear()
     bound_after = KernelSet(CONFIG, DEVICE)
-    bound_after.load_prefill()
+    bound_after.need("prefill")
     bind(bound_after, aligned=False)
     assert builder.loaded_kernels()[2:] == ["prefill tensor", "decode plain", "prefill plain"]
     num_loaded = len(builder.loaded)
-    bound_after.load_prefill()
+    bound_after.need("prefill")
     assert len(builder.loaded) == num_loaded
 
 
 def test_infos_wait_for_all(builder: FakeBuilder) -> None:
     kernels = KernelSet(CONFIG, DEVICE)
-    assert [info.origin for info in kernels.infos()] == ["compiled"] * 3
+    assert [info.origin for info in kernels.infos()] == ["compiled"] * 4
     bind(kernels, aligned=False)
     infos = kernels.infos()
     assert [info.name for info in infos] == [p.spec.symbol for p in builder.started]
@@ -194,9 +197,13 @@ def test_a_failure_is_told_at_each_question_and_decode_works(builder: FakeBuilde
     builder.failing = "prefill"
     kernels = KernelSet(CONFIG, DEVICE)
     assert bind(kernels, aligned=True).decode.load() is not None
-    for ask in [kernels.load_prefill, kernels.infos, kernels.kernels.prefill.load] * 2:
+    need = functools.partial(kernels.need, "prefill")
+    for ask in [need, kernels.infos, kernels.kernels.prefill.load] * 2:
         with pytest.raises(CompileError):
             ask()
+    # And further caches can be bound.
+    for aligned in (True, False):
+        assert bind(kernels, aligned=aligned).decode.load() is not None
 
 
 def test_a_failing_decode_kernel_fails_the_constructor(builder: FakeBuilder) -> None:
@@ -215,7 +222,7 @@ def test_many_threads_bind_and_plan(builder: FakeBuilder) -> None:
         for aligned, _ in itertools.product((True, False), range(20)):
             bound.append(bind(kernels, aligned=aligned))
             if number % 2:
-                kernels.load_prefill()
+                kernels.need("prefill")
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -223,7 +230,7 @@ def test_many_threads_bind_and_plan(builder: FakeBuilder) -> None:
     for thread in threads:
         thread.join()
     assert len({id(found) for found in bound}) == 2
-    assert len(builder.started) == 5
+    assert len(builder.started) == 7
 
 
 def test_without_jit_the_constructor_says_what_is_missing(

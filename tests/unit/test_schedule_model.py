@@ -246,7 +246,7 @@ HOST = """
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static
 constexpr int kBlock = $(num_threads);
