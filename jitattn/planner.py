@@ -82,8 +82,8 @@ for _field in fields(PlannerConfig):
 class AttentionPlanner(_Arguments):
     """The kernels of one attention configuration on one device.
 
-    Constructing it compiles or loads its kernels. The prefill kernel and the wide decode kernel, for
-    requests of a few query tokens, go on compiling in the background, and the first plan with
+    Constructing it compiles or loads its kernels. The prefill kernel and the wide decode kernel,
+    for requests of a few query tokens, go on compiling in the background, and the first plan with
     requests for them waits. Thread-safe.
 
     Attributes:
