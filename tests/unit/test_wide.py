@@ -250,7 +250,7 @@ def test_tiles_differ_in_their_rows_only(arch: str) -> None:
     specs = narrow_specs(arch)
     assert len(specs) > 20
     assert {spec.loader for spec in specs} >= {Loader.VECTOR, Loader.PLAIN}
-    names = ("num_warps", "tile_tokens", "ctas_per_sm", "value_dim", "box_tokens")
+    names = ("num_warps", "tile_tokens", "ctas_per_sm", "value_dim", "box_tokens", "merge_splits")
     for spec in specs:
         narrow, wide = (decode_tile_for(replace(spec, row_tile=rows), arch) for rows in (8, 16))
         for name in names:
