@@ -25,7 +25,7 @@ from bench.contenders import VARIANTS, Contender, all_variants
 from bench.oracle import Oracle
 from bench.rivals import all_rivals
 from bench.timing import GRAPH_BELOW_S, L2Flush, L2Policy, Timer, l2_bytes, summarize
-from bench.turns import Entry, Method, Result, set_up, take_turns
+from bench.turns import Entry, Method, Result, set_up, take_turns, version_of
 from bench.workloads import Batch, Case, make_batch, num_copies
 
 
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = [c for c in contenders if c.name in options.contenders.split(",")]
     cases = [case for case in select(options.cases) if _of_group(chosen, case)]
-    env = records.environment({c.name: _version(c) for c in chosen})
+    env = records.environment({c.name: version_of(c) for c in chosen})
     limits = ceilings.measure(device)
     report.print_head(env, limits)
     timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
@@ -145,13 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_group(contenders: Sequence[Contender], case: Case) -> list[Contender]:
     """Return those that are measured on the cases of the group of ``case``."""
     return [c for c in contenders if c.name in GROUPS[case.group].contenders]
-
-
-def _version(contender: Contender) -> str:
-    try:
-        return contender.version()
-    except Exception as error:  # the reason is the record
-        return f"absent: {error}"
 
 
 def _parse(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:

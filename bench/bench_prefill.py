@@ -32,7 +32,7 @@ from bench.prefill_contenders import (
     make_inputs,
 )
 from bench.timing import GRAPH_BELOW_S, L2Flush, L2Policy, Timer, l2_bytes, summarize
-from bench.turns import Entry, Method, Result, WrongError, check, set_up, take_turns
+from bench.turns import Entry, Method, Result, WrongError, check, set_up, take_turns, version_of
 from bench.workloads import num_copies
 
 _NAMED_ONLY = ("fa2",)  # the slowest, and its modules take long to compile
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = [c for c in contenders if c.name in options.contenders.split(",")]
-    env = records.environment({c.name: _version(c) for c in chosen})
+    env = records.environment({c.name: version_of(c) for c in chosen})
     report.print_head(env)
     timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
     rows: list[tuple[PrefillCase, list[Result]]] = []
@@ -169,13 +169,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_group(contenders: Sequence[PrefillContender], case: PrefillCase) -> list[PrefillContender]:
     """Return those that are measured on the cases of the group of ``case``."""
     return [c for c in contenders if c.name in PREFILL_GROUPS[case.group].contenders]
-
-
-def _version(contender: PrefillContender) -> str:
-    try:
-        return contender.version()
-    except Exception as error:  # the reason is the record
-        return f"absent: {error}"
 
 
 def _parse(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:

@@ -21,13 +21,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from bench.cases import CASES, GROUPS, Group, select
-from bench.prefill_cases import (
-    PREFILL_CASES,
-    PREFILL_GROUPS,
-    PrefillCase,
-    PrefillGroup,
-    select_prefill,
-)
+from bench.prefill_cases import PREFILL_CASES, PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import all_prefill_contenders, make_inputs
 from bench.rivals import all_rivals
 from bench.workloads import Case, make_batch
@@ -48,7 +42,7 @@ class _Rival(Protocol[CaseOf]):
 def modules(
     cases: Sequence[AnyCase],
     rivals: Sequence[_Rival[AnyCase]],
-    groups: Mapping[str, Group | PrefillGroup] = GROUPS,
+    groups: Mapping[str, Group] = GROUPS,
 ) -> list[tuple[str, str]]:
     """Return a (rival, case) pair of names for each module that the cases need."""
     needed: dict[Hashable, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""The decode cases by name, in groups; a group says who is measured on its cases.
+"""The decode cases by name, in groups, and how cases of any bench are grouped and picked.
 
 Figures within a group are compared: with rivals by "best rival / jitattn", without by the time of
 each variant over that of the group's first.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import fnmatch
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from bench.workloads import Case
 
@@ -33,7 +34,22 @@ class Group:
     @property
     def has_rivals(self) -> bool:
         """Whether anyone but jitattn is measured."""
-        return bool(set(self.contenders) & set(RIVALS))
+        return any(not name.startswith("jitattn-") for name in self.contenders)
+
+
+class Grouped(Protocol):
+    """A case of any bench."""
+
+    @property
+    def name(self) -> str:
+        """Its name, which no other case of its group has."""
+
+    @property
+    def group(self) -> str:
+        """The name of its group."""
+
+
+GroupedCase = TypeVar("GroupedCase", bound=Grouped)
 
 
 _BESIDE_RIVALS = (*RIVALS, BASELINE, "jitattn-separate")
@@ -146,7 +162,14 @@ CASES = (
 )
 
 
-def select(patterns: str, cases: Iterable[Case] = CASES) -> list[Case]:
+def select(patterns: str) -> list[Case]:
+    """Return the decode cases that `pick` picks."""
+    return pick(patterns, CASES, GROUPS)
+
+
+def pick(
+    patterns: str, cases: Iterable[GroupedCase], groups: Mapping[str, Group]
+) -> list[GroupedCase]:
     """Return the cases that a comma-separated list of groups and name patterns picks, in order.
 
     Patterns know cases with rivals only; the others go by their group.
@@ -157,15 +180,15 @@ def select(patterns: str, cases: Iterable[Case] = CASES) -> list[Case]:
     cases = list(cases)
     picked: set[tuple[str, str]] = set()
     for pattern in patterns.split(","):
-        found = {(case.group, case.name) for case in cases if _matches(case, pattern)}
+        found = {(case.group, case.name) for case in cases if _matches(case, pattern, groups)}
         if not found:
             known = ", ".join(dict.fromkeys(case.name for case in cases))
-            groups = ", ".join(GROUPS)
-            raise ValueError(f"no case matches {pattern!r}; groups: {groups}; cases: {known}")
+            titles = ", ".join(groups)
+            raise ValueError(f"no case matches {pattern!r}; groups: {titles}; cases: {known}")
         picked |= found
     return [case for case in cases if (case.group, case.name) in picked]
 
 
-def _matches(case: Case, pattern: str) -> bool:
-    by_name = GROUPS[case.group].has_rivals and fnmatch.fnmatchcase(case.name, pattern)
+def _matches(case: Grouped, pattern: str, groups: Mapping[str, Group]) -> bool:
+    by_name = groups[case.group].has_rivals and fnmatch.fnmatchcase(case.name, pattern)
     return case.group == pattern or by_name

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.cases import BASELINE, ragged_lens
+from bench.cases import BASELINE, Group, pick, ragged_lens
 from bench.workloads import Case, PlannerArguments
 
 Q_DTYPE = "bfloat16"
@@ -16,35 +15,16 @@ Q_DTYPE = "bfloat16"
 _FLOP_PER_S = 1e15
 _BYTES_PER_S = 3.5e12
 
-
-@dataclass(frozen=True)
-class PrefillGroup:
-    """What the cases of a group are for.
-
-    Attributes:
-        title: of its table.
-        contenders: names of those that are measured, in their order.
-    """
-
-    title: str
-    contenders: tuple[str, ...]
-
-    @property
-    def has_rivals(self) -> bool:
-        """Whether anyone but jitattn is measured."""
-        return bool(set(self.contenders) & set(PREFILL_RIVALS))
-
-
 PREFILL_RIVALS = ("fa2", "flashinfer-fa3", "fa3-paged", "fa3-contiguous")
 CONTIGUOUS = "fa3-contiguous"
 _LAYOUTS = ("page1", "page64", "page128", "separate", "cross-layer")
 PREFILL_GROUPS = {
-    "figures": PrefillGroup("the cases that decide", (*PREFILL_RIVALS, BASELINE)),
-    "more": PrefillGroup("head dims, windows, caps, sinks, e4m3", (*PREFILL_RIVALS, BASELINE)),
-    "layouts": PrefillGroup(
+    "figures": Group("the cases that decide", (*PREFILL_RIVALS, BASELINE)),
+    "more": Group("head dims, windows, caps, sinks, e4m3", (*PREFILL_RIVALS, BASELINE)),
+    "layouts": Group(
         "one batch, other pages and strides", (BASELINE, *(f"jitattn-{name}" for name in _LAYOUTS))
     ),
-    "mixed": PrefillGroup("decode and prefill in one run or two", (BASELINE, "jitattn-apart")),
+    "mixed": Group("decode and prefill in one run or two", (BASELINE, "jitattn-apart")),
 }
 
 
@@ -165,24 +145,5 @@ PREFILL_CASES = (
 
 
 def select_prefill(patterns: str) -> list[PrefillCase]:
-    """Return the cases that a comma-separated list of groups and name patterns picks, in order.
-
-    Patterns know cases with rivals only; the others go by their group.
-
-    Raises:
-        ValueError: a pattern picks nothing.
-    """
-    picked: set[PrefillCase] = set()
-    for pattern in patterns.split(","):
-        found = {case for case in PREFILL_CASES if _matches(case, pattern)}
-        if not found:
-            known = ", ".join(dict.fromkeys(case.name for case in PREFILL_CASES))
-            groups = ", ".join(PREFILL_GROUPS)
-            raise ValueError(f"no case matches {pattern!r}; groups: {groups}; cases: {known}")
-        picked |= found
-    return [case for case in PREFILL_CASES if case in picked]
-
-
-def _matches(case: PrefillCase, pattern: str) -> bool:
-    by_name = PREFILL_GROUPS[case.group].has_rivals and fnmatch.fnmatchcase(case.name, pattern)
-    return case.group == pattern or by_name
+    """Return the prefill cases that `pick` picks."""
+    return pick(patterns, PREFILL_CASES, PREFILL_GROUPS)

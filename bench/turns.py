@@ -85,6 +85,14 @@ class Competitor(Protocol[Subject]):
         """Compile, plan and bind, or raise SkipError."""
 
 
+def version_of(contender: Competitor[Subject]) -> str:
+    """Return the version of a contender, or the reason of its absence."""
+    try:
+        return contender.version()
+    except Exception as error:  # the reason is the record
+        return f"absent: {error}"
+
+
 def set_up(
     contender: Competitor[Subject],
     subject: Subject,
