@@ -97,14 +97,13 @@ class PrefillTile(NamedTuple):
 class WarpgroupTile(NamedTuple):
     """The shape of a prefill CTA whose warpgroups compute together; fields as in ``DecodeTile``.
 
-    One more warpgroup than ``num_warps`` counts brings Q, K and V.
+    ``num_producers`` warpgroups that ``num_warps`` doesn't count bring Q, K and V.
     """
 
     num_warps: int
     tile_tokens: int
     num_stages: int
     num_query_stages: int  # tiles of Q in shared memory
-    output_bytes: int  # of a row of O in shared memory of its own; 0: O takes the room of its Q
     shares_tiles: bool
     ctas_per_sm: int
     value_dim: int
@@ -115,13 +114,14 @@ class WarpgroupTile(NamedTuple):
     merge_loads: int
     box_tokens: int
     key_box_columns: int  # of K that a tensor map brings at a time; 0: all
+    num_producers: int
     producer_registers: int  # of a thread that brings, and of one that computes
     consumer_registers: int
 
     @property
     def num_threads(self) -> int:
         """Threads of a CTA."""
-        return 32 * self.num_warps + 128
+        return 32 * self.num_warps + 128 * self.num_producers
 
 
 class ScheduleTile(NamedTuple):
@@ -194,7 +194,9 @@ def template_for(spec: KernelSpec, arch: str) -> str:
 
 def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
     """Return whether tensor maps bring the K and V of caches whose strides allow it."""
-    if isinstance(spec, PrefillSpec) and not has_warpgroup_tile(spec, arch):
+    if isinstance(spec, PrefillSpec) and not (
+        has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
+    ):
         return False
     tables = (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
     return _has_box_tile(spec, arch) and spec.page_table in tables and spec.page_size % 8 == 0
@@ -203,7 +205,7 @@ def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 def has_warpgroup_tile(spec: PrefillSpec, arch: str) -> bool:
     """Return whether warpgroups compute a prefill kernel, whatever its pages and loader."""
     is_narrow = max(spec.head_dim, spec.head_dim_vo) <= 256
-    return arch == "sm_90a" and spec.kv_dtype is spec.q_dtype and is_narrow
+    return arch == "sm_90a" and is_narrow
 
 
 def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
@@ -214,22 +216,26 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
     )
 
 
-# Tiles of warpgroups by the most columns of Q and V: warpgroups that compute, tokens of a tile,
-# stages of K and V, and of Q, and bytes of a row of O on its way out: where Q has one stage, which
-# is filled again before O is written, that is apart from it. Scores take half a register a token
-# and the output half a register a column; what is left of 227 KiB of shared memory has no room for
-# more stages.
+# Tiles of warpgroups by the most columns of Q and V: warpgroups that compute and that bring, tokens
+# of a tile without and with a soft cap, whose computation needs registers, stages of K and V, and of
+# Q. Scores take half a register a token and the output half a register a column; what is left of
+# 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
-    (64, 64, 3, 112, 3, 2, 0),
-    (128, 128, 2, 128, 2, 2, 0),
-    (192, 128, 2, 128, 2, 1, 128),
-    (192, 192, 2, 96, 2, 1, 256),
-    (256, 256, 2, 64, 2, 1, 256),
+    (64, 64, 3, 1, 112, 80, 3, 2),
+    (128, 128, 2, 1, 128, 128, 2, 2),
+    (192, 128, 2, 1, 128, 128, 2, 1),
+    (192, 192, 2, 1, 96, 96, 2, 1),
+    (256, 256, 2, 1, 80, 64, 2, 1),
 )
-# Registers of a thread that brings and of one that computes, by the warpgroups that compute.
-_WARPGROUP_REGISTERS = {2: (40, 232), 3: (56, 152)}
-# The same where those that bring have more to do: tokens one by one, or small boxes.
-_COPY_REGISTERS = {2: (56, 224), 3: (56, 152)}
+# The same of 8-bit caches, a tile of which lands in shared memory before it is converted.
+_CONVERT_TILES = (
+    (64, 64, 2, 2, 128, 128, 3, 2),
+    (128, 128, 2, 2, 128, 96, 2, 2),
+    (192, 128, 2, 2, 96, 96, 2, 1),
+    (256, 256, 2, 1, 64, 64, 2, 1),
+)
+# Registers of a thread that brings and of one that computes, by the warpgroups of either kind.
+_WARPGROUP_REGISTERS = {(2, 1): (72, 216), (2, 2): (64, 192), (3, 1): (56, 152)}
 
 
 def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTile:
@@ -353,25 +359,27 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
 
 
 def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
-    groups, tile_tokens, num_stages, num_query_stages, output_bytes = next(
+    converts = spec.kv_dtype is not spec.q_dtype
+    groups, num_producers, *tokens, num_stages, num_query_stages = next(
         shape
-        for most_keys, most_values, *shape in _WARPGROUP_TILES
+        for most_keys, most_values, *shape in (_CONVERT_TILES if converts else _WARPGROUP_TILES)
         if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
     )
-    if spec.use_logits_soft_cap and groups == 3:
-        tile_tokens = 96  # what computes the cap needs the registers of some scores
+    tile_tokens = tokens[spec.use_logits_soft_cap]
     key_bytes, value_bytes = (
         -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
         for columns in (spec.head_dim, spec.head_dim_vo)
     )
-    ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
+    smem_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
+    smem_bytes += 64 * groups * num_query_stages * key_bytes
+    producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups, num_producers]
+    if converts:  # half of the warps that bring take eight rows of K at a time, the others of V
+        step = 8 * 2 * num_producers
+        smem_bytes += -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
     # Pages of other sizes are not brought in boxes.
     box_tokens = next(
         (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0), 16
     )
-    has_few_boxes = spec.loader is Loader.TENSOR and box_tokens > 8
-    registers = _WARPGROUP_REGISTERS if has_few_boxes else _COPY_REGISTERS
-    producer_registers, consumer_registers = registers[groups]
     return WarpgroupTile(
         num_warps=4 * groups,
         tile_tokens=tile_tokens,
@@ -380,8 +388,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         shares_tiles=True,
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,
-        smem_bytes=ring_bytes + 64 * groups * (num_query_stages * key_bytes + output_bytes),
-        output_bytes=output_bytes,
+        smem_bytes=smem_bytes,
         row_tile=64 * groups,
         merge_rows=2 if spec.use_logits_soft_cap or spec.head_dim_vo > 192 else 4,
         merge_splits=8,
@@ -389,6 +396,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         box_tokens=box_tokens,
         # A segment: that puts all rows of a tile one after the other.
         key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        num_producers=num_producers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
     )

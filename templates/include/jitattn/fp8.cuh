@@ -7,11 +7,15 @@
 namespace jitattn {
 
 // Every value is one of Half and of BFloat16 as well, NaN and Inf included.
-// `to_halves` returns the values of bytes 0 and 2 of a word, and of bytes 1 and 3.
+// `to_halves` returns the values of bytes 0 and 2 of a word, and of bytes 1 and 3; `to_pairs` of
+// bytes 0 and 1, and of 2 and 3.
 struct Float8E5M2 {
   using Storage = uint8_t;
   static __device__ __forceinline__ uint2 to_halves(uint32_t bytes) {
     return {bytes << 8 & 0xff00ff00u, bytes & 0xff00ff00u};  // the high byte of Half
+  }
+  static __device__ __forceinline__ uint2 to_pairs(uint32_t bytes) {
+    return {__byte_perm(bytes, 0, 0x1404), __byte_perm(bytes, 0, 0x3424)};
   }
 };
 
@@ -23,6 +27,12 @@ struct Float8E4M3 {
     split(convert(bytes), b0, b1);
     split(convert(bytes >> 16), b2, b3);
     return {join(b0, b2), join(b1, b3)};
+  }
+  static __device__ __forceinline__ uint2 to_pairs(uint32_t bytes) {
+    if constexpr (kArch < 890) {
+      return {shift(__byte_perm(bytes, 0, 0x1404)), shift(__byte_perm(bytes, 0, 0x3424))};
+    }
+    return {convert(bytes), convert(bytes >> 16)};
   }
 
  private:
@@ -45,6 +55,13 @@ struct Float8E4M3 {
     return word | is_nan;
   }
 };
+
+// The values of bytes 0 and 1 of a word, and of bytes 2 and 3, as pairs of a 16-bit type.
+template <typename To, typename From>
+__device__ __forceinline__ uint2 unpack_pairs(uint32_t bytes) {
+  const uint2 halves = From::to_pairs(bytes);
+  return {To::from_halves(halves.x), To::from_halves(halves.y)};
+}
 
 // The values of bytes 0 and 2 of a word, and of bytes 1 and 3, as pairs of a 16-bit type.
 template <typename To, typename From>

@@ -54,6 +54,11 @@ __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Asks for a cache line ahead of its first use.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(global) : "memory");
+}
+
 // A barrier of the hardware, of kThreads threads: waits for the others.
 template <int kThreads>
 __device__ __forceinline__ void sync_threads(int barrier) {
@@ -216,14 +221,6 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t smem) {
                : "r"(smem)
                : "memory");
   return r;
-}
-
-// Writes four 8 x 8 matrices of 16-bit elements, two elements a lane; lane l names row l % 8 of
-// matrix l / 8. Of compute capability 9.0 and up.
-__device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint4 r) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
-               "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w)
-               : "memory");
 }
 
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
