@@ -168,4 +168,76 @@ class MergeSpec(Value):
         return {"dtype": self.dtype.value, "symbol": self.symbol}
 
 
-KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec
+class GatherSpec(Value):
+    """The kernel that gathers tokens out of pages of one dtype, as values of another.
+
+    With equal dtypes it copies what is stored. Page tables, page sizes, heads and strides are
+    launch arguments: what it costs to look at them hides behind the memory.
+    """
+
+    family: ClassVar[str] = "gather"
+    template: ClassVar[str] = "gather.cu.jinja"
+
+    kv_dtype: DType
+    out_dtype: DType
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return f"jitattn_gather_kv{self.kv_dtype.short}_o{self.out_dtype.short}"
+
+    def context(self) -> dict[str, object]:
+        """The template variables of this spec: its fields and its symbol."""
+        return {k: _plain(v) for k, v in asdict(self).items()} | {"symbol": self.symbol}
+
+
+class CopyPagesSpec(Value):
+    """The kernel that copies pages of any pools."""
+
+    family: ClassVar[str] = "copy_pages"
+    template: ClassVar[str] = "copy_pages.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_copy_pages"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+class BlockTableSpec(Value):
+    """The kernel that makes block tables out of slots."""
+
+    family: ClassVar[str] = "block_table"
+    template: ClassVar[str] = "block_table.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_block_table"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+class BatchInfoSpec(Value):
+    """The kernel that says of every query token whose it is and where it goes."""
+
+    family: ClassVar[str] = "batch_info"
+    template: ClassVar[str] = "batch_info.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_batch_info"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+TransferSpec = GatherSpec | CopyPagesSpec | BlockTableSpec | BatchInfoSpec
+KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec | TransferSpec

@@ -6,7 +6,11 @@ from typing import NamedTuple
 
 from jitattn.spec import (
     AttentionSpec,
+    BatchInfoSpec,
+    BlockTableSpec,
+    CopyPagesSpec,
     DecodeSpec,
+    GatherSpec,
     KernelSpec,
     Loader,
     MergeSpec,
@@ -138,8 +142,32 @@ class MergeTile(NamedTuple):
     smem_bytes: int = 0
 
 
+class GatherTile(NamedTuple):
+    """The shape of a CTA that gathers: rows of K or of V, as many as it pays to have together."""
+
+    num_threads: int = 256
+    max_tile_rows: int = 64
+    smem_bytes: int = 0
+
+
+class CopyPagesTile(NamedTuple):
+    """The shape of a CTA that copies parts of pages."""
+
+    num_threads: int = 256
+    part_words: int = 1024
+    smem_bytes: int = 0
+
+
+class TableTile(NamedTuple):
+    """The shape of a CTA that makes tables: a thread a token, or some an entry."""
+
+    num_threads: int = 256
+    smem_bytes: int = 0
+
+
 AttentionTile = DecodeTile | PrefillTile | WarpgroupTile
-Tile = AttentionTile | ScheduleTile | MergeTile
+TransferTile = GatherTile | CopyPagesTile | TableTile
+Tile = AttentionTile | ScheduleTile | MergeTile | TransferTile
 
 
 def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
@@ -160,6 +188,12 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
         return ScheduleTile()
     if isinstance(spec, MergeSpec):
         return MergeTile()
+    if isinstance(spec, GatherSpec):
+        return GatherTile()
+    if isinstance(spec, CopyPagesSpec):
+        return CopyPagesTile()
+    if isinstance(spec, BlockTableSpec | BatchInfoSpec):
+        return TableTile()
     return attention_tile_for(spec, arch)
 
 
