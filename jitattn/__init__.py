@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
+    from jitattn.batches import BatchInfo, batch_info
     from jitattn.binding import BoundCache
     from jitattn.bundles import Report, precompile
     from jitattn.cuda_backend import KernelInfo
@@ -23,14 +24,18 @@ if TYPE_CHECKING:
         KernelNotFoundError,
     )
     from jitattn.functional import attention
+    from jitattn.gather import gather_kv
     from jitattn.merge import merge_states
+    from jitattn.page_copies import copy_pages
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
     from jitattn.support import Config, Support, check_config, supported_configs
+    from jitattn.tables import build_block_table, convert_pages
     from jitattn.workspace import Workspace
 
 _HOME = {
     "AttentionPlanner": "planner",
+    "BatchInfo": "batches",
     "BlockTable": "pages",
     "BoundCache": "binding",
     "CacheError": "errors",
@@ -49,8 +54,13 @@ _HOME = {
     "TokenTable": "pages",
     "Workspace": "workspace",
     "attention": "functional",
+    "batch_info": "batches",
+    "build_block_table": "tables",
     "build_info": "planner",
     "check_config": "support",
+    "convert_pages": "tables",
+    "copy_pages": "page_copies",
+    "gather_kv": "gather",
     "merge_states": "merge",
     "precompile": "bundles",
     "supported_configs": "support",
@@ -58,6 +68,7 @@ _HOME = {
 
 __all__ = [
     "AttentionPlanner",
+    "BatchInfo",
     "BlockTable",
     "BoundCache",
     "CacheError",
@@ -77,8 +88,13 @@ __all__ = [
     "Workspace",
     "__version__",
     "attention",
+    "batch_info",
+    "build_block_table",
     "build_info",
     "check_config",
+    "convert_pages",
+    "copy_pages",
+    "gather_kv",
     "merge_states",
     "precompile",
     "supported_configs",
@@ -91,10 +107,6 @@ _NOT_BUILT = frozenset(
         "QuantizedKV",
         "Rope",
         "append_kv",
-        "batch_info",
-        "build_block_table",
-        "copy_pages",
-        "gather_kv",
         "preprocess_qkv",
     }
 )

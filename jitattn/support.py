@@ -10,8 +10,12 @@ from typing import NamedTuple
 from jitattn.config import PlannerConfig
 from jitattn.errors import ConfigError
 from jitattn.spec import (
+    BatchInfoSpec,
+    BlockTableSpec,
+    CopyPagesSpec,
     DecodeSpec,
     DType,
+    GatherSpec,
     KernelSpec,
     Loader,
     MergeSpec,
@@ -270,7 +274,17 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         *(spec for decode in wide for spec in _fast_and_plain(decode, arch)),
         ScheduleSpec(),
         MergeSpec(dtype=out_dtype),
+        *_transfers(config, out_dtype),
     )
+
+
+def _transfers(config: PlannerConfig, out_dtype: DType) -> tuple[KernelSpec, ...]:
+    """Return the kernels that move tokens and pages of a cache, and make tables of a batch."""
+    # Dequantised for attention elsewhere, or copied as they are stored.
+    kv_dtype = DType(config.kv_dtype)
+    out_dtypes = dict.fromkeys((DType(config.q_dtype), out_dtype, kv_dtype))
+    gathers = (GatherSpec(kv_dtype=kv_dtype, out_dtype=dtype) for dtype in out_dtypes)
+    return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec())
 
 
 def wide_row_tile(config: PlannerConfig) -> int:
