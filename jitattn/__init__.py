@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jitattn.merge import merge_states
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
+    from jitattn.quantization import QuantizedKV, dequantize_kv, quantize_kv
     from jitattn.support import Config, Support, check_config, supported_configs
     from jitattn.workspace import Workspace
 
@@ -43,6 +44,7 @@ _HOME = {
     "KernelInfo": "cuda_backend",
     "KernelNotFoundError": "errors",
     "Plan": "planner",
+    "QuantizedKV": "quantization",
     "RaggedKV": "pages",
     "Report": "bundles",
     "Support": "support",
@@ -51,8 +53,10 @@ _HOME = {
     "attention": "functional",
     "build_info": "planner",
     "check_config": "support",
+    "dequantize_kv": "quantization",
     "merge_states": "merge",
     "precompile": "bundles",
+    "quantize_kv": "quantization",
     "supported_configs": "support",
 }
 
@@ -70,6 +74,7 @@ __all__ = [
     "KernelInfo",
     "KernelNotFoundError",
     "Plan",
+    "QuantizedKV",
     "RaggedKV",
     "Report",
     "Support",
@@ -79,8 +84,10 @@ __all__ = [
     "attention",
     "build_info",
     "check_config",
+    "dequantize_kv",
     "merge_states",
     "precompile",
+    "quantize_kv",
     "supported_configs",
 ]
 
@@ -88,7 +95,6 @@ __all__ = [
 _NOT_BUILT = frozenset(
     {
         "MLAPlanner",
-        "QuantizedKV",
         "Rope",
         "append_kv",
         "batch_info",
