@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jitattn.page_copies import copy_pages
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
+    from jitattn.quantization import QuantizedKV, dequantize_kv, quantize_kv
     from jitattn.support import Config, Support, check_config, supported_configs
     from jitattn.tables import build_block_table, convert_pages
     from jitattn.workspace import Workspace
@@ -48,6 +49,7 @@ _HOME = {
     "KernelInfo": "cuda_backend",
     "KernelNotFoundError": "errors",
     "Plan": "planner",
+    "QuantizedKV": "quantization",
     "RaggedKV": "pages",
     "Report": "bundles",
     "Support": "support",
@@ -60,9 +62,11 @@ _HOME = {
     "check_config": "support",
     "convert_pages": "tables",
     "copy_pages": "page_copies",
+    "dequantize_kv": "quantization",
     "gather_kv": "gather",
     "merge_states": "merge",
     "precompile": "bundles",
+    "quantize_kv": "quantization",
     "supported_configs": "support",
 }
 
@@ -81,6 +85,7 @@ __all__ = [
     "KernelInfo",
     "KernelNotFoundError",
     "Plan",
+    "QuantizedKV",
     "RaggedKV",
     "Report",
     "Support",
@@ -94,9 +99,11 @@ __all__ = [
     "check_config",
     "convert_pages",
     "copy_pages",
+    "dequantize_kv",
     "gather_kv",
     "merge_states",
     "precompile",
+    "quantize_kv",
     "supported_configs",
 ]
 
@@ -104,7 +111,6 @@ __all__ = [
 _NOT_BUILT = frozenset(
     {
         "MLAPlanner",
-        "QuantizedKV",
         "Rope",
         "append_kv",
         "preprocess_qkv",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ from jitattn.prepared import (
     point_at,
     tile_of,
 )
+from jitattn.quantization import CACHE_DTYPES, NVFP4_BLOCK, QUANTISED, QuantizedKV, dequantize_kv
 from jitattn.spec import DType, GatherSpec
 from jitattn.tables import check_offsets, check_per_request, slots_of
 from jitattn.tiling import GatherTile
@@ -37,11 +38,10 @@ from jitattn.tiling import GatherTile
 if TYPE_CHECKING:
     from jitattn.driver import Launch
 
-KVCache = Tensor | tuple[Tensor, Tensor]
+KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
-_CACHE_DTYPES = ("float16", "bfloat16", *_FP8)
+_PLAIN_DTYPES = tuple(getattr(torch, name) for name in CACHE_DTYPES if name != "nvfp4")
 _OUT_DTYPES = ("float16", "bfloat16", "float32")
 _VECTOR_BYTES = 16
 # Vectors of a CTA: four a thread, all under way at once.
@@ -69,17 +69,17 @@ def gather_kv(
     Args:
         kv: from ``planner.bind``, whose layout and scales count, or a cache as ``bind`` takes it:
             [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of such tensors without
-            the second dimension, of float16, bfloat16 or FP8. Any strides with a contiguous last
-            dimension.
+            the second dimension, of float16, bfloat16, FP8 or int8; or a QuantizedKV. Any strides
+            with a contiguous last dimension.
         pages: the pages of each request; a BlockTable, CsrPages or TokenTable.
         seq_lens: int32 or int64 [batch_size], tokens of each request; zero and less is none.
         kv_layout: the order of a raw cache's dimensions, "NHD" or "HND".
-        k_scale: of a raw FP8 cache: what a stored K times it is the value of; a number or a float32
-            tensor, [], [1] or [num_kv_heads]. None is 1.
+        k_scale: of a raw quantised cache: what a stored K times it is the value of; a number or a
+            float32 tensor, [], [1] or [num_kv_heads]. None is 1.
         v_scale: likewise, of V.
-        out_dtype: float16, bfloat16, float32, or the cache's own, which copies what is stored and
-            takes no scales. None is the cache's own where it isn't quantised, else the ``q_dtype``
-            of the planner that bound it, bfloat16 for a raw one.
+        out_dtype: float16, bfloat16, float32, or, but for NVFP4, the cache's own, which copies what
+            is stored and takes no scales. None is the cache's own where it isn't quantised, else
+            the ``q_dtype`` of the planner that bound it, bfloat16 for a raw one.
         out: (k, v) or (k, v, kv_indptr) to write, as returned; k and v contiguous, of any number
             of rows that is at least the tokens there are. Rows past those stay as they are.
 
@@ -89,8 +89,8 @@ def gather_kv(
 
     Raises:
         TypeError, ValueError: an argument that doesn't fit. On the CPU also a length beyond the
-            table or ``out``, and an entry outside the cache; on the device such tokens are NaN, and
-            what ``out`` has no row for is left out.
+            table or ``out``, and an entry outside the cache; on the device such tokens are NaN (0
+            in int8), and what ``out`` has no row for is left out.
     """
     arguments = _Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
     facts, tensors = arguments.facts(), arguments.tensors()
@@ -122,6 +122,8 @@ class _Arguments:
         found: list[Tensor] = []
         if isinstance(kv, BoundCache):
             found += [kv.k.tensor, kv.v.tensor]
+        elif isinstance(kv, QuantizedKV):
+            found += [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
         else:
             found += kv if isinstance(kv, (tuple, list)) else [kv]
         found += [*getattr(self.pages, "tensors", ()), self.seq_lens]
@@ -169,6 +171,7 @@ class _Batch:
     seq_lens: Tensor
     kv_dtype: str
     out_dtype: str
+    block_scales: tuple[CacheView, CacheView] | None = None  # of NVFP4
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +188,12 @@ class _Batch:
 
     def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of a token's K and V."""
-        return tuple(self.k.tensor.shape[2:]), tuple(self.v.tensor.shape[2:])
+        per_element = 2 if self.block_scales else 1
+        k, v = (
+            (*view.tensor.shape[2:-1], per_element * view.tensor.shape[-1])
+            for view in (self.k, self.v)
+        )
+        return k, v
 
 
 # --- checks of arguments
@@ -199,39 +207,52 @@ def _checked(arguments: _Arguments) -> _Batch:
             "lie one request after the other already)"
         )
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
-    k, v, k_scale, v_scale, default = _checked_caches(arguments)
-    kv_dtype = dtype_name(k.tensor.dtype)
-    out_dtype = default if arguments.out_dtype is None else dtype_name(arguments.out_dtype)
-    if out_dtype not in (*_OUT_DTYPES, kv_dtype):
-        raise ValueError(
-            f"out_dtype is {out_dtype}: expected {', '.join(_OUT_DTYPES)} or that of the cache, "
-            f"{kv_dtype}"
-        )
+    batch = _viewed(arguments, pages)
+    if batch.out_dtype not in (*_OUT_DTYPES, batch.kv_dtype) or batch.out_dtype == "nvfp4":
+        own = "" if batch.block_scales else f" or that of the cache, {batch.kv_dtype}"
+        raise ValueError(f"out_dtype is {batch.out_dtype}: expected {', '.join(_OUT_DTYPES)}{own}")
     given = (arguments.k_scale, arguments.v_scale)
-    if out_dtype == kv_dtype and any(scale is not None for scale in given):
+    if batch.copies_bits and any(scale is not None for scale in given):
         raise ValueError(
-            f"k_scale or v_scale is given, but out_dtype={out_dtype} copies what is stored"
+            f"k_scale or v_scale is given, but out_dtype={batch.out_dtype} copies what is stored"
         )
-    batch = _Batch(k, v, k_scale, v_scale, pages, seq_lens, kv_dtype, out_dtype)
     if arguments.out is not None:
         _check_out(arguments.out, batch)
     return batch
 
 
-def _checked_caches(
-    arguments: _Arguments,
-) -> tuple[CacheView, CacheView, Scale | None, Scale | None, str]:
-    """Return K, V, their scales, and the out_dtype where none is given."""
-    kv, pages = arguments.kv, arguments.pages
+def _viewed(arguments: _Arguments, pages: PagedTable) -> _Batch:
+    """Return the caches and their scales, but for ``out_dtype`` checked."""
+    kv, device = arguments.kv, pages.device
+    blocks = None
     if isinstance(kv, BoundCache):
         _check_bound(kv, arguments)
-        default = kv.config.q_dtype if kv.config.kv_dtype in _FP8 else kv.config.kv_dtype
-        return kv.k, kv.v, kv.k_scale, kv.v_scale, default
-    config = _config_of(kv, pages, arguments.kv_layout)
-    k, v = view_caches(kv, config, pages.device)
-    k_scale = view_scale("k_scale", arguments.k_scale, config, pages.device)
-    v_scale = view_scale("v_scale", arguments.v_scale, config, pages.device)
-    return k, v, k_scale, v_scale, "bfloat16" if config.kv_dtype in _FP8 else config.kv_dtype
+        config, k, v = kv.config, kv.k, kv.v
+        k_scale, v_scale = kv.k_scale, kv.v_scale
+    else:
+        config = _config_of(kv, pages, arguments.kv_layout)
+        if isinstance(kv, QuantizedKV):
+            stored = replace(config, kv_dtype="uint8")
+            k, v = view_caches((kv.k, kv.v), stored, device)
+            per_block = NVFP4_BLOCK // 2
+            stored = replace(
+                config,
+                kv_dtype="float8_e4m3fn",
+                head_dim=kv.k.shape[-1] // per_block,
+                head_dim_vo=kv.v.shape[-1] // per_block,
+            )
+            blocks = view_caches((kv.k_block_scales, kv.v_block_scales), stored, device)
+        else:
+            k, v = view_caches(kv, config, device)
+        k_scale = view_scale("k_scale", arguments.k_scale, config, device)
+        v_scale = view_scale("v_scale", arguments.v_scale, config, device)
+    if arguments.out_dtype is not None:
+        out_dtype = dtype_name(arguments.out_dtype)
+    else:
+        out_dtype = config.q_dtype if config.kv_dtype in QUANTISED else config.kv_dtype
+    return _Batch(
+        k, v, k_scale, v_scale, pages, arguments.seq_lens, config.kv_dtype, out_dtype, blocks
+    )
 
 
 def _check_bound(kv: BoundCache, arguments: _Arguments) -> None:
@@ -256,16 +277,19 @@ def _config_of(kv: object, pages: Pages, kv_layout: str) -> PlannerConfig:
     """Read off the tensors what ``view_caches`` compares them with; it checks the rest."""
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")
+    kv_dtypes = _PLAIN_DTYPES
     one, k, v = kv, kv, kv
-    if isinstance(kv, (tuple, list)) and len(kv) == 2:
+    if isinstance(kv, QuantizedKV):
+        one, k, v, kv_dtypes = kv.k, kv.k, kv.v, (torch.uint8,)
+    elif isinstance(kv, (tuple, list)) and len(kv) == 2:
         one, k, v = kv[0], kv[0], kv[1]
     elif not isinstance(kv, Tensor):
         raise TypeError(
-            f"kv is a {type(kv).__name__}: expected a tensor, (k_cache, v_cache) or what "
-            "planner.bind returns"
+            f"kv is a {type(kv).__name__}: expected a tensor, (k_cache, v_cache), a "
+            "QuantizedKV or what planner.bind returns"
         )
     for name, cache in (("kv" if k is v else "kv[0]", k), ("kv" if k is v else "kv[1]", v)):
-        check_tensor(name, cache, tuple(getattr(torch, dtype) for dtype in _CACHE_DTYPES))
+        check_tensor(name, cache, kv_dtypes)
     assert isinstance(one, Tensor)
     assert isinstance(v, Tensor)
     num_dims = 5 if one is kv else 4
@@ -283,7 +307,7 @@ def _config_of(kv: object, pages: Pages, kv_layout: str) -> PlannerConfig:
             "head_dim": one.shape[-1],
             "head_dim_vo": v.shape[-1],
             "page_size": one.shape[token_dim],
-            "kv_dtype": one.dtype,
+            "kv_dtype": "nvfp4" if isinstance(kv, QuantizedKV) else one.dtype,
             "kv_layout": kv_layout,
             "page_table": pages.layout.value,
         }
@@ -352,10 +376,14 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
     tokens = view.tensor[slots // size, slots % size]
     if batch.copies_bits:
         return tokens
-    values = tokens.float()
-    if scale is not None:
-        factor = torch.tensor(scale.value) if scale.tensor is None else scale.tensor
-        values = values * factor.reshape(-1, 1)
+    values = dequantize_kv(
+        tokens,
+        dtype=batch.kv_dtype,
+        scale=None if scale is None else scale.value if scale.tensor is None else scale.tensor,
+        block_scales=None
+        if batch.block_scales is None
+        else batch.block_scales[which].tensor[slots // size, slots % size],
+    )
     return values.to(getattr(torch, batch.out_dtype))
 
 
@@ -395,6 +423,8 @@ class _Gather:
             side.num_pages = view.tensor.shape[0]
             side.scale.value = 1.0 if scale is None else scale.value
             side.scale.stride = 0 if scale is None else scale.stride
+        for side, view in zip(self._sides, batch.block_scales or (), strict=False):
+            side.block_page_stride, side.block_token_stride, side.block_head_stride = view.strides
         self._num_rows = -1
         self._launch: Launch
         self._set_rows(0, is_aligned=False)
@@ -408,6 +438,12 @@ class _Gather:
             v_at = k_at + self._v_offset
         elif isinstance(kv, BoundCache):
             k_at, v_at = kv.k_at(), kv.v_at()
+        elif isinstance(kv, QuantizedKV):
+            k_at, v_at = kv.k.data_ptr(), kv.v.data_ptr()
+            for side, scales in zip(
+                self._sides, (kv.k_block_scales, kv.v_block_scales), strict=True
+            ):
+                side.block_scales = scales.data_ptr()
         else:
             k_at, v_at = kv[0].data_ptr(), kv[1].data_ptr()
         k_out, v_out = k.data_ptr(), v.data_ptr()
@@ -461,8 +497,9 @@ class _Gather:
 
 def _rows_are_aligned(batch: _Batch, vector: int) -> bool:
     """Whether every row of an aligned cache begins at a multiple of ``vector`` elements."""
+    stored = vector // 2 if batch.block_scales else vector  # as the caches count them
     return all(
-        offset % vector == 0
+        offset % stored == 0
         for view in (batch.k, batch.v)
         for offset in (*view.strides, view.tensor.shape[-1])
     )

@@ -202,9 +202,13 @@ class GatherSide(ctypes.Structure):
     _fields_ = (
         ("cache", c_void_p),
         ("out", c_void_p),
+        ("block_scales", c_void_p),
         ("page_stride", c_int64),
         ("token_stride", c_int64),
         ("head_stride", c_int64),
+        ("block_page_stride", c_int64),
+        ("block_token_stride", c_int64),
+        ("block_head_stride", c_int64),
         ("num_pages", c_int64),
         ("scale", Scale),
         ("row_vectors", Divisor),

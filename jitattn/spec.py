@@ -17,10 +17,12 @@ class DType(StrEnum):
     FLOAT32 = "float32"
     FLOAT8_E4M3FN = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
+    INT8 = "int8"
+    NVFP4 = "nvfp4"  # blocks of 16 numbers of four bits, which share a scale
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element; NVFP4 has two elements a byte, and no answer."""
         return _NUM_BYTES[self]
 
     @property
@@ -35,6 +37,7 @@ _NUM_BYTES = {
     DType.FLOAT32: 4,
     DType.FLOAT8_E4M3FN: 1,
     DType.FLOAT8_E5M2: 1,
+    DType.INT8: 1,
 }
 _SHORT = {
     DType.FLOAT16: "f16",
@@ -42,6 +45,8 @@ _SHORT = {
     DType.FLOAT32: "f32",
     DType.FLOAT8_E4M3FN: "e4m3",
     DType.FLOAT8_E5M2: "e5m2",
+    DType.INT8: "i8",
+    DType.NVFP4: "nvfp4",
 }
 
 

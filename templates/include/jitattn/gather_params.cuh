@@ -8,11 +8,16 @@ namespace jitattn {
 
 // K or V, and where its tokens go.
 struct GatherSide {
-  const void* cache;  // [num_pages, page_size, num_kv_heads, head_dim], any strides
-  void* out;          // [num_tokens, num_kv_heads, head_dim], contiguous
+  const void* cache;            // [num_pages, page_size, num_kv_heads, head_dim], any strides
+  void* out;                    // [num_tokens, num_kv_heads, head_dim], contiguous
+  const uint8_t* block_scales;  // NVFP4: [num_pages, page_size, num_kv_heads, head_dim / 16]
+  // In elements; of NVFP4 in bytes.
   int64_t page_stride;
   int64_t token_stride;
   int64_t head_stride;
+  int64_t block_page_stride;
+  int64_t block_token_stride;
+  int64_t block_head_stride;
   int64_t num_pages;
   Scale scale;  // 1 where the cache is not quantised
   // In vectors, or in elements where not everything is aligned.

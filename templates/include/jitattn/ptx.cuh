@@ -286,4 +286,24 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// The larger one, or NaN if either is NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// Two floats as 8-bit ones, to the nearest, saturated; NaN is 0x7f. `low` lands in the low byte. Of
+// compute capability 8.9 and up.
+__device__ __forceinline__ uint32_t cvt_e4m3x2(float low, float high) {
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+  return bytes;
+}
+__device__ __forceinline__ uint32_t cvt_e5m2x2(float low, float high) {
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+  return bytes;
+}
+
 }  // namespace jitattn
