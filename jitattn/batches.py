@@ -21,6 +21,7 @@ from jitattn.params import BatchInfoParams
 from jitattn.prepared import (
     PagedTable,
     Recent,
+    card_of,
     launch_on,
     lengths_of,
     load,
@@ -99,9 +100,9 @@ def batch_info(
         batch = _checked(seq_lens, q_lens, num_tokens, pages, page_size)
         if out is not None:
             _check_out(out, batch)
-        if batch.device.type != "cuda":
+        if (card := card_of(batch.device)) is None:
             return _info_by_definition(batch, batch.new_info() if out is None else out)
-        call = _recent.add(facts, tensors, _Info(batch))
+        call = _recent.add(facts, tensors, _Info(batch, card))
     return call(seq_lens, q_lens, pages, out)
 
 
@@ -229,21 +230,19 @@ def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
 class _Info:
     """A launch for batches that lie alike."""
 
-    def __init__(self, batch: _Batch) -> None:
+    def __init__(self, batch: _Batch, card: int) -> None:
         from jitattn.driver import Launch
 
-        index = batch.device.index
-        assert index is not None
-        self._index = index
+        self._card = card
         self._new_info = batch.new_info
         self._params = params = BatchInfoParams(num_tokens=batch.num_tokens)
         params.seq_lens = lengths_of(batch.seq_lens)
         params.q_lens = lengths_of(batch.q_lens)
         if batch.pages is not None:
             params.pages = page_list_of(batch.pages, batch.page_size)
-        num_threads = tile_of(BatchInfoSpec(), index).num_threads
+        num_threads = tile_of(BatchInfoSpec(), card).num_threads
         grid = max(1, -(-batch.num_tokens // num_threads))
-        self._launch: Launch = Launch(load(BatchInfoSpec(), index), params, grid, num_threads)
+        self._launch: Launch = Launch(load(BatchInfoSpec(), card), params, grid, num_threads)
 
     def __call__(
         self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None, out: BatchInfo | None
@@ -258,7 +257,7 @@ class _Info:
             params.slots = info.slots.data_ptr()
         params.qo_indptr, params.kv_indptr = info.qo_indptr.data_ptr(), info.kv_indptr.data_ptr()
         params.requests, params.positions = info.requests.data_ptr(), info.positions.data_ptr()
-        launch_on(self._index, self._launch)
+        launch_on(self._card, self._launch)
         return info
 
 

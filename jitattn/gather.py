@@ -22,6 +22,7 @@ from jitattn.params import Divisor, GatherParams
 from jitattn.prepared import (
     PagedTable,
     Recent,
+    card_of,
     is_capturing,
     launch_on,
     lengths_of,
@@ -97,9 +98,9 @@ def gather_kv(
     call = _recent.find(facts, tensors)
     if call is None:
         batch = _checked(arguments)
-        if batch.device.type != "cuda":
+        if (card := card_of(batch.device)) is None:
             return _gather_by_definition(batch, out)
-        call = _recent.add(facts, tensors, _Gather(batch))
+        call = _recent.add(facts, tensors, _Gather(batch, card))
     return call(arguments)
 
 
@@ -393,18 +394,17 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
 class _Gather:
     """A launch for batches whose tensors lie alike."""
 
-    def __init__(self, batch: _Batch) -> None:
+    def __init__(self, batch: _Batch, card: int) -> None:
         from jitattn.driver import Launch
 
-        assert batch.device.index is not None
         kv_dtype, out_dtype = DType(batch.kv_dtype), DType(batch.out_dtype)
         spec = GatherSpec(kv_dtype=kv_dtype, out_dtype=out_dtype)
-        tile = tile_of(spec, batch.device.index)
+        tile = tile_of(spec, card)
         assert isinstance(tile, GatherTile)
         self._make_launch = Launch
-        self._kernel = load(spec, batch.device.index, _hint(kv_dtype, out_dtype))
+        self._kernel = load(spec, card, _hint(kv_dtype, out_dtype))
         self._tile = tile
-        self._device = batch.device
+        self._card, self._device = card, batch.device
         self._batch_size = batch.seq_lens.shape[0]
         self._row_shapes = batch.row_shapes()
         self._dtype: torch.dtype = getattr(torch, batch.out_dtype)
@@ -458,7 +458,7 @@ class _Gather:
         point_at(self._pages, arguments.pages)  # type: ignore[arg-type]
         self._seq_lens.values = arguments.seq_lens.data_ptr()
         self._params.kv_indptr = kv_indptr.data_ptr()
-        launch_on(self._device.index, self._launch)
+        launch_on(self._card, self._launch)
         return k, v, kv_indptr
 
     def _outs(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from jitattn.binding import check_writable
 from jitattn.pages import check_device, check_tensor
 from jitattn.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
-from jitattn.prepared import Recent, is_capturing, launch_on, load, tile_of
+from jitattn.prepared import Recent, card_of, is_capturing, launch_on, load, tile_of
 from jitattn.spec import CopyPagesSpec
 from jitattn.tiling import CopyPagesTile
 
@@ -59,11 +59,12 @@ def copy_pages(src: Pools, dst: Pools, pairs: Tensor) -> None:
     call = _recent.find(len(sources), tensors)
     if call is None:
         device = _checked(sources, targets, pairs)
-        if device.type != "cuda":
+        card = card_of(device)
+        if card is None:
             _check_pairs(pairs, sources, targets)
             _copy_by_definition(sources, targets, pairs)
             return
-        call = _recent.add(len(sources), tensors, _Copy(sources, targets, pairs, device))
+        call = _recent.add(len(sources), tensors, _Copy(sources, targets, pairs, device, card))
     call(sources, targets, pairs)
 
 
@@ -229,19 +230,19 @@ class _Copy:
         targets: Sequence[Tensor],
         pairs: Tensor,
         device: torch.device,
+        card: int,
     ) -> None:
-        assert device.index is not None
-        tile = tile_of(CopyPagesSpec(), device.index)
+        tile = tile_of(CopyPagesSpec(), card)
         assert isinstance(tile, CopyPagesTile)
         self._tile = tile
-        self._device, self._index = device, device.index
-        self._kernel = load(CopyPagesSpec(), device.index)
+        self._device, self._card = device, card
+        self._kernel = load(CopyPagesSpec(), card)
         self._pairs_are_here = pairs.device == device
         self._on_host = [
             (name, i)
             for name, pools in (("src", sources), ("dst", targets))
             for i, pool in enumerate(pools)
-            if pool.device.type == "cpu"
+            if pool.device != device
         ]
         self._num_pairs = pairs.shape[0]
         self._item_bytes = [pool.element_size() for pool in sources]
@@ -292,7 +293,7 @@ class _Copy:
             params.pairs = pairs.data_ptr()
             params.pair_stride, params.side_stride = pairs.stride()
             params.pairs_are_int64 = pairs.dtype is torch.int64
-            launch_on(self._index, launch)
+            launch_on(self._card, launch)
 
     def _launches_of(
         self, group: Sequence[int], addresses: Sequence[int]
@@ -323,7 +324,7 @@ class _Copy:
 
         if self._on_host:
             return _CTAS_ON_BUS
-        return _CTAS_PER_SM * device_facts(self._index).num_sms
+        return _CTAS_PER_SM * device_facts(self._card).num_sms
 
     def _params_of(self, page: _Page, counts: tuple[int, int]) -> CopyParams:
         params = CopyParams(

@@ -95,6 +95,11 @@ def tile_of(spec: KernelSpec, device_index: int) -> Tile:
     return tile_for(spec, arch_of(device_facts(device_index)))
 
 
+def card_of(device: torch.device) -> int | None:
+    """Return the index of a CUDA device, whose tensors have kernels; None of another."""
+    return device.index if device.type == "cuda" else None
+
+
 def launch_on(device_index: int, launch: Launch) -> None:
     """Launch on the current stream of a device, which need not be the current one."""
     stream = _C._cuda_getCurrentRawStream(device_index)

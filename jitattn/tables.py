@@ -22,6 +22,7 @@ from jitattn.params import BlockTableParams, Divisor, Lengths
 from jitattn.prepared import (
     PagedTable,
     Recent,
+    card_of,
     is_capturing,
     launch_on,
     lengths_of,
@@ -93,11 +94,12 @@ def build_block_table(
         if given is not None:
             _check_out(out, batch)
         shape = _shape_of(batch) if given is None else given.shape
-        if batch.device.type != "cuda":
+        card = card_of(batch.device)
+        if card is None:
             given = given if given is not None else torch.empty(shape, dtype=torch.int32)
             _fill_by_definition(batch, given)
             return out if isinstance(out, BlockTable) else BlockTable(given)
-        call = _Fill(batch, torch.empty(shape, device="meta") if given is None else given)
+        call = _Fill(batch, torch.empty(shape, device="meta") if given is None else given, card)
         if has_width:
             _recent.add(facts, tensors, call)
     table = call(slots, seq_lens, rows, kv_start, slot_map, given)
@@ -221,7 +223,9 @@ def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
             raise ValueError(
                 f"seq_lens[{b}] is {kv_len}: out holds {table.shape[1]} pages of {size} tokens"
             )
-        slots = _slots_of_request(batch, b, kv_len, min(start, kv_len))
+        if start >= kv_len:
+            continue
+        slots = _slots_of_request(batch, b, kv_len, start)
         for column in range(start // size, -(-kv_len // size)):
             first = max(column * size, start)
             page = _page_of(slots[first : (column + 1) * size], first % size, size)
@@ -266,12 +270,10 @@ def _page_of(slots: list[int], place: int, page_size: int) -> int | None:
 class _Fill:
     """A launch for slots that lie alike, and a table that lies like this one."""
 
-    def __init__(self, batch: _Slots, table: Tensor) -> None:
+    def __init__(self, batch: _Slots, table: Tensor, card: int) -> None:
         from jitattn.driver import Launch
 
-        index = batch.device.index
-        assert index is not None
-        self._index = index
+        self._card = card
         self._shape, self._device = table.shape, batch.device
         self._params = params = BlockTableParams()
         if isinstance(batch.slots, CsrPages):
@@ -289,11 +291,11 @@ class _Fill:
         params.width = table.shape[1]
         # Threads for the tokens of a page, as far as a warp goes.
         params.lanes_log2 = min((batch.page_size - 1).bit_length(), 5)
-        tile = tile_of(BlockTableSpec(), index)
+        tile = tile_of(BlockTableSpec(), card)
         num_threads = (batch.batch_size * table.shape[1]) << params.lanes_log2
         self._launch: Launch | None = None
         if num_threads:
-            kernel = load(BlockTableSpec(), index)
+            kernel = load(BlockTableSpec(), card)
             grid = -(-num_threads // tile.num_threads)
             self._launch = Launch(kernel, params, grid, tile.num_threads)
 
@@ -323,7 +325,7 @@ class _Fill:
             params.slot_map = slot_map.data_ptr()
         params.table = table.data_ptr()
         if self._launch is not None:
-            launch_on(self._index, self._launch)
+            launch_on(self._card, self._launch)
         return table
 
 
