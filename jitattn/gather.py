@@ -116,45 +116,51 @@ class _Arguments:
     v_scale: float | Tensor | None
     out_dtype: torch.dtype | str | None
     out: Outs | None
+    scales: tuple[float | Tensor | None, float | Tensor | None] = (None, None)  # that count
+
+    def __post_init__(self) -> None:
+        self.scales = self.k_scale, self.v_scale
+        if isinstance(self.kv, BoundCache) and self.kv.k_scale is not None:
+            k, v = self.kv.k_scale, self.kv.v_scale
+            assert v is not None
+            self.scales = (
+                k.value if k.tensor is None else k.tensor,
+                v.value if v.tensor is None else v.tensor,
+            )
 
     def tensors(self) -> list[Tensor]:
         """All tensors among them, in a fixed order."""
-        kv = self.kv
-        found: list[Tensor] = []
-        if isinstance(kv, BoundCache):
-            found += [kv.k.tensor, kv.v.tensor]
+        kv, out = self.kv, self.out
+        found: list[Tensor]
+        if isinstance(kv, Tensor):
+            found = [kv]
+        elif isinstance(kv, BoundCache):
+            found = [kv.k.tensor, kv.v.tensor]
         elif isinstance(kv, QuantizedKV):
-            found += [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
+            found = [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
         else:
-            found += kv if isinstance(kv, (tuple, list)) else [kv]
+            found = [*kv] if isinstance(kv, (tuple, list)) else [kv]
         found += [*getattr(self.pages, "tensors", ()), self.seq_lens]
-        found += [scale for scale in self.scales() if isinstance(scale, Tensor)]
-        return found + list(self.out) if isinstance(self.out, (tuple, list)) else found
-
-    def scales(self) -> tuple[float | Tensor | None, float | Tensor | None]:
-        """The scales of K and V, of a bound cache its own."""
-        if not isinstance(self.kv, BoundCache):
-            return self.k_scale, self.v_scale
-        k, v = self.kv.k_scale, self.kv.v_scale
-        return (
-            None if k is None else k.value if k.tensor is None else k.tensor,
-            None if v is None else v.value if v.tensor is None else v.tensor,
-        )
+        found += [scale for scale in self.scales if isinstance(scale, Tensor)]
+        return [*found, *out] if isinstance(out, (tuple, list)) else found
 
     def facts(self) -> tuple[object, ...]:
         """All that isn't a tensor: calls of equal facts whose tensors lie alike are alike."""
         kv, out = self.kv, self.out
-        is_bound = isinstance(kv, BoundCache)
-        k_scale, v_scale = self.scales()
+        bound: tuple[object, ...] = ()
+        if isinstance(kv, BoundCache):
+            config = kv.config
+            # It takes no other scales.
+            bound = (config.q_dtype, config.kv_layout, config.page_table)
+            bound += (self.k_scale is None, self.v_scale is None)
+        k_scale, v_scale = self.scales
         return (
             type(kv),
             type(self.pages),
-            kv.config.q_dtype if isinstance(kv, BoundCache) else None,
+            bound,
             self.kv_layout,
             type(k_scale) if isinstance(k_scale, Tensor) else k_scale,
             type(v_scale) if isinstance(v_scale, Tensor) else v_scale,
-            # A bound cache takes no other scales.
-            is_bound and (self.k_scale is None, self.v_scale is None),
             self.out_dtype,
             len(out) if isinstance(out, (tuple, list)) else type(out),
         )
@@ -431,28 +437,18 @@ class _Gather:
 
     def __call__(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
         """Launch for these, which lie like those it was made with."""
-        k, v, kv_indptr = self._outs(arguments)
-        kv = arguments.kv
-        if isinstance(kv, Tensor):
-            k_at = kv.data_ptr()
-            v_at = k_at + self._v_offset
-        elif isinstance(kv, BoundCache):
-            k_at, v_at = kv.k_at(), kv.v_at()
-        elif isinstance(kv, QuantizedKV):
-            k_at, v_at = kv.k.data_ptr(), kv.v.data_ptr()
-            for side, scales in zip(
-                self._sides, (kv.k_block_scales, kv.v_block_scales), strict=True
-            ):
-                side.block_scales = scales.data_ptr()
-        else:
-            k_at, v_at = kv[0].data_ptr(), kv[1].data_ptr()
+        out = arguments.out
+        k, v, kv_indptr = out if out is not None and len(out) == 3 else self._outs(arguments)
+        k_at, v_at, k_blocks, v_blocks = self._sources(arguments.kv)
         k_out, v_out = k.data_ptr(), v.data_ptr()
         is_aligned = self._may_be_aligned and (k_at | v_at | k_out | v_out) % _VECTOR_BYTES == 0
-        if k.shape[0] != self._num_rows or is_aligned != self._params.is_aligned:
+        if k.shape[0] != self._num_rows or is_aligned != self._is_aligned:
             self._set_rows(k.shape[0], is_aligned=is_aligned)
         k_side, v_side = self._sides
         k_side.cache, k_side.out, v_side.cache, v_side.out = k_at, k_out, v_at, v_out
-        for side, scale in zip(self._sides, arguments.scales(), strict=True):
+        if k_blocks:
+            k_side.block_scales, v_side.block_scales = k_blocks, v_blocks
+        for side, scale in zip(self._sides, arguments.scales, strict=True):
             if isinstance(scale, Tensor):
                 side.scale.values = scale.data_ptr()
         point_at(self._pages, arguments.pages)  # type: ignore[arg-type]
@@ -461,13 +457,23 @@ class _Gather:
         launch_on(self._card, self._launch)
         return k, v, kv_indptr
 
+    def _sources(self, kv: BoundCache | KVCache) -> tuple[int, int, int, int]:
+        """The addresses of K and V, and of the scales of their blocks or 0."""
+        if isinstance(kv, Tensor):
+            k_at = kv.data_ptr()
+            return k_at, k_at + self._v_offset, 0, 0
+        if isinstance(kv, BoundCache):
+            return kv.k_at(), kv.v_at(), 0, 0
+        if isinstance(kv, QuantizedKV):
+            blocks = kv.k_block_scales.data_ptr(), kv.v_block_scales.data_ptr()
+            return kv.k.data_ptr(), kv.v.data_ptr(), *blocks
+        return kv[0].data_ptr(), kv[1].data_ptr(), 0, 0
+
     def _outs(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
         out, device = arguments.out, self._device
-        if out is not None and len(out) == 3:
-            return out
         kv_indptr = torch.empty(self._batch_size + 1, dtype=torch.int32, device=device)
         if out is not None:
-            return *out, kv_indptr
+            return out[0], out[1], kv_indptr
         if is_capturing(device):
             raise ValueError(
                 "out is None in a capture: only the device knows how many tokens there are; give "
@@ -492,7 +498,7 @@ class _Gather:
         params.num_tokens, params.is_aligned = num_rows, is_aligned
         grid = 2 * max(1, -(-num_rows // params.tile_rows))
         self._launch = self._make_launch(self._kernel, params, grid, self._tile.num_threads)
-        self._num_rows = num_rows
+        self._num_rows, self._is_aligned = num_rows, is_aligned
 
 
 def _rows_are_aligned(batch: _Batch, vector: int) -> bool:

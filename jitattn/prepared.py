@@ -58,9 +58,9 @@ class Recent(threading.local, Generic[Call]):
 
 def _distinct(facts: object, tensors: Sequence[Tensor]) -> tuple[object, Sequence[Tensor]]:
     """Return the tensors without repetitions, which are a fact: a recogniser takes none."""
-    order = {id(tensor): i for i, tensor in enumerate(tensors)}
-    if len(order) == len(tensors):
+    if len(set(map(id, tensors))) == len(tensors):
         return facts, tensors
+    order = {id(tensor): i for i, tensor in enumerate(tensors)}
     pattern = tuple(order[id(tensor)] for tensor in tensors)
     return (facts, pattern), [tensors[i] for i in sorted(order.values())]
 
