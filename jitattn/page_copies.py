@@ -145,8 +145,9 @@ def _check_pairs(pairs: Tensor, sources: Sequence[Tensor], targets: Sequence[Ten
     starts = {pool.data_ptr() for pool in sources}
     if not any(pool.data_ptr() in starts for pool in targets):
         return
+    changed = {d for s, d in listed if s != d}
     for s, d in listed:
-        if s != d and s in written:
+        if s in changed:
             raise ValueError(
                 f"pairs has {[s, d]}: page {s} of the same pool is a destination, too, and pairs "
                 "are copied at the same time"
