@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from jitattn.merge import merge_states
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
+    from jitattn.preprocess import append_kv, preprocess_qkv
     from jitattn.quantization import QuantizedKV, dequantize_kv, quantize_kv
+    from jitattn.rotary import Rope
     from jitattn.support import Config, Support, check_config, supported_configs
     from jitattn.workspace import Workspace
 
@@ -47,15 +49,18 @@ _HOME = {
     "QuantizedKV": "quantization",
     "RaggedKV": "pages",
     "Report": "bundles",
+    "Rope": "rotary",
     "Support": "support",
     "TokenTable": "pages",
     "Workspace": "workspace",
+    "append_kv": "preprocess",
     "attention": "functional",
     "build_info": "planner",
     "check_config": "support",
     "dequantize_kv": "quantization",
     "merge_states": "merge",
     "precompile": "bundles",
+    "preprocess_qkv": "preprocess",
     "quantize_kv": "quantization",
     "supported_configs": "support",
 }
@@ -77,16 +82,19 @@ __all__ = [
     "QuantizedKV",
     "RaggedKV",
     "Report",
+    "Rope",
     "Support",
     "TokenTable",
     "Workspace",
     "__version__",
+    "append_kv",
     "attention",
     "build_info",
     "check_config",
     "dequantize_kv",
     "merge_states",
     "precompile",
+    "preprocess_qkv",
     "quantize_kv",
     "supported_configs",
 ]
@@ -95,13 +103,10 @@ __all__ = [
 _NOT_BUILT = frozenset(
     {
         "MLAPlanner",
-        "Rope",
-        "append_kv",
         "batch_info",
         "build_block_table",
         "copy_pages",
         "gather_kv",
-        "preprocess_qkv",
     }
 )
 

@@ -190,6 +190,10 @@ class Rope:
         pairs = range(self.rotary_dim // 2)
         return tuple(i % 3 if i < 3 * self.mrope_section[i % 3] else 0 for i in pairs)
 
+    def is_on(self, device: torch.device) -> bool:
+        """Whether kernels on ``device`` have what they read."""
+        return device in self._turns
+
     def turns_on(self, device: torch.device) -> Tensor:
         """Return int64 [rotary_dim / 2]: turns a token, in units of 2**-64, modulo a turn.
 
