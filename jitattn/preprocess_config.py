@@ -152,8 +152,8 @@ def ranges() -> Mapping[str, str]:
         "kv_dtype": ", ".join(KV_DTYPES),
         "kv_layout": "NHD, HND; any strides",
         "pages": ", ".join(_TABLES),
-        "rope": "None, pairs far apart or neighbours, any even rotary_dim (with nvfp4 and pairs far "
-        "apart multiples of 32), three positions",
+        "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4: "
+        "multiples of 32), sections of three positions",
         "bias": "None, or in qkv_dtype",
         "q_norm, k_norm": "None, float16, bfloat16, float32",
     }

@@ -159,9 +159,8 @@ class _Prepared:
     """A launch for tensors that lie alike. Holds none of them."""
 
     def __init__(self, call: TokenCall, names: list[str], tensors: list[Tensor]) -> None:
-        assert call.device.index is not None
         arguments = call.arguments
-        self._device, self._index = call.device, call.device.index
+        self._device, self._index = call.device, call.device.index or 0
         self._num_tokens = call.num_tokens
         self._new_shape = None if call.q is None or arguments.q_out is not None else call.q.shape
         self._dtype = call.k.dtype
