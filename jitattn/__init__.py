@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from jitattn.page_copies import copy_pages
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
+    from jitattn.preprocess import append_kv, preprocess_qkv
     from jitattn.quantization import QuantizedKV, dequantize_kv, quantize_kv
+    from jitattn.rotary import Rope
     from jitattn.support import Config, Support, check_config, supported_configs
     from jitattn.tables import build_block_table, convert_pages
     from jitattn.workspace import Workspace
@@ -52,9 +54,11 @@ _HOME = {
     "QuantizedKV": "quantization",
     "RaggedKV": "pages",
     "Report": "bundles",
+    "Rope": "rotary",
     "Support": "support",
     "TokenTable": "pages",
     "Workspace": "workspace",
+    "append_kv": "preprocess",
     "attention": "functional",
     "batch_info": "batches",
     "build_block_table": "tables",
@@ -66,6 +70,7 @@ _HOME = {
     "gather_kv": "gather",
     "merge_states": "merge",
     "precompile": "bundles",
+    "preprocess_qkv": "preprocess",
     "quantize_kv": "quantization",
     "supported_configs": "support",
 }
@@ -88,10 +93,12 @@ __all__ = [
     "QuantizedKV",
     "RaggedKV",
     "Report",
+    "Rope",
     "Support",
     "TokenTable",
     "Workspace",
     "__version__",
+    "append_kv",
     "attention",
     "batch_info",
     "build_block_table",
@@ -103,6 +110,7 @@ __all__ = [
     "gather_kv",
     "merge_states",
     "precompile",
+    "preprocess_qkv",
     "quantize_kv",
     "supported_configs",
 ]
@@ -111,9 +119,6 @@ __all__ = [
 _NOT_BUILT = frozenset(
     {
         "MLAPlanner",
-        "Rope",
-        "append_kv",
-        "preprocess_qkv",
     }
 )
 

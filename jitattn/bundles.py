@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
+from jitattn.preprocess_config import PreprocessConfig
 from jitattn.spec import KernelSpec
 from jitattn.support import resolve
 
@@ -111,7 +112,7 @@ class _Job:
 
 
 _Outcome = Precompiled | Failure
-Config = PlannerConfig | str | Mapping[str, object]
+Config = PlannerConfig | PreprocessConfig | str | Mapping[str, object]
 
 
 def precompile(
@@ -125,7 +126,8 @@ def precompile(
 
     Args:
         configs: one or more sets of planner arguments: a mapping, a string as ``--config`` takes it
-            (``"head_dim=128,page_size=16"``), or a PlannerConfig.
+            (``"head_dim=128,page_size=16"``), or a PlannerConfig. A string that begins with
+            ``kernel=preprocess`` selects kernels of ``preprocess_qkv`` and ``append_kv``.
         arch: architectures, as a sequence or separated by commas: ``"sm_90a,sm_80"``.
         out: the folder; created, readable by everyone, if it does not exist. Kernels that it holds
             already are not compiled again.
@@ -310,19 +312,20 @@ def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outc
         yield advance
 
 
-def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig]:
-    one = isinstance(configs, (PlannerConfig, str, Mapping))
+def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig | PreprocessConfig]:
+    one = isinstance(configs, (PlannerConfig, PreprocessConfig, str, Mapping))
     given: list[Config] = [configs] if one else list(configs)  # type: ignore[list-item, arg-type]
     if not given:
         raise ConfigError(["no configuration is given"])
     return [_config(config) for config in given]
 
 
-def _config(config: Config) -> PlannerConfig:
-    if isinstance(config, PlannerConfig):
+def _config(config: Config) -> PlannerConfig | PreprocessConfig:
+    if isinstance(config, (PlannerConfig, PreprocessConfig)):
         return config
     if isinstance(config, str):
-        return PlannerConfig.parse(config)
+        is_planner = not config.lstrip().startswith("kernel=")
+        return PlannerConfig.parse(config) if is_planner else PreprocessConfig.parse(config)
     return PlannerConfig.from_arguments(config)
 
 
@@ -334,7 +337,7 @@ def _archs(arch: str | Sequence[str]) -> list[str]:
 
 
 def _kernels(
-    configs: Sequence[PlannerConfig], archs: Sequence[str]
+    configs: Sequence[PlannerConfig | PreprocessConfig], archs: Sequence[str]
 ) -> dict[tuple[KernelSpec, str], None]:
     """Return each kernel once, in the order of first need, as the keys of a dict."""
     kernels: dict[tuple[KernelSpec, str], None] = {}
@@ -342,7 +345,12 @@ def _kernels(
     for arch in archs:
         for config in configs:
             try:
-                kernels |= {(spec, arch): None for spec in resolve(config, arch)}
+                specs = (
+                    config.specs(arch)
+                    if isinstance(config, PreprocessConfig)
+                    else resolve(config, arch)
+                )
+                kernels |= {(spec, arch): None for spec in specs}
             except ConfigError as error:
                 reasons |= dict.fromkeys(error.reasons)
     if reasons:

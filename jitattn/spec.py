@@ -60,6 +60,14 @@ class PageTable(StrEnum):
     RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request follow each other
 
 
+class Pairing(StrEnum):
+    """What a rotary embedding turns together."""
+
+    NONE = "none"  # nothing
+    NEOX = "neox"  # elements i and i + rotary_dim / 2
+    INTERLEAVED = "interleaved"  # elements 2 i and 2 i + 1
+
+
 class Loader(StrEnum):
     """How K and V reach shared memory."""
 
@@ -173,6 +181,53 @@ class MergeSpec(Value):
         return {"dtype": self.dtype.value, "symbol": self.symbol}
 
 
+class PreprocessSpec(Value):
+    """The kernel that puts Q, K and V of new tokens where attention reads them.
+
+    Head counts, strides, lengths, rotary_dim, frequencies and scales are launch arguments, as is
+    whether there is a q.
+    """
+
+    family: ClassVar[str] = "preprocess"
+    template: ClassVar[str] = "preprocess.cu.jinja"
+
+    head_dim: int
+    head_dim_vo: int
+    page_size: int
+    qkv_dtype: DType
+    out_dtype: DType  # of q; qkv_dtype where there is none
+    kv_dtype: DType
+    page_table: PageTable | None  # None: a slot for each token
+    pairing: Pairing
+    use_mrope: bool  # pairs may have positions of their own
+    use_bias: bool
+    use_norm: bool
+    loader: Loader  # VECTOR where all rows begin at multiples of their vectors, else PLAIN
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        same = self.head_dim == self.head_dim_vo
+        parts = [
+            f"jitattn_preprocess_d{self.head_dim}" + ("" if same else f"x{self.head_dim_vo}"),
+            f"p{self.page_size}",
+            f"{self.qkv_dtype.short}_q{self.out_dtype.short}_kv{self.kv_dtype.short}",
+            self.page_table.value if self.page_table else "slots",
+            self.loader.value,
+        ]
+        parts += [self.pairing.value] * (self.pairing is not Pairing.NONE)
+        parts += ["mrope"] * self.use_mrope + ["bias"] * self.use_bias + ["norm"] * self.use_norm
+        return "_".join(parts)
+
+    def context(self) -> dict[str, object]:
+        """The template variables of this spec: its fields, its symbol and the pairing's name."""
+        fields = {name: _plain(value) for name, value in asdict(self).items()}
+        fields["page_table"] = self.page_table.value if self.page_table else "slots"
+        pairing_name = f"k{self.pairing.value.capitalize()}"
+        del fields["pairing"]
+        return fields | {"symbol": self.symbol, "pairing_name": pairing_name}
+
+
 class GatherSpec(Value):
     """The kernel that gathers tokens out of pages of one dtype, as values of another.
 
@@ -245,4 +300,4 @@ class BatchInfoSpec(Value):
 
 
 TransferSpec = GatherSpec | CopyPagesSpec | BlockTableSpec | BatchInfoSpec
-KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec | TransferSpec
+KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec | PreprocessSpec | TransferSpec

@@ -221,7 +221,7 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
     Raises:
         ConfigError: ``arch`` is unknown.
     """
-    _check_arch(arch)
+    check_arch(arch)
     ranges = {rule.argument: rule.allowed for rule in RULES} | _ANY
     return [
         Config(
@@ -249,7 +249,7 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     Raises:
         ConfigError: with every reason why there is none.
     """
-    _check_arch(arch)
+    check_arch(arch)
     check_rules(config)
     head_dim_vo = config.head_dim_vo or config.head_dim
     out_dtype = DType(config.out_dtype or config.q_dtype)
@@ -308,7 +308,8 @@ def _fast_and_plain(
     return replace(spec, loader=fast), replace(spec, loader=Loader.PLAIN)
 
 
-def _check_arch(arch: str) -> None:
+def check_arch(arch: str) -> None:
+    """Raise ConfigError unless ``arch`` is one of ``ARCHITECTURES``."""
     if arch not in ARCHITECTURES:
         raise ConfigError([f"arch={arch!r} is not one of {', '.join(ARCHITECTURES)}"])
 
@@ -332,7 +333,7 @@ _SAMPLE: dict[str, tuple[object, ...]] = {
 
 def sample_specs(arch: str) -> list[DecodeSpec | PrefillSpec]:
     """Return attention specs in which every pair of field values that can meet does meet."""
-    _check_arch(arch)
+    check_arch(arch)
     names = list(_SAMPLE)
     wanted = {
         pair

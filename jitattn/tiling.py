@@ -16,6 +16,7 @@ from jitattn.spec import (
     MergeSpec,
     PageTable,
     PrefillSpec,
+    PreprocessSpec,
     ScheduleSpec,
 )
 
@@ -142,6 +143,19 @@ class MergeTile(NamedTuple):
     smem_bytes: int = 0
 
 
+class PreprocessTile(NamedTuple):
+    """The shape of a CTA that puts Q, K and V where attention reads them."""
+
+    lanes: int  # threads of a row, which have 16 elements each
+    num_threads: int = 128
+    smem_bytes: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Rows that a CTA has at a time."""
+        return self.num_threads // self.lanes
+
+
 class GatherTile(NamedTuple):
     """The shape of a CTA that gathers: rows of K or of V, as many as it pays to have together."""
 
@@ -167,7 +181,7 @@ class TableTile(NamedTuple):
 
 AttentionTile = DecodeTile | PrefillTile | WarpgroupTile
 TransferTile = GatherTile | CopyPagesTile | TableTile
-Tile = AttentionTile | ScheduleTile | MergeTile | TransferTile
+Tile = AttentionTile | ScheduleTile | MergeTile | PreprocessTile | TransferTile
 
 
 def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
@@ -188,6 +202,8 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
         return ScheduleTile()
     if isinstance(spec, MergeSpec):
         return MergeTile()
+    if isinstance(spec, PreprocessSpec):
+        return preprocess_tile_for(spec)
     if isinstance(spec, GatherSpec):
         return GatherTile()
     if isinstance(spec, CopyPagesSpec):
@@ -195,6 +211,13 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
     if isinstance(spec, BlockTableSpec | BatchInfoSpec):
         return TableTile()
     return attention_tile_for(spec, arch)
+
+
+def preprocess_tile_for(spec: PreprocessSpec) -> PreprocessTile:
+    """Return the tile of a kernel that takes tokens in, the same on every architecture."""
+    num_units = max(spec.head_dim, spec.head_dim_vo) // 16
+    # A power of two, so that the threads of a row are in one warp and sum in a few exchanges.
+    return PreprocessTile(lanes=1 << (num_units - 1).bit_length())
 
 
 def attention_tile_for(spec: AttentionSpec, arch: str) -> AttentionTile:
