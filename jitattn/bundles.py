@@ -27,6 +27,7 @@ from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
 from jitattn.preprocess_config import PreprocessConfig
 from jitattn.spec import KernelSpec
 from jitattn.support import resolve
+from jitattn.transfer_config import TransferConfig
 
 _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
@@ -112,7 +113,8 @@ class _Job:
 
 
 _Outcome = Precompiled | Failure
-Config = PlannerConfig | PreprocessConfig | str | Mapping[str, object]
+OtherConfig = PreprocessConfig | TransferConfig
+Config = PlannerConfig | OtherConfig | str | Mapping[str, object]
 
 
 def precompile(
@@ -127,7 +129,8 @@ def precompile(
     Args:
         configs: one or more sets of planner arguments: a mapping, a string as ``--config`` takes it
             (``"head_dim=128,page_size=16"``), or a PlannerConfig. A string that begins with
-            ``kernel=preprocess`` selects kernels of ``preprocess_qkv`` and ``append_kv``.
+            ``kernel=preprocess`` selects kernels of ``preprocess_qkv`` and ``append_kv``, and
+            ``kernel=gather,kv_dtype=..,out_dtype=..`` one of ``gather_kv``.
         arch: architectures, as a sequence or separated by commas: ``"sm_90a,sm_80"``.
         out: the folder; created, readable by everyone, if it does not exist. Kernels that it holds
             already are not compiled again.
@@ -312,20 +315,22 @@ def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outc
         yield advance
 
 
-def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig | PreprocessConfig]:
-    one = isinstance(configs, (PlannerConfig, PreprocessConfig, str, Mapping))
+def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig | OtherConfig]:
+    one = isinstance(configs, (PlannerConfig, OtherConfig, str, Mapping))
     given: list[Config] = [configs] if one else list(configs)  # type: ignore[list-item, arg-type]
     if not given:
         raise ConfigError(["no configuration is given"])
     return [_config(config) for config in given]
 
 
-def _config(config: Config) -> PlannerConfig | PreprocessConfig:
-    if isinstance(config, (PlannerConfig, PreprocessConfig)):
+def _config(config: Config) -> PlannerConfig | OtherConfig:
+    if isinstance(config, (PlannerConfig, OtherConfig)):
         return config
     if isinstance(config, str):
-        is_planner = not config.lstrip().startswith("kernel=")
-        return PlannerConfig.parse(config) if is_planner else PreprocessConfig.parse(config)
+        kernel, _, name = config.partition(",")[0].replace(" ", "").partition("=")
+        if kernel != "kernel":
+            return PlannerConfig.parse(config)
+        return (PreprocessConfig if name == "preprocess" else TransferConfig).parse(config)
     return PlannerConfig.from_arguments(config)
 
 
@@ -337,7 +342,7 @@ def _archs(arch: str | Sequence[str]) -> list[str]:
 
 
 def _kernels(
-    configs: Sequence[PlannerConfig | PreprocessConfig], archs: Sequence[str]
+    configs: Sequence[PlannerConfig | OtherConfig], archs: Sequence[str]
 ) -> dict[tuple[KernelSpec, str], None]:
     """Return each kernel once, in the order of first need, as the keys of a dict."""
     kernels: dict[tuple[KernelSpec, str], None] = {}
@@ -346,9 +351,7 @@ def _kernels(
         for config in configs:
             try:
                 specs = (
-                    config.specs(arch)
-                    if isinstance(config, PreprocessConfig)
-                    else resolve(config, arch)
+                    config.specs(arch) if isinstance(config, OtherConfig) else resolve(config, arch)
                 )
                 kernels |= {(spec, arch): None for spec in specs}
             except ConfigError as error:

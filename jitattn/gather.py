@@ -408,7 +408,7 @@ class _Gather:
         tile = tile_of(spec, card)
         assert isinstance(tile, GatherTile)
         self._make_launch = Launch
-        self._kernel = load(spec, card, _hint(kv_dtype, out_dtype))
+        self._kernel = load(spec, card)
         self._tile = tile
         self._card, self._device = card, batch.device
         self._batch_size = batch.seq_lens.shape[0]
@@ -509,14 +509,6 @@ def _rows_are_aligned(batch: _Batch, vector: int) -> bool:
         for view in (batch.k, batch.v)
         for offset in (*view.strides, view.tensor.shape[-1])
     )
-
-
-def _hint(kv_dtype: DType, out_dtype: DType) -> str:
-    """Planner arguments whose bundle has the kernel."""
-    halves = (DType.BFLOAT16, DType.FLOAT16)
-    q_dtype = next((d for d in (kv_dtype, out_dtype) if d in halves), DType.BFLOAT16)
-    text = f"q_dtype={q_dtype.value},kv_dtype={kv_dtype.value}"
-    return text if out_dtype in (q_dtype, kv_dtype) else f"{text},out_dtype={out_dtype.value}"
 
 
 _recent: Recent[_Gather] = Recent()

@@ -18,8 +18,9 @@ from jitattn import knobs
 from jitattn.binding import recogniser
 from jitattn.pages import BlockTable, CsrPages, TokenTable
 from jitattn.params import Divisor, Lengths, PageList
-from jitattn.spec import KernelSpec
+from jitattn.spec import TransferSpec
 from jitattn.tiling import Tile, tile_for
+from jitattn.transfer_config import config_of
 
 if TYPE_CHECKING:
     from jitattn.driver import Launch, LoadedKernel
@@ -66,13 +67,8 @@ def _distinct(facts: object, tensors: Sequence[Tensor]) -> tuple[object, Sequenc
 
 
 @functools.cache
-def load(spec: KernelSpec, device_index: int, hint: str = "head_dim=128") -> LoadedKernel:
+def load(spec: TransferSpec, device_index: int) -> LoadedKernel:
     """Return the kernel of ``spec`` on a device.
-
-    Args:
-        spec: the kernel.
-        device_index: as this process numbers devices.
-        hint: planner arguments whose bundle has it, for the error where nothing may be compiled.
 
     Raises:
         CompileError, KernelNotFoundError: it can't be had.
@@ -82,12 +78,12 @@ def load(spec: KernelSpec, device_index: int, hint: str = "head_dim=128") -> Loa
     from jitattn.driver import device_facts, load_kernel
 
     arch = arch_of(device_facts(device_index))
-    built = build(spec, arch, knobs.load(), hint=hint)
+    built = build(spec, arch, knobs.load(), hint=config_of(spec).arguments_text())
     return load_kernel(built.cubin, built.symbol, device_index, 0)
 
 
 @functools.cache
-def tile_of(spec: KernelSpec, device_index: int) -> Tile:
+def tile_of(spec: TransferSpec, device_index: int) -> Tile:
     """Return the tile of ``spec`` on a device."""
     from jitattn.cuda_backend import arch_of
     from jitattn.driver import device_facts

@@ -210,7 +210,7 @@ def use_host_kernels(
 
     for module in MODULES:
         monkeypatch.setattr(module, "card_of", lambda device: 0)
-        monkeypatch.setattr(module, "load", lambda spec, card, hint="": _Kernel(spec, num_threads))
+        monkeypatch.setattr(module, "load", lambda spec, card: _Kernel(spec, num_threads))
         monkeypatch.setattr(module, "tile_of", lambda spec, card: host_tile(spec, num_threads))
         monkeypatch.setattr(module, "launch_on", launch_on)
         monkeypatch.setattr(module, "_recent", type(module._recent)())

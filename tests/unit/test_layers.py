@@ -18,7 +18,7 @@ LAYERS = (
     {"errors", "values", "version"},
     {"knobs"},
     {"spec", "config", "locks", "cache", "cubin", "nvrtc", "driver", "params"},
-    {"support", "tiling", "preprocess_config"},
+    {"support", "tiling", "preprocess_config", "transfer_config"},
     {"render", "sources", "wrappers"},
     {
         "build",
@@ -53,7 +53,7 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 SAME_LAYER = (
     ("spec", "config", "params"),
     ("locks", "cache"),
-    ("tiling", "support", "preprocess_config"),
+    ("tiling", "support", "preprocess_config", "transfer_config"),
     ("sources", "render"),
     (
         "build",
