@@ -6,7 +6,8 @@
 
 namespace jitattn {
 
-// A length of each request; one below zero is padding and counts as zero.
+// A length of each request; one below zero is padding and counts as zero, and one beyond int32 as
+// its largest number, so that sums of garbage don't overflow.
 struct Lengths {
   const void* values;  // [batch_size], int32 or int64
   int64_t stride;
@@ -15,7 +16,7 @@ struct Lengths {
 
   __device__ __forceinline__ int64_t of(int32_t request) const {
     const int64_t length = load_integer(values, request * stride, are_int64);
-    return length > 0 ? length : 0;
+    return length > kInt32Max ? kInt32Max : length > 0 ? length : 0;
   }
 };
 
