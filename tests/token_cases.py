@@ -98,7 +98,9 @@ class TokenInputs:
 
     def to(self, device: str, fill: int = POISON) -> TokenInputs:
         """Return copies on ``device``, with fresh pools and a fresh q_out."""
-        pools = [torch.full_like(pool, fill).to(device) for pool in self.pools]
+        # K and V may share one.
+        copies = {id(pool): torch.full_like(pool, fill).to(device) for pool in self.pools}
+        pools = [copies[id(pool)] for pool in self.pools]
         arguments = {name: moved(value, device) for name, value in self.arguments.items()}
         if isinstance(arguments.get("q_out"), Tensor):
             arguments["q_out"] = self._new_q_out(arguments, device)
@@ -220,18 +222,19 @@ def _places(case: TokenCase, num_pages: int, rng: torch.Generator) -> dict[str, 
     if case.extra_rows or any(n != 1 for n in q_lens):
         found["qo_indptr"] = ends
     batch_size, page_size = len(q_lens), case.page_size
-    width = max(1, *(-(-n // page_size) for n in lengths))
-    ids = torch.randperm(num_pages, generator=rng)[: 2 * batch_size * width]
-    ids = ids.view(batch_size, 2, width).int()
-    columns = torch.arange(width)
-    dead = columns >= (torch.tensor(lengths).clamp(min=0) + page_size - 1)[:, None] // page_size
-    table = ids.masked_fill(dead[:, None], -1)
+    width = max(1, 1, *(-(-n // page_size) for n in lengths))
+    counts = torch.tensor([-(-max(n, 0) // page_size) for n in lengths])
+    live = torch.arange(width) < counts[:, None]
+    ids = torch.randperm(num_pages, generator=rng).int()
+    table = torch.full((batch_size, 2, width), -1, dtype=torch.int32)
+    for side in range(2):
+        table[:, side][live] = ids[side * int(counts.sum()) :][: int(counts.sum())]
     if case.page_table == "slots":
         slots = torch.full((case.num_tokens,), -1, dtype=integers)
         for b, (q_len, kv_len) in enumerate(case.pairs):
             for i in range(q_len if kv_len > 0 else 0):
                 position = kv_len - q_len + i
-                page = int(ids[b, 0, position // page_size])
+                page = int(table[b, 0, position // page_size])
                 slots[int(ends[b]) + i] = page * page_size + position % page_size
         slots[1 : len(slots) : 5] = -1
         return found | {"slots": slots}
@@ -293,8 +296,7 @@ def _scale(case: TokenCase, rng: torch.Generator) -> float | Tensor:
 
 def make_cache(case: TokenCase) -> tuple[list[Tensor], Callable[[list[Tensor]], object], int]:
     """Return pools of bytes, what sees a cache in them, and how many pages that has."""
-    longest = max(1, *(kv_len for _, kv_len in case.pairs))
-    num_pages = 2 * len(case.pairs) * -(-longest // case.page_size) + 3
+    num_pages = 3 + sum(2 * -(-max(kv_len, 0) // case.page_size) for _, kv_len in case.pairs)
     if case.kv_dtype == "nvfp4":
         dims = [(d // 2, torch.uint8) for d in (case.head_dim, case.value_dim)]
         blocks = [(d // 16, torch.float8_e4m3fn) for d in (case.head_dim, case.value_dim)]
@@ -322,8 +324,7 @@ def _pair(
 ) -> tuple[list[Tensor], Views]:
     """Two pools of bytes, and K and V in them in the order of the case's ``kv_layout``."""
     heads, size = case.num_kv_heads, case.page_size
-    can_share = k == v
-    memory = case.memory if can_share or case.memory not in ("interleaved", "packed") else "NHD"
+    memory = case.memory if k == v or case.memory not in ("interleaved", "packed") else "NHD"
     shapes = {
         "NHD": (num_pages, size, heads),
         "HND": (num_pages, heads, size),
@@ -372,7 +373,6 @@ def compare(inputs: TokenInputs, other: TokenInputs) -> None:
     case = inputs.case
     want = inputs.to("cpu")
     marked = inputs.to("cpu", fill=0x5A)
-    share(want), share(marked), share(other)
     q_want, q = want.run(), other.run()
     marked.run()
     for found, right, mark in zip(other.pools, want.pools, marked.pools, strict=True):
@@ -393,13 +393,6 @@ def compare(inputs: TokenInputs, other: TokenInputs) -> None:
             assert q.data_ptr() == given.data_ptr()
             dead = [i for i in range(case.num_tokens) if i not in rows]
             assert torch.equal(bits(q[dead].cpu()), bits(q_want[dead]))
-
-
-def share(inputs: TokenInputs) -> None:
-    """Pools that K and V share are one."""
-    if inputs.case.memory in ("interleaved", "packed") and inputs.case.kv_dtype != "nvfp4":
-        inputs.pools[1:] = [inputs.pools[0]]
-        inputs.arguments["kv_cache"] = inputs.rebuild(inputs.pools)
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from jitattn import preprocess_call, preprocess_cuda
 from jitattn.driver import Launch
 from jitattn.spec import PreprocessSpec
 from tests.host_kernel import HostKernel, host_kernel
-from tests.token_cases import TokenCase, compare, make_token_inputs, share
+from tests.token_cases import TokenCase, compare, make_token_inputs
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,6 @@ def test_fused_is_what_the_steps_are(
 def outside(case: TokenCase, monkeypatch: pytest.MonkeyPatch, **others: object) -> list[bool]:
     """Which pools were written by a call with other arguments."""
     inputs = on_the_kernel(make_token_inputs(case).to("cpu"), monkeypatch)
-    share(inputs)
     inputs.arguments |= others
     before = [pool.clone() for pool in inputs.pools]
     inputs.run()
