@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jitattn
-from jitattn import cli, knobs, support
+from jitattn import cli, knobs, support, transfer_config
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other classes are made by jitattn, and their constructors are its own business.
@@ -64,7 +64,14 @@ def support_page() -> str:
 `AttentionPlanner`, `check_config`, `precompile`, the tests and this page read one table,
 `jitattn/support.py`. What it does not list is refused with a `ConfigError` that gives the reason.
 
-{support_table()}"""
+{support_table()}
+{transfer_table()}"""
+
+
+def transfer_table() -> str:
+    """Return what the functions take that move tokens and pages and make tables."""
+    rows = [(f"`{name}`", values) for name, values in transfer_config.ranges().items()]
+    return _table(("around the kernels", "supported values"), rows)
 
 
 def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

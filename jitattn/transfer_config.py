@@ -104,7 +104,7 @@ def ranges() -> dict[str, str]:
     return {
         "gather_kv: cache": ", ".join(GATHERED_DTYPES) + "; any strides, any head_dim",
         "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",
-        "gather_kv: pages": "shared, separate, csr, token; page sizes from 1 to 2**20",
+        "gather_kv: pages": "shared, separate, csr, token; pages of 1 token and up",
         "copy_pages": "any dtype and strides, device and pinned host memory, at most four "
         "dimensions of a page that don't follow each other in memory",
         "build_block_table": "int32 and int64 slots, page sizes from 1 to 2**20",
