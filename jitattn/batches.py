@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,7 +103,7 @@ def batch_info(
         if out is not None:
             _check_out(out, batch)
         if (card := card_of(batch.device)) is None:
-            return _info_by_definition(batch, batch.new_info() if out is None else out)
+            return _info_by_definition(batch, batch.maker()() if out is None else out)
         call = _recent.add(facts, tensors, _Info(batch, card))
     return call(seq_lens, q_lens, pages, out)
 
@@ -120,9 +122,10 @@ class _Batch:
     def device(self) -> torch.device:
         return self.seq_lens.device
 
-    def new_info(self) -> BatchInfo:
-        """Tensors for the result."""
-        return _new_info(
+    def maker(self) -> Callable[[], BatchInfo]:
+        """Return what makes tensors for the result; it keeps none of ours."""
+        return functools.partial(
+            _new_info,
             self.num_tokens,
             self.seq_lens.shape[0],
             self.device,
@@ -234,7 +237,7 @@ class _Info:
         from jitattn.driver import Launch
 
         self._card = card
-        self._new_info = batch.new_info
+        self._new_info = batch.maker()
         self._params = params = BatchInfoParams(num_tokens=batch.num_tokens)
         params.seq_lens = lengths_of(batch.seq_lens)
         params.q_lens = lengths_of(batch.q_lens)

@@ -34,8 +34,8 @@ def copy_pages(src: Pools, dst: Pools, pairs: Tensor) -> None:
 
     For defragmentation and copy on write, and with pinned host memory for offload and reload: the
     kernel reads or writes host memory through the bus itself, from a few multiprocessors, so a
-    stream of its own lets it run beside others. One launch for all pools of one layout, at most 128
-    of them at a time.
+    stream of its own lets it run beside others (who frees a pool before it is done records that
+    stream). One launch for all pools of one layout, at most 128 of them at a time.
 
     Args:
         src: a pool, [num_pages, ...], for example a cache as ``bind`` takes it, of any dtype and

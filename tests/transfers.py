@@ -206,22 +206,34 @@ def check_quantised_gather(name: str, out_dtype: str, scale: str | None, device:
     elif scale == "heads":
         factors = [torch.tensor([0.1, 2.0, 3.3]), torch.tensor([7.0, 0.6, 1.0])]
         scales = [factor.to(device) for factor in factors]
-    k, v, kv_indptr = jitattn.gather_kv(
-        cache,
-        jitattn.BlockTable(table),
-        lens,
-        k_scale=scales[0],
-        v_scale=scales[1],
-        out_dtype=out_dtype,
-    )
-    assert kv_indptr.tolist() == [0, 10, 17]
     slots = [[7, 2, 9], [4, 10]]
-    for got, values, factor in ((k, k_values, factors[0]), (v, v_values, factors[1])):
-        dense = torch.cat(
-            [values[ids].flatten(0, 1)[:n] for ids, n in zip(slots, (10, 7), strict=True)]
+    for kv_layout in ("NHD", "HND"):
+        *gathered, kv_indptr = jitattn.gather_kv(
+            _named(cache, kv_layout),
+            jitattn.BlockTable(table),
+            lens,
+            kv_layout=kv_layout,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            out_dtype=out_dtype,
         )
-        want = dense * factor.to(device).reshape(-1, 1)
-        assert_bits(got, want.to(getattr(torch, out_dtype)))
+        assert kv_indptr.tolist() == [0, 10, 17]
+        for got, values, factor in zip(gathered, (k_values, v_values), factors, strict=True):
+            dense = torch.cat(
+                [values[ids].flatten(0, 1)[:n] for ids, n in zip(slots, (10, 7), strict=True)]
+            )
+            want = dense * factor.to(device).reshape(-1, 1)
+            assert_bits(got, want.to(getattr(torch, out_dtype)))
+
+
+def _named(cache: object, kv_layout: str) -> object:
+    """The same memory, its dimensions named in the other order."""
+    if kv_layout == "NHD":
+        return cache
+    if isinstance(cache, tuple):
+        return tuple(x.transpose(1, 2) for x in cache)
+    parts = (cache.k, cache.v, cache.k_block_scales, cache.v_block_scales)
+    return jitattn.QuantizedKV(*(x.transpose(1, 2) for x in parts))
 
 
 # --- copies of pages ------------------------------------------------------------------------------

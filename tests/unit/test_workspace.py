@@ -9,6 +9,7 @@ import jitattn
 from jitattn.workspace import SLICE_BYTES, Workspace, aligned
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeCuda
+from tests.workspaces import plan_of
 
 CONFIGS = (
     {},
@@ -23,15 +24,6 @@ CONFIGS = (
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake_cuda.install(monkeypatch)
-
-
-def plan_of(planner: jitattn.AttentionPlanner, batch_size: int, max_q_len: int) -> jitattn.Plan:
-    pages = jitattn.BlockTable(torch.zeros((batch_size, 4), dtype=torch.int32))
-    lens = torch.ones(batch_size, dtype=torch.int32)
-    if max_q_len == 1:
-        return planner.plan(pages, lens)
-    indptr = torch.arange(batch_size + 1, dtype=torch.int32)
-    return planner.plan(pages, lens, indptr, max_q_len=max_q_len)
 
 
 @pytest.mark.parametrize("max_q_len", [1, 3, 100])
