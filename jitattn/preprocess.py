@@ -97,11 +97,13 @@ def preprocess_qkv(
 
     Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
     """
+    # fmt: off
     given = Arguments(
-        *(qkv, kv_cache, pages, seq_lens, qo_indptr, slots, positions, position_delta, bias),
-        *(q_norm, k_norm, q_out, q_scale, k_scale, v_scale, rope, norm_eps),
-        *(num_qo_heads, num_kv_heads, head_dim, kv_layout, kv_dtype, zero_tail),
+        qkv, kv_cache, pages, seq_lens, qo_indptr, slots, positions, position_delta, bias,
+        q_norm, k_norm, q_out, q_scale, k_scale, v_scale, rope, norm_eps,
+        num_qo_heads, num_kv_heads, head_dim, kv_layout, kv_dtype, zero_tail,
     )
+    # fmt: on
     first = qkv if isinstance(qkv, Tensor) else qkv[0] if isinstance(qkv, (tuple, list)) else None
     q = _preprocess(given, first)
     assert q is not None
@@ -148,11 +150,13 @@ def append_kv(
 
     Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
     """
+    # fmt: off
     given = Arguments(
-        *((k, v), kv_cache, pages, seq_lens, qo_indptr, slots, None, None, None),
-        *(None, None, None, None, k_scale, v_scale, None, 0.0),
-        *(None, None, None, kv_layout, kv_dtype, zero_tail),
+        (k, v), kv_cache, pages, seq_lens, qo_indptr, slots, None, None, None,
+        None, None, None, None, k_scale, v_scale, None, 0.0,
+        None, None, None, kv_layout, kv_dtype, zero_tail,
     )
+    # fmt: on
     _preprocess(given, k)
 
 
