@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from jitattn.config import PlannerConfig
+from jitattn.config import FP8_DTYPES, HEAD_DIMS, Q_DTYPES, PlannerConfig
 from jitattn.errors import ConfigError
+from jitattn.preprocess_config import PREPROCESS_RANGES, PreprocessConfig
 from jitattn.spec import (
     DecodeSpec,
     DType,
@@ -17,6 +18,7 @@ from jitattn.spec import (
     MergeSpec,
     PageTable,
     PrefillSpec,
+    PreprocessSpec,
     ScheduleSpec,
 )
 from jitattn.tiling import SMEM_LIMIT, max_row_tile, row_tile_for, takes_boxes
@@ -24,9 +26,6 @@ from jitattn.values import Value
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
 
-HEAD_DIMS = (*range(16, 257, 16), 512)
-Q_DTYPES = ("bfloat16", "float16")
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 KV_LAYOUTS = ("NHD", "HND")
 PAGE_TABLES = tuple(table.value for table in PageTable)
@@ -38,6 +37,8 @@ TESTED_ON = {
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
 }
+# Likewise of preprocess_qkv and append_kv.
+PREPROCESS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run")
 
 
 class Support(Value):
@@ -219,6 +220,11 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
     """
     check_arch(arch)
     ranges = {rule.argument: rule.allowed for rule in RULES} | _ANY
+    preprocess = Config(
+        kernel=PreprocessSpec.family,
+        tested_on=PREPROCESS_TESTED_ON[arch],
+        fields=dict(PREPROCESS_RANGES),
+    )
     return [
         Config(
             kernel=family,
@@ -229,7 +235,7 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
             (DecodeSpec.family, "1, and as many as fill a row tile"),
             (PrefillSpec.family, "2 and up"),
         )
-    ]
+    ] + [preprocess]
 
 
 def check_rules(config: PlannerConfig) -> None:
@@ -271,6 +277,17 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         ScheduleSpec(),
         MergeSpec(dtype=out_dtype),
     )
+
+
+def resolve_text(text: str, arch: str) -> tuple[KernelSpec, ...]:
+    """Return the kernels of a configuration as the command line takes it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if text.lstrip().startswith("kernel="):
+        return PreprocessConfig.parse(text).specs(arch)
+    return resolve(PlannerConfig.parse(text), arch)
 
 
 def wide_row_tile(config: PlannerConfig) -> int:
