@@ -24,10 +24,8 @@ from queue import SimpleQueue
 from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
-from jitattn.preprocess_config import PreprocessConfig
 from jitattn.spec import KernelSpec
-from jitattn.support import resolve
-from jitattn.transfer_config import TransferConfig
+from jitattn.support import OtherConfig, parse_config, resolve
 
 _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
@@ -113,7 +111,6 @@ class _Job:
 
 
 _Outcome = Precompiled | Failure
-OtherConfig = PreprocessConfig | TransferConfig
 Config = PlannerConfig | OtherConfig | str | Mapping[str, object]
 
 
@@ -327,10 +324,7 @@ def _config(config: Config) -> PlannerConfig | OtherConfig:
     if isinstance(config, (PlannerConfig, OtherConfig)):
         return config
     if isinstance(config, str):
-        kernel, _, name = config.partition(",")[0].replace(" ", "").partition("=")
-        if kernel != "kernel":
-            return PlannerConfig.parse(config)
-        return (PreprocessConfig if name == "preprocess" else TransferConfig).parse(config)
+        return parse_config(config)
     return PlannerConfig.from_arguments(config)
 
 

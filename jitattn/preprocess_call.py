@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import CacheView, Scale, check_last_stride, check_writable
-from jitattn.config import MAX_KV_LEN, dtype_name
+from jitattn.config import HEAD_DIMS, MAX_KV_LEN, dtype_name
 from jitattn.pages import (
     BlockTable,
     CsrPages,
@@ -29,7 +29,6 @@ from jitattn.pages import (
 from jitattn.quantization import NVFP4_BLOCK, QUANTISED, QuantizedKV
 from jitattn.rotary import Rope
 from jitattn.spec import DType, Pairing
-from jitattn.support import HEAD_DIMS
 
 QkvParts = tuple[Tensor, Tensor, Tensor]
 KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV

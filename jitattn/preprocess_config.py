@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
+from jitattn.config import FP8_DTYPES, HEAD_DIMS, Q_DTYPES
 from jitattn.errors import ConfigError
 from jitattn.spec import DType, Loader, PageTable, Pairing, PreprocessSpec
-from jitattn.support import FP8_DTYPES, HEAD_DIMS, Q_DTYPES, check_arch
+from jitattn.tiling import SMEM_LIMIT
 from jitattn.values import Value
 
 KV_DTYPES = (*Q_DTYPES, *FP8_DTYPES, "int8", "nvfp4")
@@ -21,6 +22,23 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "pairing": tuple(pairing.value for pairing in Pairing),
 }
 _PREFIX = "kernel=preprocess"
+
+
+PREPROCESS_RANGES: Mapping[str, str] = {
+    "head_dim": "multiples of 16 from 16 to 256, and 512",
+    "head_dim_vo": "None (head_dim), multiples of 16 from 16 to 256, and 512; append_kv",
+    "page_size": "1 and up, any integer",
+    "qkv_dtype": ", ".join(Q_DTYPES),
+    "q_out": "qkv_dtype, " + ", ".join(FP8_DTYPES),
+    "kv_dtype": ", ".join(KV_DTYPES),
+    "kv_layout": "NHD, HND; any strides",
+    "pages": ", ".join(_TABLES),
+    "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4: "
+    "multiples of 32), sections of three positions",
+    "bias": "None, or in qkv_dtype",
+    "q_norm, k_norm": "None, float16, bfloat16, float32",
+}
+"""What each argument may be, for the support table."""
 
 
 class PreprocessConfig(Value):
@@ -103,7 +121,8 @@ class PreprocessConfig(Value):
         Raises:
             ConfigError: ``arch`` is unknown.
         """
-        check_arch(arch)
+        if arch not in SMEM_LIMIT:
+            raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
         vector, plain = (
             PreprocessSpec(
                 head_dim=self.head_dim,
@@ -139,24 +158,6 @@ def config_of(spec: PreprocessSpec) -> PreprocessConfig:
         use_bias=spec.use_bias,
         use_norm=spec.use_norm,
     )
-
-
-def ranges() -> Mapping[str, str]:
-    """Return what each argument may be, for the support table."""
-    return {
-        "head_dim": "multiples of 16 from 16 to 256, and 512",
-        "head_dim_vo": "None (head_dim), multiples of 16 from 16 to 256, and 512; append_kv",
-        "page_size": "1 and up, any integer",
-        "qkv_dtype": ", ".join(Q_DTYPES),
-        "q_out": "qkv_dtype, " + ", ".join(FP8_DTYPES),
-        "kv_dtype": ", ".join(KV_DTYPES),
-        "kv_layout": "NHD, HND; any strides",
-        "pages": ", ".join(_TABLES),
-        "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4: "
-        "multiples of 32), sections of three positions",
-        "bias": "None, or in qkv_dtype",
-        "q_norm, k_norm": "None, float16, bfloat16, float32",
-    }
 
 
 def _from_text(kind: str, text: str) -> object:

@@ -22,10 +22,17 @@ from jitattn.build import build
 from jitattn.cuda_backend import arch_of
 from jitattn.driver import Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
-from jitattn.params import FLOAT_CODES, PREPROCESS_ADDRESSES, PREPROCESS_PARAMS, Divisor
+from jitattn.params import (
+    FLOAT_CODES,
+    PREPROCESS_ADDRESSES,
+    PREPROCESS_PARAMS,
+    Divisor,
+    PreprocessParams,
+)
 from jitattn.preprocess_call import Arguments, TokenCall, check, scale_value
 from jitattn.preprocess_config import config_of
-from jitattn.quantization import QuantizedKV
+from jitattn.quantization import QUANTISED, QuantizedKV
+from jitattn.rotary import Rope
 from jitattn.spec import DType, Loader, PageTable, PreprocessSpec
 from jitattn.tiling import preprocess_tile_for
 
@@ -38,12 +45,11 @@ _MAX_LAYOUTS = 64
 _INT32_MAX = 2**31 - 1
 _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
-_NUM_ADDRESSES = len(PREPROCESS_ADDRESSES)
-# Addresses and scales, with which PreprocessParams begins.
-_HEAD = struct.Struct(f"{_NUM_ADDRESSES}P" + 3 * "Pqf4x")
-_TABLE = struct.Struct("2P")  # with which every page table begins
+# Addresses that a launch writes, the first of PreprocessParams: not those of a Rope, which stay.
+_NUM_ADDRESSES = PREPROCESS_ADDRESSES.index("turns")
 _SCALES = ("q_scale", "k_scale", "v_scale")
-_SCALE_FIELDS = [Arguments._fields.index(name) for name in _SCALES]
+_SCALE = struct.Struct("Pqf")
+_TABLE = struct.Struct("2P")  # with which every page table begins
 # Arguments from here on are no tensors.
 _NUM_TENSOR_FIELDS = Arguments._fields.index("rope")
 
@@ -159,34 +165,27 @@ class _Prepared:
     """A launch for tensors that lie alike. Holds none of them."""
 
     def __init__(self, call: TokenCall, names: list[str], tensors: list[Tensor]) -> None:
-        arguments = call.arguments
+        arguments, rope = call.arguments, call.arguments.rope
         self._device, self._index = call.device, call.device.index or 0
         self._num_tokens = call.num_tokens
         self._new_shape = None if call.q is None or arguments.q_out is not None else call.q.shape
         self._dtype = call.k.dtype
-        rope = arguments.rope
-        self._constants = [0, *(0, 0)]
-        self._rope = rope  # which owns what the constants point to
-        if rope is not None:
-            if not rope.is_on(call.device) and torch.cuda.is_current_stream_capturing():
-                raise ValueError(
-                    "rope was not used on this device yet, and a capture can't copy its "
-                    "frequencies: make such a call before it"
-                )
-            axes = rope.axes_on(call.device)
-            self._constants[1] = rope.turns_on(call.device).data_ptr()
-            self._constants[2] = 0 if axes is None else axes.data_ptr()
         layout = None if arguments.pages is None else arguments.pages.layout
         self._params = PREPROCESS_PARAMS[layout]()
-        self._table_at = self._params.__class__.pages.offset if layout else None
-        self._addresses = _sources(call, names, tensors)
-        self._table = [i for i, name in enumerate(names) if name.startswith("pages[")]
-        self._scale_strides = [getattr(call, name).stride for name in _SCALES]
-        self._can_be_aligned = _has_aligned_strides(call)
-        self._cache_mask = _cache_vector_bytes(call.kv_dtype) - 1
+        self._rope = rope  # owns what the parameters point to
+        if rope is not None:
+            _write_rope(self._params.op, rope, call.device)
         _write_call(self._params.op, call)
         if arguments.pages is not None:
             _write_pages(self._params.pages, arguments.pages)
+        self._table_at = self._params.__class__.pages.offset if layout else 0
+        self._table = [i for i, name in enumerate(names) if name.startswith("pages[")]
+        sources = _sources(call, names, tensors)
+        # Zeros where there is no tensor.
+        self._pack = struct.Struct("".join("8x" if at is None else "P" for at in sources)).pack_into
+        self._addresses = [at for at in sources if at is not None]
+        self._scales = _scales_of(call, names)
+        self._can_be_aligned, self._aligned = _alignment(call, sources)
         # Both loaders' kernels, of which the addresses choose.
         self._specs = {
             True: spec_of(call, layout, Loader.VECTOR),
@@ -196,33 +195,25 @@ class _Prepared:
 
     def run(self, arguments: Arguments, tensors: list[Tensor]) -> Tensor | None:
         """Launch for other tensors, on the current stream of their device."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
         out = arguments.q_out
         if self._new_shape is not None:
             out = torch.empty(self._new_shape, dtype=self._dtype, device=self._device)
+            pointers.append(out.data_ptr())
         if self._num_tokens == 0:
             return out
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        pointers += self._constants
-        pointers.append(0 if out is None else out.data_ptr())
-        a = [pointers[i] + offset for i, offset in self._addresses]
-        q, k, v = (_value(arguments, i) for i in _SCALE_FIELDS)
-        q_stride, k_stride, v_stride = self._scale_strides
-        *heads, q_at, k_at, v_at = a
-        _HEAD.pack_into(
-            self._params,
-            0,
-            *heads,
-            *(q_at, q_stride, q, k_at, k_stride, k, v_at, v_stride, v),
-        )
-        if self._table_at is not None:
+        params = self._params
+        self._pack(params, 0, *[pointers[i] + offset for i, offset in self._addresses])
+        for at, name, index, stride in self._scales:
+            address = 0 if index is None else pointers[index]
+            _SCALE.pack_into(params, at, address, stride, _number(name, getattr(arguments, name)))
+        if self._table:
             table = [pointers[i] for i in self._table]
-            _TABLE.pack_into(self._params, self._table_at, table[0], table[1] if table[1:] else 0)
-        is_aligned = (
-            self._can_be_aligned
-            # Q, K, V, q_out and biases.
-            and not (a[0] | a[1] | a[2] | a[3] | a[13] | a[14] | a[15]) & 15
-            and not (a[4] | a[5]) & self._cache_mask
-        )
+            _TABLE.pack_into(params, self._table_at, table[0], table[1] if table[1:] else 0)
+        is_aligned = self._can_be_aligned
+        for i, mask in self._aligned:
+            if pointers[i] & mask:
+                is_aligned = False
         self._launch(self._launches.get(is_aligned) or self._new_launch(is_aligned))
         return out
 
@@ -261,11 +252,9 @@ def items_per_token(num_rows: int, num_tokens: int, groups: int, num_sms: int) -
     return num_items
 
 
-def _value(arguments: Arguments, field: int) -> float:
-    value: Any = arguments[field]
-    if value is None or isinstance(value, Tensor):
-        return 1.0
-    return scale_value(Arguments._fields[field], value)
+def _number(name: str, scale: float | Tensor | None) -> float:
+    """Return a scale that is a number; 1 in place of others."""
+    return 1.0 if scale is None or isinstance(scale, Tensor) else scale_value(name, scale)
 
 
 def _kernel(spec: PreprocessSpec, index: int) -> LoadedKernel:
@@ -310,45 +299,76 @@ def _dtype_of(dtype: torch.dtype) -> DType:
     return DType(str(dtype).removeprefix("torch."))
 
 
-def _sources(call: TokenCall, names: list[str], tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Return for each address, the scales' last, which pointer of ``run`` it is, and plus what."""
-    arguments = call.arguments
-    nothing, turns, axes, out = range(len(names), len(names) + 4)
+Source = tuple[int, int]
+"""Which of the pointers of ``run``, and how many bytes behind it."""
 
-    def place(name: str, view: Tensor | None, number: int = 0) -> tuple[int, int]:
-        """Find a view in the argument ``name`` or in its tensor ``number``."""
+
+def _sources(call: TokenCall, names: list[str], tensors: list[Tensor]) -> list[Source | None]:
+    """Return where each address comes from, in the order of ``PREPROCESS_ADDRESSES``."""
+
+    def place(name: str, view: Tensor | None, number: int = 0) -> Source | None:
+        """Find a view in the argument ``name``, or in its tensor ``number``."""
         if view is None:
-            return nothing, 0
+            return None
         index = names.index(name if name in names else f"{name}[{number}]")
         return index, view.data_ptr() - tensors[index].data_ptr()
 
-    def own(name: str) -> tuple[int, int]:
-        return (names.index(name), 0) if name in names else (nothing, 0)
+    def own(name: str) -> Source | None:
+        return (names.index(name), 0) if name in names else None
 
     first = 0 if call.q is None else 1  # K's number in (q, k, v) or (k, v)
-    biases = call.biases or (None, None, None)
     blocks = [None if view is None else view.tensor for view in (call.k_blocks, call.v_blocks)]
-    has_rope = arguments.rope is not None
-    q_out = own("q_out") if arguments.q_out is not None else (out, 0)
+    new_q = None if call.q is None else (len(names), 0)
     places = [
         place("qkv", call.q),
         place("qkv", call.k, first),
         place("qkv", call.v, first + 1),
-        (nothing, 0) if call.q is None else q_out,
+        own("q_out") or new_q,
         place("kv_cache", call.k_cache.tensor, 0),
         place("kv_cache", call.v_cache.tensor, 1),
         place("kv_cache", blocks[0], 2),
         place("kv_cache", blocks[1], 3),
         *(own(name) for name in PREPROCESS_ADDRESSES[8:13]),
-        *(place("bias", bias, i) for i, bias in enumerate(biases)),
+        *(place("bias", bias, i) for i, bias in enumerate(call.biases or (None, None, None))),
         own("q_norm"),
         own("k_norm"),
-        (turns if has_rope else nothing, 0),
-        (axes if has_rope else nothing, 0),
-        *(own(name) for name in _SCALES),
     ]
-    assert len(places) == _NUM_ADDRESSES + len(_SCALES)
+    assert len(places) == _NUM_ADDRESSES
     return places
+
+
+def _scales_of(call: TokenCall, names: list[str]) -> list[tuple[int, str, int | None, int]]:
+    """Return of each scale that counts: its offset, its name, its pointer if any, its stride."""
+    counts = dict.fromkeys(_SCALES, call.kv_dtype.value in QUANTISED)
+    counts["q_scale"] = call.q is not None and call.out_dtype is not call.k.dtype
+    return [
+        (
+            getattr(PreprocessParams, name).offset,
+            name,
+            names.index(name) if name in names else None,
+            getattr(call, name).stride,
+        )
+        for name in _SCALES
+        if counts[name]
+    ]
+
+
+def _alignment(call: TokenCall, sources: list[Source | None]) -> tuple[bool, list[tuple[int, int]]]:
+    """Return whether rows can begin at multiples of their vectors, and which pointers then do.
+
+    Each as its number and the bits that are to be 0.
+    """
+    vector = _cache_vector_bytes(call.kv_dtype)
+    masks = dict.fromkeys(("q", "k", "v", "q_out", "q_bias", "k_bias", "v_bias"), 15)
+    masks |= {"k_cache": vector - 1, "v_cache": vector - 1}
+    found: dict[int, int] = {}
+    is_possible = _has_aligned_strides(call)
+    for name, source in zip(PREPROCESS_ADDRESSES, sources, strict=False):
+        if source is not None and name in masks:
+            index, offset = source
+            is_possible = is_possible and not offset & masks[name]
+            found[index] = found.get(index, 0) | masks[name]
+    return is_possible, list(found.items())
 
 
 def _cache_vector_bytes(kv_dtype: DType) -> int:
@@ -380,8 +400,21 @@ def _row_strides(tensor: Tensor) -> list[int]:
     return [s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True)]
 
 
+def _write_rope(op: ctypes.Structure, rope: Rope, device: torch.device) -> None:
+    if not rope.is_on(device) and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "rope was not used on this device yet, and a capture can't copy its frequencies: make "
+            "such a call before it"
+        )
+    axes = rope.axes_on(device)
+    op.turns = rope.turns_on(device).data_ptr()
+    op.axes = None if axes is None else axes.data_ptr()
+    op.rotary_dim = rope.rotary_dim
+    op.attention_factor = rope.attention_factor
+
+
 def _write_call(op: ctypes.Structure, call: TokenCall) -> None:
-    arguments, rope = call.arguments, call.arguments.rope
+    arguments = call.arguments
     op.num_tokens = call.num_tokens
     op.num_qo_heads = 0 if call.q is None else call.q.shape[1]
     op.num_kv_heads = call.num_kv_heads
@@ -391,8 +424,8 @@ def _write_call(op: ctypes.Structure, call: TokenCall) -> None:
     op.batch_size = _batch_size(arguments)
     op.zero_tail = arguments.zero_tail
     op.norm_eps = arguments.norm_eps
-    op.rotary_dim = 0 if rope is None else rope.rotary_dim
-    op.attention_factor = 1.0 if rope is None else rope.attention_factor
+    for name in _SCALES:
+        getattr(op, name).value = 1.0  # where it doesn't count
     _write_strides(op, call)
     for name in ("q_norm", "k_norm"):
         weights = getattr(arguments, name)

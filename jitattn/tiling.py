@@ -147,6 +147,7 @@ class PreprocessTile(NamedTuple):
     """The shape of a CTA that puts Q, K and V where attention reads them."""
 
     lanes: int  # threads of a row, which have 16 elements each
+    ctas_per_sm: int  # at least: what bounds registers
     num_threads: int = 128
     smem_bytes: int = 0
 
@@ -217,7 +218,11 @@ def preprocess_tile_for(spec: PreprocessSpec) -> PreprocessTile:
     """Return the tile of a kernel that takes tokens in, the same on every architecture."""
     num_units = max(spec.head_dim, spec.head_dim_vo) // 16
     # A power of two, so that the threads of a row are in one warp and sum in a few exchanges.
-    return PreprocessTile(lanes=1 << (num_units - 1).bit_length())
+    return PreprocessTile(
+        lanes=1 << (num_units - 1).bit_length(),
+        # Elements that are found one by one take registers for their places.
+        ctas_per_sm=4 if spec.loader is Loader.VECTOR else 2,
+    )
 
 
 def attention_tile_for(spec: AttentionSpec, arch: str) -> AttentionTile:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from jitattn.config import FP8_DTYPES, Q_DTYPES
 from jitattn.errors import ConfigError
 from jitattn.spec import BatchInfoSpec, BlockTableSpec, CopyPagesSpec, DType, GatherSpec
 from jitattn.spec import TransferSpec as Spec
-from jitattn.support import FP8_DTYPES, OUT_DTYPES, Q_DTYPES, check_arch
+from jitattn.tiling import SMEM_LIMIT
 from jitattn.values import Value
 
+OUT_DTYPES = (*Q_DTYPES, "float32")
 GATHERED_DTYPES = (*Q_DTYPES, *FP8_DTYPES, "int8", "nvfp4")
 _SPECS: dict[str, type[CopyPagesSpec] | type[BlockTableSpec] | type[BatchInfoSpec]] = {
     spec.family: spec for spec in (CopyPagesSpec, BlockTableSpec, BatchInfoSpec)
 }
 KERNELS = (GatherSpec.family, *_SPECS)
 _FIELDS = ("kernel", "kv_dtype", "out_dtype")
+
+TRANSFER_RANGES: Mapping[str, str] = {
+    "gather_kv: cache": ", ".join(GATHERED_DTYPES) + "; any strides, any head_dim",
+    "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",
+    "gather_kv: pages": "shared, separate, csr, token; pages of 1 token and up",
+    "copy_pages": "any dtype and strides, device and pinned host memory, at most four "
+    "dimensions of a page that don't follow each other in memory",
+    "build_block_table": "int32 and int64 slots, page sizes from 1 to 2**20",
+    "convert_pages": "shared, csr and token to any but ragged; separate to itself",
+    "batch_info": "int32 and int64 lengths; slots of shared, csr and token tables",
+}
+"""What the functions take, for the support table."""
 
 
 class TransferConfig(Value):
@@ -70,7 +86,8 @@ class TransferConfig(Value):
         Raises:
             ConfigError: ``arch`` is unknown, or there is none.
         """
-        check_arch(arch)
+        if arch not in SMEM_LIMIT:
+            raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
         if self.kernel != GatherSpec.family:
             return (_SPECS[self.kernel](),)
         if reasons := self.reasons():
@@ -97,17 +114,3 @@ def every_config() -> list[TransferConfig]:
         *(config for config in gathers if not config.reasons()),
         *(TransferConfig(kernel=kernel) for kernel in _SPECS),
     ]
-
-
-def ranges() -> dict[str, str]:
-    """Return what the functions take, for the support table."""
-    return {
-        "gather_kv: cache": ", ".join(GATHERED_DTYPES) + "; any strides, any head_dim",
-        "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",
-        "gather_kv: pages": "shared, separate, csr, token; pages of 1 token and up",
-        "copy_pages": "any dtype and strides, device and pinned host memory, at most four "
-        "dimensions of a page that don't follow each other in memory",
-        "build_block_table": "int32 and int64 slots, page sizes from 1 to 2**20",
-        "convert_pages": "shared, csr and token to any but ragged; separate to itself",
-        "batch_info": "int32 and int64 lengths; slots of shared, csr and token tables",
-    }

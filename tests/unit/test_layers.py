@@ -53,7 +53,7 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 SAME_LAYER = (
     ("spec", "config", "params"),
     ("locks", "cache"),
-    ("tiling", "support", "preprocess_config", "transfer_config"),
+    ("tiling", "preprocess_config", "transfer_config", "support"),
     ("sources", "render"),
     (
         "build",
