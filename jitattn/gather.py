@@ -423,6 +423,7 @@ class _Gather:
         self._params.seq_lens = lengths_of(batch.seq_lens)
         self._sides = (self._params.k, self._params.v)
         self._pages, self._seq_lens = self._params.pages, self._params.seq_lens
+        self._k_scale, self._v_scale = self._params.k.scale, self._params.v.scale
         sources = ((batch.k, batch.k_scale), (batch.v, batch.v_scale))
         for side, (view, scale) in zip(self._sides, sources, strict=True):
             side.page_stride, side.token_stride, side.head_stride = view.strides
@@ -448,9 +449,11 @@ class _Gather:
         k_side.cache, k_side.out, v_side.cache, v_side.out = k_at, k_out, v_at, v_out
         if k_blocks:
             k_side.block_scales, v_side.block_scales = k_blocks, v_blocks
-        for side, scale in zip(self._sides, arguments.scales, strict=True):
-            if isinstance(scale, Tensor):
-                side.scale.values = scale.data_ptr()
+        k_scale, v_scale = arguments.scales
+        if isinstance(k_scale, Tensor):
+            self._k_scale.values = k_scale.data_ptr()
+        if isinstance(v_scale, Tensor):
+            self._v_scale.values = v_scale.data_ptr()
         point_at(self._pages, arguments.pages)  # type: ignore[arg-type]
         self._seq_lens.values = arguments.seq_lens.data_ptr()
         self._params.kv_indptr = kv_indptr.data_ptr()
