@@ -353,7 +353,7 @@ def check_copy(
     single = len(sources) == 1
     jitattn.copy_pages(sources[0] if single else sources, targets[0] if single else targets, pairs)
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     for target, want in zip(targets, wanted, strict=True):
         assert torch.equal(memory_of(target).cpu(), memory_of(want))
     for source, bytes_before in zip(sources, before, strict=True):
