@@ -164,7 +164,7 @@ def check(arguments: Arguments) -> TokenCall:
     _check_norms(arguments, call)
     _check_output(arguments, call)
     if device.type == "cpu":
-        _check_values(call)
+        check_values(call)
     return call
 
 
@@ -629,21 +629,12 @@ def _span(tensor: Tensor) -> int:
 # --- values, where they can be looked at ----------------------------------------------------------
 
 
-def _check_values(call: TokenCall) -> None:
-    """Refuse on the CPU what a kernel would skip."""
-    arguments, limit = call.arguments, call.max_kv_len
-    ends = None if arguments.qo_indptr is None else arguments.qo_indptr.tolist()
-    if ends is not None and ends[-1] > call.num_tokens:
-        raise ValueError(f"qo_indptr[-1] is {ends[-1]}: there are {call.num_tokens} tokens")
-    lengths = [] if arguments.seq_lens is None else arguments.seq_lens.tolist()
-    for b, length in enumerate(lengths):
-        q_len = 1 if ends is None else ends[b + 1] - ends[b]
-        if length > limit:
-            raise ValueError(f"seq_lens[{b}] is {length}: its pages hold {limit} tokens")
-        if 0 < length < q_len:
-            raise ValueError(f"seq_lens[{b}] is {length}: the request has {q_len} new tokens")
-    num_slots = call.k_cache.tensor.shape[0] * call.page_size
+def check_values(call: TokenCall) -> None:
+    """Raise ValueError for what a kernel would skip; everything that is looked at is on the CPU."""
+    arguments = call.arguments
+    _check_length_values(call)
     if arguments.slots is not None:
+        num_slots = call.k_cache.tensor.shape[0] * call.page_size
         for i, slot in enumerate(arguments.slots.tolist()):
             if slot >= num_slots:
                 raise ValueError(f"slots[{i}] is {slot}: the cache ends at {num_slots}")
@@ -654,3 +645,20 @@ def _check_values(call: TokenCall) -> None:
             raise ValueError(
                 f"positions reach {highest}: rope has max_position={rope.max_position}"
             )
+
+
+def _check_length_values(call: TokenCall) -> None:
+    arguments, pages = call.arguments, call.arguments.pages
+    ends = None if arguments.qo_indptr is None else arguments.qo_indptr.tolist()
+    if ends is not None and ends[-1] > call.num_tokens:
+        raise ValueError(f"qo_indptr[-1] is {ends[-1]}: there are {call.num_tokens} tokens")
+    lengths = [] if arguments.seq_lens is None else arguments.seq_lens.tolist()
+    for b, length in enumerate(lengths):
+        q_len = 1 if ends is None else ends[b + 1] - ends[b]
+        limit = call.max_kv_len
+        if isinstance(pages, CsrPages):
+            limit = int(pages.kv_indptr[b + 1] - pages.kv_indptr[b]) * call.page_size
+        if length > limit:
+            raise ValueError(f"seq_lens[{b}] is {length}: its pages hold {limit} tokens")
+        if 0 < length < q_len:
+            raise ValueError(f"seq_lens[{b}] is {length}: the request has {q_len} new tokens")

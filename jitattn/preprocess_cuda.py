@@ -11,6 +11,7 @@ import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from jitattn.params import (
     Divisor,
     PreprocessParams,
 )
-from jitattn.preprocess_call import Arguments, TokenCall, check, scale_value
+from jitattn.preprocess_call import Arguments, TokenCall, check, check_values, scale_value
 from jitattn.preprocess_config import config_of
+from jitattn.preprocess_reference import places_of
 from jitattn.quantization import QUANTISED, QuantizedKV
 from jitattn.rotary import Rope
 from jitattn.spec import DType, Loader, PageTable, PreprocessSpec
@@ -192,9 +194,12 @@ class _Prepared:
             False: spec_of(call, layout, Loader.PLAIN),
         }
         self._launches: dict[bool, Launch] = {}
+        self._verifies = knobs.load().check
 
     def run(self, arguments: Arguments, tensors: list[Tensor]) -> Tensor | None:
         """Launch for other tensors, on the current stream of their device."""
+        if self._verifies and not torch.cuda.is_current_stream_capturing():
+            verify(arguments)
         pointers = [tensor.data_ptr() for tensor in tensors]
         out = arguments.q_out
         if self._new_shape is not None:
@@ -237,6 +242,28 @@ class _Prepared:
         grid = -(-self._num_tokens * num_items // tile.groups)
         launch = self._launches[is_aligned] = Launch(kernel, self._params, grid, tile.num_threads)
         return launch
+
+
+def verify(arguments: Arguments) -> None:
+    """Wait for the device and raise ValueError for what a kernel would skip: JITATTN_CHECK."""
+    names = ("seq_lens", "qo_indptr", "slots", "positions")
+    given = {name: getattr(arguments, name) for name in names}
+    copies: dict[str, Any] = {
+        name: None if value is None else value.cpu() for name, value in given.items()
+    }
+    call = check(arguments)
+    try:
+        pages = arguments.pages
+        if isinstance(pages, BlockTable | TokenTable):
+            rows = None if pages.rows is None else pages.rows.cpu()
+            pages = type(pages)(pages.tensors[0].cpu(), rows=rows)
+        elif isinstance(pages, CsrPages):
+            pages = CsrPages(pages.kv_indptr.cpu(), pages.kv_indices.cpu())
+        call = replace(call, arguments=arguments._replace(pages=pages, **copies))
+        check_values(call)
+        places_of(call)
+    except ValueError as error:
+        raise ValueError(f"JITATTN_CHECK: {error}") from None
 
 
 def items_per_token(num_rows: int, num_tokens: int, groups: int, num_sms: int) -> int:

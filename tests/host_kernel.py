@@ -49,10 +49,6 @@ inline float __int_as_float(int32_t bits) { return bits_of<float>(bits); }
 inline int __float2int_rn(float value) { return static_cast<int>(std::lrint(value)); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-inline void sincospif(float x, float* sine, float* cosine) {
-  *sine = static_cast<float>(std::sin(M_PI * double(x)));
-  *cosine = static_cast<float>(std::cos(M_PI * double(x)));
-}
 template <typename T> T min(T a, T b) { return b < a ? b : a; }
 // The lanes of a row, and what they exchange.
 struct Exchange {
@@ -77,10 +73,24 @@ constexpr int32_t kInt32Max = 0x7fffffff;
 """
 _PTX = """
 #pragma once
+#include "jitattn/types.cuh"
 namespace jitattn {
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
+// The hardware's are within 2**-20 of these.
+inline float sin_approx(float x) { return std::sin(x); }
+inline float cos_approx(float x) { return std::cos(x); }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? b : a; }
+inline float saturate(float value, float largest) {
+  return value != value ? value : std::fmin(std::fmax(value, -largest), largest);
+}
+inline uint32_t cvt_f16x2(float low, float high) {
+  return Half::pack(saturate(low, 65504.f), saturate(high, 65504.f));
+}
+inline uint32_t cvt_bf16x2(float low, float high) {
+  const float largest = __uint_as_float(0x7f7f0000u);
+  return BFloat16::pack(saturate(low, largest), saturate(high, largest));
+}
 uint32_t cvt_e4m3x2(float low, float high);
 uint32_t cvt_e5m2x2(float low, float high);
 }  // namespace jitattn

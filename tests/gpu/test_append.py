@@ -116,6 +116,23 @@ def test_c24_c25_bytes(kv_dtype: str, dtype: str) -> None:
             assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
 
 
+def test_16_bits_saturate() -> None:
+    values = torch.zeros(1, 2, 128)
+    values[0, 0, :9] = torch.tensor([3e38, -3e38, 65504, 65519, 65520, 1e5, math.inf, 1, 1e-9])
+    values[0, 1, :3] = torch.tensor([math.nan, -math.inf, 2**-24])
+    tokens = values.bfloat16()
+    cache = torch.zeros(1, 2, 16, 2, 128, dtype=torch.float16, device=DEVICE)
+    jitattn.append_kv(
+        *(tokens.to(DEVICE), tokens.to(DEVICE), cache),
+        pages=jitattn.BlockTable(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)),
+        seq_lens=torch.tensor([1], device=DEVICE),
+    )
+    want = jitattn.quantize_kv(tokens[0], "float16")
+    assert isinstance(want, torch.Tensor)
+    for side in range(2):
+        torch.testing.assert_close(cache[0, side, 0].cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_bytes_are_of_the_type_that_is_named() -> None:
     case = replace(APPENDS["append float8_e5m2"], scales="heads")
     inputs = make_token_inputs(case)

@@ -207,6 +207,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offsets": ({"qo_indptr": torch.tensor([0, 4]).int()}, "qo_indptr has 2 entries: expected 3"),
     "a token each": ({"qo_indptr": None}, "seq_lens has 2 requests and qkv 4 tokens"),
     "too long": ({"seq_lens": torch.tensor([33, 5])}, r"seq_lens\[0\] is 33: its pages hold 32"),
+    "too long for its pages": (
+        {"pages": jitattn.CsrPages(torch.tensor([0, 1, 4]).int(), torch.arange(4).int())},
+        r"seq_lens\[0\] is 17: its pages hold 16",
+    ),
     "too short": ({"seq_lens": torch.tensor([2, 5])}, r"seq_lens\[0\] is 2: .* 3 new tokens"),
     "past the end": ({"qo_indptr": torch.tensor([0, 3, 5]).int()}, r"qo_indptr\[-1\] is 5"),
     "a page beyond": (

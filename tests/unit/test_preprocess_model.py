@@ -56,7 +56,7 @@ def launched(
     monkeypatch.setattr(preprocess_cuda, "_kernel", kernel)
     monkeypatch.setattr(preprocess_cuda, "device_facts", lambda index: SimpleNamespace(num_sms=1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(preprocess_call, "_check_values", lambda call: None)
+    monkeypatch.setattr(preprocess_call, "check_values", lambda call: None)
     preprocess_cuda._memory.families.clear()
     yield specs
     preprocess_cuda._memory.families.clear()
@@ -212,3 +212,17 @@ def test_arguments_that_change_from_call_to_call(
         k = memory[begin : begin + case.num_tokens * 256].view(-1, 2, 128)
         assert outside(case, monkeypatch, k=k) == [True, True]
         assert launched[-1].loader == loader
+
+
+def test_jitattn_check_names_what_would_be_skipped(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(BASE, pairs=((1, 20),), extra_rows=0, rotary="none")
+    pages = jitattn.BlockTable(torch.tensor([[0, 10**6]], dtype=torch.int32))
+    assert outside(case, monkeypatch, pages=pages) == [False, False]
+    preprocess_cuda._memory.families.clear()
+    monkeypatch.setenv("JITATTN_CHECK", "1")
+    with pytest.raises(ValueError, match="JITATTN_CHECK: pages lists page 1000000 for K"):
+        outside(case, monkeypatch, pages=pages)
+    slots = {"pages": None, "slots": torch.tensor([-1])}
+    assert outside(case, monkeypatch, **slots) == [False, False]

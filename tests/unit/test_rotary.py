@@ -288,8 +288,8 @@ def cos_sin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, Tenso
         pytest.skip("needs a C++ compiler, to compute angles on the CPU")
     folder: Path = tmp_path_factory.mktemp("rotary")
     (folder / "jitattn").mkdir()
-    prelude = "#define JITATTN_LANES 1\n" + HOST_HEADERS["prelude"]
-    (folder / "jitattn/prelude.cuh").write_text(prelude)
+    for name, text in HOST_HEADERS.items():
+        (folder / f"jitattn/{name}.cuh").write_text("#define JITATTN_LANES 1\n" + text)
     header = (TEMPLATES / "include/jitattn/rotary.cuh").read_text()
     (folder / "jitattn/rotary.cuh").write_text(header)
     source = folder / "rotary.cpp"
@@ -320,7 +320,7 @@ def test_angles_against_float64(cos_sin: Callable[[Tensor, Tensor], Tensor], bas
     angles = positions.double() * inv_freq.double()
     want = torch.stack((angles.cos(), angles.sin()), dim=1)
     error = (cos_sin(positions, inv_freq).double() - want).abs().max()
-    assert error < 3e-7
+    assert error < 3e-7  # and 2**-20 in the hardware
     products = positions.float() * inv_freq
     assert (products.cos().double() - want[:, 0]).abs().max() > 1e-3
 

@@ -68,19 +68,13 @@ __device__ __forceinline__ uint32_t to_e2m1(float value) {
   return value == value ? magnitude | sign : 0;
 }
 
-__device__ __forceinline__ float saturate(float value, float largest) {
-  const float clamped = fminf(fmaxf(value, -largest), largest);
-  return value == value ? clamped : value;
-}
-
 // Two numbers as neighbours: a word of 16-bit types, the low half of one of 8-bit types.
 template <typename Type>
 __device__ __forceinline__ uint32_t pack_saturated(float low, float high) {
   if constexpr (kIsSame<Type, Half>) {
-    return Half::pack(saturate(low, 65504.f), saturate(high, 65504.f));
+    return cvt_f16x2(low, high);
   } else if constexpr (kIsSame<Type, BFloat16>) {
-    const float largest = __uint_as_float(0x7f7f0000u);
-    return BFloat16::pack(saturate(low, largest), saturate(high, largest));
+    return cvt_bf16x2(low, high);
   } else if constexpr (kIsSame<Type, Float8E4M3>) {
     if constexpr (kArch >= 890) return cvt_e4m3x2(low, high);
     return to_e4m3(low) | to_e4m3(high) << 8;
