@@ -23,10 +23,14 @@ from jitattn.params import BatchInfoParams
 from jitattn.prepared import (
     PagedTable,
     Recent,
+    asks_for_checks,
     card_of,
+    checking,
+    is_capturing,
     launch_on,
     lengths_of,
     load,
+    on_cpu,
     page_list_of,
     point_at,
     tile_of,
@@ -238,6 +242,8 @@ class _Info:
 
         self._card = card
         self._new_info = batch.maker()
+        self._checks = asks_for_checks()
+        self._sizes = batch.num_tokens, batch.page_size
         self._params = params = BatchInfoParams(num_tokens=batch.num_tokens)
         params.seq_lens = lengths_of(batch.seq_lens)
         params.q_lens = lengths_of(batch.q_lens)
@@ -252,6 +258,8 @@ class _Info:
     ) -> BatchInfo:
         """Launch for these, which lie like those it was made with."""
         params = self._params
+        if self._checks and not is_capturing(seq_lens.device):
+            self._verify(seq_lens, q_lens, pages)
         info = self._new_info() if out is None else out
         params.seq_lens.values, params.q_lens.values = seq_lens.data_ptr(), q_lens.data_ptr()
         if pages is not None:
@@ -262,6 +270,14 @@ class _Info:
         params.requests, params.positions = info.requests.data_ptr(), info.positions.data_ptr()
         launch_on(self._card, self._launch)
         return info
+
+    def _verify(self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None) -> None:
+        """Refuse what would be -1 or left out."""
+        num_tokens, page_size = self._sizes
+        with checking():
+            table = None if pages is None else on_cpu(pages)  # type: ignore[arg-type]
+            batch = _Batch(seq_lens.cpu(), q_lens.cpu(), num_tokens, table, page_size)
+            _info_by_definition(batch, batch.maker()())
 
 
 _recent: Recent[_Info] = Recent()

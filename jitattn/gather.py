@@ -22,11 +22,14 @@ from jitattn.params import Divisor, GatherParams
 from jitattn.prepared import (
     PagedTable,
     Recent,
+    asks_for_checks,
     card_of,
+    checking,
     is_capturing,
     launch_on,
     lengths_of,
     load,
+    on_cpu,
     page_list_of,
     point_at,
     tile_of,
@@ -373,13 +376,7 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
     """The values of a request's K (``which`` 0) or V (1)."""
     view, scale = ((batch.k, batch.k_scale), (batch.v, batch.v_scale))[which]
     size = batch.page_size
-    slots = slots_of(batch.pages, request, kv_len, size, which=which)
-    wrong = slots[(slots < 0) | (slots >= view.tensor.shape[0] * size)]
-    if wrong.numel():
-        raise ValueError(
-            f"request {request} has a token at slot {int(wrong[0])} of {'KV'[which]}: the cache "
-            f"has {view.tensor.shape[0]} pages of {size} tokens"
-        )
+    slots = _slots_in(view.tensor.shape[0], batch.pages, request, kv_len, size, which)
     tokens = view.tensor[slots // size, slots % size]
     if batch.copies_bits:
         return tokens
@@ -392,6 +389,20 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
         else batch.block_scales[which].tensor[slots // size, slots % size],
     )
     return values.to(getattr(torch, batch.out_dtype))
+
+
+def _slots_in(
+    num_pages: int, pages: PagedTable, request: int, kv_len: int, page_size: int, which: int
+) -> Tensor:
+    """The slots of a request in K (``which`` 0) or V (1), which has so many pages."""
+    slots = slots_of(pages, request, kv_len, page_size, which=which)
+    wrong = slots[(slots < 0) | (slots >= num_pages * page_size)]
+    if wrong.numel():
+        raise ValueError(
+            f"request {request} has a token at slot {int(wrong[0])} of {'KV'[which]}: the cache "
+            f"has {num_pages} pages of {page_size} tokens"
+        )
+    return slots
 
 
 # --- on the device
@@ -432,12 +443,17 @@ class _Gather:
             side.scale.stride = 0 if scale is None else scale.stride
         for side, view in zip(self._sides, batch.block_scales or (), strict=False):
             side.block_page_stride, side.block_token_stride, side.block_head_stride = view.strides
+        self._checks = asks_for_checks()
+        self._page_size = batch.page_size
+        self._num_pages = batch.k.tensor.shape[0], batch.v.tensor.shape[0]
         self._num_rows = -1
         self._launch: Launch
         self._set_rows(0, is_aligned=False)
 
     def __call__(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
         """Launch for these, which lie like those it was made with."""
+        if self._checks and not is_capturing(self._device):
+            self._verify(arguments)
         out = arguments.out
         k, v, kv_indptr = out if out is not None and len(out) == 3 else self._outs(arguments)
         k_at, v_at, k_blocks, v_blocks = self._sources(arguments.kv)
@@ -459,6 +475,20 @@ class _Gather:
         self._params.kv_indptr = kv_indptr.data_ptr()
         launch_on(self._card, self._launch)
         return k, v, kv_indptr
+
+    def _verify(self, arguments: _Arguments) -> None:
+        """Refuse what would be NaN or left out."""
+        with checking():
+            pages = on_cpu(arguments.pages)  # type: ignore[arg-type]
+            lens = arguments.seq_lens.cpu().clamp(min=0).tolist()
+            for request, kv_len in enumerate(lens):
+                for which, num_pages in enumerate(self._num_pages):
+                    _slots_in(num_pages, pages, request, kv_len, self._page_size, which)
+            if arguments.out is not None and sum(lens) > arguments.out[0].shape[0]:
+                raise ValueError(
+                    f"out has {arguments.out[0].shape[0]} rows: seq_lens have {sum(lens)} tokens "
+                    "together"
+                )
 
     def _sources(self, kv: BoundCache | KVCache) -> tuple[int, int, int, int]:
         """The addresses of K and V, and of the scales of their blocks or 0."""

@@ -13,7 +13,16 @@ from torch import Tensor
 from jitattn.binding import check_writable
 from jitattn.pages import check_device, check_tensor
 from jitattn.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
-from jitattn.prepared import Recent, card_of, is_capturing, launch_on, load, tile_of
+from jitattn.prepared import (
+    Recent,
+    asks_for_checks,
+    card_of,
+    checking,
+    is_capturing,
+    launch_on,
+    load,
+    tile_of,
+)
 from jitattn.spec import CopyPagesSpec
 from jitattn.tiling import CopyPagesTile
 
@@ -239,6 +248,7 @@ class _Copy:
         self._device, self._card = device, card
         self._kernel = load(CopyPagesSpec(), card)
         self._pairs_are_here = pairs.device == device
+        self._checks = asks_for_checks()
         self._on_host = [
             (name, i)
             for name, pools in (("src", sources), ("dst", targets))
@@ -284,6 +294,9 @@ class _Copy:
                 raise ValueError("pairs are on the CPU in a capture: give them on the device")
             _check_pairs(pairs, sources, targets)
             pairs = pairs.to(self._device)
+        elif self._checks and not is_capturing(self._device):
+            with checking():
+                _check_pairs(pairs.cpu(), sources, targets)
         addresses = [pool.data_ptr() for pool in itertools.chain(sources, targets)]
         if addresses != self._addresses:
             self._launches = [

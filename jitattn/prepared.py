@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -164,6 +165,32 @@ def point_at(params: Any, pages: PagedTable) -> None:
         params.entries = first.data_ptr()
         if more:
             params.rows = more[0].data_ptr()
+
+
+def asks_for_checks() -> bool:
+    """Whether JITATTN_CHECK is set: then calls that aren't captured look at what tensors hold."""
+    return knobs.load().check
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Say that what is refused here was looked at because of JITATTN_CHECK."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"JITATTN_CHECK: {error}") from None
+
+
+def on_cpu(pages: PagedTable) -> PagedTable:
+    """Return a copy of a table on the CPU, which waits for the device.
+
+    Raises:
+        ValueError: its offsets are wrong.
+    """
+    first, *more = (tensor.cpu() for tensor in pages.tensors)
+    if isinstance(pages, CsrPages):
+        return CsrPages(first, more[0])
+    return type(pages)(first, rows=more[0] if more else None)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -22,11 +22,14 @@ from jitattn.params import BlockTableParams, Divisor, Lengths
 from jitattn.prepared import (
     PagedTable,
     Recent,
+    asks_for_checks,
     card_of,
+    checking,
     is_capturing,
     launch_on,
     lengths_of,
     load,
+    on_cpu,
     page_list_of,
     point_at,
     slot_rows_of,
@@ -275,6 +278,7 @@ class _Fill:
 
         self._card = card
         self._shape, self._device = table.shape, batch.device
+        self._checks, self._page_size = asks_for_checks(), batch.page_size
         self._params = params = BlockTableParams()
         if isinstance(batch.slots, CsrPages):
             params.slots = page_list_of(batch.slots, batch.page_size)
@@ -310,6 +314,8 @@ class _Fill:
     ) -> Tensor:
         """Launch for these, which lie like those it was made with, and return the table."""
         params = self._params
+        if self._checks and not is_capturing(self._device):
+            self._verify(slots, seq_lens, rows, kv_start, slot_map)
         if table is None:
             table = torch.empty(self._shape, dtype=torch.int32, device=self._device)
         if isinstance(slots, TokenTable | CsrPages):
@@ -327,6 +333,22 @@ class _Fill:
         if self._launch is not None:
             launch_on(self._card, self._launch)
         return table
+
+    def _verify(
+        self,
+        slots: Tensor | TokenTable | CsrPages,
+        seq_lens: Tensor,
+        rows: Tensor | None,
+        kv_start: Tensor | None,
+        slot_map: Tensor | None,
+    ) -> None:
+        """Refuse what would be -1 in the table or not fit it."""
+        with checking():
+            copy = on_cpu(slots) if isinstance(slots, TokenTable | CsrPages) else slots.cpu()
+            assert not isinstance(copy, BlockTable)
+            others = (None if t is None else t.cpu() for t in (rows, kv_start, slot_map))
+            batch = _checked(copy, seq_lens.cpu(), self._page_size, *others)
+            _fill_by_definition(batch, torch.empty(self._shape, dtype=torch.int32))
 
 
 _recent: Recent[_Fill] = Recent()

@@ -349,3 +349,57 @@ def test_what_has_no_page_is_nan_on_the_device(monkeypatch: pytest.MonkeyPatch) 
     stored = pool.to(torch.int8)
     k, _, _ = jitattn.gather_kv(stored, pages, ints(8, 0, 0, 0, 0), out_dtype="int8")
     assert k[:, 0, 0].tolist() == [1] * 4 + [0] * 4
+
+
+# --- JITATTN_CHECK --------------------------------------------------------------------------------
+
+
+CHECKED: dict[str, tuple[Call, str]] = {
+    "a long request": (gathered(lens=ints(9, 1)), r"seq_lens\[0\] is 9: the table lists 8"),
+    "a dead page": (
+        gathered(pages=jitattn.BlockTable(ints([1, -1], [3, 4]))),
+        "request 0 has a token at slot -1 of K",
+    ),
+    "short outs": (gathered(out=outs(12)), "out has 12 rows: seq_lens have 13 tokens"),
+    "a target twice": (copied(pairs=ints([0, 1], [2, 1])), "page 1 is a destination twice"),
+    "a page that isn't": (copied(pairs=ints([1, 9])), r"has \[1, 9\]: dst\[0\] has 5 pages"),
+    "slots apart": (built(ints([4, 5, 6, 8, 12, 13], [0] * 6)), "request 0: the slots"),
+    "a short map": (built(slot_map=torch.arange(12)), "slot 12: slot_map has 12 entries"),
+    "too many tokens": (info(tokens=2), "q_lens have 3 tokens together: num_tokens is 2"),
+    "no page": (
+        info(ints(9, 1), pages=PAGES, page_size=4),
+        r"seq_lens\[0\] is 9: the table lists 8 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_values_are_looked_at_when_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels leave out or make NaN is an error then, at every call."""
+    call, match = CHECKED[name]
+    use_host_kernels(monkeypatch, 1)
+    before = POOL.clone()
+    if name != "a target twice":  # which has the bytes of either
+        call()
+    use_host_kernels(monkeypatch, 1)
+    monkeypatch.setenv("JITATTN_CHECK", "1")
+    POOL.copy_(before)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"JITATTN_CHECK: .*{match}"):
+            call()
+    assert torch.equal(POOL, before)
+
+
+def test_good_calls_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_host_kernels(monkeypatch, 1)
+    monkeypatch.setenv("JITATTN_CHECK", "1")
+    for _ in range(2):
+        k, _, indptr = jitattn.gather_kv(POOL, PAGES, LENS)
+        assert indptr.tolist() == [0, 5, 13]
+        assert k.shape[0] == 13
+        table = jitattn.build_block_table(SLOTS, ints(6, 5), 4)
+        assert table.table.tolist() == [[1, 3], [0, 2]]
+        found = jitattn.batch_info(LENS, ints(1, 2), num_tokens=4, pages=PAGES, page_size=4)
+        assert found.slots is not None
+        assert found.slots.tolist() == [8, 18, 19, -1]
+        jitattn.copy_pages(POOL, POOL.clone(), ints([0, 1], [-1, 9]))
