@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -257,11 +257,11 @@ def _check_head_dim(name: str, head_dim: int) -> None:
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
     if value < 1:
         raise ValueError(f"{name} is {value}: expected at least 1")
-    return value
+    return int(value)
 
 
 def _biases(

@@ -103,8 +103,8 @@ class _Family:
         single = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         self._single = _getter(single)
         self._several = [i for i, value in enumerate(arguments) if _parts(value)]
-        self._num_tensors = len(names_of(arguments))
-        self._layouts: list[tuple[Callable[..., bool], _Prepared]] = []
+        # By how many tensors there are: tables may have rows.
+        self._layouts: dict[int, list[tuple[Callable[..., bool], _Prepared]]] = {}
 
     def tensors_of(self, arguments: Arguments) -> list[Any]:
         """Return the tensors of ``arguments``, in the order of ``names_of``."""
@@ -115,23 +115,23 @@ class _Family:
 
     def find(self, tensors: list[Any]) -> _Prepared | None:
         """Return the launch for tensors that lie like these."""
-        if len(tensors) != self._num_tensors:
-            return None
-        for i, (lie_alike, prepared) in enumerate(self._layouts):
+        layouts = self._layouts.get(len(tensors), [])
+        for i, (lie_alike, prepared) in enumerate(layouts):
             try:
                 is_found = lie_alike(*tensors)
             except TypeError:  # some are no tensors: that is for the checks to say
                 return None
             if is_found:
                 if i > 0:
-                    self._layouts.insert(0, self._layouts.pop(i))
+                    layouts.insert(0, layouts.pop(i))
                 return prepared
         return None
 
     def remember(self, prepared: _Prepared, tensors: list[Any]) -> None:
         """Keep a launch, and forget those that were not used for long."""
-        self._layouts.insert(0, (recogniser(tensors), prepared))
-        del self._layouts[_MAX_LAYOUTS:]
+        layouts = self._layouts.setdefault(len(tensors), [])
+        layouts.insert(0, (recogniser(tensors), prepared))
+        del layouts[_MAX_LAYOUTS:]
 
 
 def _getter(indices: Sequence[int]) -> Callable[[Any], Any]:

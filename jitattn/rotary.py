@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from typing import NoReturn
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Rope:
                 key or has one that its type doesn't use.
         """
         self.head_dim = _count("head_dim", head_dim)
-        self.rotary_dim = head_dim if rotary_dim is None else _count("rotary_dim", rotary_dim)
+        self.rotary_dim = self.head_dim if rotary_dim is None else _count("rotary_dim", rotary_dim)
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"rotary_dim is {self.rotary_dim}: expected an even number up to head_dim, "
@@ -103,10 +103,19 @@ class Rope:
             (self.mrope_section, self.mrope_interleaved, self.max_position),
             tuple(self.inv_freq.tolist()),
         )
-        self._hash = hash(self._identity)
+        self._arguments: dict[str, object] = {
+            "rotary_dim": self.rotary_dim,
+            "base": self.base,
+            "scaling": self.scaling,
+            "interleaved": self.interleaved,
+            "max_position": self.max_position,
+            "mrope_section": self.mrope_section,
+            "mrope_interleaved": self.mrope_interleaved,
+        }
         # What kernels read, by device.
         self._turns: dict[torch.device, Tensor] = {}
         self._axes: dict[torch.device, Tensor] = {}
+        self._hash = hash(self._identity)
 
     @classmethod
     def from_hf_config(
@@ -176,8 +185,14 @@ class Rope:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a Rope can't be copied or pickled: make another one")
+    def __reduce__(self) -> tuple[Callable[..., Rope], tuple[int, dict[str, object]]]:
+        # What kernels read stays with its process.
+        return _restore, (self.head_dim, self._arguments)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_hash" in self.__dict__:
+            raise AttributeError(f"Rope.{name} can't be changed: make another Rope")
+        object.__setattr__(self, name, value)
 
     @functools.cached_property
     def axes(self) -> tuple[int, ...]:
@@ -216,6 +231,10 @@ class Rope:
         return axes
 
 
+def _restore(head_dim: int, arguments: dict[str, Any]) -> Rope:
+    return Rope(head_dim, **arguments)
+
+
 def turns_of(inv_freq: float) -> int:
     """Return the turns of ``inv_freq`` radians in units of 2**-64, wrapped to 64 signed bits."""
     numerator, denominator = inv_freq.as_integer_ratio()
@@ -246,11 +265,11 @@ def _inverse_two_pi(bits: int) -> int:
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
     if value < 1:
         raise ValueError(f"{name} is {value}: expected at least 1")
-    return value
+    return int(value)
 
 
 def _number(name: str, value: object) -> float:

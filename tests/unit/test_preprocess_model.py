@@ -143,6 +143,9 @@ def test_what_lies_alike_is_prepared_once(
     assert len(prepared) == 1
     check_on_the_cpu(replace(BASE, num_kv_heads=1), monkeypatch)
     assert len(prepared) == 2
+    for seed in range(4):
+        check_on_the_cpu(replace(BASE, rows=seed % 2 == 0, seed=seed), monkeypatch)
+    assert len(prepared) == 3
 
 
 def test_fused_is_what_the_steps_are(

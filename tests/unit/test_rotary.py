@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import pickle
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -413,4 +414,8 @@ def test_values_compare() -> None:
     assert hash(a) == hash(b)
     assert a != jitattn.Rope(64)
     assert a != jitattn.Rope(64, base=5e5, interleaved=True)
+    for other in (copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
+        assert other == a
+    with pytest.raises(AttributeError, match="can't be changed"):
+        a.base = 1e4
     assert repr(a) == "Rope(64, rotary_dim=64, base=500000.0)"
