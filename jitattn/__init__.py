@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
+    from jitattn.batches import BatchInfo, batch_info
     from jitattn.binding import BoundCache
     from jitattn.bundles import Report, precompile
     from jitattn.cuda_backend import KernelInfo
@@ -23,14 +24,21 @@ if TYPE_CHECKING:
         KernelNotFoundError,
     )
     from jitattn.functional import attention
+    from jitattn.gather import gather_kv
     from jitattn.merge import merge_states
+    from jitattn.page_copies import copy_pages
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
+    from jitattn.preprocess import append_kv, preprocess_qkv
+    from jitattn.quantization import QuantizedKV, dequantize_kv, quantize_kv
+    from jitattn.rotary import Rope
     from jitattn.support import Config, Support, check_config, supported_configs
+    from jitattn.tables import build_block_table, convert_pages
     from jitattn.workspace import Workspace
 
 _HOME = {
     "AttentionPlanner": "planner",
+    "BatchInfo": "batches",
     "BlockTable": "pages",
     "BoundCache": "binding",
     "CacheError": "errors",
@@ -43,21 +51,33 @@ _HOME = {
     "KernelInfo": "cuda_backend",
     "KernelNotFoundError": "errors",
     "Plan": "planner",
+    "QuantizedKV": "quantization",
     "RaggedKV": "pages",
     "Report": "bundles",
+    "Rope": "rotary",
     "Support": "support",
     "TokenTable": "pages",
     "Workspace": "workspace",
+    "append_kv": "preprocess",
     "attention": "functional",
+    "batch_info": "batches",
+    "build_block_table": "tables",
     "build_info": "planner",
     "check_config": "support",
+    "convert_pages": "tables",
+    "copy_pages": "page_copies",
+    "dequantize_kv": "quantization",
+    "gather_kv": "gather",
     "merge_states": "merge",
     "precompile": "bundles",
+    "preprocess_qkv": "preprocess",
+    "quantize_kv": "quantization",
     "supported_configs": "support",
 }
 
 __all__ = [
     "AttentionPlanner",
+    "BatchInfo",
     "BlockTable",
     "BoundCache",
     "CacheError",
@@ -70,17 +90,28 @@ __all__ = [
     "KernelInfo",
     "KernelNotFoundError",
     "Plan",
+    "QuantizedKV",
     "RaggedKV",
     "Report",
+    "Rope",
     "Support",
     "TokenTable",
     "Workspace",
     "__version__",
+    "append_kv",
     "attention",
+    "batch_info",
+    "build_block_table",
     "build_info",
     "check_config",
+    "convert_pages",
+    "copy_pages",
+    "dequantize_kv",
+    "gather_kv",
     "merge_states",
     "precompile",
+    "preprocess_qkv",
+    "quantize_kv",
     "supported_configs",
 ]
 
@@ -88,14 +119,6 @@ __all__ = [
 _NOT_BUILT = frozenset(
     {
         "MLAPlanner",
-        "QuantizedKV",
-        "Rope",
-        "append_kv",
-        "batch_info",
-        "build_block_table",
-        "copy_pages",
-        "gather_kv",
-        "preprocess_qkv",
     }
 )
 

@@ -23,6 +23,7 @@ except ImportError:
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def view_scale(
         ValueError: given for a cache that is not quantised, not finite, or a tensor whose shape or
             device doesn't fit.
     """
-    if getattr(torch, config.kv_dtype) not in _FP8_DTYPES:
+    if config.kv_dtype not in _QUANTISED:
         if scale is not None:
             raise ValueError(f"{name} is given, but a cache of {config.kv_dtype} is not quantised")
         return None

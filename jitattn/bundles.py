@@ -25,7 +25,7 @@ from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
 from jitattn.spec import KernelSpec
-from jitattn.support import resolve
+from jitattn.support import OtherConfig, parse_config, resolve
 
 _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
@@ -111,7 +111,7 @@ class _Job:
 
 
 _Outcome = Precompiled | Failure
-Config = PlannerConfig | str | Mapping[str, object]
+Config = PlannerConfig | OtherConfig | str | Mapping[str, object]
 
 
 def precompile(
@@ -125,7 +125,9 @@ def precompile(
 
     Args:
         configs: one or more sets of planner arguments: a mapping, a string as ``--config`` takes it
-            (``"head_dim=128,page_size=16"``), or a PlannerConfig.
+            (``"head_dim=128,page_size=16"``), or a PlannerConfig. A string that begins with
+            ``kernel=preprocess`` selects kernels of ``preprocess_qkv`` and ``append_kv``, and
+            ``kernel=gather,kv_dtype=..,out_dtype=..`` one of ``gather_kv``.
         arch: architectures, as a sequence or separated by commas: ``"sm_90a,sm_80"``.
         out: the folder; created, readable by everyone, if it does not exist. Kernels that it holds
             already are not compiled again.
@@ -310,19 +312,19 @@ def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outc
         yield advance
 
 
-def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig]:
-    one = isinstance(configs, (PlannerConfig, str, Mapping))
+def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig | OtherConfig]:
+    one = isinstance(configs, (PlannerConfig, OtherConfig, str, Mapping))
     given: list[Config] = [configs] if one else list(configs)  # type: ignore[list-item, arg-type]
     if not given:
         raise ConfigError(["no configuration is given"])
     return [_config(config) for config in given]
 
 
-def _config(config: Config) -> PlannerConfig:
-    if isinstance(config, PlannerConfig):
+def _config(config: Config) -> PlannerConfig | OtherConfig:
+    if isinstance(config, (PlannerConfig, OtherConfig)):
         return config
     if isinstance(config, str):
-        return PlannerConfig.parse(config)
+        return parse_config(config)
     return PlannerConfig.from_arguments(config)
 
 
@@ -334,7 +336,7 @@ def _archs(arch: str | Sequence[str]) -> list[str]:
 
 
 def _kernels(
-    configs: Sequence[PlannerConfig], archs: Sequence[str]
+    configs: Sequence[PlannerConfig | OtherConfig], archs: Sequence[str]
 ) -> dict[tuple[KernelSpec, str], None]:
     """Return each kernel once, in the order of first need, as the keys of a dict."""
     kernels: dict[tuple[KernelSpec, str], None] = {}
@@ -342,7 +344,10 @@ def _kernels(
     for arch in archs:
         for config in configs:
             try:
-                kernels |= {(spec, arch): None for spec in resolve(config, arch)}
+                specs = (
+                    config.specs(arch) if isinstance(config, OtherConfig) else resolve(config, arch)
+                )
+                kernels |= {(spec, arch): None for spec in specs}
             except ConfigError as error:
                 reasons |= dict.fromkeys(error.reasons)
     if reasons:

@@ -105,7 +105,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _ARCH_HELP = f"comma-separated: {', '.join(support.ARCHITECTURES)}"
-_CONFIG_HELP = "planner arguments, such as head_dim=128,page_size=16,page_table=separate"
+_CONFIG_HELP = (
+    "planner arguments, such as head_dim=128,page_size=16,page_table=separate; or kernels of "
+    "preprocess_qkv and append_kv, such as kernel=preprocess,head_dim=128,kv_dtype=int8; or of "
+    "gather_kv, kernel=gather,kv_dtype=int8,out_dtype=bfloat16"
+)
 
 
 def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -194,7 +198,7 @@ def _configs(args: argparse.Namespace) -> int:
         return 0
     console = _console()
     for config, tested_on in support_groups(args.arch):
-        title = f"{config.kernel}: supported planner arguments"
+        title = f"{config.kernel}: supported arguments"
         table = _table(console, title, "argument", "values")
         for argument, values in config.fields.items():
             table.add_row(argument, values)
@@ -253,7 +257,7 @@ def _render(args: argparse.Namespace) -> int:
     from jitattn.render import render
 
     if args.out is not None:
-        specs = support.resolve(PlannerConfig.parse(args.config), args.arch)
+        specs = support.resolve_text(args.config, args.arch)
         args.out.mkdir(parents=True, exist_ok=True)
         for spec in specs:
             (args.out / f"{spec.symbol}.cu").write_text(render(spec, args.arch))
@@ -264,12 +268,10 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def _chosen_spec(args: argparse.Namespace) -> KernelSpec:
-    specs = {
-        spec.symbol: spec for spec in support.resolve(PlannerConfig.parse(args.config), args.arch)
-    }
+    specs = {spec.symbol: spec for spec in support.resolve_text(args.config, args.arch)}
     symbol = args.symbol or next(iter(specs))
     if symbol not in specs:
-        raise UsageError(f"--symbol {symbol}: this planner has {', '.join(specs)}")
+        raise UsageError(f"--symbol {symbol}: there are {', '.join(specs)}")
     return specs[symbol]
 
 

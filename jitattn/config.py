@@ -13,6 +13,9 @@ from jitattn.values import Value
 # No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
 # same.
 MAX_KV_LEN = 2**30
+HEAD_DIMS = (*range(16, 257, 16), 512)
+Q_DTYPES = ("bfloat16", "float16")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _OPTIONAL = {
     *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
     *("variant", "skip_softmax_threshold", "num_sms"),

@@ -16,7 +16,7 @@ from jitattn.attention_kernels import AttentionKernel, BoundKernels, Role
 from jitattn.binding import Batch, CacheView
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
-from jitattn.cuda_plan import MAX_IDLE_ROOM, CudaPlan, Recipe, Recipes
+from jitattn.cuda_plan import MAX_IDLE_ROOM, CudaPlan, Recipe, Recipes, plan_bytes
 from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PrefillSpec, ScheduleSpec
@@ -139,7 +139,8 @@ class KernelSet:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
         recipes = self.recipes_for(batch.max_q_len)
-        rooms = tuple([recipe.room_for(batch) for recipe in recipes])
+        size = batch.batch_size, batch.max_q_len
+        rooms = tuple([recipe.room_for(*size) for recipe in recipes])
         if workspace is None:
             plan = self._plan_on_this_stream(recipes, rooms)
         else:
@@ -149,15 +150,23 @@ class KernelSet:
 
     def recipes_for(self, max_q_len: int) -> Recipes:
         """Return those of the kernels that a batch needs, which are loaded then."""
+        recipes = self._recipes(max_q_len)
+        if recipes is not self._narrow:
+            if self._wide_max_q_len:
+                self.need("wide")
+            if recipes is self._mixed:
+                self.need("prefill")
+        return recipes
+
+    def _recipes(self, max_q_len: int) -> Recipes:
         # Without requests of many rows the others would have nothing to do.
         if max_q_len <= self.decode_recipe.max_q_len:
             return self._narrow
-        if self._wide_max_q_len:
-            self.need("wide")
-            if max_q_len <= self._wide_max_q_len:
-                return self._wide
-        self.need("prefill")
-        return self._mixed
+        return self._wide if max_q_len <= self._wide_max_q_len else self._mixed
+
+    def plan_bytes(self, batch_size: int, max_q_len: int) -> int:
+        """Return the bytes that a plan takes; nothing is loaded for it."""
+        return plan_bytes(self._recipes(max_q_len), batch_size, max_q_len)
 
     def _plan_on_this_stream(self, recipes: Recipes, rooms: tuple[int, ...]) -> CudaPlan:
         """Return a plan that an earlier one left, or a new one."""

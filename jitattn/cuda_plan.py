@@ -48,7 +48,7 @@ from jitattn.params import (
 from jitattn.spec import PageTable
 from jitattn.support import wide_row_tile
 from jitattn.tiling import MAX_PIECES
-from jitattn.workspace import Workspace
+from jitattn.workspace import SLICE_BYTES, Workspace, aligned, workspace_bytes
 
 if TYPE_CHECKING:
     from jitattn.cuda_backend import KernelSet
@@ -103,8 +103,10 @@ class CudaPlan:
         self.idle: list[CudaPlan] | None = None
         # Those that the allocator knows to use our memory.
         self._streams = set() if stream is None else {stream}
+        # One after the other, the kernels of a plan have the same memory.
+        buffers = workspace.reserve(*workspace_size(recipes))
         self._parts = [
-            _Part(recipe, room, workspace) for recipe, room in zip(recipes, rooms, strict=True)
+            _Part(recipe, room, buffers) for recipe, room in zip(recipes, rooms, strict=True)
         ]
 
     def begin(self, batch: Batch) -> None:
@@ -283,9 +285,10 @@ class Recipe:
             max_rounds = max(1, min(_MAX_ROUNDS, most))
         self.max_slots = round_slots * max_rounds
         num_rows = self.max_slots * 2 * max(max_splits, 1) * num_head_blocks * kernel.row_tile
-        self.num_values = num_rows * kernel.tile.value_dim
+        # The sums of partial rows follow their values, and the counters what CTAs claimed.
+        self.num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
         self.num_partials = self.num_values + 2 * num_rows
-        self.num_counters = 1 + self.max_slots * num_head_blocks
+        self.num_counters = SLICE_BYTES // 4 + self.max_slots * num_head_blocks
         self.params_type = KERNEL_PARAMS[layout]
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
@@ -321,16 +324,34 @@ class Recipe:
             entry_tokens=config.page_size or 1,
         )
 
-    def room_for(self, batch: Batch) -> int:
-        """Return for how many requests and units the schedule of ``batch`` gets room."""
+    def room_for(self, batch_size: int, max_q_len: int) -> int:
+        """Return for how many requests and units the schedule of a batch gets room."""
         if not self.is_prefill:
-            return _room(batch.batch_size)
-        num_rows = batch.max_q_len * self.config.group_size
-        return _room(batch.batch_size * -(-num_rows // self.kernel.row_tile))
+            return _room(batch_size)
+        num_rows = max_q_len * self.config.group_size
+        return _room(batch_size * -(-num_rows // self.kernel.row_tile))
+
+    def schedule_bytes(self, batch_size: int, max_q_len: int) -> int:
+        """Return the bytes of the schedule of a batch."""
+        return _schedule_offsets(self.room_for(batch_size, max_q_len), self.max_slots)[1]
 
 
 Recipes = tuple[Recipe, ...]
 """Those of the kernels of a plan."""
+
+
+def workspace_size(recipes: Recipes) -> tuple[int, int]:
+    """Return the floats and the counters of a workspace for the kernels of a plan."""
+    return (
+        max(recipe.num_partials for recipe in recipes),
+        max(recipe.num_counters for recipe in recipes),
+    )
+
+
+def plan_bytes(recipes: Recipes, batch_size: int, max_q_len: int) -> int:
+    """Return the bytes of a workspace for a plan and of its own schedules."""
+    schedules = sum(aligned(recipe.schedule_bytes(batch_size, max_q_len)) for recipe in recipes)
+    return workspace_bytes(*workspace_size(recipes)) + schedules
 
 
 @functools.lru_cache(maxsize=1024)
@@ -388,13 +409,13 @@ class _Part:
         "schedule_launch",
     )
 
-    def __init__(self, recipe: Recipe, room: int, workspace: Workspace) -> None:
+    def __init__(self, recipe: Recipe, room: int, buffers: tuple[Tensor, Tensor]) -> None:
         self._grid, self._is_prefill = recipe.grid, recipe.is_prefill
         self.role = recipe.role
         self._is_ragged, self._has_offsets = recipe.is_ragged, recipe.has_offsets
         offsets, size = _schedule_offsets(room, recipe.max_slots)
         self._memory = torch.empty(size, dtype=torch.uint8, device=recipe.device)
-        self.buffers = workspace.reserve(recipe.num_partials, recipe.num_counters)
+        self.buffers = buffers
         self.raw = bytearray(recipe.params)
         self._params = recipe.params_type.from_buffer(self.raw)
         self._attention: ctypes.Structure = self._params.attention
@@ -407,7 +428,7 @@ class _Part:
         self._attention.partials = pointer = partials.data_ptr()
         self._attention.partial_sums = pointer + 4 * recipe.num_values
         self._attention.num_claimed = pointer = counters.data_ptr()
-        self._attention.counters = pointer + counters.element_size()
+        self._attention.counters = pointer + SLICE_BYTES
         base = self._memory.data_ptr()
         self._schedule.schedule = Schedule(*(base + offset for offset in offsets))
         self._attention.schedule = self._schedule.schedule

@@ -1,6 +1,6 @@
 """Launch arguments as the kernels lay them out.
 
-Twins: templates/include/jitattn/{schedule,schedule_params,attention_params}.cuh and
+Twins: the headers of templates/include/jitattn/ that name this module, and
 templates/page_table.cuh.jinja. tests/compile/test_params.py has the compiler compare both.
 """
 
@@ -164,6 +164,209 @@ class MergeParams(ctypes.Structure):
     )
 
 
+class RowStrides(ctypes.Structure):
+    """Of the rows of Q, K and V, in elements."""
+
+    _fields_ = (("token", c_int64), ("head", c_int64))
+
+
+class CacheStrides(ctypes.Structure):
+    """Of a cache, in elements; of NVFP4 in bytes."""
+
+    _fields_ = (("page", c_int64), ("token", c_int64), ("head", c_int64))
+
+
+# With which PreprocessParams begins, in this order.
+PREPROCESS_ADDRESSES = (
+    *("q", "k", "v", "q_out", "k_cache", "v_cache", "k_block_scales", "v_block_scales"),
+    *("seq_lens", "qo_indptr", "slots", "positions", "position_delta"),
+    *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "turns", "axes"),
+)
+
+
+class PreprocessParams(ctypes.Structure):
+    """Argument of the kernel that puts Q, K and V where attention reads them, but its table."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in PREPROCESS_ADDRESSES),
+        ("q_scale", Scale),
+        ("k_scale", Scale),
+        ("v_scale", Scale),
+        ("q_strides", RowStrides),
+        ("k_strides", RowStrides),
+        ("v_strides", RowStrides),
+        ("out_strides", RowStrides),
+        ("k_cache_strides", CacheStrides),
+        ("v_cache_strides", CacheStrides),
+        ("k_block_strides", CacheStrides),
+        ("v_block_strides", CacheStrides),
+        ("seq_lens_stride", c_int64),
+        ("qo_indptr_stride", c_int64),
+        ("slots_stride", c_int64),
+        ("axis_stride", c_int64),
+        ("position_stride", c_int64),
+        ("delta_stride", c_int64),
+        ("seq_lens_are_int64", c_int32),
+        ("slots_are_int64", c_int32),
+        ("positions_are_int64", c_int32),
+        ("deltas_are_int64", c_int32),
+        ("num_tokens", c_int32),
+        ("batch_size", c_int32),
+        ("num_qo_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("num_k_pages", c_int32),
+        ("num_v_pages", c_int32),
+        ("max_kv_len", c_int32),
+        ("rotary_dim", c_int32),
+        ("zero_tail", c_int32),
+        ("q_norm_code", c_int32),
+        ("k_norm_code", c_int32),
+        ("items_per_token", Divisor),
+        ("norm_eps", c_float),
+        ("attention_factor", c_float),
+    )
+
+
+class PageList(ctypes.Structure):
+    """Where the tokens of requests lie, of any page table layout."""
+
+    _fields_ = (
+        ("entries", c_void_p),
+        ("rows", c_void_p),
+        ("indptr", c_void_p),
+        ("row_stride", c_int64),
+        ("value_stride", c_int64),
+        ("entry_stride", c_int64),
+        ("rows_stride", c_int64),
+        ("indptr_stride", c_int64),
+        ("num_rows", c_int64),
+        ("num_entries", c_int64),
+        ("page_size", Divisor),
+        ("entries_are_int64", c_int32),
+        ("rows_are_int64", c_int32),
+        ("are_slots", c_int32),
+    )
+
+
+class Lengths(ctypes.Structure):
+    """A length of each request."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("stride", c_int64),
+        ("are_int64", c_int32),
+        ("batch_size", c_int32),
+    )
+
+
+class GatherSide(ctypes.Structure):
+    """K or V, and where its tokens go."""
+
+    _fields_ = (
+        ("cache", c_void_p),
+        ("out", c_void_p),
+        ("block_scales", c_void_p),
+        ("page_stride", c_int64),
+        ("token_stride", c_int64),
+        ("head_stride", c_int64),
+        ("block_page_stride", c_int64),
+        ("block_token_stride", c_int64),
+        ("block_head_stride", c_int64),
+        ("num_pages", c_int64),
+        ("scale", Scale),
+        ("row_vectors", Divisor),
+        ("head_vectors", Divisor),
+    )
+
+
+class GatherParams(ctypes.Structure):
+    """Argument of the kernel that gathers K and V."""
+
+    _fields_ = (
+        ("k", GatherSide),
+        ("v", GatherSide),
+        ("pages", PageList),
+        ("seq_lens", Lengths),
+        ("kv_indptr", c_void_p),
+        ("num_tokens", c_int64),
+        ("tile_rows", c_int32),
+        ("is_aligned", c_int32),
+    )
+
+
+# Of CopyParams: what one launch copies between, and what a page may be in memory.
+MAX_POOLS, PAGE_DIMS = 128, 4
+
+
+class CopyPool(ctypes.Structure):
+    """Where the pages of a source and of a destination begin."""
+
+    _fields_ = (("src", c_void_p), ("dst", c_void_p))
+
+
+class CopyDim(ctypes.Structure):
+    """A dimension of a page, in words."""
+
+    _fields_ = (("src_stride", c_int64), ("dst_stride", c_int64), ("size", Divisor))
+
+
+class CopyParams(ctypes.Structure):
+    """Argument of the kernel that copies pages."""
+
+    _fields_ = (
+        ("pairs", c_void_p),
+        ("pair_stride", c_int64),
+        ("side_stride", c_int64),
+        ("num_parts", c_int64),
+        ("src_page_stride", c_int64),
+        ("dst_page_stride", c_int64),
+        ("num_src_pages", c_int64),
+        ("num_dst_pages", c_int64),
+        ("dims", CopyDim * PAGE_DIMS),
+        ("pairs_are_int64", c_int32),
+        ("num_pools", c_int32),
+        ("page_parts", c_int32),
+        ("page_words", c_int32),
+        ("word_bytes", c_int32),
+        ("pools", CopyPool * MAX_POOLS),
+    )
+
+
+class BlockTableParams(ctypes.Structure):
+    """Argument of the kernel that makes block tables."""
+
+    _fields_ = (
+        ("table", c_void_p),
+        ("slots", PageList),
+        ("seq_lens", Lengths),
+        ("kv_start", Lengths),
+        ("slot_map", c_void_p),
+        ("row_stride", c_int64),
+        ("column_stride", c_int64),
+        ("slot_map_stride", c_int64),
+        ("num_slots", c_int64),
+        ("slot_map_is_int64", c_int32),
+        ("width", c_int32),
+        ("lanes_log2", c_int32),
+    )
+
+
+class BatchInfoParams(ctypes.Structure):
+    """Argument of the kernel that says of query tokens whose they are."""
+
+    _fields_ = (
+        ("seq_lens", Lengths),
+        ("q_lens", Lengths),
+        ("pages", PageList),
+        ("qo_indptr", c_void_p),
+        ("kv_indptr", c_void_p),
+        ("requests", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("num_tokens", c_int64),
+    )
+
+
 _TABLE_ROWS = (
     ("table", c_void_p),
     ("rows", c_void_p),
@@ -239,3 +442,16 @@ def _kernel_params(layout: PageTable) -> type[ctypes.Structure]:
 
 # ``struct KernelParams`` of each layout.
 KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in PageTable}
+
+
+def _preprocess_params(layout: PageTable | None) -> type[ctypes.Structure]:
+    pages = (("pages", _PAGES[layout]),) if layout else (("_padding", ctypes.c_char * 8),)
+    name = f"PreprocessKernelParams_{layout.value if layout else 'slots'}"
+    fields = (("op", PreprocessParams), *pages)
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+# ``struct KernelParams`` of preprocess.cu.jinja, by layout; None: slots, whose table is empty.
+PREPROCESS_PARAMS = {
+    layout: _preprocess_params(layout) for layout in (None, *PageTable) if layout != "ragged"
+}

@@ -299,6 +299,26 @@ class AttentionPlanner(_Arguments):
             backend = self._kernels.plan(self._workspace, batch)
         return Plan(self, batch, backend)
 
+    def workspace_bytes(self, batch_size: int, *, max_q_len: int = 1) -> int:
+        """Return the device memory that a plan takes, before there is one.
+
+        That is a workspace, which all plans on a stream share whatever their size, and the plan's
+        own schedule. No tensor that ``run`` is given or returns counts. Plans keep their memory for
+        later ones of their size; nothing else is allocated, and nothing has to be cleared.
+
+        Args:
+            batch_size: requests of the batch.
+            max_q_len: the most query tokens of a request.
+
+        Returns:
+            Bytes; 0 on the backend "reference".
+
+        Raises:
+            TypeError, ValueError: no count.
+        """
+        batch_size, max_q_len = _count("batch_size", batch_size), _count("max_q_len", max_q_len)
+        return 0 if self._kernels is None else self._kernels.plan_bytes(batch_size, max_q_len)
+
     def _check_batch(self, pages: Pages, seq_lens: Tensor) -> BatchLayout:
         _check_pages(pages, self.config, self.device)
         check_vector("seq_lens", seq_lens, device=self.device)

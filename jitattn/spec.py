@@ -17,10 +17,12 @@ class DType(StrEnum):
     FLOAT32 = "float32"
     FLOAT8_E4M3FN = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
+    INT8 = "int8"
+    NVFP4 = "nvfp4"  # blocks of 16 numbers of four bits, which share a scale
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element; NVFP4 has two elements a byte, and no answer."""
         return _NUM_BYTES[self]
 
     @property
@@ -35,6 +37,7 @@ _NUM_BYTES = {
     DType.FLOAT32: 4,
     DType.FLOAT8_E4M3FN: 1,
     DType.FLOAT8_E5M2: 1,
+    DType.INT8: 1,
 }
 _SHORT = {
     DType.FLOAT16: "f16",
@@ -42,6 +45,8 @@ _SHORT = {
     DType.FLOAT32: "f32",
     DType.FLOAT8_E4M3FN: "e4m3",
     DType.FLOAT8_E5M2: "e5m2",
+    DType.INT8: "i8",
+    DType.NVFP4: "nvfp4",
 }
 
 
@@ -53,6 +58,14 @@ class PageTable(StrEnum):
     CSR = "csr"  # kv_indptr and kv_indices: one page id for K and V
     TOKEN = "token"  # [rows, width]: the slot of every token
     RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request follow each other
+
+
+class Pairing(StrEnum):
+    """What a rotary embedding turns together."""
+
+    NONE = "none"  # nothing
+    NEOX = "neox"  # elements i and i + rotary_dim / 2
+    INTERLEAVED = "interleaved"  # elements 2 i and 2 i + 1
 
 
 class Loader(StrEnum):
@@ -168,4 +181,123 @@ class MergeSpec(Value):
         return {"dtype": self.dtype.value, "symbol": self.symbol}
 
 
-KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec
+class PreprocessSpec(Value):
+    """The kernel that puts Q, K and V of new tokens where attention reads them.
+
+    Head counts, strides, lengths, rotary_dim, frequencies and scales are launch arguments, as is
+    whether there is a q.
+    """
+
+    family: ClassVar[str] = "preprocess"
+    template: ClassVar[str] = "preprocess.cu.jinja"
+
+    head_dim: int
+    head_dim_vo: int
+    page_size: int
+    qkv_dtype: DType
+    out_dtype: DType  # of q; qkv_dtype where there is none
+    kv_dtype: DType
+    page_table: PageTable | None  # None: a slot for each token
+    pairing: Pairing
+    use_mrope: bool  # pairs may have positions of their own
+    use_bias: bool
+    use_norm: bool
+    loader: Loader  # VECTOR where all rows begin at multiples of their vectors, else PLAIN
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        same = self.head_dim == self.head_dim_vo
+        parts = [
+            f"jitattn_preprocess_d{self.head_dim}" + ("" if same else f"x{self.head_dim_vo}"),
+            f"p{self.page_size}",
+            f"{self.qkv_dtype.short}_q{self.out_dtype.short}_kv{self.kv_dtype.short}",
+            self.page_table.value if self.page_table else "slots",
+            self.loader.value,
+        ]
+        parts += [self.pairing.value] * (self.pairing is not Pairing.NONE)
+        parts += ["mrope"] * self.use_mrope + ["bias"] * self.use_bias + ["norm"] * self.use_norm
+        return "_".join(parts)
+
+    def context(self) -> dict[str, object]:
+        """The template variables of this spec: its fields, its symbol and the pairing's name."""
+        fields = {name: _plain(value) for name, value in asdict(self).items()}
+        fields["page_table"] = self.page_table.value if self.page_table else "slots"
+        pairing_name = f"k{self.pairing.value.capitalize()}"
+        del fields["pairing"]
+        return fields | {"symbol": self.symbol, "pairing_name": pairing_name}
+
+
+class GatherSpec(Value):
+    """The kernel that gathers tokens out of pages of one dtype, as values of another.
+
+    With equal dtypes it copies what is stored. Page tables, page sizes, heads and strides are
+    launch arguments: what it costs to look at them hides behind the memory.
+    """
+
+    family: ClassVar[str] = "gather"
+    template: ClassVar[str] = "gather.cu.jinja"
+
+    kv_dtype: DType
+    out_dtype: DType
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return f"jitattn_gather_kv{self.kv_dtype.short}_o{self.out_dtype.short}"
+
+    def context(self) -> dict[str, object]:
+        """The template variables of this spec: its fields and its symbol."""
+        return {k: _plain(v) for k, v in asdict(self).items()} | {"symbol": self.symbol}
+
+
+class CopyPagesSpec(Value):
+    """The kernel that copies pages of any pools."""
+
+    family: ClassVar[str] = "copy_pages"
+    template: ClassVar[str] = "copy_pages.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_copy_pages"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+class BlockTableSpec(Value):
+    """The kernel that makes block tables out of slots."""
+
+    family: ClassVar[str] = "block_table"
+    template: ClassVar[str] = "block_table.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_block_table"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+class BatchInfoSpec(Value):
+    """The kernel that says of every query token whose it is and where it goes."""
+
+    family: ClassVar[str] = "batch_info"
+    template: ClassVar[str] = "batch_info.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_batch_info"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+TransferSpec = GatherSpec | CopyPagesSpec | BlockTableSpec | BatchInfoSpec
+KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec | PreprocessSpec | TransferSpec

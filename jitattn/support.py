@@ -7,26 +7,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from jitattn.config import PlannerConfig
+from jitattn.config import FP8_DTYPES, HEAD_DIMS, Q_DTYPES, PlannerConfig
 from jitattn.errors import ConfigError
+from jitattn.preprocess_config import PREPROCESS_RANGES, PreprocessConfig
 from jitattn.spec import (
+    BatchInfoSpec,
+    BlockTableSpec,
+    CopyPagesSpec,
     DecodeSpec,
     DType,
+    GatherSpec,
     KernelSpec,
     Loader,
     MergeSpec,
     PageTable,
     PrefillSpec,
+    PreprocessSpec,
     ScheduleSpec,
 )
 from jitattn.tiling import SMEM_LIMIT, max_row_tile, row_tile_for, takes_boxes
+from jitattn.transfer_config import TRANSFER_RANGES, TransferConfig
 from jitattn.values import Value
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
 
-HEAD_DIMS = (*range(16, 257, 16), 512)
-Q_DTYPES = ("bfloat16", "float16")
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 KV_LAYOUTS = ("NHD", "HND")
 PAGE_TABLES = tuple(table.value for table in PageTable)
@@ -38,6 +42,9 @@ TESTED_ON = {
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
 }
+# Likewise of preprocess_qkv and append_kv, and of what moves tokens and pages and makes tables.
+PREPROCESS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run")
+TRANSFERS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run")
 
 
 class Support(Value):
@@ -217,8 +224,16 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
     Raises:
         ConfigError: ``arch`` is unknown.
     """
-    _check_arch(arch)
+    check_arch(arch)
     ranges = {rule.argument: rule.allowed for rule in RULES} | _ANY
+    preprocess = Config(
+        kernel=PreprocessSpec.family,
+        tested_on=PREPROCESS_TESTED_ON[arch],
+        fields=dict(PREPROCESS_RANGES),
+    )
+    transfers = Config(
+        kernel="transfers", tested_on=TRANSFERS_TESTED_ON[arch], fields=dict(TRANSFER_RANGES)
+    )
     return [
         Config(
             kernel=family,
@@ -229,7 +244,7 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
             (DecodeSpec.family, "1, and as many as fill a row tile"),
             (PrefillSpec.family, "2 and up"),
         )
-    ]
+    ] + [preprocess, transfers]
 
 
 def check_rules(config: PlannerConfig) -> None:
@@ -245,7 +260,7 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     Raises:
         ConfigError: with every reason why there is none.
     """
-    _check_arch(arch)
+    check_arch(arch)
     check_rules(config)
     head_dim_vo = config.head_dim_vo or config.head_dim
     out_dtype = DType(config.out_dtype or config.q_dtype)
@@ -270,7 +285,43 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         *(spec for decode in wide for spec in _fast_and_plain(decode, arch)),
         ScheduleSpec(),
         MergeSpec(dtype=out_dtype),
+        *_transfers(config, out_dtype),
     )
+
+
+def _transfers(config: PlannerConfig, out_dtype: DType) -> tuple[KernelSpec, ...]:
+    """Return the kernels that move tokens and pages of a cache, and make tables of a batch."""
+    # Dequantised for attention elsewhere, or copied as they are stored.
+    kv_dtype = DType(config.kv_dtype)
+    out_dtypes = dict.fromkeys((DType(config.q_dtype), out_dtype, kv_dtype))
+    gathers = (GatherSpec(kv_dtype=kv_dtype, out_dtype=dtype) for dtype in out_dtypes)
+    return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec())
+
+
+OtherConfig = PreprocessConfig | TransferConfig
+"""Selects kernels that no planner needs."""
+
+
+def parse_config(text: str) -> PlannerConfig | OtherConfig:
+    """Return a configuration as the command line takes it.
+
+    Raises:
+        ConfigError: an argument is unknown or has a value that is not supported.
+    """
+    name, _, value = text.partition(",")[0].replace(" ", "").partition("=")
+    if name != "kernel":
+        return PlannerConfig.parse(text)
+    return (PreprocessConfig if value == PreprocessSpec.family else TransferConfig).parse(text)
+
+
+def resolve_text(text: str, arch: str) -> tuple[KernelSpec, ...]:
+    """Return the kernels of a configuration as the command line takes it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    config = parse_config(text)
+    return resolve(config, arch) if isinstance(config, PlannerConfig) else config.specs(arch)
 
 
 def wide_row_tile(config: PlannerConfig) -> int:
@@ -294,7 +345,8 @@ def _fast_and_plain(
     return replace(spec, loader=fast), replace(spec, loader=Loader.PLAIN)
 
 
-def _check_arch(arch: str) -> None:
+def check_arch(arch: str) -> None:
+    """Raise ConfigError unless ``arch`` is one of ``ARCHITECTURES``."""
     if arch not in ARCHITECTURES:
         raise ConfigError([f"arch={arch!r} is not one of {', '.join(ARCHITECTURES)}"])
 
@@ -318,7 +370,7 @@ _SAMPLE: dict[str, tuple[object, ...]] = {
 
 def sample_specs(arch: str) -> list[DecodeSpec | PrefillSpec]:
     """Return attention specs in which every pair of field values that can meet does meet."""
-    _check_arch(arch)
+    check_arch(arch)
     names = list(_SAMPLE)
     wanted = {
         pair

@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 from jitattn.spec import (
     AttentionSpec,
+    BatchInfoSpec,
+    BlockTableSpec,
+    CopyPagesSpec,
     DecodeSpec,
+    GatherSpec,
     KernelSpec,
     Loader,
     MergeSpec,
     PageTable,
     PrefillSpec,
+    PreprocessSpec,
     ScheduleSpec,
 )
 
@@ -138,8 +143,46 @@ class MergeTile(NamedTuple):
     smem_bytes: int = 0
 
 
+class PreprocessTile(NamedTuple):
+    """The shape of a CTA that puts Q, K and V where attention reads them."""
+
+    lanes: int  # threads of a row, which have 16 elements each
+    ctas_per_sm: int  # at least: what bounds registers
+    num_threads: int = 128
+    smem_bytes: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Rows that a CTA has at a time."""
+        return self.num_threads // self.lanes
+
+
+class GatherTile(NamedTuple):
+    """The shape of a CTA that gathers: rows of K or of V, as many as it pays to have together."""
+
+    num_threads: int = 256
+    max_tile_rows: int = 64
+    smem_bytes: int = 0
+
+
+class CopyPagesTile(NamedTuple):
+    """The shape of a CTA that copies parts of pages."""
+
+    num_threads: int = 256
+    part_words: int = 1024
+    smem_bytes: int = 0
+
+
+class TableTile(NamedTuple):
+    """The shape of a CTA that makes tables: a thread a token, or some an entry."""
+
+    num_threads: int = 256
+    smem_bytes: int = 0
+
+
 AttentionTile = DecodeTile | PrefillTile | WarpgroupTile
-Tile = AttentionTile | ScheduleTile | MergeTile
+TransferTile = GatherTile | CopyPagesTile | TableTile
+Tile = AttentionTile | ScheduleTile | MergeTile | PreprocessTile | TransferTile
 
 
 def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
@@ -160,7 +203,26 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
         return ScheduleTile()
     if isinstance(spec, MergeSpec):
         return MergeTile()
+    if isinstance(spec, PreprocessSpec):
+        return preprocess_tile_for(spec)
+    if isinstance(spec, GatherSpec):
+        return GatherTile()
+    if isinstance(spec, CopyPagesSpec):
+        return CopyPagesTile()
+    if isinstance(spec, BlockTableSpec | BatchInfoSpec):
+        return TableTile()
     return attention_tile_for(spec, arch)
+
+
+def preprocess_tile_for(spec: PreprocessSpec) -> PreprocessTile:
+    """Return the tile of a kernel that takes tokens in, the same on every architecture."""
+    num_units = max(spec.head_dim, spec.head_dim_vo) // 16
+    # A power of two, so that the threads of a row are in one warp and sum in a few exchanges.
+    return PreprocessTile(
+        lanes=1 << (num_units - 1).bit_length(),
+        # Elements that are found one by one take registers for their places.
+        ctas_per_sm=4 if spec.loader is Loader.VECTOR else 2,
+    )
 
 
 def attention_tile_for(spec: AttentionSpec, arch: str) -> AttentionTile:

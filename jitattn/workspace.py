@@ -8,12 +8,16 @@ import torch
 
 from jitattn.errors import ConfigError
 
+SLICE_BYTES = 256
+"""What every part of a workspace begins at a multiple of."""
+
 
 class Workspace:
     """Memory for the splits of requests, grown as planners ask for it and never shrunk.
 
-    Kernels that run one after the other may share one; streams that run side by side need one
-    each. A plan keeps the buffers it was made with.
+    Kernels that run one after the other, of decode as of prefill, may share one; streams that run
+    side by side need one each. A plan keeps the buffers it was made with. Nobody has to clear it:
+    kernels leave the counters at zero, and what else it holds is written before it is read.
 
     Attributes:
         device: the CUDA device of the buffers.
@@ -28,17 +32,42 @@ class Workspace:
         self.counters = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._lock = threading.Lock()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it has now."""
+        return 4 * (self.partials.numel() + self.counters.numel())
+
     def reserve(self, num_partials: int, num_counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return buffers of at least ``num_partials`` floats and ``num_counters`` counters."""
+        """Return buffers of at least ``num_partials`` floats and ``num_counters`` counters.
+
+        Raises:
+            ValueError: it would have to grow while the current stream is captured.
+        """
         partials, counters = self.partials, self.counters  # these never shrink
         if partials.numel() >= num_partials and counters.numel() >= num_counters:
             return partials, counters
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"the workspace has {self.num_bytes} bytes and needs "
+                f"{workspace_bytes(num_partials, num_counters)} in a capture, where it can't grow: "
+                "plan a batch of this kind before it"
+            )
         with self._lock:
             if self.partials.numel() < num_partials:
                 self.partials = torch.empty(num_partials, dtype=torch.float32, device=self.device)
             if self.counters.numel() < num_counters:
                 self.counters = torch.zeros(num_counters, dtype=torch.int32, device=self.device)
             return self.partials, self.counters
+
+
+def workspace_bytes(num_partials: int, num_counters: int) -> int:
+    """Return the bytes of a workspace of so many floats and counters."""
+    return aligned(4 * num_partials) + aligned(4 * num_counters)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return ``num_bytes``, rounded up to whole slices."""
+    return -(-num_bytes // SLICE_BYTES) * SLICE_BYTES
 
 
 # The raw handle that means another stream in each thread.

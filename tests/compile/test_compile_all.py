@@ -25,14 +25,13 @@ from jitattn.render import render
 from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
-    DType,
     KernelSpec,
     Loader,
     PageTable,
     PrefillSpec,
     ScheduleSpec,
 )
-from jitattn.support import ARCHITECTURES, HEAD_DIMS, resolve, sample_specs
+from jitattn.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
 from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
 from tests.warpgroups import warpgroup_specs
 
@@ -241,7 +240,7 @@ def test_every_kind_of_box_is_compiled() -> None:
     boxes = [spec for spec in found if spec.loader is Loader.TENSOR]
     assert {spec.page_size for spec in boxes} == {8, 16, 48, 64, 128}
     assert {spec.page_table for spec in boxes} == {"shared", "separate", "csr"}
-    assert {spec.kv_dtype for spec in boxes} == set(DType) - {DType.FLOAT32}
+    assert {spec.kv_dtype for spec in boxes} == set(_SAMPLE["kv_dtype"]) - {None} | set(Q_DTYPES)
     assert {spec.row_tile for spec in boxes} == {8, 16, 32}
     assert {spec.use_custom_mask for spec in boxes} == {False, True}
     assert {spec.use_logits_soft_cap for spec in boxes} == {False, True}

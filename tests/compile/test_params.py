@@ -10,7 +10,16 @@ import pytest
 from jitattn import nvrtc, params, render, support
 from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
-from jitattn.spec import PageTable, ScheduleSpec
+from jitattn.spec import (
+    BatchInfoSpec,
+    BlockTableSpec,
+    CopyPagesSpec,
+    DType,
+    GatherSpec,
+    KernelSpec,
+    PageTable,
+    ScheduleSpec,
+)
 
 ARCH = "sm_90a"
 
@@ -78,6 +87,31 @@ def test_schedule_params_agree() -> None:
     }
     lines += [f'static_assert(sizeof(jitattn::{k}) == {v}, "{k}");' for k, v in sizes.items()]
     _compile(render.render(ScheduleSpec(), ARCH) + "\n".join(lines) + "\n")
+
+
+BF16 = DType.BFLOAT16
+TRANSFERS = {
+    "GatherParams": (
+        GatherSpec(kv_dtype=BF16, out_dtype=BF16),
+        ("GatherParams", "GatherSide", "PageList", "Lengths", "Divisor", "Scale"),
+    ),
+    "CopyParams": (CopyPagesSpec(), ("CopyParams", "CopyPool", "CopyDim")),
+    "BlockTableParams": (BlockTableSpec(), ("BlockTableParams", "PageList", "Lengths")),
+    "BatchInfoParams": (BatchInfoSpec(), ("BatchInfoParams", "PageList", "Lengths")),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_params_of_transfers_agree(name: str) -> None:
+    spec: KernelSpec
+    spec, structs = TRANSFERS[name]
+    lines = [line for s in structs for line in _asserts(f"jitattn::{s}", getattr(params, s))]
+    if name == "CopyParams":
+        lines += [
+            f"static_assert(jitattn::kMaxPools == {params.MAX_POOLS});",
+            f"static_assert(jitattn::kPageDims == {params.PAGE_DIMS});",
+        ]
+    _compile(render.render(spec, ARCH) + "\n".join(lines) + "\n")
 
 
 def test_float_codes_agree() -> None:

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import jitattn
-from jitattn.support import ARCHITECTURES, resolve
+from jitattn.support import ARCHITECTURES
+from jitattn.transfer_config import every_config
 from tests.cases import kernel_configs
 
 
@@ -22,9 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90a")
     parser.add_argument("-o", "--out", type=Path, help="folder to fill")
     parser.add_argument("-j", "--jobs", type=int, help="processes; default: one per core")
+    parser.add_argument(
+        "--transfers", action="store_true", help="only what moves tokens and pages, makes tables"
+    )
     parser.add_argument("--list", action="store_true", help="print the configurations only")
     options = parser.parse_args(arguments)
-    configs = kernel_configs(options.arch)
+    configs = [*every_config(), *(() if options.transfers else kernel_configs(options.arch))]
     if options.list or options.out is None:
         for config in configs:
             sys.stdout.write(config.arguments_text() + "\n")
@@ -32,10 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     report = jitattn.precompile(
         configs, arch=options.arch, out=options.out, jobs=options.jobs, progress=False
     )
-    kernels = len({spec for config in configs for spec in resolve(config, options.arch)})
     sys.stdout.write(
-        f"{kernels} kernels for {options.arch} in {options.out}: {report.compiled} compiled, "
-        f"{report.reused} there already, {report.seconds:.0f} s\n"
+        f"{len(report.entries)} kernels for {options.arch} in {options.out}: "
+        f"{report.compiled} compiled, {report.reused} there already, {report.seconds:.0f} s\n"
     )
     for failure in report.failures:
         sys.stdout.write(f"{failure}\n")

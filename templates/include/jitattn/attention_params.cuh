@@ -1,6 +1,7 @@
 // The launch argument of an attention kernel, but for its page table. Twin: jitattn/params.py.
 #pragma once
 
+#include "jitattn/operands.cuh"
 #include "jitattn/schedule.cuh"
 #include "jitattn/types.cuh"
 
@@ -11,30 +12,6 @@ enum class MaskKind : int32_t {
   kBool = 0,    // one byte a key, over the last `mask_width` keys of a request
   kPacked = 1,  // one bit a key, likewise
   kRagged = 2,  // one bit a key, over all keys; rows of whole bytes from mask_indptr[request] on
-};
-
-// A number to divide by, and what makes that one multiplication. Twin: jitattn/params.py.
-struct Divisor {
-  int32_t value;
-  uint32_t magic;
-  int32_t shift;
-
-  __device__ __forceinline__ operator int32_t() const { return value; }
-  // x / value, for x from 0 to 2**31 - 1.
-  __device__ __forceinline__ int32_t divide(int32_t x) const {
-    return __umulhi(2u * x, magic) >> shift;
-  }
-};
-
-// What a stored value of a KV head is multiplied with. Twin: jitattn/params.py.
-struct Scale {
-  const float* values;  // [num_kv_heads], or one with a stride of 0; null: `value`
-  int64_t stride;
-  float value;
-
-  __device__ __forceinline__ float of(int32_t kv_head) const {
-    return values ? values[kv_head * stride] : value;
-  }
 };
 
 // K or V to the hardware that copies boxes of it: {elements of a segment, tokens, segments of

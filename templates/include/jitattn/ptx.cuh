@@ -283,4 +283,48 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// Of angles from -pi to pi, within 2**-20.
+__device__ __forceinline__ float sin_approx(float x) {
+  float y;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float cos_approx(float x) {
+  float y;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The larger one, or NaN if either is NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// Two floats as 16-bit ones, to the nearest, saturated; NaN stays one. `low` lands in the low half.
+__device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+__device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// Two floats as 8-bit ones, to the nearest, saturated; NaN is 0x7f. `low` lands in the low byte. Of
+// compute capability 8.9 and up.
+__device__ __forceinline__ uint32_t cvt_e4m3x2(float low, float high) {
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+  return bytes;
+}
+__device__ __forceinline__ uint32_t cvt_e5m2x2(float low, float high) {
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+  return bytes;
+}
+
 }  // namespace jitattn

@@ -1,0 +1,547 @@
+"""Copy the tokens of a batch out of their pages: ``gather_kv``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from jitattn.binding import BoundCache, CacheView, Scale, view_caches, view_scale
+from jitattn.config import PlannerConfig, dtype_name
+from jitattn.pages import (
+    BlockTable,
+    CsrPages,
+    Pages,
+    TokenTable,
+    check_device,
+    check_tensor,
+)
+from jitattn.params import Divisor, GatherParams
+from jitattn.prepared import (
+    PagedTable,
+    Recent,
+    asks_for_checks,
+    card_of,
+    checking,
+    is_capturing,
+    launch_on,
+    lengths_of,
+    load,
+    on_cpu,
+    page_list_of,
+    point_at,
+    tile_of,
+)
+from jitattn.quantization import CACHE_DTYPES, NVFP4_BLOCK, QUANTISED, QuantizedKV, dequantize_kv
+from jitattn.spec import DType, GatherSpec
+from jitattn.tables import check_offsets, check_per_request, slots_of
+from jitattn.tiling import GatherTile
+
+if TYPE_CHECKING:
+    from jitattn.driver import Launch
+
+KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
+Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+
+_PLAIN_DTYPES = tuple(getattr(torch, name) for name in CACHE_DTYPES if name != "nvfp4")
+_OUT_DTYPES = ("float16", "bfloat16", "float32")
+_VECTOR_BYTES = 16
+# Vectors of a CTA: four a thread, all under way at once.
+_TILE_VECTORS = 1024
+_MAX_TOKENS = 2**31 - 1
+
+
+def gather_kv(
+    kv: BoundCache | KVCache,
+    pages: Pages,
+    seq_lens: Tensor,
+    *,
+    kv_layout: str = "NHD",
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    out: Outs | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy the K and V of all requests out of their pages, one request after the other.
+
+    A quantised cache is dequantised on the way: a stored value times its scale, in float32, rounded
+    once to ``out_dtype``. One launch on the current stream. Without ``out`` it waits for the
+    device, which alone knows how many tokens there are; with ``out`` it can be captured.
+
+    Args:
+        kv: from ``planner.bind``, whose layout and scales count, or a cache as ``bind`` takes it:
+            [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of such tensors without
+            the second dimension, of float16, bfloat16, FP8 or int8; or a QuantizedKV. Any strides
+            with a contiguous last dimension.
+        pages: the pages of each request; a BlockTable, CsrPages or TokenTable.
+        seq_lens: int32 or int64 [batch_size], tokens of each request; zero and less is none.
+        kv_layout: the order of a raw cache's dimensions, "NHD" or "HND".
+        k_scale: of a raw quantised cache: what a stored K times it is the value of; a number or a
+            float32 tensor, [], [1] or [num_kv_heads]. None is 1.
+        v_scale: likewise, of V.
+        out_dtype: float16, bfloat16, float32, or, but for NVFP4, the cache's own, which copies what
+            is stored and takes no scales. None is the cache's own where it isn't quantised, else
+            the ``q_dtype`` of the planner that bound it, bfloat16 for a raw one.
+        out: (k, v) or (k, v, kv_indptr) to write, as returned; k and v contiguous, of any number
+            of rows that is at least the tokens there are. Rows past those stay as they are.
+
+    Returns:
+        k [num_kv_tokens, num_kv_heads, head_dim], v likewise, and kv_indptr, int32
+        [batch_size + 1]: where the tokens of each request begin in them, as RaggedKV takes it.
+
+    Raises:
+        TypeError, ValueError: an argument that doesn't fit. On the CPU also a length beyond the
+            table or ``out``, and an entry outside the cache; on the device such tokens are NaN (0
+            in int8), and what ``out`` has no row for is left out.
+    """
+    arguments = _Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
+    facts, tensors = arguments.facts(), arguments.tensors()
+    call = _recent.find(facts, tensors)
+    if call is None:
+        batch = _checked(arguments)
+        if (card := card_of(batch.device)) is None:
+            return _gather_by_definition(batch, out)
+        call = _recent.add(facts, tensors, _Gather(batch, card))
+    return call(arguments)
+
+
+@dataclass(slots=True)
+class _Arguments:
+    """The arguments of ``gather_kv`` as they were given."""
+
+    kv: BoundCache | KVCache
+    pages: Pages
+    seq_lens: Tensor
+    kv_layout: str
+    k_scale: float | Tensor | None
+    v_scale: float | Tensor | None
+    out_dtype: torch.dtype | str | None
+    out: Outs | None
+    scales: tuple[float | Tensor | None, float | Tensor | None] = (None, None)  # that count
+
+    def __post_init__(self) -> None:
+        self.scales = self.k_scale, self.v_scale
+        if isinstance(self.kv, BoundCache) and self.kv.k_scale is not None:
+            k, v = self.kv.k_scale, self.kv.v_scale
+            assert v is not None
+            self.scales = (
+                k.value if k.tensor is None else k.tensor,
+                v.value if v.tensor is None else v.tensor,
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors among them, in a fixed order."""
+        kv, out = self.kv, self.out
+        found: list[Tensor]
+        if isinstance(kv, Tensor):
+            found = [kv]
+        elif isinstance(kv, BoundCache):
+            found = [kv.k.tensor, kv.v.tensor]
+        elif isinstance(kv, QuantizedKV):
+            found = [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
+        else:
+            found = [*kv] if isinstance(kv, (tuple, list)) else [kv]
+        found += [*getattr(self.pages, "tensors", ()), self.seq_lens]
+        found += [scale for scale in self.scales if isinstance(scale, Tensor)]
+        return [*found, *out] if isinstance(out, (tuple, list)) else found
+
+    def facts(self) -> tuple[object, ...]:
+        """All that isn't a tensor: calls of equal facts whose tensors lie alike are alike."""
+        kv, out = self.kv, self.out
+        bound: tuple[object, ...] = ()
+        if isinstance(kv, BoundCache):
+            config = kv.config
+            # It takes no other scales.
+            bound = (config.q_dtype, config.kv_layout, config.page_table)
+            bound += (self.k_scale is None, self.v_scale is None)
+        k_scale, v_scale = self.scales
+        return (
+            type(kv),
+            type(self.pages),
+            bound,
+            self.kv_layout,
+            type(k_scale) if isinstance(k_scale, Tensor) else k_scale,
+            type(v_scale) if isinstance(v_scale, Tensor) else v_scale,
+            self.out_dtype,
+            len(out) if isinstance(out, (tuple, list)) else type(out),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What is gathered, checked."""
+
+    k: CacheView
+    v: CacheView
+    k_scale: Scale | None
+    v_scale: Scale | None
+    pages: PagedTable
+    seq_lens: Tensor
+    kv_dtype: str
+    out_dtype: str
+    block_scales: tuple[CacheView, CacheView] | None = None  # of NVFP4
+
+    @property
+    def device(self) -> torch.device:
+        return self.seq_lens.device
+
+    @property
+    def page_size(self) -> int:
+        return int(self.k.tensor.shape[1])
+
+    @property
+    def copies_bits(self) -> bool:
+        """Whether stored elements are copied as they are."""
+        return self.kv_dtype == self.out_dtype
+
+    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a token's K and V."""
+        per_element = 2 if self.block_scales else 1
+        k, v = (
+            (*view.tensor.shape[2:-1], per_element * view.tensor.shape[-1])
+            for view in (self.k, self.v)
+        )
+        return k, v
+
+
+# --- checks of arguments
+
+
+def _checked(arguments: _Arguments) -> _Batch:
+    pages, seq_lens = arguments.pages, arguments.seq_lens
+    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
+        raise TypeError(
+            f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable (ragged K and V "
+            "lie one request after the other already)"
+        )
+    check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
+    batch = _viewed(arguments, pages)
+    if batch.out_dtype not in (*_OUT_DTYPES, batch.kv_dtype) or batch.out_dtype == "nvfp4":
+        own = "" if batch.block_scales else f" or that of the cache, {batch.kv_dtype}"
+        raise ValueError(f"out_dtype is {batch.out_dtype}: expected {', '.join(_OUT_DTYPES)}{own}")
+    given = (arguments.k_scale, arguments.v_scale)
+    if batch.copies_bits and any(scale is not None for scale in given):
+        raise ValueError(
+            f"k_scale or v_scale is given, but out_dtype={batch.out_dtype} copies what is stored"
+        )
+    if arguments.out is not None:
+        _check_out(arguments.out, batch)
+    return batch
+
+
+def _viewed(arguments: _Arguments, pages: PagedTable) -> _Batch:
+    """Return the caches and their scales, but for ``out_dtype`` checked."""
+    kv, device = arguments.kv, pages.device
+    blocks = None
+    if isinstance(kv, BoundCache):
+        _check_bound(kv, arguments)
+        config, k, v = kv.config, kv.k, kv.v
+        k_scale, v_scale = kv.k_scale, kv.v_scale
+    else:
+        config = _config_of(kv, pages, arguments.kv_layout)
+        if isinstance(kv, QuantizedKV):
+            stored = replace(config, kv_dtype="uint8")
+            k, v = view_caches((kv.k, kv.v), stored, device)
+            per_block = NVFP4_BLOCK // 2
+            stored = replace(
+                config,
+                kv_dtype="float8_e4m3fn",
+                head_dim=kv.k.shape[-1] // per_block,
+                head_dim_vo=kv.v.shape[-1] // per_block,
+            )
+            blocks = view_caches((kv.k_block_scales, kv.v_block_scales), stored, device)
+        else:
+            k, v = view_caches(kv, config, device)
+        k_scale = view_scale("k_scale", arguments.k_scale, config, device)
+        v_scale = view_scale("v_scale", arguments.v_scale, config, device)
+    if arguments.out_dtype is not None:
+        out_dtype = dtype_name(arguments.out_dtype)
+    else:
+        out_dtype = config.q_dtype if config.kv_dtype in QUANTISED else config.kv_dtype
+    return _Batch(
+        k, v, k_scale, v_scale, pages, arguments.seq_lens, config.kv_dtype, out_dtype, blocks
+    )
+
+
+def _check_bound(kv: BoundCache, arguments: _Arguments) -> None:
+    config, pages = kv.config, arguments.pages
+    if config.page_table == "ragged":
+        raise ValueError("kv was bound as ragged K and V, which have no pages to gather from")
+    if (pages.layout == "separate") != (config.page_table == "separate"):
+        raise ValueError(
+            f"pages is {pages!r} of the layout {pages.layout.value!r}: kv was bound with "
+            f"page_table={config.page_table!r}"
+        )
+    if arguments.kv_layout not in ("NHD", config.kv_layout):
+        raise ValueError(f"kv_layout is {arguments.kv_layout!r}: kv was bound as another")
+    for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale)):
+        if scale is not None:
+            raise ValueError(f"{name} is given, but a bound cache has its own: give it to bind")
+    if kv.device != pages.device:
+        raise ValueError(f"kv is on {kv.device}: expected {pages.device}, like pages")
+
+
+def _config_of(kv: object, pages: Pages, kv_layout: str) -> PlannerConfig:
+    """Read off the tensors what ``view_caches`` compares them with; it checks the rest."""
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")
+    kv_dtypes = _PLAIN_DTYPES
+    one, k, v = kv, kv, kv
+    if isinstance(kv, QuantizedKV):
+        one, k, v, kv_dtypes = kv.k, kv.k, kv.v, (torch.uint8,)
+    elif isinstance(kv, (tuple, list)) and len(kv) == 2:
+        one, k, v = kv[0], kv[0], kv[1]
+    elif not isinstance(kv, Tensor):
+        raise TypeError(
+            f"kv is a {type(kv).__name__}: expected a tensor, (k_cache, v_cache), a "
+            "QuantizedKV or what planner.bind returns"
+        )
+    for name, cache in (("kv" if k is v else "kv[0]", k), ("kv" if k is v else "kv[1]", v)):
+        check_tensor(name, cache, kv_dtypes)
+    assert isinstance(one, Tensor)
+    assert isinstance(v, Tensor)
+    num_dims = 5 if one is kv else 4
+    if one.dim() != num_dims:
+        page = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
+        wanted = f"[num_pages, {'2, ' if num_dims == 5 else ''}{page}, head_dim]"
+        raise ValueError(f"kv has shape {list(one.shape)}: expected {wanted}")
+    if 0 in (*one.shape[1:], v.shape[-1]):
+        raise ValueError(f"kv has shape {list(one.shape)}: a page of it holds nothing")
+    token_dim, head_dim = (-3, -2) if kv_layout == "NHD" else (-2, -3)
+    return PlannerConfig.from_arguments(
+        {
+            "num_qo_heads": one.shape[head_dim],
+            "num_kv_heads": one.shape[head_dim],
+            "head_dim": one.shape[-1],
+            "head_dim_vo": v.shape[-1],
+            "page_size": one.shape[token_dim],
+            "kv_dtype": "nvfp4" if isinstance(kv, QuantizedKV) else one.dtype,
+            "kv_layout": kv_layout,
+            "page_table": pages.layout.value,
+        }
+    )
+
+
+def _check_out(out: object, batch: _Batch) -> None:
+    if not isinstance(out, (tuple, list)) or len(out) not in (2, 3):
+        raise TypeError(f"out is a {type(out).__name__}: expected (k, v) or (k, v, kv_indptr)")
+    dtype = getattr(torch, batch.out_dtype)
+    for i, (tensor, row) in enumerate(zip(out, batch.row_shapes(), strict=False)):
+        check_tensor(f"out[{i}]", tensor, (dtype,))
+        num_rows = out[0].shape[0] if out[0].dim() else 0
+        if tuple(tensor.shape) != (num_rows, *row):
+            raise ValueError(
+                f"out[{i}] has shape {list(tensor.shape)}: expected {[num_rows, *row]}"
+            )
+        if num_rows > _MAX_TOKENS:
+            raise ValueError(f"out[{i}] has {num_rows} rows: expected at most {_MAX_TOKENS}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"out[{i}] has strides {list(tensor.stride())}: expected a contiguous tensor"
+            )
+        check_device(f"out[{i}]", tensor, batch.device)
+    if len(out) == 3:
+        check_offsets("out[2]", out[2], batch.seq_lens.shape[0], batch.device)
+
+
+# --- by definition
+
+
+def _gather_by_definition(batch: _Batch, out: Outs | None) -> tuple[Tensor, Tensor, Tensor]:
+    lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
+    ends = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
+    total = int(ends[-1])
+    dtype = getattr(torch, batch.out_dtype)
+    if out is None:
+        k, v = (torch.empty((total, *row), dtype=dtype) for row in batch.row_shapes())
+        indptr = torch.empty(len(lens) + 1, dtype=torch.int32)
+    else:
+        k, v = out[0], out[1]
+        indptr = out[2] if len(out) == 3 else torch.empty(len(lens) + 1, dtype=torch.int32)
+    if total > k.shape[0]:
+        raise ValueError(f"out has {k.shape[0]} rows: seq_lens have {total} tokens together")
+    rows = [
+        [_rows_of(batch, which, b, kv_len) for b, kv_len in enumerate(lens)] for which in (0, 1)
+    ]
+    for target, parts in zip((k, v), rows, strict=True):
+        if parts:
+            target[:total] = torch.cat(parts)
+    indptr.copy_(ends)
+    return k, v, indptr
+
+
+def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
+    """The values of a request's K (``which`` 0) or V (1)."""
+    view, scale = ((batch.k, batch.k_scale), (batch.v, batch.v_scale))[which]
+    size = batch.page_size
+    slots = _slots_in(view.tensor.shape[0], batch.pages, request, kv_len, size, which)
+    tokens = view.tensor[slots // size, slots % size]
+    if batch.copies_bits:
+        return tokens
+    values = dequantize_kv(
+        tokens,
+        dtype=batch.kv_dtype,
+        scale=None if scale is None else scale.value if scale.tensor is None else scale.tensor,
+        block_scales=None
+        if batch.block_scales is None
+        else batch.block_scales[which].tensor[slots // size, slots % size],
+    )
+    return values.to(getattr(torch, batch.out_dtype))
+
+
+def _slots_in(
+    num_pages: int, pages: PagedTable, request: int, kv_len: int, page_size: int, which: int
+) -> Tensor:
+    """The slots of a request in K (``which`` 0) or V (1), which has so many pages."""
+    slots = slots_of(pages, request, kv_len, page_size, which=which)
+    wrong = slots[(slots < 0) | (slots >= num_pages * page_size)]
+    if wrong.numel():
+        raise ValueError(
+            f"request {request} has a token at slot {int(wrong[0])} of {'KV'[which]}: the cache "
+            f"has {num_pages} pages of {page_size} tokens"
+        )
+    return slots
+
+
+# --- on the device
+
+
+class _Gather:
+    """A launch for batches whose tensors lie alike."""
+
+    def __init__(self, batch: _Batch, card: int) -> None:
+        from jitattn.driver import Launch
+
+        kv_dtype, out_dtype = DType(batch.kv_dtype), DType(batch.out_dtype)
+        spec = GatherSpec(kv_dtype=kv_dtype, out_dtype=out_dtype)
+        tile = tile_of(spec, card)
+        assert isinstance(tile, GatherTile)
+        self._make_launch = Launch
+        self._kernel = load(spec, card)
+        self._tile = tile
+        self._card, self._device = card, batch.device
+        self._batch_size = batch.seq_lens.shape[0]
+        self._row_shapes = batch.row_shapes()
+        self._dtype: torch.dtype = getattr(torch, batch.out_dtype)
+        self._vector = _VECTOR_BYTES // out_dtype.num_bytes
+        self._may_be_aligned = _rows_are_aligned(batch, self._vector)
+        v_at, k_at = batch.v.tensor.data_ptr(), batch.k.tensor.data_ptr()
+        self._v_offset = v_at - k_at  # of a cache of one tensor
+        self._params = GatherParams()
+        self._params.pages = page_list_of(batch.pages, batch.page_size)
+        self._params.seq_lens = lengths_of(batch.seq_lens)
+        self._sides = (self._params.k, self._params.v)
+        self._pages, self._seq_lens = self._params.pages, self._params.seq_lens
+        self._k_scale, self._v_scale = self._params.k.scale, self._params.v.scale
+        sources = ((batch.k, batch.k_scale), (batch.v, batch.v_scale))
+        for side, (view, scale) in zip(self._sides, sources, strict=True):
+            side.page_stride, side.token_stride, side.head_stride = view.strides
+            side.num_pages = view.tensor.shape[0]
+            side.scale.value = 1.0 if scale is None else scale.value
+            side.scale.stride = 0 if scale is None else scale.stride
+        for side, view in zip(self._sides, batch.block_scales or (), strict=False):
+            side.block_page_stride, side.block_token_stride, side.block_head_stride = view.strides
+        self._checks = asks_for_checks()
+        self._page_size = batch.page_size
+        self._num_pages = batch.k.tensor.shape[0], batch.v.tensor.shape[0]
+        self._num_rows = -1
+        self._launch: Launch
+        self._set_rows(0, is_aligned=False)
+
+    def __call__(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+        """Launch for these, which lie like those it was made with."""
+        if self._checks and not is_capturing(self._device):
+            self._verify(arguments)
+        out = arguments.out
+        k, v, kv_indptr = out if out is not None and len(out) == 3 else self._outs(arguments)
+        k_at, v_at, k_blocks, v_blocks = self._sources(arguments.kv)
+        k_out, v_out = k.data_ptr(), v.data_ptr()
+        is_aligned = self._may_be_aligned and (k_at | v_at | k_out | v_out) % _VECTOR_BYTES == 0
+        if k.shape[0] != self._num_rows or is_aligned != self._is_aligned:
+            self._set_rows(k.shape[0], is_aligned=is_aligned)
+        k_side, v_side = self._sides
+        k_side.cache, k_side.out, v_side.cache, v_side.out = k_at, k_out, v_at, v_out
+        if k_blocks:
+            k_side.block_scales, v_side.block_scales = k_blocks, v_blocks
+        k_scale, v_scale = arguments.scales
+        if isinstance(k_scale, Tensor):
+            self._k_scale.values = k_scale.data_ptr()
+        if isinstance(v_scale, Tensor):
+            self._v_scale.values = v_scale.data_ptr()
+        point_at(self._pages, arguments.pages)  # type: ignore[arg-type]
+        self._seq_lens.values = arguments.seq_lens.data_ptr()
+        self._params.kv_indptr = kv_indptr.data_ptr()
+        launch_on(self._card, self._launch)
+        return k, v, kv_indptr
+
+    def _verify(self, arguments: _Arguments) -> None:
+        """Refuse what would be NaN or left out."""
+        with checking():
+            pages = on_cpu(arguments.pages)  # type: ignore[arg-type]
+            lens = arguments.seq_lens.cpu().clamp(min=0).tolist()
+            for request, kv_len in enumerate(lens):
+                for which, num_pages in enumerate(self._num_pages):
+                    _slots_in(num_pages, pages, request, kv_len, self._page_size, which)
+            if arguments.out is not None and sum(lens) > arguments.out[0].shape[0]:
+                raise ValueError(
+                    f"out has {arguments.out[0].shape[0]} rows: seq_lens have {sum(lens)} tokens "
+                    "together"
+                )
+
+    def _sources(self, kv: BoundCache | KVCache) -> tuple[int, int, int, int]:
+        """The addresses of K and V, and of the scales of their blocks or 0."""
+        if isinstance(kv, Tensor):
+            k_at = kv.data_ptr()
+            return k_at, k_at + self._v_offset, 0, 0
+        if isinstance(kv, BoundCache):
+            return kv.k_at(), kv.v_at(), 0, 0
+        if isinstance(kv, QuantizedKV):
+            blocks = kv.k_block_scales.data_ptr(), kv.v_block_scales.data_ptr()
+            return kv.k.data_ptr(), kv.v.data_ptr(), *blocks
+        return kv[0].data_ptr(), kv[1].data_ptr(), 0, 0
+
+    def _outs(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+        out, device = arguments.out, self._device
+        kv_indptr = torch.empty(self._batch_size + 1, dtype=torch.int32, device=device)
+        if out is not None:
+            return out[0], out[1], kv_indptr
+        if is_capturing(device):
+            raise ValueError(
+                "out is None in a capture: only the device knows how many tokens there are; give "
+                "out=(k, v)"
+            )
+        total = int(arguments.seq_lens.clamp(min=0).sum())
+        if total > _MAX_TOKENS:
+            raise ValueError(f"seq_lens have {total} tokens together: at most {_MAX_TOKENS}")
+        k, v = (
+            torch.empty((total, *row), dtype=self._dtype, device=device) for row in self._row_shapes
+        )
+        return k, v, kv_indptr
+
+    def _set_rows(self, num_rows: int, *, is_aligned: bool) -> None:
+        vector = self._vector if is_aligned else 1
+        params, widest = self._params, 1
+        for side, (num_heads, head_dim) in zip(self._sides, self._row_shapes, strict=True):
+            side.head_vectors = Divisor.of(head_dim // vector)
+            side.row_vectors = Divisor.of(num_heads * head_dim // vector)
+            widest = max(widest, num_heads * head_dim // vector)
+        params.tile_rows = max(1, min(_TILE_VECTORS // widest, self._tile.max_tile_rows))
+        params.num_tokens, params.is_aligned = num_rows, is_aligned
+        grid = 2 * max(1, -(-num_rows // params.tile_rows))
+        self._launch = self._make_launch(self._kernel, params, grid, self._tile.num_threads)
+        self._num_rows, self._is_aligned = num_rows, is_aligned
+
+
+def _rows_are_aligned(batch: _Batch, vector: int) -> bool:
+    """Whether every row of an aligned cache begins at a multiple of ``vector`` elements."""
+    stored = vector // 2 if batch.block_scales else vector  # as the caches count them
+    return all(
+        offset % stored == 0
+        for view in (batch.k, batch.v)
+        for offset in (*view.strides, view.tensor.shape[-1])
+    )
+
+
+_recent: Recent[_Gather] = Recent()

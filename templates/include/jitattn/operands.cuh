@@ -1,0 +1,32 @@
+// Numbers that launch arguments hold: divisors and scales. Twin: jitattn/params.py.
+#pragma once
+
+#include "jitattn/prelude.cuh"
+
+namespace jitattn {
+
+// A number to divide by, and what makes that one multiplication.
+struct Divisor {
+  int32_t value;
+  uint32_t magic;
+  int32_t shift;
+
+  __device__ __forceinline__ operator int32_t() const { return value; }
+  // x / value, for x from 0 to 2**31 - 1.
+  __device__ __forceinline__ int32_t divide(int32_t x) const {
+    return __umulhi(2u * x, magic) >> shift;
+  }
+};
+
+// What a stored value of a KV head is multiplied with.
+struct Scale {
+  const float* values;  // [num_kv_heads], or one with a stride of 0; null: `value`
+  int64_t stride;
+  float value;
+
+  __device__ __forceinline__ float of(int32_t kv_head) const {
+    return values ? values[kv_head * stride] : value;
+  }
+};
+
+}  // namespace jitattn

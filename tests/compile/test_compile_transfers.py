@@ -1,0 +1,51 @@
+"""The kernels that move tokens and pages and make tables, compiled for every architecture."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jitattn import nvrtc
+from jitattn.build import headers_of
+from jitattn.cubin import resources_of
+from jitattn.render import render
+from jitattn.spec import DType, GatherSpec, TransferSpec
+from jitattn.support import ARCHITECTURES
+from jitattn.tiling import SMEM_LIMIT, tile_for
+from jitattn.transfer_config import every_config
+
+# What the largest has, and some more: 10 ms of ptxas for each KiB.
+CODE_BYTES = 44 * 1024
+JOBS = tuple(
+    (spec, arch)
+    for i, arch in enumerate(ARCHITECTURES)
+    for n, config in enumerate(every_config())
+    for spec in config.specs(arch)
+    # All for sm_90a; of the others a third each, and those of which there is one.
+    if arch == "sm_90a" or n % 3 == i % 3 or not isinstance(spec, GatherSpec)
+)
+
+
+@pytest.mark.parametrize(("spec", "arch"), JOBS, ids=lambda x: getattr(x, "symbol", x))
+def test_kernel(spec: TransferSpec, arch: str) -> None:
+    source = render(spec, arch)
+    compiled = nvrtc.compile_cubin(
+        source,
+        name=f"{spec.symbol}.cu",
+        headers=headers_of(source),
+        options=nvrtc.options(arch),
+    )
+    resources = resources_of(compiled.cubin, spec.symbol, arch)
+    assert resources.spill_bytes == 0
+    # Four CTAs of an SM hide each other's waits.
+    assert resources.registers <= 80
+    assert resources.smem_bytes + tile_for(spec, arch).smem_bytes <= SMEM_LIMIT[arch] // 4
+    assert resources.code_bytes <= CODE_BYTES
+    assert not re.findall(r".*\bwarning\b.*", compiled.log)
+
+
+def test_symbols_are_distinct() -> None:
+    specs = [spec for spec, arch in JOBS if arch == "sm_90a"]
+    assert len({spec.symbol for spec in specs}) == len(specs)
+    assert GatherSpec(kv_dtype=DType.NVFP4, out_dtype=DType.FLOAT16) in specs

@@ -1,0 +1,101 @@
+"""Compile kernels of preprocess_qkv and append_kv for every architecture. Needs NVRTC and no GPU.
+
+None may spill, nor have more machine code than compiles in a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from jitattn import nvrtc
+from jitattn.build import headers_of
+from jitattn.cubin import resources_of
+from jitattn.params import PREPROCESS_PARAMS, CacheStrides, PreprocessParams, RowStrides
+from jitattn.preprocess_config import KV_DTYPES, PreprocessConfig
+from jitattn.render import render
+from jitattn.spec import Loader, PageTable, PreprocessSpec
+from jitattn.support import ARCHITECTURES, HEAD_DIMS
+from tests.compile.test_params import _asserts, _compile
+
+_FIELDS: dict[str, tuple[object, ...]] = {
+    "head_dim": HEAD_DIMS,
+    "page_size": (1, 3, 16, 64),
+    "qkv_dtype": ("bfloat16", "float16"),
+    "out_dtype": (None, "float8_e4m3fn", "float8_e5m2"),
+    "kv_dtype": KV_DTYPES,
+    "page_table": ("shared", "separate", "csr", "token", "slots"),
+    "pairing": ("none", "neox", "interleaved"),
+    "use_mrope": (False, True),
+    "use_bias": (False, True),
+    "use_norm": (False, True),
+}
+# What models have, and what needs most registers.
+_ALWAYS = (
+    "kernel=preprocess",
+    "kernel=preprocess,kv_dtype=float8_e4m3fn,out_dtype=float8_e4m3fn",
+    "kernel=preprocess,kv_dtype=nvfp4,use_norm=true,use_bias=true,use_mrope=true",
+    "kernel=preprocess,kv_dtype=nvfp4,use_norm=true,use_bias=true,out_dtype=float8_e5m2",
+    "kernel=preprocess,kv_dtype=int8,pairing=interleaved,use_norm=true,use_bias=true,page_table=csr",
+    "kernel=preprocess,head_dim=512,head_dim_vo=64,pairing=none,page_table=slots",
+)
+
+
+def specs_of(arch: str) -> Iterator[PreprocessSpec]:
+    for text in _ALWAYS:
+        yield from PreprocessConfig.parse(text).specs(arch)
+    rng = random.Random(arch)
+    columns = [itertools.cycle(rng.sample(values, len(values))) for values in _FIELDS.values()]
+    for i in range(12):
+        chosen = {name: next(column) for name, column in zip(_FIELDS, columns, strict=True)}
+        chosen["use_bias"], chosen["use_norm"] = rng.random() < 0.5, rng.random() < 0.5
+        chosen["use_mrope"] = chosen["pairing"] != "none" and rng.random() < 0.5
+        config = PreprocessConfig(**chosen)  # type: ignore[arg-type]
+        assert config.reasons() == []
+        yield config.specs(arch)[i % 2]
+
+
+JOBS = [(spec, arch) for arch in ARCHITECTURES for spec in specs_of(arch)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "arch"), JOBS, ids=[f"{arch}-{spec.symbol[19:]}" for spec, arch in JOBS]
+)
+def test_kernel(spec: PreprocessSpec, arch: str) -> None:
+    source = render(spec, arch)
+    compiled = nvrtc.compile_cubin(
+        source,
+        name=f"{spec.symbol}.cu",
+        headers=headers_of(source),
+        options=nvrtc.options(arch),
+    )
+    assert "warning" not in compiled.log, compiled.log
+    resources = resources_of(compiled.cubin, spec.symbol, arch)
+    assert resources.spill_bytes == 0
+    assert resources.registers <= (128 if spec.loader is Loader.VECTOR else 255)
+    assert resources.smem_bytes == 0
+    assert resources.code_bytes <= 90 * 1024
+
+
+def test_sample_has_every_value() -> None:
+    specs = [spec for spec, _ in JOBS]
+    assert {spec.kv_dtype for spec in specs} == set(KV_DTYPES)
+    assert {spec.page_table for spec in specs} == {None, *PageTable} - {PageTable.RAGGED}
+    assert len({spec.head_dim for spec in specs}) > 12
+    assert len({spec.symbol for spec in specs}) == len(set(specs))
+
+
+@pytest.mark.parametrize("layout", PREPROCESS_PARAMS, ids=str)
+def test_params_agree(layout: PageTable | None) -> None:
+    config = PreprocessConfig(page_table=layout.value if layout else "slots")
+    struct = PREPROCESS_PARAMS[layout]
+    lines = _asserts("jitattn::KernelParams", struct)
+    lines += _asserts("jitattn::PreprocessParams", PreprocessParams)
+    lines += _asserts("jitattn::RowStrides", RowStrides)
+    lines += _asserts("jitattn::CacheStrides", CacheStrides)
+    if layout:
+        lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
+    _compile(render(config.specs("sm_90a")[0], "sm_90a") + "\n".join(lines) + "\n")

@@ -1,0 +1,64 @@
+"""bench_preprocess without a card: its rows, its bytes, its check and its table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import bench_preprocess
+from bench.bench_preprocess import JitAttnTokens, Row, check_ours, compare, outputs, print_table
+from bench.ceilings import Ceilings
+from bench.timing import Timing
+from bench.token_workloads import WORKLOADS, configs, make_token_batch, smaller
+from jitattn.preprocess_config import PreprocessConfig
+
+CPU = torch.device("cpu")
+SMALL = [smaller(row) for row in WORKLOADS if row.num_tokens == 64]
+
+
+def test_rows() -> None:
+    assert {row.name for row in WORKLOADS} >= {
+        "preprocess-64-bfloat16",
+        "append-8192-float8_e4m3fn",
+    }
+    for text in configs():
+        assert PreprocessConfig.parse(text).head_dim == 128
+    row = WORKLOADS[0]
+    assert row.name == "preprocess-64-bfloat16"
+    # 48 heads of 128 numbers of 2 bytes, read and written.
+    assert row.num_bytes == 2 * 64 * 48 * 128 * 2
+
+
+@pytest.mark.parametrize("row", SMALL, ids=lambda row: row.name)
+def test_batches_are_what_they_say(row: object) -> None:
+    batch = make_token_batch(row, 2, CPU)  # type: ignore[arg-type]
+    assert batch.qkv[0].nbytes >= batch.row.read_bytes
+    check_ours(batch)
+    JitAttnTokens().prepare(batch)(1)
+    sides = outputs(batch)[-2:]
+    assert not sides[0].any()
+    written = batch.caches[1][0].float().abs().amax(dim=-1) > 0
+    assert int(written.sum()) == batch.row.num_tokens * 8
+
+
+def test_what_is_wrong_is_seen() -> None:
+    with pytest.raises(ValueError, match="differ by 1"):
+        compare([torch.zeros(3)], [torch.ones(3)])
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = make_token_batch(SMALL[0], 1, CPU)
+    timing = Timing(median_s=4e-6, p10_s=3e-6, p90_s=5e-6, num_samples=9)
+    rows = [Row("jitattn", "timed", timing=timing), Row("copy", "timed", timing=timing)]
+    absent = Row("flashinfer", "skipped", "cannot be imported")
+    print_table([(batch, [*rows, absent])], Ceilings(copy=3e12, read=3e12, read_method="none"))
+    out = capsys.readouterr().out
+    assert "4.00" in out
+    assert "1.00" in out
+    assert "flashinfer: skipped: cannot be imported" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a card says")
+def test_needs_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_preprocess.main(["--rows", "append"]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
