@@ -279,14 +279,14 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 
 
 # Tiles of warpgroups by the most columns of Q and V: warpgroups that compute and that bring, tokens
-# of a tile without and with a soft cap, whose computation needs registers, stages of K and V, and of
-# Q. Scores take half a register a token and the output half a register a column; what is left of
+# of a tile without and with a soft cap, whose computation needs registers, stages of K and V, and
+# of Q. Scores take half a register a token and the output half a register a column; what is left of
 # 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
     (64, 64, 3, 1, 112, 80, 3, 2),
     (128, 128, 2, 1, 128, 128, 2, 2),
     (192, 128, 2, 1, 128, 128, 2, 1),
-    (192, 192, 2, 1, 96, 96, 2, 1),
+    (192, 192, 2, 1, 96, 80, 2, 1),
     (256, 256, 2, 1, 80, 64, 2, 1),
 )
 # The same of 8-bit caches, a tile of which lands in shared memory before it is converted.

@@ -1,4 +1,4 @@
-"""The specs whose kernels have warpgroups. `sample_specs` has two: FP8 caches take its pairs."""
+"""The specs whose kernels have warpgroups: more than `sample_specs` has."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ CONFIGS = (
     "head_dim=256",
     "head_dim=256,page_size=64,logits_soft_cap=30,use_custom_mask=true",
     "head_dim=256,page_table=ragged,page_size=none",
+    "head_dim=64,kv_dtype=float8_e4m3fn,logits_soft_cap=30",
+    "head_dim=128,kv_dtype=float8_e4m3fn",
+    "head_dim=128,page_size=1,q_dtype=float16,kv_dtype=float8_e4m3fn,logits_soft_cap=30",
+    "head_dim=192,head_dim_vo=128,page_table=separate,kv_dtype=float8_e5m2",
+    "head_dim=192,page_size=24,kv_dtype=float8_e4m3fn",
+    "head_dim=256,page_table=csr,kv_dtype=float8_e5m2,logits_soft_cap=30,use_custom_mask=true",
 )
 
 
@@ -56,18 +62,20 @@ def _of_each_head_dim() -> Iterator[PrefillSpec]:
         itertools.cycle((3, 16, 48, 128)),
         itertools.cycle((PageTable.SEPARATE, PageTable.CSR, PageTable.TOKEN)),
         itertools.cycle((DType.BFLOAT16, DType.FLOAT16, DType.FLOAT16, DType.BFLOAT16)),
+        itertools.cycle((None, None, DType.FLOAT8_E4M3FN, None, DType.FLOAT8_E5M2)),
         itertools.cycle((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)),
         itertools.cycle(((False, False), (True, False), (False, True), (True, True), (True, True))),
         itertools.cycle((False, True)),
         strict=False,
     )
-    for head_dim, value_dim, page_size, page_table, dtype, out_dtype, uses, is_aligned in turns:
+    for turn in turns:
+        head_dim, value_dim, page_size, page_table, dtype, fp8, out_dtype, uses, is_aligned = turn
         spec = PrefillSpec(
             head_dim=head_dim,
             head_dim_vo=value_dim or head_dim,
             page_size=page_size,
             q_dtype=dtype,
-            kv_dtype=dtype,
+            kv_dtype=fp8 or dtype,
             out_dtype=out_dtype,
             page_table=page_table,
             loader=Loader.PLAIN,
