@@ -54,15 +54,17 @@ class Inputs:
         return k, v
 
 
-def make_inputs(case: PrefillCase, device: torch.device, *, copies: int = 1) -> Inputs:
-    """Fill queries and caches with normal random numbers."""
+def make_inputs(
+    case: PrefillCase, device: torch.device, *, copies: int = 1, seed: int = 0
+) -> Inputs:
+    """Fill queries and caches with normal random numbers, which ``seed`` fixes."""
     starts = [0, *itertools.accumulate(case.q_lens)]
-    generator = torch.Generator(device).manual_seed(1)
+    generator = torch.Generator(device).manual_seed(seed + 1)
     shape = (copies, starts[-1], case.num_qo_heads, case.head_dim)
     dtype = getattr(torch, Q_DTYPE)
     q = torch.randn(shape, generator=generator, dtype=dtype, device=device)
     indptr = torch.tensor(starts, dtype=torch.int32, device=device)
-    return Inputs(case, make_batch(case.pages(), copies, device), q, indptr)
+    return Inputs(case, make_batch(case.pages(), copies, device, seed=seed), q, indptr)
 
 
 def with_page_size(batch: Batch, page_size: int) -> Batch:
@@ -87,16 +89,17 @@ class PrefillOracle:
         self.inputs = inputs
         self.limit = LIMITS[inputs.case.kv_dtype]
         self._known: dict[int, Tensor] = {}
-        self._rows: list[int] = []
+        self.rows: list[int] = []
         for q_len, start in zip(inputs.case.q_lens, inputs.qo_indptr.tolist(), strict=False):
-            self._rows += [start + row for row in sampled_rows(q_len)]
+            self.rows += [start + row for row in sampled_rows(q_len)]
 
     def error(self, outs: Tensor) -> float:
         """Return the largest relative error of a sampled row; infinite where it isn't finite."""
         copies = {0, outs.shape[0] - 1}
-        return max(relative_error(outs[copy, self._rows], self._expected(copy)) for copy in copies)
+        return max(relative_error(outs[copy, self.rows], self.expected(copy)) for copy in copies)
 
-    def _expected(self, copy: int) -> Tensor:
+    def expected(self, copy: int) -> Tensor:
+        """Return the sampled rows of a copy, [num_rows, num_qo_heads, head_dim] float64."""
         if copy not in self._known:
             requests = range(len(self.inputs.case.q_lens))
             self._known[copy] = torch.cat([self._request(copy, b) for b in requests])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench import bench_prefill, build_rivals, bundle, prefill_contenders, prefill_report, records
+from bench.bench_error import errors_of
 from bench.bench_prefill import choose_method, to_record
 from bench.cases import BASELINE
 from bench.contenders import Prepared, SkipError
@@ -408,3 +409,34 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_error_is_infinite_where_a_row_was_not_written() -> None:
     inputs = make_inputs(TINY, CPU)
     assert PrefillOracle(inputs).error(torch.full_like(inputs.q, math.nan)) == math.inf
+
+
+def test_errors_of_a_seed() -> None:
+    """What a contender rounds and gets wrong counts, and each seed has inputs of its own."""
+    case = dataclasses.replace(TINY, q_lens=(70,), seq_lens=(70,))
+    right = JitAttnPrefill("shared")
+    errors = [errors_of(right, case, CPU, seed) for seed in (0, 1)]
+    assert errors[0] != errors[1]
+    for mean, top in errors:
+        assert 1e-4 < mean < 4e-3, "a rounding to bfloat16"
+        assert mean < top < 0.1
+    assert errors_of(_Zero(right), case, CPU, 0)[0] == pytest.approx(1.0)
+
+
+class _Zero:
+    """Answers with zeros."""
+
+    name = "zero"
+
+    def __init__(self, right: PrefillContender) -> None:
+        self.right = right
+
+    def version(self) -> str:
+        return "0"
+
+    def build_key(self, case: PrefillCase) -> Hashable | None:
+        return None
+
+    def prepare(self, inputs: Inputs, /) -> Prepared:
+        prepared = self.right.prepare(inputs)
+        return Prepared(runs=(lambda: None,), outs=torch.zeros_like(prepared.outs))
