@@ -22,7 +22,7 @@ except ImportError:
 
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4")
 
 
@@ -243,7 +243,7 @@ def _view(
 
 def _check_rank(name: str, cache: object, config: PlannerConfig, *, num_dims: int) -> None:
     dtype = getattr(torch, config.kv_dtype)
-    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _FP8_DTYPES else (dtype,))
+    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _BYTE_DTYPES else (dtype,))
     assert isinstance(cache, Tensor)
     if cache.dim() != num_dims:
         page = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"

@@ -99,7 +99,7 @@ def gather(cache: Tensor, page_ids: Tensor, kv_len: int, *, start: int = 0) -> T
 
     Returns:
         [max(kv_len, 0), num_kv_heads, head_dim], contiguous. Tokens of pages wholly before
-        ``start`` are NaN.
+        ``start`` are NaN, and the largest number of a type that has none.
     """
     _, page_size, num_kv_heads, head_dim = cache.shape
     kv_len = max(kv_len, 0)
@@ -108,7 +108,8 @@ def gather(cache: Tensor, page_ids: Tensor, kv_len: int, *, start: int = 0) -> T
         raise ValueError(
             f"kv_len {kv_len} needs {last_page} pages of {page_size}, got {page_ids.shape[0]} ids"
         )
-    tokens = cache.new_full((last_page * page_size, num_kv_heads, head_dim), math.nan)
+    nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
+    tokens = cache.new_full((last_page * page_size, num_kv_heads, head_dim), nothing)
     if first_page < last_page:
         live = page_ids[first_page:last_page].long()
         tokens[first_page * page_size :] = cache[live].flatten(0, 1)

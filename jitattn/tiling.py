@@ -284,7 +284,7 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 # 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
     (64, 64, 3, 1, 112, 80, 3, 2),
-    (128, 128, 2, 1, 128, 128, 2, 2),
+    (128, 128, 2, 1, 128, 112, 2, 2),
     (192, 128, 2, 1, 128, 128, 2, 1),
     (192, 192, 2, 1, 96, 80, 2, 1),
     (256, 256, 2, 1, 80, 64, 2, 1),

@@ -211,7 +211,7 @@ def _kernel(
         head_dim_vo=vo,
         page_size=page_size,
         dtype={"bf16": "bfloat16", "fp16": "float16"}[dtype],
-        kv_dtype=kv and {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[kv],
+        kv_dtype=kv and {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "int8": "int8"}[kv],
         out_dtype=out,
         page_table=page_table,
         soft_cap=soft_cap,
@@ -326,9 +326,9 @@ MASKED_KERNELS: tuple[Kernel, ...] = (
     _kernel(512, 16, "bf16", "shared", 8, mask=True),
 )
 
-# FP8 caches: both types with both types of q, rows of an odd and an even number of vectors, every
+# 8-bit caches: both types of FP8 with both types of q, rows of an odd and an even number of vectors, every
 # layout.
-FP8_KERNELS: tuple[Kernel, ...] = (
+BYTE_KERNELS: tuple[Kernel, ...] = (
     _kernel(128, 16, "bf16", "shared", 8, kv="e4m3"),
     _kernel(128, 16, "bf16", "separate", 8, kv="e4m3"),
     _kernel(128, 16, "bf16", "shared", 8, kv="e5m2"),
@@ -348,8 +348,10 @@ FP8_KERNELS: tuple[Kernel, ...] = (
     _kernel(256, 16, "bf16", "shared", 8, kv="e4m3"),
     _kernel(256, 1, "fp16", "ragged", 8, kv="e5m2", vo=48),
     _kernel(512, 16, "bf16", "shared", 8, kv="e4m3"),
+    _kernel(128, 16, "bf16", "shared", 8, kv="int8"),
+    _kernel(64, 24, "fp16", "csr", 16, kv="int8"),
 )
-MASKED_FP8_KERNELS: tuple[Kernel, ...] = (
+MASKED_BYTE_KERNELS: tuple[Kernel, ...] = (
     _kernel(128, 16, "bf16", "shared", 8, kv="e4m3", mask=True),
     _kernel(64, 3, "fp16", "separate", 16, kv="e5m2", mask=True, soft_cap=True),
 )
@@ -466,7 +468,7 @@ def decode_cases() -> tuple[Case, ...]:
         for _ in range(CASES_PER_KERNEL):
             cases.append(_fit(_deal(kernel, decks, rng, seed=len(cases))))
     forms = _Deck(SCALES, random.Random(21))
-    for kernel in FP8_KERNELS:
+    for kernel in BYTE_KERNELS:
         for _ in range(CASES_PER_KERNEL):
             case = _deal(kernel, decks, rng, seed=len(cases))
             cases.append(_fit(replace(case, scales=forms.deal())))
@@ -564,7 +566,7 @@ def mixed_cases() -> tuple[Case, ...]:
     decks = _decks(rng) | _query_decks(rng)
     forms = _Deck(SCALES, random.Random(41))
     cases = []
-    for kernel in (*KERNELS, *MASKED_KERNELS, *FP8_KERNELS, *MASKED_FP8_KERNELS):
+    for kernel in (*KERNELS, *MASKED_KERNELS, *BYTE_KERNELS, *MASKED_BYTE_KERNELS):
         for _ in range(MIXED_CASES_PER_KERNEL):
             case = _deal(kernel, decks, rng, seed=len(cases))
             kind = QUERIES[str(decks["queries"].deal())]
@@ -609,7 +611,8 @@ E4M3_FP16 = replace(E4M3, dtype="float16")
 E4M3_RAGGED = replace(E4M3, page_table="ragged", page_size=1)
 E4M3_D256 = replace(E4M3, head_dim=256)
 E5M2 = replace(E4M3, kv_dtype="float8_e5m2")
-FP8_FAMILIES = (E4M3, E4M3_SEPARATE, E4M3_FP16, E4M3_RAGGED, E4M3_D256, E5M2)
+INT8 = replace(E4M3, kv_dtype="int8")
+BYTE_FAMILIES = (E4M3, E4M3_SEPARATE, E4M3_FP16, E4M3_RAGGED, E4M3_D256, E5M2, INT8)
 
 EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
 """One case of each layout."""
@@ -658,7 +661,7 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
-    named += (*FP8_FAMILIES, *twins_of(E4M3), *BOX_PAGES, *BOX_DIMS, *DRAFTS)
+    named += (*BYTE_FAMILIES, *twins_of(E4M3), *BOX_PAGES, *BOX_DIMS, *DRAFTS)
     return (
         *decode_cases(),
         *mixed_cases(),

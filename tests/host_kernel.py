@@ -147,6 +147,9 @@ struct Float8E5M2 {
   using Storage = uint8_t;
   static uint2 to_halves(uint32_t byte) { return {byte << 8 & 0xff00, 0}; }
 };
+struct Int8 {
+  using Storage = uint8_t;
+};
 }  // namespace jitattn
 """
 HOST_HEADERS = {"prelude": _PRELUDE, "ptx": _PTX, "types": _TYPES, "fp8": _FP8}

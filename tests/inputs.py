@@ -57,7 +57,9 @@ class Pool:
         return self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
 
     def nan(self, *shape: int) -> Tensor:
-        return torch.full(shape, math.nan, dtype=self.dtype, device=self.device)
+        # int8 has none; its largest number would be seen, too.
+        poison = 127 if self.dtype == torch.int8 else math.nan
+        return torch.full(shape, poison, dtype=self.dtype, device=self.device)
 
     def strided(self, strides: tuple[int, int, int], offset: int) -> Tensor:
         """NHD dimensions with the strides (page, token, head) and a base off by ``offset``."""
@@ -302,19 +304,21 @@ def random_tokens(case: Case, device: torch.device | str) -> Tokens:
 def stored(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tokens:
     """The tokens in the case's dtypes."""
     dtype = getattr(torch, case.stored_dtype)
+    if dtype == torch.int8:
+        k, v = k.round(), v.round()
     return q.to(getattr(torch, case.dtype)), k.to(dtype), v.to(dtype)
 
 
 def values(tokens: Tensor, scale: Scale) -> Tensor:
     """What stored tokens [total, Hkv, D] stand for."""
-    if not is_fp8(tokens):
+    if not is_quantised(tokens):
         return tokens
     factor = torch.as_tensor(1.0 if scale is None else scale, device=tokens.device).double()
     return tokens.double() * factor.reshape(-1, 1)
 
 
-def is_fp8(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+def is_quantised(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def uniform_probe(case: Case, device: torch.device | str) -> Tokens:
@@ -483,7 +487,7 @@ def _scatter(case: Case, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
     request, position = _request_and_position(case, tokens.device)
     live = position >= first_visible(case, tokens.device)[request]
     slots = slots[live]
-    if is_fp8(cache):
+    if is_quantised(cache):
         tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
     cache[slots // case.page_size, slots % case.page_size] = tokens[live]
 

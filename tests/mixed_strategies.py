@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tests.cases import FP8_KERNELS, KERNELS, MASKED_FP8_KERNELS, MASKED_KERNELS, Case
+from tests.cases import BYTE_KERNELS, KERNELS, MASKED_BYTE_KERNELS, MASKED_KERNELS, Case
 from tests.strategies import Example, placed, variant
 
 
@@ -22,7 +22,7 @@ def _variants() -> tuple[Case, ...]:
     rng = random.Random(5)
     kernels = [kernel for kernel in KERNELS[::2] if kernel.head_dim < 512]
     kernels += [kernel for kernel in KERNELS if kernel.head_dim == 512]
-    kernels += (*MASKED_KERNELS, *FP8_KERNELS[::2], *MASKED_FP8_KERNELS)
+    kernels += (*MASKED_KERNELS, *BYTE_KERNELS[::2], *MASKED_BYTE_KERNELS)
     return tuple(variant(kernel, rng) for kernel in kernels)
 
 

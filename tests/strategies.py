@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.cases import (
     CACHES_SEPARATE,
     CACHES_SHARED,
-    FP8_KERNELS,
+    BYTE_KERNELS,
     GROUPS,
     KERNELS,
     SCALES,
@@ -81,7 +81,7 @@ def variant(kernel: Kernel, rng: random.Random) -> Case:
 
 def _variants() -> tuple[Case, ...]:
     rng = random.Random(80)
-    kernels = (*KERNELS, *FP8_KERNELS)
+    kernels = (*KERNELS, *BYTE_KERNELS)
     return tuple(variant(kernel, rng) for kernel in kernels for _ in range(VARIANTS_PER_KERNEL))
 
 

@@ -21,7 +21,7 @@ from tests.cases import (
     E4M3_RAGGED,
     E4M3_SEPARATE,
     E5M2,
-    FP8_FAMILIES,
+    BYTE_FAMILIES,
     SCALES,
     Case,
     of,
@@ -67,7 +67,7 @@ def codes(case: Case, which: Sequence[int] | Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("q_len", [1, 30])
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_every_byte(case: Case, q_len: int) -> None:
     check_every_byte_of_v(case, q_len)
     check_every_byte_of_k(case, q_len)
@@ -112,7 +112,7 @@ def check_every_byte_of_k(case: Case, q_len: int) -> None:
 
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 @pytest.mark.parametrize("length", [40, 9000])  # 9000 tokens are split
 def test_c22_v_scale(case: Case, form: str, q_len: int, length: int) -> None:
     check_v_scale(case, form, q_len, length, DEVICE)
@@ -120,7 +120,7 @@ def test_c22_v_scale(case: Case, form: str, q_len: int, length: int) -> None:
 
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_c22_k_scale(case: Case, form: str, q_len: int) -> None:
     check_k_scale(case, form, q_len, DEVICE)
 
@@ -145,7 +145,7 @@ def test_c22_a_scale_changed_between_replays_takes_effect(form: str, q_len: int)
         assert torch.equal(layer.out, want.expand_as(layer.out))
 
 
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_c22_every_share_of_the_card(case: Case) -> None:
     """However often a request is split, each scale counts once."""
     case = of(case, *PAIRS, scales="heads", sinks="float32")
@@ -195,7 +195,7 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
 
 
 @pytest.mark.parametrize("window_left", [-1, 100])
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_c14_dead_slots(case: Case, window_left: int) -> None:
     """Zeros in every slot that no request owns, then NaN, Inf where there is one, and 448."""
     case = replace(of(case, *PAIRS), window_left=window_left)
@@ -205,7 +205,7 @@ def test_c14_dead_slots(case: Case, window_left: int) -> None:
     check(case, *want, expected(inputs))
 
 
-@pytest.mark.parametrize("case", [*FP8_FAMILIES, *twins_of(E4M3)], ids=str)
+@pytest.mark.parametrize("case", [*BYTE_FAMILIES, *twins_of(E4M3)], ids=str)
 def test_mixed_batches(case: Case) -> None:
     run_case(of(case, *PAIRS), DEVICE)
 
@@ -219,7 +219,7 @@ def test_group_sizes(case: Case, q_len: int, group_size: int) -> None:
 
 
 @pytest.mark.parametrize("q_len", [1, 30])
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_every_address_of_a_long_request(case: Case, q_len: int) -> None:
     edges = (0, 1, 15, 16, 17, 31, 63, 64, 127, 128, 255, 256, 1023, 4095, 4096, 8191, 12344)
     case = of(replace(case, num_kv_heads=1, causal=False), *[(q_len, 12345)] * len(edges))
@@ -254,7 +254,7 @@ def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
 
 @on_the_device
 @pytest.mark.parametrize("form", ["0-d", "[1]", "heads", "heads-column"])
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_replays_read_the_scales(case: Case, form: str) -> None:
     """Scales, lengths and cache change in place between replays."""
     case = of(replace(case, scales=form), *PAIRS)

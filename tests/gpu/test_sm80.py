@@ -18,7 +18,7 @@ import torch
 import jitattn
 from jitattn.spec import PrefillSpec
 from jitattn.support import resolve
-from tests.cases import D128, EVERY_LAYOUT, FP8_FAMILIES, Case, decode_cases, mixed_cases
+from tests.cases import D128, EVERY_LAYOUT, BYTE_FAMILIES, Case, decode_cases, mixed_cases
 from tests.gpu.device import DEVICE
 from tests.gpu.sm80 import pretend_sm80
 from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v
@@ -64,7 +64,7 @@ def test_decode(case: Case) -> None:
     run_case(case, DEVICE)
 
 
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_every_byte_of_fp8(case: Case) -> None:
     """They are converted in another way than on cards that have an instruction for it."""
     check_every_byte_of_v(case, q_len=1)

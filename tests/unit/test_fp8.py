@@ -11,7 +11,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.tiling import decode_tile_for, prefill_tile_for
-from tests.cases import E4M3, E5M2, FP8_FAMILIES, SCALES, Case, of
+from tests.cases import E4M3, E5M2, BYTE_FAMILIES, SCALES, Case, of
 from tests.harness import assert_same, attend, planner_for
 from tests.inputs import K_SCALES, V_SCALES, Inputs, make_inputs
 from tests.scales import FORMS, check_k_scale, check_v_scale
@@ -53,7 +53,7 @@ def by_hand(inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", SCALES)
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_scales_by_hand(case: Case, form: str | None) -> None:
     case = replace(of(case, *PAIRS), scales=form, num_kv_heads=3, group_size=2)
     inputs = make_inputs(case, "cpu")
@@ -68,7 +68,7 @@ def test_scales_by_hand(case: Case, form: str | None) -> None:
 
 @pytest.mark.parametrize("q_len", [1, 5, 40])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", FP8_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_c22_scales_to_the_bit(case: Case, form: str, q_len: int) -> None:
     check_v_scale(case, form, q_len, 40, "cpu")
     check_k_scale(case, form, q_len, "cpu")
@@ -125,4 +125,5 @@ def test_as_many_bytes_are_under_way(arch: str) -> None:
     tile = decode_tile_for(wide[0], arch)  # type: ignore[arg-type]
     narrow = decode_tile_for(replace(wide[0], kv_dtype=wide[0].q_dtype), arch)  # type: ignore
     assert tile.tile_tokens * tile.num_stages >= 2 * narrow.tile_tokens * narrow.num_stages
-    assert prefill_tile_for(wide[2], arch).tile_tokens == 64  # type: ignore[arg-type]
+    if arch != "sm_90a":  # where warpgroups have long tiles anyway
+        assert prefill_tile_for(wide[2], arch).tile_tokens == 64  # type: ignore[arg-type]

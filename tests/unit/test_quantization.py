@@ -231,6 +231,7 @@ struct Float8E4M3 {
 struct Float8E5M2 {
   static uint2 to_halves(uint32_t byte) { return {byte << 8 & 0xff00, 0}; }
 };
+struct Int8 {};
 uint32_t cvt_f16x2(float low, float high);
 uint32_t cvt_bf16x2(float low, float high);
 uint32_t cvt_e4m3x2(float low, float high);

@@ -10,11 +10,6 @@
 
 namespace jitattn {
 
-// From -128 to 127.
-struct Int8 {
-  using Storage = uint8_t;
-};
-
 // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the even element in the low half.
 // Blocks of kBlockDims elements share a scale of type e4m3.
 struct Float4E2M1 {

@@ -6,7 +6,7 @@
 
 namespace jitattn {
 
-// Every value is one of Half and of BFloat16 as well, NaN and Inf included.
+// Every value is one of Half and of BFloat16 as well, NaN and Inf of floats included.
 // `to_halves` returns the values of bytes 0 and 2 of a word, and of bytes 1 and 3; `to_pairs` of
 // bytes 0 and 1, and of 2 and 3.
 struct Float8E5M2 {
@@ -53,6 +53,30 @@ struct Float8E4M3 {
         : "r"(magnitudes | bytes & 0x80008000u), "r"(factor));
     asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(is_nan) : "r"(magnitudes), "r"(largest));
     return word | is_nan;
+  }
+};
+
+// From -128 to 127.
+struct Int8 {
+  using Storage = uint8_t;
+  static __device__ __forceinline__ uint2 to_halves(uint32_t bytes) {
+    const uint32_t shifted = bytes ^ kSigns;
+    return {subtract(__byte_perm(shifted, kThousands, 0x4240)),
+            subtract(__byte_perm(shifted, kThousands, 0x4341))};
+  }
+  static __device__ __forceinline__ uint2 to_pairs(uint32_t bytes) {
+    const uint32_t shifted = bytes ^ kSigns;
+    return {subtract(__byte_perm(shifted, kThousands, 0x4140)),
+            subtract(__byte_perm(shifted, kThousands, 0x4342))};
+  }
+
+ private:
+  // A byte b from 0 to 255 below the high byte of 1024 is the Half 1024 + b.
+  static constexpr uint32_t kSigns = 0x80808080u, kThousands = 0x64646464u;
+  static __device__ __forceinline__ uint32_t subtract(uint32_t word) {
+    uint32_t difference;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(word), "r"(0x64806480u));  // 1024 + 128
+    return difference;
   }
 };
 
