@@ -193,7 +193,8 @@ def test_conversions_can_be_captured() -> None:
         csr = jitattn.convert_pages(jitattn.BlockTable(table), "csr", **arguments)
         token = jitattn.convert_pages(csr, "token", max_kv_len=16, **arguments)
         shared = jitattn.convert_pages(token, "shared", **arguments)
-        return (*csr.tensors, *token.tensors, *shared.tensors)
+        separate = jitattn.convert_pages(token, "separate", **arguments)
+        return (*csr.tensors, *token.tensors, *separate.tensors, *shared.tensors)
 
     call()
     torch.cuda.synchronize()
