@@ -2,14 +2,19 @@
 
     python -m bench.build_rivals --cases figures --contenders fa2-tc,xqa --jobs 8
     python -m bench.build_rivals --prefill figures,more --jobs 8
+    python -m bench.build_rivals --tokens --limit 500
 
 FlashInfer compiles a module on its first call: 9 to 80 s each, one after the other, on a card that
-waits. Here each module gets a process of its own. `bench.carry` takes the results to the next run.
+waits; those of bench_preprocess take minutes. Here each module gets a process of its own, which is
+killed at the `--limit`. `bench.carry` takes the results to the next run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +25,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from bench.bench_preprocess import FlashInferTokens, build_module
 from bench.cases import CASES, GROUPS, Group, select
 from bench.prefill_cases import PREFILL_CASES, PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import all_prefill_contenders, make_inputs
@@ -70,16 +76,27 @@ def build_prefill(rival_name: str, case_name: str) -> None:
     torch.cuda.synchronize()
 
 
+def build_tokens(module: str) -> None:
+    """Compile one module of the rival of bench_preprocess."""
+    build_module(module, torch.device("cuda"))
+    torch.cuda.synchronize()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile; the exit status is 1 when a module failed (the bench will report it again)."""
     options = _parse(argv)
     if options.one:
-        (build_prefill if options.prefill else build)(*options.one)
+        if options.tokens:
+            build_tokens(options.one[1])
+        else:
+            (build_prefill if options.prefill else build)(*options.one)
         return 0
+    end = None if options.limit is None else time.monotonic() + options.limit
     commands = [["--one", *pair] for pair in _decode_modules(options)]
     commands += [["--prefill", "one", "--one", *pair] for pair in _prefill_modules(options)]
+    commands += [["--tokens", "--one", *pair] for pair in _token_modules(options)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        statuses = list(pool.map(_build_apart, commands))
+        statuses = list(pool.map(functools.partial(_build_apart, end=end), commands))
     return max(statuses, default=0)
 
 
@@ -89,13 +106,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cases", help="of bench_decode; figures, unless --prefill is given")
+    parser.add_argument("--cases", help="of bench_decode; figures, unless another is given")
     parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
+    parser.add_argument("--tokens", action="store_true", help="of bench_preprocess")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="kills what isn't done then")
     parser.add_argument("--contenders", help="names; default: all, of prefill all but fa2")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--one", nargs=2, metavar=("RIVAL", "CASE"), help="only this, here")
     options = parser.parse_args(argv)
-    if options.cases is None and options.prefill is None:
+    if options.cases is None and options.prefill is None and not options.tokens:
         options.cases = "figures"
     return options
 
@@ -115,22 +134,39 @@ def _prefill_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
     return modules(select_prefill(options.prefill), wanted, PREFILL_GROUPS)
 
 
+def _token_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
+    rival = FlashInferTokens()
+    if not options.tokens or not _is_wanted(rival.name, options.contenders):
+        return []
+    return [(rival.name, module) for module in rival.modules]
+
+
 def _is_wanted(name: str, names: str | None) -> bool:
     return names is None or name in names.split(",")
 
 
-def _build_apart(command: Sequence[str]) -> int:
+def _build_apart(command: Sequence[str], *, end: float | None = None) -> int:
+    """Build in a process; ``end``, of the monotonic clock, is when it and its own are killed."""
     start = time.perf_counter()
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "bench.build_rivals", *command],
         cwd=Path(__file__).parent.parent,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
+        start_new_session=end is not None,  # compilers, too, are in its group
     )
+    try:
+        left = None if end is None else max(0.0, end - time.monotonic())
+        errors = process.communicate(timeout=left)[1]
+        last = errors.strip().rpartition("\n")[2][:300] if process.returncode else "built"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        last = "killed at the limit"
     seconds = time.perf_counter() - start
-    last = done.stderr.strip().rpartition("\n")[2][:300] if done.returncode else "built"
     print(f"{command[-2]:14} {command[-1]:32} {seconds:6.1f} s  {last}", flush=True)
-    return int(done.returncode != 0)
+    return int(process.returncode != 0)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ from jitattn.pages import (
     check_device,
     check_tensor,
 )
-from jitattn.params import Divisor, GatherParams
+from jitattn.params import Divisor, GatherParams, GatherSide, Lengths, PageList
+from jitattn.params import Scale as Scales
 from jitattn.prepared import (
     PagedTable,
     Recent,
@@ -31,7 +33,6 @@ from jitattn.prepared import (
     load,
     on_cpu,
     page_list_of,
-    point_at,
     tile_of,
 )
 from jitattn.quantization import CACHE_DTYPES, NVFP4_BLOCK, QUANTISED, QuantizedKV, dequantize_kv
@@ -51,6 +52,12 @@ _VECTOR_BYTES = 16
 # Vectors of a CTA: four a thread, all under way at once.
 _TILE_VECTORS = 1024
 _MAX_TOKENS = 2**31 - 1
+# Addresses that a launch writes: of a cache, of what it goes to and of its blocks' scales; others.
+_SIDE, _POINTER = struct.Struct("3P"), struct.Struct("P")
+_K_AT, _V_AT = GatherParams.k.offset, GatherParams.v.offset
+_ENTRIES_AT = GatherParams.pages.offset + PageList.entries.offset
+_LENS_AT = GatherParams.seq_lens.offset + Lengths.values.offset
+_INDPTR_AT = GatherParams.kv_indptr.offset
 
 
 def gather_kv(
@@ -96,15 +103,23 @@ def gather_kv(
             table or ``out``, and an entry outside the cache; on the device such tokens are NaN (0
             in int8), and what ``out`` has no row for is left out.
     """
-    arguments = _Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
-    facts, tensors = arguments.facts(), arguments.tensors()
+    facts: tuple[object, ...]
+    tensors: list[Tensor]
+    if type(kv) is Tensor and type(out) is tuple and k_scale is None and v_scale is None:
+        # As below, in less time.
+        facts = type(pages), kv_layout, out_dtype, len(out)
+        tensors = [kv, *getattr(pages, "tensors", ()), seq_lens, *out]
+    else:
+        arguments = _Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
+        facts, tensors = arguments.facts(), arguments.tensors()
     call = _recent.find(facts, tensors)
     if call is None:
+        arguments = _Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
         batch = _checked(arguments)
         if (card := card_of(batch.device)) is None:
             return _gather_by_definition(batch, out)
-        call = _recent.add(facts, tensors, _Gather(batch, card))
-    return call(arguments)
+        call = _recent.add(facts, tensors, _Gather(batch, card, arguments))
+    return call(tensors, pages, seq_lens, out)
 
 
 @dataclass(slots=True)
@@ -132,7 +147,7 @@ class _Arguments:
             )
 
     def tensors(self) -> list[Tensor]:
-        """All tensors among them, in a fixed order."""
+        """All tensors among them: of caches, pages, lengths, scales and out."""
         kv, out = self.kv, self.out
         found: list[Tensor]
         if isinstance(kv, Tensor):
@@ -411,7 +426,7 @@ def _slots_in(
 class _Gather:
     """A launch for batches whose tensors lie alike."""
 
-    def __init__(self, batch: _Batch, card: int) -> None:
+    def __init__(self, batch: _Batch, card: int, arguments: _Arguments) -> None:
         from jitattn.driver import Launch
 
         kv_dtype, out_dtype = DType(batch.kv_dtype), DType(batch.out_dtype)
@@ -427,14 +442,10 @@ class _Gather:
         self._dtype: torch.dtype = getattr(torch, batch.out_dtype)
         self._vector = _VECTOR_BYTES // out_dtype.num_bytes
         self._may_be_aligned = _rows_are_aligned(batch, self._vector)
-        v_at, k_at = batch.v.tensor.data_ptr(), batch.k.tensor.data_ptr()
-        self._v_offset = v_at - k_at  # of a cache of one tensor
         self._params = GatherParams()
         self._params.pages = page_list_of(batch.pages, batch.page_size)
         self._params.seq_lens = lengths_of(batch.seq_lens)
         self._sides = (self._params.k, self._params.v)
-        self._pages, self._seq_lens = self._params.pages, self._params.seq_lens
-        self._k_scale, self._v_scale = self._params.k.scale, self._params.v.scale
         sources = ((batch.k, batch.k_scale), (batch.v, batch.v_scale))
         for side, (view, scale) in zip(self._sides, sources, strict=True):
             side.page_stride, side.token_stride, side.head_stride = view.strides
@@ -446,64 +457,81 @@ class _Gather:
         self._checks = asks_for_checks()
         self._page_size = batch.page_size
         self._num_pages = batch.k.tensor.shape[0], batch.v.tensor.shape[0]
-        self._num_rows = -1
+        self._has_out = arguments.out is not None
+        self._find_addresses(batch, arguments)
+        self._num_rows, self._is_aligned = -1, False
         self._launch: Launch
-        self._set_rows(0, is_aligned=False)
+        self._set_rows(arguments.out[0].shape[0] if arguments.out else 0, is_aligned=False)
 
-    def __call__(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    def _find_addresses(self, batch: _Batch, arguments: _Arguments) -> None:
+        """Say where the tensors of a call are in ``arguments.tensors()``, but for those of out."""
+        is_one = isinstance(arguments.kv, Tensor)  # K and V side by side
+        self._v = 0 if is_one else 1
+        k_at, v_at = batch.k.tensor.data_ptr(), batch.v.tensor.data_ptr()
+        self._v_offset = v_at - k_at if is_one else 0
+        self._has_blocks = batch.block_scales is not None
+        at = 1 if is_one else 4 if self._has_blocks else 2
+        # Those that not every call has, and where they go.
+        self._others: list[tuple[int, int]] = []
+        self._entries = at
+        if isinstance(batch.pages, CsrPages):
+            self._entries = at + 1
+            self._others.append((at, GatherParams.pages.offset + PageList.indptr.offset))
+        elif len(batch.pages.tensors) > 1:
+            self._others.append((at + 1, GatherParams.pages.offset + PageList.rows.offset))
+        self._lens = at + len(batch.pages.tensors)
+        at = self._lens + 1
+        for side, scale in zip((_K_AT, _V_AT), arguments.scales, strict=True):
+            if isinstance(scale, Tensor):
+                self._others.append((at, side + GatherSide.scale.offset + Scales.values.offset))
+                at += 1
+
+    def __call__(
+        self, tensors: list[Tensor], pages: Pages, seq_lens: Tensor, out: Outs | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Launch for these, which lie like those it was made with."""
         if self._checks and not is_capturing(self._device):
-            self._verify(arguments)
-        out = arguments.out
-        k, v, kv_indptr = out if out is not None and len(out) == 3 else self._outs(arguments)
-        k_at, v_at, k_blocks, v_blocks = self._sources(arguments.kv)
-        k_out, v_out = k.data_ptr(), v.data_ptr()
-        is_aligned = self._may_be_aligned and (k_at | v_at | k_out | v_out) % _VECTOR_BYTES == 0
-        if k.shape[0] != self._num_rows or is_aligned != self._is_aligned:
+            self._verify(pages, seq_lens, out)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if out is not None and len(out) == 3:
+            k, v, kv_indptr = out
+        else:
+            k, v, kv_indptr = self._outs(seq_lens, out)
+            new = (kv_indptr,) if out is not None else (k, v, kv_indptr)
+            pointers += [tensor.data_ptr() for tensor in new]
+        k_at, v_at = pointers[0], pointers[self._v] + self._v_offset
+        k_out, v_out, indptr_at = pointers[-3:]
+        is_aligned = self._may_be_aligned and not (k_at | v_at | k_out | v_out) % _VECTOR_BYTES
+        # Those of out lie like those before, which have as many rows.
+        if is_aligned is not self._is_aligned or not self._has_out:
             self._set_rows(k.shape[0], is_aligned=is_aligned)
-        k_side, v_side = self._sides
-        k_side.cache, k_side.out, v_side.cache, v_side.out = k_at, k_out, v_at, v_out
-        if k_blocks:
-            k_side.block_scales, v_side.block_scales = k_blocks, v_blocks
-        k_scale, v_scale = arguments.scales
-        if isinstance(k_scale, Tensor):
-            self._k_scale.values = k_scale.data_ptr()
-        if isinstance(v_scale, Tensor):
-            self._v_scale.values = v_scale.data_ptr()
-        point_at(self._pages, arguments.pages)  # type: ignore[arg-type]
-        self._seq_lens.values = arguments.seq_lens.data_ptr()
-        self._params.kv_indptr = kv_indptr.data_ptr()
+        params = self._params
+        k_blocks, v_blocks = pointers[2:4] if self._has_blocks else (0, 0)
+        _SIDE.pack_into(params, _K_AT, k_at, k_out, k_blocks)
+        _SIDE.pack_into(params, _V_AT, v_at, v_out, v_blocks)
+        _POINTER.pack_into(params, _ENTRIES_AT, pointers[self._entries])
+        _POINTER.pack_into(params, _LENS_AT, pointers[self._lens])
+        _POINTER.pack_into(params, _INDPTR_AT, indptr_at)
+        for i, offset in self._others:
+            _POINTER.pack_into(params, offset, pointers[i])
         launch_on(self._card, self._launch)
         return k, v, kv_indptr
 
-    def _verify(self, arguments: _Arguments) -> None:
+    def _verify(self, pages: Pages, seq_lens: Tensor, out: Outs | None) -> None:
         """Refuse what would be NaN or left out."""
         with checking():
-            pages = on_cpu(arguments.pages)  # type: ignore[arg-type]
-            lens = arguments.seq_lens.cpu().clamp(min=0).tolist()
+            table = on_cpu(pages)  # type: ignore[arg-type]
+            lens = seq_lens.cpu().clamp(min=0).tolist()
             for request, kv_len in enumerate(lens):
                 for which, num_pages in enumerate(self._num_pages):
-                    _slots_in(num_pages, pages, request, kv_len, self._page_size, which)
-            if arguments.out is not None and sum(lens) > arguments.out[0].shape[0]:
+                    _slots_in(num_pages, table, request, kv_len, self._page_size, which)
+            if out is not None and sum(lens) > out[0].shape[0]:
                 raise ValueError(
-                    f"out has {arguments.out[0].shape[0]} rows: seq_lens have {sum(lens)} tokens "
-                    "together"
+                    f"out has {out[0].shape[0]} rows: seq_lens have {sum(lens)} tokens together"
                 )
 
-    def _sources(self, kv: BoundCache | KVCache) -> tuple[int, int, int, int]:
-        """The addresses of K and V, and of the scales of their blocks or 0."""
-        if isinstance(kv, Tensor):
-            k_at = kv.data_ptr()
-            return k_at, k_at + self._v_offset, 0, 0
-        if isinstance(kv, BoundCache):
-            return kv.k_at(), kv.v_at(), 0, 0
-        if isinstance(kv, QuantizedKV):
-            blocks = kv.k_block_scales.data_ptr(), kv.v_block_scales.data_ptr()
-            return kv.k.data_ptr(), kv.v.data_ptr(), *blocks
-        return kv[0].data_ptr(), kv[1].data_ptr(), 0, 0
-
-    def _outs(self, arguments: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
-        out, device = arguments.out, self._device
+    def _outs(self, seq_lens: Tensor, out: Outs | None) -> tuple[Tensor, Tensor, Tensor]:
+        device = self._device
         kv_indptr = torch.empty(self._batch_size + 1, dtype=torch.int32, device=device)
         if out is not None:
             return out[0], out[1], kv_indptr
@@ -512,7 +540,7 @@ class _Gather:
                 "out is None in a capture: only the device knows how many tokens there are; give "
                 "out=(k, v)"
             )
-        total = int(arguments.seq_lens.clamp(min=0).sum())
+        total = int(seq_lens.clamp(min=0).sum())
         if total > _MAX_TOKENS:
             raise ValueError(f"seq_lens have {total} tokens together: at most {_MAX_TOKENS}")
         k, v = (
@@ -521,6 +549,8 @@ class _Gather:
         return k, v, kv_indptr
 
     def _set_rows(self, num_rows: int, *, is_aligned: bool) -> None:
+        if num_rows == self._num_rows and is_aligned is self._is_aligned:
+            return
         vector = self._vector if is_aligned else 1
         params, widest = self._params, 1
         for side, (num_heads, head_dim) in zip(self._sides, self._row_shapes, strict=True):

@@ -43,19 +43,12 @@ class Recent(threading.local, Generic[Call]):
 
     def find(self, facts: object, tensors: Sequence[Tensor]) -> Call | None:
         """Return a call of equal ``facts`` whose tensors lay like these."""
-        call = self._find(facts, tensors)
-        if call is None:
-            facts, distinct = _distinct(facts, tensors)
-            if len(distinct) < len(tensors):
-                call = self._find(facts, distinct)
-        return call
-
-    def _find(self, facts: object, tensors: Sequence[Tensor]) -> Call | None:
         count = len(tensors)
         for known, known_count, lie_alike, call in self._calls:
             if known == facts and count == known_count and lie_alike(*tensors):
                 return call
-        return None
+        facts, distinct = _distinct(facts, tensors)
+        return self.find(facts, distinct) if len(distinct) < count else None
 
     def add(self, facts: object, tensors: Sequence[Tensor], call: Call) -> Call:
         """Keep a call that passed its checks, and return it."""

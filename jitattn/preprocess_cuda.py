@@ -102,15 +102,18 @@ class _Family:
     def __init__(self, arguments: Arguments) -> None:
         single = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         self._single = _getter(single)
-        self._several = [i for i, value in enumerate(arguments) if _parts(value)]
+        # Arguments of a family are of the same types.
+        self._several = [
+            (i, _parts_of(type(value))) for i, value in enumerate(arguments) if _parts(value)
+        ]
         # By how many tensors there are: tables may have rows.
         self._layouts: dict[int, list[tuple[Callable[..., bool], _Prepared]]] = {}
 
     def tensors_of(self, arguments: Arguments) -> list[Any]:
         """Return the tensors of ``arguments``, in the order of ``names_of``."""
         tensors = [*self._single(arguments)]
-        for i in self._several:
-            tensors += _parts(arguments[i])
+        for i, parts in self._several:
+            tensors += parts(arguments[i])
         return tensors
 
     def find(self, tensors: list[Any]) -> _Prepared | None:
@@ -142,13 +145,19 @@ def _getter(indices: Sequence[int]) -> Callable[[Any], Any]:
 
 def _parts(value: object) -> Sequence[Any]:
     """Return the tensors of an argument that is not one itself."""
-    if isinstance(value, BlockTable | TokenTable | CsrPages):
-        return value.tensors
-    if isinstance(value, (tuple, list)):
-        return value
-    if isinstance(value, QuantizedKV):
-        return (value.k, value.v, value.k_block_scales, value.v_block_scales)
-    return ()
+    parts: Sequence[Any] = _parts_of(type(value))(value)
+    return parts
+
+
+def _parts_of(kind: type) -> Callable[[Any], Any]:
+    """Return what ``_parts`` does with values of a type."""
+    if issubclass(kind, BlockTable | TokenTable | CsrPages):
+        return operator.attrgetter("tensors")
+    if issubclass(kind, (tuple, list)):
+        return lambda value: value
+    if issubclass(kind, QuantizedKV):
+        return operator.attrgetter("k", "v", "k_block_scales", "v_block_scales")
+    return lambda value: ()
 
 
 def names_of(arguments: Arguments) -> list[str]:
@@ -185,7 +194,12 @@ class _Prepared:
         sources = _sources(call, names, tensors)
         # Zeros where there is no tensor.
         self._pack = struct.Struct("".join("8x" if at is None else "P" for at in sources)).pack_into
-        self._addresses = [at for at in sources if at is not None]
+        # Pointers of tensors come first, then what lies behind them, as V does in a cache of both.
+        found = [at for at in sources if at is not None]
+        self._behind = [(i, offset) for i, offset in found if offset]
+        count = len(names) + (self._new_shape is not None)
+        places = {at: count + number for number, at in enumerate(self._behind)}
+        self._addresses = _getter([places.get(at, at[0]) for at in found])
         self._scales = _scales_of(call, names)
         self._can_be_aligned, self._aligned = _alignment(call, sources)
         # Both loaders' kernels, of which the addresses choose.
@@ -208,17 +222,21 @@ class _Prepared:
         if self._num_tokens == 0:
             return out
         params = self._params
-        self._pack(params, 0, *[pointers[i] + offset for i, offset in self._addresses])
+        for i, offset in self._behind:
+            pointers.append(pointers[i] + offset)
+        self._pack(params, 0, *self._addresses(pointers))
         for at, name, index, stride in self._scales:
             address = 0 if index is None else pointers[index]
             _SCALE.pack_into(params, at, address, stride, _number(name, getattr(arguments, name)))
         if self._table:
-            table = [pointers[i] for i in self._table]
-            _TABLE.pack_into(params, self._table_at, table[0], table[1] if table[1:] else 0)
+            first, *more = self._table
+            rows = pointers[more[0]] if more else 0
+            _TABLE.pack_into(params, self._table_at, pointers[first], rows)
         is_aligned = self._can_be_aligned
         for i, mask in self._aligned:
             if pointers[i] & mask:
                 is_aligned = False
+                break
         self._launch(self._launches.get(is_aligned) or self._new_launch(is_aligned))
         return out
 

@@ -497,7 +497,7 @@ def _csr_of(ids: Tensor) -> CsrPages:
     indices = torch.full((ids.numel() + 1,), -1, dtype=torch.int32, device=ids.device)
     # What isn't listed goes to one place more than there are.
     indices[places.where(is_listed, ids.numel())] = ids
-    indices[-1] = -1
+    indices[-1:].fill_(-1)  # an assignment of the number would copy it, which a capture refuses
     return CsrPages(indptr, indices[:-1])
 
 

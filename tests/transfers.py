@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -25,9 +26,9 @@ SLOT_DTYPES = (torch.int32, torch.int64)
 
 
 def examples(count: int) -> settings:
-    """So many examples, the same ones every time."""
+    """So many examples, or JITATTN_TEST_EXAMPLES; the same ones every time."""
     return settings(
-        max_examples=count,
+        max_examples=int(os.environ.get("JITATTN_TEST_EXAMPLES", count)),
         derandomize=True,
         database=None,
         deadline=None,

@@ -18,19 +18,19 @@ PAGE = (2, 16, 8, 128)
 PAIRS = ((0, 3), (5, 0), (2, 1), (-1, 2), (4, -1), (6, 6))
 
 
-@examples(500)
+@examples(150)
 @given(copies())
 def test_random_copies(example: Copy) -> None:
     check_copy(example, DEVICE)
 
 
-@examples(100)
+@examples(40)
 @given(copies())
 def test_random_copies_to_the_host(example: Copy) -> None:
     check_copy(example, DEVICE, dst_pinned=True)
 
 
-@examples(100)
+@examples(40)
 @given(copies())
 def test_random_copies_from_the_host(example: Copy) -> None:
     check_copy(example, DEVICE, src_pinned=True)

@@ -32,7 +32,7 @@ BASE = Case(
 )
 
 
-@examples(600)
+@examples(250)
 @given(gathers())
 def test_random_gathers(example: Gather) -> None:
     check_gather(example, DEVICE)

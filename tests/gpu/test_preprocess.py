@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from tests.token_cases import (
     make_token_inputs,
 )
 from tests.token_sets import APPENDS, KINDS, kinds_of
+from tests.transfers import examples
 
 pytestmark = pytest.mark.gpu
 BASE = KINDS["bf16"]
@@ -263,15 +264,6 @@ def test_high_pages(large_pool: Tensor) -> None:
     assert torch.equal(large_pool[num_pages - 2, 1, 3], v[1])
 
 
-random_examples = settings(
-    max_examples=250,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
 @st.composite
 def random_cases(draw: st.DrawFn) -> TokenCase:
     """Launch arguments of any kind, of the kernels that the fixed cases have."""
@@ -304,7 +296,7 @@ def random_cases(draw: st.DrawFn) -> TokenCase:
     )
 
 
-@random_examples
+@examples(100)
 @given(random_cases())
 def test_random(case: TokenCase) -> None:
     check_tokens(case, DEVICE)

@@ -27,7 +27,7 @@ from tests.transfers import (
 )
 
 
-@examples(500)
+@examples(200)
 @given(slot_tables(may_break=True))
 def test_random_block_tables(example: Slots) -> None:
     check_block_table(example, DEVICE)
@@ -102,7 +102,7 @@ def test_tables_wait_for_nothing() -> None:
 # --- batch_info -----------------------------------------------------------------------------------
 
 
-@examples(400)
+@examples(150)
 @given(token_batches())
 def test_random_batches(example: Tokens) -> None:
     check_batch_info(example, DEVICE)
@@ -178,7 +178,7 @@ def test_infos_are_replayed() -> None:
 # --- conversions ----------------------------------------------------------------------------------
 
 
-@examples(150)
+@examples(60)
 @given(paged_cases())
 def test_random_conversions(case: Case) -> None:
     check_conversions(case, DEVICE)
@@ -193,7 +193,8 @@ def test_conversions_can_be_captured() -> None:
         csr = jitattn.convert_pages(jitattn.BlockTable(table), "csr", **arguments)
         token = jitattn.convert_pages(csr, "token", max_kv_len=16, **arguments)
         shared = jitattn.convert_pages(token, "shared", **arguments)
-        return (*csr.tensors, *token.tensors, *shared.tensors)
+        separate = jitattn.convert_pages(token, "separate", **arguments)
+        return (*csr.tensors, *token.tensors, *separate.tensors, *shared.tensors)
 
     call()
     torch.cuda.synchronize()

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
-from bench import bench_preprocess
-from bench.bench_preprocess import JitAttnTokens, Row, check_ours, compare, outputs, print_table
+from bench import bench_preprocess, build_rivals
+from bench.bench_preprocess import (
+    JitAttnTokens,
+    Row,
+    all_token_contenders,
+    check_ours,
+    compare,
+    outputs,
+    passes,
+    print_table,
+)
 from bench.ceilings import Ceilings
 from bench.timing import Timing
 from bench.token_workloads import WORKLOADS, configs, make_token_batch, smaller
@@ -62,3 +76,53 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_needs_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_preprocess.main(["--rows", "append"]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_what_compiles_nothing_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    everyone = all_token_contenders()
+    ours, copy, rival = everyone
+    assert [[one.name for one in some] for some in passes(everyone)] == [
+        ["jitattn", "copy"],
+        ["jitattn", "copy", "flashinfer"],
+    ]
+    assert passes([ours, copy]) == [[ours, copy]]
+    assert passes([rival]) == [[rival]]
+    with pytest.raises(SystemExit):
+        bench_preprocess.main(["--contenders", "jitattn,fast"])
+    assert "fast: expected jitattn, copy, flashinfer" in capsys.readouterr().err
+
+
+def test_modules_are_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def build(command: list[str], *, end: float | None) -> int:
+        assert end is not None
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(build_rivals, "_build_apart", build)
+    assert build_rivals.main(["--tokens", "--limit", "9"]) == 0
+    assert commands == [["--tokens", "--one", "flashinfer", module] for module in ("page", "rope")]
+
+
+def test_what_isnt_built_at_the_limit_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A compiler that it started, too."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path}/pid\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert build_rivals.main(["--tokens", "--jobs", "1", "--limit", "1"]) == 1
+    assert capsys.readouterr().out.count("killed at the limit") == 2
+    compiler = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        try:
+            os.kill(compiler, 0)
+        except ProcessLookupError:
+            return
+        state = Path(f"/proc/{compiler}/stat")
+        if state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the compiler lives on")

@@ -160,3 +160,20 @@ def test_text_files_end_with_one_newline() -> None:
     ]
     bad = [str(p) for p in files if not re.search(r"[^\n]\n\Z", p.read_text())]
     assert bad == []
+
+
+# Whose functions are captured, but for those that define.
+CAPTURED = ("batches", "gather", "page_copies", "prepared", "preprocess_cuda", "tables")
+
+
+def test_captured_functions_assign_no_numbers_to_elements() -> None:
+    """``tensor[i] = 1`` copies a tensor of the CPU, which a capture refuses; ``fill_`` does not."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path, tree in PACKAGE.items()
+        if path.stem in CAPTURED
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
+        if isinstance(node.value, ast.Constant | ast.UnaryOp)
+    ]
+    assert found == []
