@@ -23,7 +23,6 @@ _CUDA_TYPE = {
     "float8_e4m3fn": "Float8E4M3",
     "float8_e5m2": "Float8E5M2",
     "int8": "Int8",
-    "int8": "Int8",
     "nvfp4": "Float4E2M1",
 }
 

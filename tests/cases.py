@@ -326,8 +326,8 @@ MASKED_KERNELS: tuple[Kernel, ...] = (
     _kernel(512, 16, "bf16", "shared", 8, mask=True),
 )
 
-# 8-bit caches: both types of FP8 with both types of q, rows of an odd and an even number of vectors, every
-# layout.
+# 8-bit caches: both types of FP8 with both types of q, rows of an odd and an even number of
+# vectors, every layout; int8.
 BYTE_KERNELS: tuple[Kernel, ...] = (
     _kernel(128, 16, "bf16", "shared", 8, kv="e4m3"),
     _kernel(128, 16, "bf16", "separate", 8, kv="e4m3"),

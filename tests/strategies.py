@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.cases import (
+    BYTE_KERNELS,
     CACHES_SEPARATE,
     CACHES_SHARED,
-    BYTE_KERNELS,
     GROUPS,
     KERNELS,
     SCALES,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import (
+    BYTE_FAMILIES,
     CACHES_SHARED,
     E4M3,
     E4M3_D256,
@@ -21,7 +22,6 @@ from tests.cases import (
     E4M3_RAGGED,
     E4M3_SEPARATE,
     E5M2,
-    BYTE_FAMILIES,
     SCALES,
     Case,
     of,

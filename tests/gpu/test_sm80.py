@@ -18,7 +18,7 @@ import torch
 import jitattn
 from jitattn.spec import PrefillSpec
 from jitattn.support import resolve
-from tests.cases import D128, EVERY_LAYOUT, BYTE_FAMILIES, Case, decode_cases, mixed_cases
+from tests.cases import BYTE_FAMILIES, D128, EVERY_LAYOUT, Case, decode_cases, mixed_cases
 from tests.gpu.device import DEVICE
 from tests.gpu.sm80 import pretend_sm80
 from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v

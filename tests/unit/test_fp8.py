@@ -11,7 +11,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.tiling import decode_tile_for, prefill_tile_for
-from tests.cases import E4M3, E5M2, BYTE_FAMILIES, SCALES, Case, of
+from tests.cases import BYTE_FAMILIES, E4M3, E5M2, SCALES, Case, of
 from tests.harness import assert_same, attend, planner_for
 from tests.inputs import K_SCALES, V_SCALES, Inputs, make_inputs
 from tests.scales import FORMS, check_k_scale, check_v_scale
