@@ -213,8 +213,8 @@ class AttentionPlanner(_Arguments):
             kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before
                 tokens), or a pair of such tensors without the second dimension, or for "ragged" a
                 pair of [num_kv_tokens, num_kv_heads, head_dim]. Any strides with a contiguous
-                last dimension. FP8 may come as uint8.
-            k_scale: of an FP8 cache: what a stored K times it is the value of; a number or a
+                last dimension. FP8 and int8 may come as uint8.
+            k_scale: of an FP8 or int8 cache: what a stored K times it is the value of; a number or a
                 float32 tensor, [], [1] or [num_kv_heads] of any stride, read whenever a kernel
                 runs. None is 1.
             v_scale: likewise, of V.
