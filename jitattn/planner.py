@@ -214,8 +214,8 @@ class AttentionPlanner(_Arguments):
                 tokens), or a pair of such tensors without the second dimension, or for "ragged" a
                 pair of [num_kv_tokens, num_kv_heads, head_dim]. Any strides with a contiguous
                 last dimension. FP8 and int8 may come as uint8.
-            k_scale: of an FP8 or int8 cache: what a stored K times it is the value of; a number or a
-                float32 tensor, [], [1] or [num_kv_heads] of any stride, read whenever a kernel
+            k_scale: of an FP8 or int8 cache: what a stored K times it is the value of; a number or
+                a float32 tensor, [], [1] or [num_kv_heads] of any stride, read whenever a kernel
                 runs. None is 1.
             v_scale: likewise, of V.
 
