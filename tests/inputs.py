@@ -35,6 +35,15 @@ CANARY = -1234.0
 DEAD_PAGES = 3
 
 
+_INT8_POISON = 127
+"""int8 has no NaN; its largest number would be seen, too, and no test stores it."""
+
+
+def is_poison(cache: Tensor) -> Tensor:
+    """Where a cache holds what no request wrote."""
+    return torch.isnan(cache) if cache.dtype.is_floating_point else cache == _INT8_POISON
+
+
 @dataclass(frozen=True)
 class Pool:
     """The shape of a cache, and how to allocate memory for it."""
@@ -57,8 +66,7 @@ class Pool:
         return self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
 
     def nan(self, *shape: int) -> Tensor:
-        # int8 has none; its largest number would be seen, too.
-        poison = 127 if self.dtype == torch.int8 else math.nan
+        poison = math.nan if self.dtype.is_floating_point else _INT8_POISON
         return torch.full(shape, poison, dtype=self.dtype, device=self.device)
 
     def strided(self, strides: tuple[int, int, int], offset: int) -> Tensor:

@@ -43,7 +43,14 @@ from tests.harness import (
     planner_for,
     run_case,
 )
-from tests.inputs import Inputs, address_probe, make_inputs, random_tokens, uniform_probe
+from tests.inputs import (
+    Inputs,
+    address_probe,
+    is_poison,
+    make_inputs,
+    random_tokens,
+    uniform_probe,
+)
 from tests.layouts import assert_same_through_every_table
 from tests.scales import FORMS, V_SCALES, check_k_scale, check_v_scale, of_query_heads, scale_of
 
@@ -197,11 +204,13 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
 @pytest.mark.parametrize("window_left", [-1, 100])
 @pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
 def test_c14_dead_slots(case: Case, window_left: int) -> None:
-    """Zeros in every slot that no request owns, then NaN, Inf where there is one, and 448."""
+    """Zeros in every slot that no request owns, then NaN, Inf where there is one, and a number."""
     case = replace(of(case, *PAIRS), window_left=window_left)
     inputs = make_inputs(case, DEVICE)
-    assert all(bool(torch.isnan(cache.float()).any()) for cache in inputs.cache)
-    want = assert_dead_slots_do_not_count(inputs, math.nan, math.inf, 448.0)
+    assert all(bool(is_poison(cache).any()) for cache in inputs.cache)
+    is_int8 = case.kv_dtype == "int8"
+    poisons = (127.0, -128.0) if is_int8 else (math.nan, math.inf, 448.0)
+    want = assert_dead_slots_do_not_count(inputs, *poisons)
     check(case, *want, expected(inputs))
 
 

@@ -27,6 +27,7 @@ using std::isinf;
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 template <typename T> T __ldcg(const T* p) { return *p; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
 namespace jitattn {
 constexpr int kMergeSplits = SPLITS, kMergeLoads = LOADS, kValueDim = 8;
@@ -38,9 +39,8 @@ inline float finite_maximum(float m) { return m == neg_inf() ? 0.f : m; }
 template <int kCount, typename Body> void for_each(Body body) {
   for (int i = 0; i < kCount; ++i) body(i);
 }
-inline float4 operator*(float4 v, float s) { return {v.x * s, v.y * s, v.z * s, v.w * s}; }
-inline float4 operator+(float4 a, float4 b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+inline float4 fma(float4 a, float b, float4 c) {
+  return {fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w)};
 }
 """
 CALL = """
