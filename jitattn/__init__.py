@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from jitattn.functional import attention
     from jitattn.gather import gather_kv
     from jitattn.merge import merge_states
+    from jitattn.mla_cache import BoundMLACache
+    from jitattn.mla_planner import MLAPlan, MLAPlanner
     from jitattn.page_copies import copy_pages
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
@@ -41,6 +43,7 @@ _HOME = {
     "BatchInfo": "batches",
     "BlockTable": "pages",
     "BoundCache": "binding",
+    "BoundMLACache": "mla_cache",
     "CacheError": "errors",
     "CompileError": "errors",
     "Config": "support",
@@ -50,6 +53,8 @@ _HOME = {
     "JitAttnError": "errors",
     "KernelInfo": "cuda_backend",
     "KernelNotFoundError": "errors",
+    "MLAPlan": "mla_planner",
+    "MLAPlanner": "mla_planner",
     "Plan": "planner",
     "QuantizedKV": "quantization",
     "RaggedKV": "pages",
@@ -80,6 +85,7 @@ __all__ = [
     "BatchInfo",
     "BlockTable",
     "BoundCache",
+    "BoundMLACache",
     "CacheError",
     "CompileError",
     "Config",
@@ -89,6 +95,8 @@ __all__ = [
     "JitAttnError",
     "KernelInfo",
     "KernelNotFoundError",
+    "MLAPlan",
+    "MLAPlanner",
     "Plan",
     "QuantizedKV",
     "RaggedKV",
@@ -116,17 +124,8 @@ __all__ = [
 ]
 
 
-_NOT_BUILT = frozenset(
-    {
-        "MLAPlanner",
-    }
-)
-
-
 def __getattr__(name: str) -> object:
     """Import the module that holds ``name``, the first time it is used."""
-    if name in _NOT_BUILT:
-        raise AttributeError(f"jitattn.{name} is not built yet")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"jitattn.{_HOME[name]}"), name)

@@ -125,6 +125,11 @@ class BoundCache:
         # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 
+    @property
+    def pools(self) -> dict[str, int]:
+        """The pages of K and of V."""
+        return {"K": self.k.tensor.shape[0], "V": self.v.tensor.shape[0]}
+
 
 def view_scale(
     name: str, scale: float | Tensor | None, config: PlannerConfig, device: torch.device
@@ -140,15 +145,28 @@ def view_scale(
         if scale is not None:
             raise ValueError(f"{name} is given, but a cache of {config.kv_dtype} is not quantised")
         return None
+    return check_scale(name, scale, device, num_kv_heads=config.num_kv_heads)
+
+
+def check_scale(
+    name: str, scale: float | Tensor | None, device: torch.device, *, num_kv_heads: int = 1
+) -> Scale:
+    """Return the scale of a quantised cache, 1 when it is not given.
+
+    Raises:
+        TypeError: neither a number nor a float32 tensor.
+        ValueError: not finite, or a tensor whose shape or device doesn't fit.
+    """
     if scale is None:
         return Scale(1.0)
     if not isinstance(scale, Tensor):
         return Scale(_scale_value(name, scale))
     check_tensor(name, scale, (torch.float32,))
-    if tuple(scale.shape) not in ((), (1,), (config.num_kv_heads,)):
+    if tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
+        each = f"[], [1] or [{num_kv_heads}], one for each KV head"
         raise ValueError(
-            f"{name} has shape {list(scale.shape)}: expected [], [1] or [{config.num_kv_heads}], "
-            "one for each KV head"
+            f"{name} has shape {list(scale.shape)}: expected "
+            f"{each if num_kv_heads > 1 else '[] or [1]'}"
         )
     check_device(name, scale, device)
     return Scale(1.0, scale, scale.stride(0) if scale.numel() > 1 else 0)

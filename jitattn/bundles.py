@@ -25,7 +25,7 @@ from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
 from jitattn.spec import KernelSpec
-from jitattn.support import OtherConfig, parse_config, resolve
+from jitattn.support import OtherConfig, config_of, parse_config, specs_of
 
 _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
@@ -325,7 +325,7 @@ def _config(config: Config) -> PlannerConfig | OtherConfig:
         return config
     if isinstance(config, str):
         return parse_config(config)
-    return PlannerConfig.from_arguments(config)
+    return config_of(config)
 
 
 def _archs(arch: str | Sequence[str]) -> list[str]:
@@ -344,10 +344,7 @@ def _kernels(
     for arch in archs:
         for config in configs:
             try:
-                specs = (
-                    config.specs(arch) if isinstance(config, OtherConfig) else resolve(config, arch)
-                )
-                kernels |= {(spec, arch): None for spec in specs}
+                kernels |= {(spec, arch): None for spec in specs_of(config, arch)}
             except ConfigError as error:
                 reasons |= dict.fromkeys(error.reasons)
     if reasons:

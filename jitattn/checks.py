@@ -5,15 +5,17 @@ Everything here reads the device and waits for it, so nothing calls it unless th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from jitattn.binding import Batch, BoundCache
-from jitattn.config import PlannerConfig
+from jitattn.binding import Batch
+from jitattn.config import PagedConfig
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 
 
-def check_lengths(batch: Batch, config: PlannerConfig) -> None:
+def check_lengths(batch: Batch, config: PagedConfig) -> None:
     """Raise ValueError for a length beyond the table, a row outside it, or offsets that fall.
 
     Raises:
@@ -65,16 +67,23 @@ def check_page_ids(
     pages: Pages,
     seq_lens: Tensor,
     qo_indptr: Tensor | None,
-    kv: BoundCache,
-    config: PlannerConfig,
+    num_pages: Mapping[str, int],
+    config: PagedConfig,
 ) -> None:
     """Raise ValueError for an entry of a visible token that lies outside the cache.
+
+    Args:
+        pages: the tables.
+        seq_lens: those of the plan.
+        qo_indptr: likewise.
+        num_pages: of each tensor of the cache, by its name: a separate table's rows are for them.
+        config: the planner's.
 
     Raises:
         ValueError: naming the first request with such an entry, and the entry.
     """
     page_size = config.page_size or 1
-    num_pages = {"K": kv.k.tensor.shape[0], "V": kv.v.tensor.shape[0]}
+    main = next(iter(num_pages))
     lens = seq_lens.long().clamp(min=0)
     first = torch.zeros_like(lens)
     if config.window_left >= 0:
@@ -82,28 +91,32 @@ def check_page_ids(
         first = (lens - q_lens - config.window_left).clamp(min=0)
     if isinstance(pages, RaggedKV):
         ends = pages.kv_indptr[:-1].long() + lens
-        _refuse_first(ends > num_pages["K"], ends, "request {} ends at token {} of K and V")
+        _refuse_first(
+            ends > num_pages[main],
+            ends,
+            f"request {{}} ends at token {{}} of {' and '.join(num_pages)}",
+        )
         return
     if isinstance(pages, TokenTable):
         slots = _rows(pages.slots, pages.rows)
-        _check_entries("K", slots, first, lens, num_pages["K"] * page_size)
+        _check_entries(main, slots, first, lens, num_pages[main] * page_size)
         return
     first, last = first // page_size, (lens + page_size - 1) // page_size
     if isinstance(pages, CsrPages):
-        _check_csr(pages, first, last, num_pages["K"])
+        _check_csr(main, pages, first, last, num_pages[main])
         return
     table = _rows(pages.table, pages.rows)
-    for which, name in enumerate(("K", "V")):
+    for which, name in enumerate(num_pages):
         ids = table if table.dim() == 2 else table[:, which]
         _check_entries(name, ids, first, last, num_pages[name])
 
 
-def _check_csr(pages: CsrPages, first: Tensor, last: Tensor, num_pages: int) -> None:
+def _check_csr(name: str, pages: CsrPages, first: Tensor, last: Tensor, num_pages: int) -> None:
     width = int(last.max()) if last.numel() else 0
     columns = torch.arange(width, device=last.device)
     entries = pages.kv_indptr[:-1].long()[:, None] + columns
     entries = entries.clamp(max=max(pages.kv_indices.shape[0] - 1, 0))
-    _check_entries("K", pages.kv_indices[entries], first, last, num_pages)
+    _check_entries(name, pages.kv_indices[entries], first, last, num_pages)
 
 
 def _check_entries(name: str, ids: Tensor, first: Tensor, last: Tensor, end: int) -> None:

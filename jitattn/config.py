@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from numbers import Integral
+from typing import ClassVar, Protocol, Self
 
 from jitattn.errors import ConfigError
+from jitattn.spec import PageTable
 from jitattn.values import Value
 
 # No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
@@ -15,46 +17,31 @@ from jitattn.values import Value
 MAX_KV_LEN = 2**30
 HEAD_DIMS = (*range(16, 257, 16), 512)
 Q_DTYPES = ("bfloat16", "float16")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+PAGE_TABLES = tuple(table.value for table in PageTable)
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 BYTE_DTYPES = (*FP8_DTYPES, "int8")
-_OPTIONAL = {
-    *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
-    *("variant", "skip_softmax_threshold", "num_sms"),
-}
+_OPTIONAL = frozenset(
+    (
+        *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
+        *("variant", "skip_softmax_threshold", "num_sms"),
+    )
+)
 _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
 
 
-class PlannerConfig(Value):
-    """The arguments of ``AttentionPlanner`` that are not objects of a device, normalised.
+class Arguments(Value):
+    """Arguments of a planner that are not objects of a device, normalised: its subclasses' fields.
 
-    Dtypes are names (``"bfloat16"``). Construct it with ``from_arguments`` or ``parse``, which
-    check types; what combinations have kernels is ``jitattn.support``'s business.
+    Dtypes are names (``"bfloat16"``). Construct them with ``from_arguments`` or ``parse``, which
+    check types.
     """
 
-    num_qo_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int | None = 16
-    head_dim_vo: int | None = None
-    q_dtype: str = "bfloat16"
-    kv_dtype: str = "bfloat16"
-    out_dtype: str | None = None
-    kv_layout: str = "NHD"
-    page_table: str = "shared"
-    causal: bool = True
-    window_left: int = -1
-    logits_soft_cap: float = 0.0
-    sm_scale: float | None = None
-    use_sinks: bool = False
-    use_custom_mask: bool = False
-    variant: str | None = None
-    skip_softmax_threshold: float | None = None
-    batch_invariant: bool = False
-    early_kv: bool = False
-    num_sms: int | None = None
+    optional: ClassVar[frozenset[str]] = _OPTIONAL
+    """Names of arguments that may be given as None."""
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, object]) -> PlannerConfig:
+    def from_arguments(cls, arguments: Mapping[str, object]) -> Self:
         """Return the configuration of keyword arguments.
 
         Raises:
@@ -70,15 +57,17 @@ class PlannerConfig(Value):
                 )
                 continue
             try:
-                values[name] = _normalise(name, kinds[name], value)
+                if value is not None or name not in cls.optional:
+                    value = _normalise(name, kinds[name], value)
+                values[name] = value
             except (TypeError, ValueError) as error:
                 reasons.append(str(error))
         if reasons:
             raise ConfigError(reasons)
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)
 
     @classmethod
-    def parse(cls, text: str) -> PlannerConfig:
+    def parse(cls, text: str) -> Self:
         """Return the configuration of ``"head_dim=128,page_size=16,page_table=separate"``.
 
         Raises:
@@ -105,7 +94,40 @@ class PlannerConfig(Value):
                 parts.append(
                     f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
                 )
-        return ",".join(parts) or f"head_dim={self.head_dim}"
+        return ",".join(parts)
+
+
+class PlannerConfig(Arguments):
+    """The arguments of ``AttentionPlanner`` that are not objects of a device.
+
+    What combinations have kernels is ``jitattn.support``'s business.
+    """
+
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int | None = 16
+    head_dim_vo: int | None = None
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    kv_layout: str = "NHD"
+    page_table: str = "shared"
+    causal: bool = True
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float | None = None
+    use_sinks: bool = False
+    use_custom_mask: bool = False
+    variant: str | None = None
+    skip_softmax_threshold: float | None = None
+    batch_invariant: bool = False
+    early_kv: bool = False
+    num_sms: int | None = None
+
+    def arguments_text(self) -> str:
+        """Return the arguments that differ from the defaults, at least one, for ``parse``."""
+        return super().arguments_text() or f"head_dim={self.head_dim}"
 
     @property
     def group_size(self) -> int:
@@ -118,6 +140,25 @@ class PlannerConfig(Value):
         return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
 
+class PagedConfig(Protocol):
+    """What lengths, tables and pages are checked against, of any planner."""
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a page; None for ragged K and V."""
+        ...
+
+    @property
+    def page_table(self) -> str:
+        """The layout of the tables."""
+        ...
+
+    @property
+    def window_left(self) -> int:
+        """Earlier tokens that a query sees besides itself; -1 is all."""
+        ...
+
+
 def dtype_name(value: object) -> str:
     """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
     name = str(value).removeprefix("torch.")
@@ -127,8 +168,6 @@ def dtype_name(value: object) -> str:
 
 
 def _normalise(name: str, kind: str, value: object) -> object:
-    if value is None and name in _OPTIONAL:
-        return None
     if name in _DTYPES:
         return dtype_name(value)
     if kind.startswith("bool"):

@@ -6,77 +6,60 @@ device to split the batch; ``run`` patches a struct and launches.
 
 from __future__ import annotations
 
-import operator
-from dataclasses import fields
-from numbers import Integral
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from jitattn import knobs, support
+from jitattn import support
 from jitattn.binding import (
-    NO_BATCH,
     NO_LAYOUT,
     Again,
     Batch,
-    BatchLayout,
     BoundCache,
     Call,
     Mask,
     RowLayout,
     check_last_stride,
     check_rows,
-    check_writable,
     view_caches,
     view_mask,
     view_scale,
 )
-from jitattn.checks import check_lengths, check_page_ids, check_queries
-from jitattn.config import MAX_KV_LEN, PlannerConfig
-from jitattn.errors import ConfigError
+from jitattn.checks import check_page_ids, check_queries
+from jitattn.config import PlannerConfig
 from jitattn.pages import (
-    BlockTable,
-    CsrPages,
     Pages,
-    RaggedKV,
-    TokenTable,
     check_device,
-    check_indptr,
     check_tensor,
-    check_vector,
+)
+from jitattn.planning import (
+    Q_VECTOR,
+    Backend,
+    PlanBase,
+    PlannerBase,
+    is_capturing,
+    make_readable,
 )
 from jitattn.reference_backend import ReferencePlan
-from jitattn.workspace import Workspace, canonical_device
+from jitattn.workspace import Workspace
 
 if TYPE_CHECKING:
-    from jitattn.cuda_backend import KernelInfo, KernelSet
+    from jitattn.cuda_backend import KernelInfo
+    from jitattn.mla_planner import MLAPlanner
 
 KVCache = Tensor | tuple[Tensor, Tensor]
 Scale = float | Tensor
 CustomMask = Tensor | tuple[Tensor, Tensor]
 
-_TABLES = (BlockTable, TokenTable, CsrPages, RaggedKV)
-_BACKENDS = ("auto", "cuda", "reference")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Kernels read q and write out in vectors of so many elements where rows begin at a multiple.
-_Q_VECTOR, _OUT_VECTOR = 8, 4
 
-
-class _Arguments:
-    """The arguments of a planner, to be read under their names."""
-
+class _Arguments(PlannerBase):
     config: PlannerConfig
 
-    if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> object: ...
-
-
-for _field in fields(PlannerConfig):
-    # A __getattr__ would slow down the reading of every attribute.
-    setattr(_Arguments, _field.name, property(operator.attrgetter(f"config.{_field.name}")))
+make_readable(_Arguments, PlannerConfig)
 
 
 class AttentionPlanner(_Arguments):
@@ -157,7 +140,7 @@ class AttentionPlanner(_Arguments):
             CompileError, KernelNotFoundError: a kernel can't be had (jitattn.errors). Of the
                 prefill kernel ``plan`` and ``build_info`` say that it doesn't compile.
         """
-        self.config = PlannerConfig.from_arguments(
+        config = PlannerConfig.from_arguments(
             {
                 "num_qo_heads": num_qo_heads,
                 "num_kv_heads": num_kv_heads,
@@ -182,27 +165,15 @@ class AttentionPlanner(_Arguments):
                 "num_sms": num_sms,
             }
         )
-        support.check_rules(self.config)
-        self.device = canonical_device(device)
-        self.backend = _choose_backend(backend, self.device)
-        self._workspace = _check_workspace(workspace, self.device)
-        self._q_dtype: torch.dtype = getattr(torch, self.config.q_dtype)
-        self._out_dtype: torch.dtype = getattr(torch, self.config.out_dtype or self.config.q_dtype)
-        self._use_sinks = self.config.use_sinks
-        self._use_custom_mask = self.config.use_custom_mask
-        self._checks = knobs.load().check
-        self._batch_layout = NO_BATCH
+        support.check_rules(config)
+        super().__init__(config, device=device, backend=backend, workspace=workspace)
+        self._use_sinks = config.use_sinks
+        self._use_custom_mask = config.use_custom_mask
         self._kinds: dict[object, object] = {}
-        self._kernels: KernelSet | None = None
         if self.backend == "cuda":
             from jitattn.cuda_backend import KernelSet
 
             self._kernels = KernelSet(self.config, self.device)
-
-    @property
-    def workspace(self) -> Workspace | None:
-        """The workspace given, or None for one of each device and stream."""
-        return self._workspace
 
     def bind(
         self, kv_cache: KVCache, *, k_scale: Scale | None = None, v_scale: Scale | None = None
@@ -277,21 +248,7 @@ class AttentionPlanner(_Arguments):
             TypeError, ValueError: an argument that doesn't fit the planner.
             CompileError, KernelNotFoundError: the batch needs a kernel that can't be had.
         """
-        layout = self._batch_layout
-        if not layout.fits(pages, seq_lens):
-            # One that is read and replaced whole, since other threads plan, too.
-            layout = self._batch_layout = self._check_batch(pages, seq_lens)
-        batch = Batch(
-            pages,
-            layout.batch_size,
-            seq_lens,
-            qo_indptr,
-            _kv_limit(layout.capacity, max_kv_len),
-            _query_limit(layout.batch_size, self.device, qo_indptr, max_q_len),
-            layout,
-        )
-        if self._checks:
-            check_lengths(batch, self.config)
+        batch = self._batch(pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
         backend: _Backend
         if self._kernels is None:
             backend = ReferencePlan(self.config, batch)
@@ -299,94 +256,19 @@ class AttentionPlanner(_Arguments):
             backend = self._kernels.plan(self._workspace, batch)
         return Plan(self, batch, backend)
 
-    def workspace_bytes(self, batch_size: int, *, max_q_len: int = 1) -> int:
-        """Return the device memory that a plan takes, before there is one.
 
-        That is a workspace, which all plans on a stream share whatever their size, and the plan's
-        own schedule. No tensor that ``run`` is given or returns counts. Plans keep their memory for
-        later ones of their size; nothing else is allocated, and nothing has to be cleared.
-
-        Args:
-            batch_size: requests of the batch.
-            max_q_len: the most query tokens of a request.
-
-        Returns:
-            Bytes; 0 on the backend "reference".
-
-        Raises:
-            TypeError, ValueError: no count.
-        """
-        batch_size, max_q_len = _count("batch_size", batch_size), _count("max_q_len", max_q_len)
-        return 0 if self._kernels is None else self._kernels.plan_bytes(batch_size, max_q_len)
-
-    def _check_batch(self, pages: Pages, seq_lens: Tensor) -> BatchLayout:
-        _check_pages(pages, self.config, self.device)
-        check_vector("seq_lens", seq_lens, device=self.device)
-        batch_size = pages.batch_size
-        if seq_lens.shape[0] != batch_size:
-            raise ValueError(
-                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
-                "request of pages"
-            )
-        return BatchLayout(pages, seq_lens, pages.capacity(self.config.page_size or 1))
-
-
-class Plan:
+class Plan(PlanBase):
     """A batch, split over the card. For one thread at a time, and one stream."""
 
-    __slots__ = (
-        "__weakref__",
-        "_again",
-        "_backend",
-        "_batch",
-        "_checked_lens",
-        "_checked_queries",
-        "_lse_layout",
-        "_new_lse_layout",
-        "_new_out_layout",
-        "_out_is_like_q",
-        "_out_layout",
-        "_pages",
-        "_planner",
-        "_q_layout",
-    )
+    __slots__ = ("_again",)
+
+    _planner: AttentionPlanner
+    _backend: _Backend
 
     def __init__(self, planner: AttentionPlanner, batch: Batch, backend: _Backend) -> None:
         """Made by ``AttentionPlanner.plan``."""
-        self._backend = backend
-        self._planner = planner
-        self._batch = batch
-        # The last table that passed its checks, how the last tensors lay that did, and those that
-        # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
-        self._pages = batch.pages
+        super().__init__(planner, batch, backend)
         self._again: Again | None = None
-        self._q_layout = NO_LAYOUT
-        self._out_is_like_q = False
-        self._out_layout = self._new_out_layout = NO_LAYOUT
-        self._lse_layout = self._new_lse_layout = NO_LAYOUT
-        # The lengths that the schedule was made from, while the caller's may move on.
-        self._checked_lens = batch.seq_lens.clone() if planner._checks else None
-        self._checked_queries = (
-            batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
-        )
-
-    def __del__(self) -> None:
-        self._backend.give_back()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a plan can't be copied or pickled: make another one")
-
-    def refresh(self) -> None:
-        """Recompute the schedule from the tensors the plan was given, on the current stream.
-
-        Who captures this or ``run`` keeps the plan as long as the graph.
-        """
-        if self._checked_lens is not None and not _is_capturing(self._planner.device):
-            check_lengths(self._batch, self._planner.config)
-            self._checked_lens = self._batch.seq_lens.clone()
-            if self._batch.qo_indptr is not None:
-                self._checked_queries = self._batch.qo_indptr.clone()
-        self._backend.refresh()
 
     def run(
         self,
@@ -480,9 +362,11 @@ class Plan:
         mask = None
         if custom_mask is not None or planner._use_custom_mask:
             mask = self._mask(custom_mask, q.shape[0])
-        if self._checked_lens is not None and not _is_capturing(planner.device):
+        if self._checked_lens is not None and not is_capturing(planner.device):
             check_queries(self._checked_queries, q.shape[0])
-            check_page_ids(pages, self._checked_lens, self._checked_queries, kv, planner.config)
+            check_page_ids(
+                pages, self._checked_lens, self._checked_queries, kv.pools, planner.config
+            )
         return Call(q, self._q_layout, kv, pages, out, out_layout, lse, lse_layout, sinks, mask)
 
     def _check_q(self, q: Tensor) -> None:
@@ -493,10 +377,8 @@ class Plan:
         shape = num_tokens, config.num_qo_heads, config.head_dim
         check_rows("q", q, shape, planner._q_dtype, planner.device)
         check_last_stride("q", q)
-        self._q_layout = RowLayout(q, vector=_Q_VECTOR)
-        self._out_is_like_q = False
-        self._out_layout = self._new_out_layout = NO_LAYOUT
-        self._lse_layout = self._new_lse_layout = NO_LAYOUT
+        self._q_layout = RowLayout(q, vector=Q_VECTOR)
+        self._forget_outputs()
 
     def _bound(self, kv: BoundCache | KVCache) -> BoundCache:
         planner = self._planner
@@ -519,13 +401,6 @@ class Plan:
             return None
         return view_mask(custom_mask, num_tokens, self._batch.batch_size, self._planner.device)
 
-    def _refuse(self, **arguments: object) -> None:
-        for name, value in arguments.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} is given, but this planner's configuration has no use for it"
-                )
-
     def _check_sinks(self, sinks: Tensor | None) -> None:
         config = self._planner.config
         if (sinks is not None) != config.use_sinks:
@@ -540,68 +415,21 @@ class Plan:
             )
         check_device("sinks", sinks, self._planner.device)
 
-    def _checked_pages(self, pages: Pages) -> Pages:
-        if pages is not self._pages:
-            self._check_same_size(pages)
-            self._pages = pages
-        return pages
-
-    def _check_same_size(self, pages: Pages) -> None:
-        planned = self._batch.pages
-        _check_pages(pages, self._planner.config, self._planner.device)
-        page_size = self._planner.config.page_size or 1
-        given, wanted = (
-            (table.batch_size, table.capacity(page_size)) for table in (pages, planned)
-        )
-        if given != wanted:
-            raise ValueError(
-                f"pages has {given[0]} requests of at most {given[1]} tokens: expected {wanted[0]} "
-                f"of at most {wanted[1]}, like the plan's"
-            )
-
-    def _new_out(self, q: Tensor) -> tuple[Tensor, RowLayout]:
-        if self._out_is_like_q:
-            return torch.empty_like(q), self._new_out_layout  # takes half the time
-        planner = self._planner
-        out = torch.empty(self._out_shape(), dtype=planner._out_dtype, device=planner.device)
-        if self._new_out_layout is NO_LAYOUT:
-            self._new_out_layout = RowLayout(out, vector=_OUT_VECTOR)
-            self._out_is_like_q = self._new_out_layout.fits(q)
-        return out, self._new_out_layout
-
-    def _checked_out(self, out: Tensor, q: Tensor) -> tuple[Tensor, RowLayout]:
-        if not self._out_layout.fits(out):
-            planner = self._planner
-            check_rows("out", out, self._out_shape(), planner._out_dtype, planner.device)
-            check_writable("out", out)
-            check_last_stride("out", out)
-            self._out_layout = RowLayout(out, vector=_OUT_VECTOR)
-        if out.data_ptr() == q.data_ptr() and out.numel() > 0:
-            raise ValueError("out is q: give another tensor")
-        return out, self._out_layout
-
     def _out_shape(self) -> tuple[int, int, int]:
         config = self._planner.config
         num_tokens = self._q_layout.shape[0]
         return num_tokens, config.num_qo_heads, config.head_dim_vo or config.head_dim
 
-    def _lse(self, lse: Tensor | None) -> tuple[Tensor, RowLayout]:
-        device = self._planner.device
-        if lse is not None and self._lse_layout.fits(lse):
-            return lse, self._lse_layout
-        shape = self._q_layout.shape[0], self._planner.config.num_qo_heads
-        if lse is not None:
-            check_rows("lse", lse, shape, torch.float32, device)
-            check_writable("lse", lse)
-            self._lse_layout = RowLayout(lse)
-            return lse, self._lse_layout
-        lse = torch.empty(shape, dtype=torch.float32, device=device)
-        if self._new_lse_layout is NO_LAYOUT:
-            self._new_lse_layout = RowLayout(lse)
-        return lse, self._new_lse_layout
+
+class _Backend(Backend, Protocol):
+    """What a plan needs of the code that computes."""
+
+    def run(self, call: Call) -> None: ...
+
+    def again(self, call: Call) -> Again | None: ...
 
 
-def build_info(planner: AttentionPlanner) -> list[KernelInfo]:
+def build_info(planner: AttentionPlanner | MLAPlanner) -> list[KernelInfo]:
     """Return what is known of each kernel of ``planner``; none on "reference".
 
     Waits for those that still compile in the background.
@@ -610,91 +438,3 @@ def build_info(planner: AttentionPlanner) -> list[KernelInfo]:
         CompileError: one of them doesn't compile.
     """
     return [] if planner._kernels is None else planner._kernels.infos()
-
-
-class _Backend(Protocol):
-    """What a plan needs of the code that computes."""
-
-    def refresh(self) -> None: ...
-
-    def give_back(self) -> None: ...
-
-    def run(self, call: Call) -> None: ...
-
-    def again(self, call: Call) -> Again | None: ...
-
-
-def _is_capturing(device: torch.device) -> bool:
-    # A capture can't wait for the device, so JITATTN_CHECK sees eager calls only.
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-# --- checks of arguments
-
-
-def _choose_backend(backend: str, device: torch.device) -> str:
-    if backend not in _BACKENDS:
-        raise ConfigError([f"backend={backend!r} is not one of {', '.join(_BACKENDS)}"])
-    if backend == "auto":
-        return "cuda" if device.type == "cuda" else "reference"
-    if backend == "cuda" and device.type != "cuda":
-        raise ConfigError([f"backend='cuda' needs a CUDA device: device={device}"])
-    return backend
-
-
-def _check_workspace(workspace: Workspace | None, device: torch.device) -> Workspace | None:
-    if workspace is not None:
-        if not isinstance(workspace, Workspace):
-            raise TypeError(
-                f"workspace is a {type(workspace).__name__}: expected jitattn.Workspace"
-            )
-        if workspace.device != device:
-            raise ValueError(f"workspace is on {workspace.device}: expected {device}")
-    return workspace
-
-
-def _check_pages(pages: Pages, config: PlannerConfig, device: torch.device) -> None:
-    if not isinstance(pages, _TABLES):
-        raise TypeError(
-            f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
-            "RaggedKV"
-        )
-    if pages.layout != config.page_table:
-        raise ValueError(
-            f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "
-            f"page_table={config.page_table!r}"
-        )
-    check_device("pages", pages, device)
-
-
-def _kv_limit(capacity: int, max_kv_len: int | None) -> int:
-    if max_kv_len is None:
-        return capacity
-    return min(capacity, _count("max_kv_len", max_kv_len))
-
-
-def _query_limit(
-    batch_size: int, device: torch.device, qo_indptr: Tensor | None, max_q_len: int | None
-) -> int:
-    if max_q_len is not None:
-        max_q_len = _count("max_q_len", max_q_len)
-    if qo_indptr is None:
-        if max_q_len not in (None, 1):
-            raise ValueError(f"max_q_len is {max_q_len}: without qo_indptr a request has one token")
-        return 1
-    check_indptr("qo_indptr", qo_indptr)
-    check_device("qo_indptr", qo_indptr, device)
-    if qo_indptr.shape[0] != batch_size + 1:
-        raise ValueError(f"qo_indptr has {qo_indptr.shape[0]} entries: expected {batch_size + 1}")
-    if max_q_len is None:
-        raise ValueError("max_q_len is None: qo_indptr needs the most tokens of a request")
-    return max_q_len
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
-    count = int(value)
-    if count < 0:
-        raise ValueError(f"{name} is {count}: expected at least 0")
-    return min(count, MAX_KV_LEN)

@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from jitattn.binding import Batch, Call, Mask, Scale
-from jitattn.config import MAX_KV_LEN, PlannerConfig
+from jitattn.config import MAX_KV_LEN, PagedConfig, PlannerConfig
+from jitattn.mla_cache import MLACall
+from jitattn.mla_config import SCALE_BLOCK, MLAConfig
+from jitattn.mla_reference import latent_attention
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.reference import attention, first_visible, gather
 
 
-class ReferencePlan:
-    """Plans and runs by the definition, in float64 torch."""
+class _Pools(Protocol):
+    @property
+    def pools(self) -> Mapping[str, int]: ...
 
-    def __init__(self, config: PlannerConfig, batch: Batch) -> None:
-        """Made by ``AttentionPlanner.plan``."""
+
+class _Call(Protocol):
+    """What of a call doesn't depend on the planner's kind."""
+
+    @property
+    def pages(self) -> Pages: ...
+
+    @property
+    def kv(self) -> _Pools: ...
+
+    @property
+    def out(self) -> Tensor: ...
+
+    @property
+    def lse(self) -> Tensor | None: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=PagedConfig)
+CallT = TypeVar("CallT", bound=_Call)
+
+
+class _ReferencePlan(Generic[ConfigT, CallT]):
+    """Plans and runs one request after the other, each by a definition."""
+
+    _queries = "q"
+
+    def __init__(self, config: ConfigT, batch: Batch) -> None:
+        """Made by a planner's ``plan``."""
         self._config = config
         self._batch = batch
         self._lens: list[int] = []
@@ -55,20 +87,18 @@ class ReferencePlan:
     def give_back(self) -> None:
         """Nothing is kept."""
 
-    def again(self, call: Call) -> None:
-        """Nothing is prepared."""
-        del call
-
     @torch.no_grad()
-    def run(self, call: Call) -> None:
+    def run(self, call: CallT) -> None:
         """Compute a call that was checked.
 
         Raises:
             ValueError: q has fewer rows than the requests have query tokens, or, on the CPU, an
                 entry or an offset lies outside the cache.
         """
-        if call.q.shape[0] < self._starts[-1]:
-            raise ValueError(f"q has {call.q.shape[0]} rows: qo_indptr[-1] is {self._starts[-1]}")
+        if call.out.shape[0] < self._starts[-1]:
+            raise ValueError(
+                f"{self._queries} has {call.out.shape[0]} rows: qo_indptr[-1] is {self._starts[-1]}"
+            )
         wrongs = [
             _what_is_read_wrong(call, self._config, b, kv_len, self._q_len(b))
             for b, kv_len in enumerate(self._lens)
@@ -86,6 +116,17 @@ class ReferencePlan:
             call.out[rows] = out
             if call.lse is not None:
                 call.lse[rows] = lse
+
+    def _attend(self, call: CallT, rows: slice, request: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class ReferencePlan(_ReferencePlan[PlannerConfig, Call]):
+    """Plans and runs by the definition of attention, in float64 torch."""
+
+    def again(self, call: Call) -> None:
+        """Nothing is prepared."""
+        del call
 
     def _attend(self, call: Call, rows: slice, request: int) -> tuple[Tensor, Tensor]:
         kv_len, q_len = self._lens[request], rows.stop - rows.start
@@ -112,6 +153,38 @@ class ReferencePlan:
         return out.to(call.out.dtype), lse.float()
 
 
+class MLAReferencePlan(_ReferencePlan[MLAConfig, MLACall]):
+    """Plans and runs by the definition of multi-head latent attention, in float64 torch."""
+
+    _queries = "q_nope"
+
+    def _attend(self, call: MLACall, rows: slice, request: int) -> tuple[Tensor, Tensor]:
+        kv, kv_len = call.kv, self._lens[request]
+
+        def tokens(cache: Tensor, which: int) -> Tensor:
+            found = _gather(cache.unsqueeze(2), call.pages, request, kv_len, 0, which=which)
+            return found.squeeze(1).double()
+
+        latent = tokens(kv.latent.tensor, 0)
+        rope = tokens(kv.rope.tensor, 1 if kv.is_pair else 0)
+        if kv.latent_scales is not None:
+            scales = tokens(kv.latent_scales.tensor, 0)
+            latent = latent * scales.repeat_interleave(SCALE_BLOCK, dim=1)
+        if kv.k_scale is not None:
+            factor = kv.k_scale.value if kv.k_scale.tensor is None else kv.k_scale.tensor.double()
+            latent = latent * factor
+            rope = rope * factor if kv.is_rope_scaled else rope
+        out, lse = latent_attention(
+            call.q_nope[rows],
+            call.q_pe[rows],
+            latent,
+            rope,
+            causal=self._config.causal,
+            sm_scale=call.sm_scale,
+        )
+        return out.to(call.out.dtype), lse.float()
+
+
 def _limit(pages: Pages, request: int, page_size: int, num_kv_tokens: int) -> int:
     """The most tokens that a request may have by its table."""
     if not isinstance(pages, CsrPages | RaggedKV):
@@ -122,9 +195,7 @@ def _limit(pages: Pages, request: int, page_size: int, num_kv_tokens: int) -> in
     return (min(end, pages.kv_indices.shape[0]) - begin) * page_size
 
 
-def _what_is_wrong(
-    batch: Batch, config: PlannerConfig, request: int, kv_len: int, q_len: int
-) -> str:
+def _what_is_wrong(batch: Batch, config: PagedConfig, request: int, kv_len: int, q_len: int) -> str:
     """Say which length of a request exceeds what was planned, or nothing."""
     page_size = config.page_size or 1
     limit = min(batch.max_kv_len, _limit(batch.pages, request, page_size, MAX_KV_LEN))
@@ -136,13 +207,14 @@ def _what_is_wrong(
 
 
 def _what_is_read_wrong(
-    call: Call, config: PlannerConfig, request: int, kv_len: int, q_len: int
+    call: _Call, config: PagedConfig, request: int, kv_len: int, q_len: int
 ) -> str:
     """Say what lies outside the cache of all that a request reads, or nothing."""
     if kv_len == 0 or q_len == 0:
         return ""
     pages, page_size = call.pages, config.page_size or 1
-    limit = _limit(pages, request, page_size, call.kv.k.tensor.shape[0])
+    pools = call.kv.pools
+    limit = _limit(pages, request, page_size, next(iter(pools.values())))
     if kv_len > limit:
         return f"request {request} has {kv_len} tokens: pages and kv hold {max(limit, 0)} of them"
     if isinstance(pages, BlockTable | TokenTable) and pages.rows is not None:
@@ -150,9 +222,9 @@ def _what_is_read_wrong(
         if not 0 <= int(pages.rows[request]) < num_rows:
             return f"rows[{request}] is {int(pages.rows[request])}: the table has {num_rows} rows"
     start = first_visible(kv_len, q_len, config.window_left)
-    for which, (name, cache) in enumerate((("K", call.kv.k), ("V", call.kv.v))):
+    for which, (name, num_pages) in enumerate(pools.items()):
         entries, size = _entries(pages, request, start, kv_len, page_size, which)
-        end = cache.tensor.shape[0] * size
+        end = num_pages * size
         wrong = entries[(entries < 0) | (entries >= end)]
         if wrong.numel() > 0:
             entry = int(wrong[0])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-from jitattn.config import BYTE_DTYPES, HEAD_DIMS, Q_DTYPES, PlannerConfig
+from jitattn.config import (
+    BYTE_DTYPES,
+    HEAD_DIMS,
+    OUT_DTYPES,
+    PAGE_TABLES,
+    Q_DTYPES,
+    PlannerConfig,
+)
 from jitattn.errors import ConfigError
+from jitattn.mla_config import MLA_RANGES, MLAConfig
 from jitattn.preprocess_config import PREPROCESS_RANGES, PreprocessConfig
+from jitattn.rules import Rule, broken, one_of, page_size_rule, rule
 from jitattn.spec import (
     BatchInfoSpec,
     BlockTableSpec,
@@ -31,9 +39,7 @@ from jitattn.values import Value
 
 ARCHITECTURES = tuple(SMEM_LIMIT)
 
-OUT_DTYPES = ("bfloat16", "float16", "float32")
 KV_LAYOUTS = ("NHD", "HND")
-PAGE_TABLES = tuple(table.value for table in PageTable)
 
 # Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
 TESTED_ON = {
@@ -45,6 +51,7 @@ TESTED_ON = {
 # Likewise of preprocess_qkv and append_kv, and of what moves tokens and pages and makes tables.
 PREPROCESS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run") | {"sm_90a": "run on H100"}
 TRANSFERS_TESTED_ON = PREPROCESS_TESTED_ON
+MLA_TESTED_ON = "not built: the backend 'reference' alone has it"
 
 
 class Support(Value):
@@ -63,33 +70,8 @@ class Config(Value):
     fields: dict[str, str]
 
 
-class Rule(NamedTuple):
-    """One line of the support table: what an argument may be, and the reason when it is not."""
-
-    argument: str
-    allowed: str  # the range, as the support table prints it
-    holds: Callable[[PlannerConfig], bool]
-    reason: Callable[[PlannerConfig], str]
-
-
-def _rule(argument: str, allowed: str, holds: Callable[[PlannerConfig], bool], wanted: str) -> Rule:
-    def reason(config: PlannerConfig) -> str:
-        return f"{argument}={getattr(config, argument)} {wanted}"
-
-    return Rule(argument, allowed, holds, reason)
-
-
-def _one_of(argument: str, choices: tuple[str, ...], why: str = "") -> Rule:
-    return _rule(
-        argument,
-        ", ".join(choices),
-        lambda config: getattr(config, argument) in choices,
-        f"is not one of {', '.join(choices)}{why}",
-    )
-
-
-def _not_built(argument: str, default: object, what: str, instead: str) -> Rule:
-    return _rule(
+def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[PlannerConfig]:
+    return rule(
         argument,
         str(default),
         lambda config: getattr(config, argument) == default,
@@ -97,77 +79,66 @@ def _not_built(argument: str, default: object, what: str, instead: str) -> Rule:
     )
 
 
-def _page_size_fits(config: PlannerConfig) -> bool:
-    if config.page_table == PageTable.RAGGED:
-        return config.page_size is None
-    return config.page_size is not None and 1 <= config.page_size <= 2**20
-
-
 def _kv_layout_fits(config: PlannerConfig) -> bool:
     has_pages = config.page_table != PageTable.RAGGED
     return config.kv_layout in (KV_LAYOUTS if has_pages else KV_LAYOUTS[:1])
 
 
-RULES = (
-    _rule(
+RULES: tuple[Rule[PlannerConfig], ...] = (
+    rule(
         "num_qo_heads",
         "any multiple of num_kv_heads",
         lambda c: c.num_qo_heads >= 1 and c.num_qo_heads % max(c.num_kv_heads, 1) == 0,
         "is not a positive multiple of num_kv_heads",
     ),
-    _rule("num_kv_heads", "1 and up", lambda c: c.num_kv_heads >= 1, "is not at least 1"),
-    _rule(
+    rule("num_kv_heads", "1 and up", lambda c: c.num_kv_heads >= 1, "is not at least 1"),
+    rule(
         "head_dim",
         "multiples of 16 from 16 to 256, and 512",
         lambda c: c.head_dim in HEAD_DIMS,
         "is not a multiple of 16 from 16 to 256, nor 512",
     ),
-    _rule(
+    rule(
         "head_dim_vo",
         "None (head_dim), multiples of 16 from 16 to 256, and 512",
         lambda c: c.head_dim_vo is None or c.head_dim_vo in HEAD_DIMS,
         "is not a multiple of 16 from 16 to 256, nor 512",
     ),
-    _rule(
-        "page_size",
-        "1 and up, any integer; None with page_table=ragged",
-        _page_size_fits,
-        "does not fit page_table: ragged K/V have page_size=None, pages 1 to 2**20 tokens",
-    ),
-    _one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
-    _rule(
+    page_size_rule(),
+    one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
+    rule(
         "kv_dtype",
         "the same as q_dtype, " + ", ".join(BYTE_DTYPES),
         lambda c: c.kv_dtype in (c.q_dtype, *BYTE_DTYPES),
         f"is neither q_dtype nor one of {', '.join(BYTE_DTYPES)} (NVFP4 caches are not built yet)",
     ),
-    _rule(
+    rule(
         "out_dtype",
         "None (q_dtype), " + ", ".join(OUT_DTYPES),
         lambda c: c.out_dtype is None or c.out_dtype in OUT_DTYPES,
         f"is not one of {', '.join(OUT_DTYPES)}",
     ),
-    _rule(
+    rule(
         "kv_layout",
         ", ".join(KV_LAYOUTS) + "; NHD with page_table=ragged",
         _kv_layout_fits,
         f"does not fit: {' or '.join(KV_LAYOUTS)} with pages, NHD with page_table=ragged, where K "
         "and V are [num_kv_tokens, num_kv_heads, head_dim]",
     ),
-    _one_of("page_table", PAGE_TABLES),
-    _rule(
+    one_of("page_table", PAGE_TABLES),
+    rule(
         "window_left",
         "-1 (off), 0 and up",
         lambda c: c.window_left >= -1,
         "is less than -1: give -1 for no window, 0 for the own token only",
     ),
-    _rule(
+    rule(
         "logits_soft_cap",
         "0.0 (off), positive",
         lambda c: c.logits_soft_cap >= 0.0,
         "is negative: give 0.0 for no soft cap",
     ),
-    _rule(
+    rule(
         "num_sms",
         "None (all), 1 and up",
         lambda c: c.num_sms is None or c.num_sms >= 1,
@@ -209,10 +180,11 @@ def check_config(arch: str = "sm_90a", **planner_arguments: object) -> Support:
 
     Args:
         arch: one of ``ARCHITECTURES``.
-        **planner_arguments: what would be given to ``AttentionPlanner``; dtypes or their names.
+        **planner_arguments: what would be given to ``AttentionPlanner``, or with ``planner="mla"``
+            to ``MLAPlanner``; dtypes or their names.
     """
     try:
-        specs = resolve(PlannerConfig.from_arguments(planner_arguments), arch)
+        specs = specs_of(config_of(planner_arguments), arch)
     except ConfigError as error:
         return Support(supported=False, kernel=None, reasons=list(error.reasons))
     return Support(supported=True, kernel=specs[0].symbol, reasons=[])
@@ -234,6 +206,7 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
     transfers = Config(
         kernel="transfers", tested_on=TRANSFERS_TESTED_ON[arch], fields=dict(TRANSFER_RANGES)
     )
+    mla = Config(kernel=MLAConfig.family, tested_on=MLA_TESTED_ON, fields=dict(MLA_RANGES))
     return [
         Config(
             kernel=family,
@@ -244,13 +217,12 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
             (DecodeSpec.family, "1, and as many as fill a row tile"),
             (PrefillSpec.family, "2 and up"),
         )
-    ] + [preprocess, transfers]
+    ] + [mla, preprocess, transfers]
 
 
 def check_rules(config: PlannerConfig) -> None:
     """Raise ConfigError with every reason why ``config`` has no kernel on any architecture."""
-    reasons = [rule.reason(config) for rule in RULES if not rule.holds(config)]
-    if reasons:
+    if reasons := broken(RULES, config):
         raise ConfigError(reasons)
 
 
@@ -298,8 +270,8 @@ def _transfers(config: PlannerConfig, out_dtype: DType) -> tuple[KernelSpec, ...
     return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec())
 
 
-OtherConfig = PreprocessConfig | TransferConfig
-"""Selects kernels that no planner needs."""
+OtherConfig = MLAConfig | PreprocessConfig | TransferConfig
+"""Selects kernels that ``AttentionPlanner`` doesn't need."""
 
 
 def parse_config(text: str) -> PlannerConfig | OtherConfig:
@@ -309,9 +281,30 @@ def parse_config(text: str) -> PlannerConfig | OtherConfig:
         ConfigError: an argument is unknown or has a value that is not supported.
     """
     name, _, value = text.partition(",")[0].replace(" ", "").partition("=")
-    if name != "kernel":
-        return PlannerConfig.parse(text)
-    return (PreprocessConfig if value == PreprocessSpec.family else TransferConfig).parse(text)
+    if name == "planner":
+        _check_planner(value)
+        return MLAConfig.parse(text)
+    if name == "kernel":
+        family = PreprocessConfig if value == PreprocessSpec.family else TransferConfig
+        return family.parse(text)
+    return PlannerConfig.parse(text)
+
+
+def config_of(arguments: Mapping[str, object]) -> PlannerConfig | MLAConfig:
+    """Return the configuration of a planner's arguments and ``planner``, which says of which one.
+
+    Raises:
+        ConfigError: an argument is unknown or of a wrong type.
+    """
+    if "planner" not in arguments:
+        return PlannerConfig.from_arguments(arguments)
+    _check_planner(arguments["planner"])
+    return MLAConfig.from_arguments({k: v for k, v in arguments.items() if k != "planner"})
+
+
+def _check_planner(name: object) -> None:
+    if name != MLAConfig.family:
+        raise ConfigError([f"planner={name} is not {MLAConfig.family}; leave it out for attention"])
 
 
 def resolve_text(text: str, arch: str) -> tuple[KernelSpec, ...]:
@@ -320,7 +313,15 @@ def resolve_text(text: str, arch: str) -> tuple[KernelSpec, ...]:
     Raises:
         ConfigError: it has none.
     """
-    config = parse_config(text)
+    return specs_of(parse_config(text), arch)
+
+
+def specs_of(config: PlannerConfig | OtherConfig, arch: str) -> tuple[KernelSpec, ...]:
+    """Return the kernels of any configuration.
+
+    Raises:
+        ConfigError: it has none.
+    """
     return resolve(config, arch) if isinstance(config, PlannerConfig) else config.specs(arch)
 
 

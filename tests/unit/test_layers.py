@@ -18,7 +18,7 @@ LAYERS = (
     {"errors", "values", "version"},
     {"knobs"},
     {"spec", "config", "locks", "cache", "cubin", "nvrtc", "driver", "params"},
-    {"support", "tiling", "preprocess_config", "transfer_config"},
+    {"rules", "support", "tiling", "mla_config", "preprocess_config", "transfer_config"},
     {"render", "sources", "wrappers"},
     {
         "build",
@@ -31,6 +31,8 @@ LAYERS = (
         "preprocess_reference",
         "checks",
         "reference",
+        "mla_cache",
+        "mla_reference",
         "reference_backend",
         "tensor_maps",
         "attention_kernels",
@@ -45,7 +47,7 @@ LAYERS = (
         "gather",
         "page_copies",
     },
-    {"planner", "functional", "bundles", "explain"},
+    {"planning", "planner", "mla_planner", "functional", "bundles", "explain"},
     {"__init__", "__main__", "cli", "doctor", "demo"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
@@ -53,7 +55,7 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 SAME_LAYER = (
     ("spec", "config", "params"),
     ("locks", "cache"),
-    ("tiling", "preprocess_config", "transfer_config", "support"),
+    ("rules", "tiling", "mla_config", "preprocess_config", "transfer_config", "support"),
     ("sources", "render"),
     (
         "build",
@@ -66,6 +68,8 @@ SAME_LAYER = (
         "preprocess_reference",
         "checks",
         "reference",
+        "mla_cache",
+        "mla_reference",
         "reference_backend",
         "tensor_maps",
         "attention_kernels",
@@ -80,7 +84,7 @@ SAME_LAYER = (
         "gather",
         "page_copies",
     ),
-    ("planner", "functional"),
+    ("planning", "planner", "mla_planner", "functional"),
     ("version", "demo", "doctor", "__init__", "cli", "__main__"),
 )
 DOORS = {
@@ -97,7 +101,11 @@ DOORS = {
         "preprocess_cuda",
         "preprocess",
         "reference",
+        "mla_cache",
+        "mla_reference",
+        "mla_planner",
         "reference_backend",
+        "planning",
         "cuda_plan",
         "cuda_backend",
         "checks",

@@ -118,7 +118,7 @@ def test_parameters_use_the_words_of_the_glossary() -> None:
         for parameter in parameters(getattr(jitattn, name))
         if parameter in SYNONYMS
     }
-    assert named == set()
+    assert named == {"MLAPlanner(num_heads)"}  # whose K and V have no heads
 
 
 def parameters(value: object) -> Iterator[str]:

@@ -1,0 +1,134 @@
+"""The arguments of ``MLAPlanner`` as a value, and what they may be: torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from jitattn.config import OUT_DTYPES, PAGE_TABLES, Q_DTYPES, Arguments
+from jitattn.errors import ConfigError
+from jitattn.rules import Rule, broken, one_of, page_size_rule, rule
+from jitattn.spec import KernelSpec
+from jitattn.tiling import SMEM_LIMIT
+
+KV_LORA_RANKS = (256, 512)
+QK_ROPE_HEAD_DIMS = (32, 64)
+MAX_HEADS = 128
+SCALE_BLOCK = 128
+"""Elements of the latent that share a float32 scale, where rows hold their scales."""
+
+
+class MLAConfig(Arguments):
+    """The arguments of ``MLAPlanner`` that are not objects of a device.
+
+    The planner wants ``sm_scale``; kernels don't depend on it, so a configuration may lack it.
+    """
+
+    family: ClassVar[str] = "mla"
+    optional: ClassVar[frozenset[str]] = Arguments.optional - {"sm_scale"}
+
+    num_heads: int = 128
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    page_size: int | None = 64
+    sm_scale: float | None = None
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    page_table: str = "shared"
+    causal: bool = True
+    batch_invariant: bool = False
+    num_sms: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the configuration of ``"planner=mla,num_heads=16,page_size=64"``.
+
+        Raises:
+            ConfigError: a part is not ``name=value``, is unknown, repeated or of a wrong type.
+        """
+        first, _, others = text.partition(",")
+        is_named = first.replace(" ", "") == f"planner={cls.family}"
+        return super().parse(others if is_named else text)
+
+    def arguments_text(self) -> str:
+        """Return ``planner=mla`` and the arguments that differ from the defaults, for ``parse``."""
+        return ",".join(filter(None, (f"planner={self.family}", super().arguments_text())))
+
+    @property
+    def window_left(self) -> int:
+        """There is no window."""
+        return -1
+
+    def reasons(self) -> list[str]:
+        """Return why a planner has no meaning; nothing where it has one."""
+        return broken(RULES, self)
+
+    def specs(self, arch: str) -> tuple[KernelSpec, ...]:
+        """Return the kernels, of which there are none yet.
+
+        Raises:
+            ConfigError: with every reason why there are none.
+        """
+        if arch not in SMEM_LIMIT:
+            raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
+        raise ConfigError([*self.reasons(), NOT_BUILT])
+
+
+NOT_BUILT = (
+    "planner=mla is refused: kernels of multi-head latent attention are not built yet; "
+    "backend='reference' computes it in float64 torch, on any device"
+)
+
+RULES: tuple[Rule[MLAConfig], ...] = (
+    rule(
+        "num_heads",
+        f"1 to {MAX_HEADS}",
+        lambda c: 1 <= c.num_heads <= MAX_HEADS,
+        f"is not from 1 to {MAX_HEADS}",
+    ),
+    rule(
+        "kv_lora_rank",
+        ", ".join(map(str, KV_LORA_RANKS)),
+        lambda c: c.kv_lora_rank in KV_LORA_RANKS,
+        f"is not one of {', '.join(map(str, KV_LORA_RANKS))}",
+    ),
+    rule(
+        "qk_rope_head_dim",
+        ", ".join(map(str, QK_ROPE_HEAD_DIMS)),
+        lambda c: c.qk_rope_head_dim in QK_ROPE_HEAD_DIMS,
+        f"is not one of {', '.join(map(str, QK_ROPE_HEAD_DIMS))}",
+    ),
+    page_size_rule(),
+    one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
+    rule(
+        "kv_dtype",
+        "the same as q_dtype, float8_e4m3fn",
+        lambda c: c.kv_dtype in (c.q_dtype, "float8_e4m3fn"),
+        "is neither q_dtype nor float8_e4m3fn",
+    ),
+    rule(
+        "out_dtype",
+        "None (q_dtype), " + ", ".join(OUT_DTYPES),
+        lambda c: c.out_dtype is None or c.out_dtype in OUT_DTYPES,
+        f"is not one of {', '.join(OUT_DTYPES)}",
+    ),
+    one_of("page_table", PAGE_TABLES),
+    rule(
+        "num_sms",
+        "None (all), 1 and up",
+        lambda c: c.num_sms is None or c.num_sms >= 1,
+        "is not at least 1",
+    ),
+)
+
+MLA_RANGES: Mapping[str, str] = {
+    "planner": f"{MLAConfig.family}: jitattn.MLAPlanner",
+    "backend": "reference; kernels are not built yet",
+    **{rule.argument: rule.allowed for rule in RULES},
+    "causal": "True, False",
+    "sm_scale": "any finite number; the planner has no default",
+    "batch_invariant": "True, False",
+    "query tokens per request": "1 and up",
+}
+"""What planners take, for the support table."""
