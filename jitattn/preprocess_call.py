@@ -463,15 +463,18 @@ def scale_value(name: str, scale: object) -> float:
 
     Raises:
         TypeError: it is none.
-        ValueError: it is 0 or not finite: values are divided by it.
+        ValueError: it is not finite, or its reciprocal isn't: values are multiplied with that.
     """
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(
             f"{name} is a {type(scale).__name__}: expected a number or a tensor of float32"
         )
     value = float(scale)
-    if not 0 < abs(value) < math.inf:
-        raise ValueError(f"{name} is {value}: values are divided by it, expected a finite number")
+    if not 2.0**-126 <= abs(value) < math.inf:
+        raise ValueError(
+            f"{name} is {value}: values are divided by it, expected a finite number of at least "
+            "2**-126"
+        )
     return value
 
 

@@ -1,12 +1,12 @@
 """What a cache stores for a value, in torch: the definition that every writer and reader follows.
 
-A stored value times its scale is the value. What is stored is ``value / scale``, divided in
-float32, as the nearest number of the type, ties to even. Where none is near enough, infinities
+A stored value times its scale is the value. What is stored is ``value * (1 / scale)``, computed in
+float32, as the nearest number of the type, ties to even: numbers of the type come back. Where none is near enough, infinities
 included, it is the largest finite one. NaN stays NaN (the byte 0x7f in both FP8 types); int8 has
 none and stores 0.
 
 NVFP4 has blocks of 16 elements along head_dim, each with a scale of type e4m3: the largest
-magnitude of the block (after the division by ``scale``) divided by 6, to the nearest e4m3. An
+magnitude of the block (after ``scale``) divided by 6, to the nearest e4m3. An
 element is stored as the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 to its value divided by that, with
 its sign, two in a byte. A block whose scale rounds to 0 is 0, and NaN makes its block NaN.
 
@@ -150,9 +150,9 @@ def quantize_kv(
     check_tensor("values", values, _VALUES)
     name = _known(dtype)
     scaled = values.float()
-    divisor = _factor(scale, name, values)
-    if divisor is not None:
-        scaled = scaled / divisor
+    factor = _factor(scale, name, values)
+    if factor is not None:
+        scaled = scaled * (1.0 / factor)
     if name == "nvfp4":
         return _to_nvfp4(scaled)
     if name == "int8":
