@@ -426,8 +426,8 @@ def convert_pages(
         page_size: tokens of a page.
         seq_lens: int32 or int64 [batch_size], tokens of each request; what lies past them becomes
             -1, or is left out of "csr".
-        max_kv_len: the most tokens of a request, for CsrPages, which don't know it; None waits for
-            the device to say the longest. Refused for tables, whose width says it.
+        max_kv_len: the most tokens of a request: what lies past them is left out. None is what the
+            width of a table has room for; of CsrPages the longest, which the device is waited for.
 
     Returns:
         A table of that layout. That of "csr" has room for all columns, and -1 past its last page.
@@ -447,7 +447,7 @@ def convert_pages(
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
     lens = seq_lens.clamp(min=0).long()
     if max_kv_len is not None:
-        _check_max_kv_len(max_kv_len, pages)
+        pages = _narrowed(pages, max_kv_len, page_size)
     ids = _live_ids(pages, lens, page_size, max_kv_len)
     if layout == "separate":
         return BlockTable(ids if ids.dim() == 3 else torch.stack((ids, ids), dim=1))
@@ -456,13 +456,18 @@ def convert_pages(
     return _csr_of(ids) if layout == "csr" else _tokens_of(ids, lens, page_size)
 
 
-def _check_max_kv_len(max_kv_len: object, pages: PagedTable) -> None:
+def _narrowed(pages: PagedTable, max_kv_len: int, page_size: int) -> PagedTable:
+    """Return the columns of a table that requests of so many tokens need."""
     if isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int):
         raise TypeError(f"max_kv_len is a {type(max_kv_len).__name__}: expected an int")
     if max_kv_len < 0:
         raise ValueError(f"max_kv_len is {max_kv_len}: expected at least 0")
-    if not isinstance(pages, CsrPages):
-        raise ValueError(f"max_kv_len is given, but pages is {pages!r}, whose width says it")
+    if isinstance(pages, TokenTable):
+        return TokenTable(pages.slots[:, :max_kv_len], rows=pages.rows)
+    if isinstance(pages, BlockTable):
+        width = -(-max_kv_len // page_size)
+        return BlockTable(pages.table[..., :width], rows=pages.rows)
+    return pages
 
 
 def _live_ids(pages: PagedTable, lens: Tensor, page_size: int, max_kv_len: int | None) -> Tensor:

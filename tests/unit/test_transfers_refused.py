@@ -305,7 +305,7 @@ CONVERSIONS: dict[str, tuple[Call, str]] = {
     "a page size": (converted(page_size=0), "page_size is 0"),
     "a float": (converted(max_kv_len=3.0), "max_kv_len is a float"),
     "no length": (converted(max_kv_len=-1), "max_kv_len is -1"),
-    "a length of a table": (converted(max_kv_len=8), "max_kv_len is given, but pages is Block"),
+    "longer than the most": (converted(max_kv_len=4), r"seq_lens\[0\] is 5: the table has 1 pages"),
     "a row": (
         converted(jitattn.BlockTable(TABLE, rows=ints(0, 2))),
         r"rows\[1\] is 2: the table has 2 rows",
@@ -334,6 +334,14 @@ def test_conversions_refused(name: str) -> None:
     call, match = CONVERSIONS[name]
     with pytest.raises((TypeError, ValueError), match=match):
         call()
+
+
+@pytest.mark.parametrize("layout", ["shared", "csr", "token"])
+def test_conversions_have_the_width_asked_for(layout: str) -> None:
+    pages = jitattn.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
+    table = jitattn.convert_pages(pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4)
+    assert isinstance(table, jitattn.BlockTable)
+    assert table.table.tolist() == [[1], [3]]
 
 
 # --- what is remembered ---------------------------------------------------------------------------
