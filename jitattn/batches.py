@@ -96,7 +96,8 @@ def batch_info(
 
     Raises:
         TypeError, ValueError: an argument that doesn't fit. On the CPU also more query tokens than
-            ``num_tokens``, or a token that its table has no room for; on the device its slot is -1.
+            ``num_tokens``, more KV tokens together than int32 offsets reach, or a token that its
+            table has no room for; on the device its slot is -1.
     """
     facts = num_tokens, type(pages), page_size, out is None
     tensors = [seq_lens, q_lens, *(() if pages is None else getattr(pages, "tensors", ()))]
@@ -216,6 +217,8 @@ def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
     total = sum(q_lens)
     if total > batch.num_tokens:
         raise ValueError(f"q_lens have {total} tokens together: num_tokens is {batch.num_tokens}")
+    if sum(kv_lens) > _MAX_TOKENS:
+        raise ValueError(f"seq_lens have {sum(kv_lens)} tokens together: at most {_MAX_TOKENS}")
     requests, positions, slots = [], [], []
     for b, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
         wanted = [max(kv_len - q_len + i, -1) for i in range(q_len)]

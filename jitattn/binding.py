@@ -160,7 +160,7 @@ def check_scale(
     if scale is None:
         return Scale(1.0)
     if not isinstance(scale, Tensor):
-        return Scale(_scale_value(name, scale))
+        return Scale(scale_value(name, scale))
     check_tensor(name, scale, (torch.float32,))
     if tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
         each = f"[], [1] or [{num_kv_heads}], one for each KV head"
@@ -172,7 +172,13 @@ def check_scale(
     return Scale(1.0, scale, scale.stride(0) if scale.numel() > 1 else 0)
 
 
-def _scale_value(name: str, scale: object) -> float:
+def scale_value(name: str, scale: object) -> float:
+    """Return a scale that is a number.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: no finite float32.
+    """
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(
             f"{name} is a {type(scale).__name__}: expected a number or a tensor of float32"

@@ -357,6 +357,8 @@ def _check_out(out: object, batch: _Batch) -> None:
                 f"out[{i}] has strides {list(tensor.stride())}: expected a contiguous tensor"
             )
         check_device(f"out[{i}]", tensor, batch.device)
+    if out[0].numel() and out[0].data_ptr() == out[1].data_ptr() != 0:
+        raise ValueError("out[1] is where out[0] is: V would overwrite K")
     if len(out) == 3:
         check_offsets("out[2]", out[2], batch.seq_lens.shape[0], batch.device)
 
@@ -366,8 +368,14 @@ def _check_out(out: object, batch: _Batch) -> None:
 
 def _gather_by_definition(batch: _Batch, out: Outs | None) -> tuple[Tensor, Tensor, Tensor]:
     lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
+    _check_total(sum(lens))
     ends = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
     total = int(ends[-1])
+    if out is not None and total > out[0].shape[0]:
+        raise ValueError(f"out has {out[0].shape[0]} rows: seq_lens have {total} tokens together")
+    rows = [
+        [_rows_of(batch, which, b, kv_len) for b, kv_len in enumerate(lens)] for which in (0, 1)
+    ]
     dtype = getattr(torch, batch.out_dtype)
     if out is None:
         k, v = (torch.empty((total, *row), dtype=dtype) for row in batch.row_shapes())
@@ -375,11 +383,6 @@ def _gather_by_definition(batch: _Batch, out: Outs | None) -> tuple[Tensor, Tens
     else:
         k, v = out[0], out[1]
         indptr = out[2] if len(out) == 3 else torch.empty(len(lens) + 1, dtype=torch.int32)
-    if total > k.shape[0]:
-        raise ValueError(f"out has {k.shape[0]} rows: seq_lens have {total} tokens together")
-    rows = [
-        [_rows_of(batch, which, b, kv_len) for b, kv_len in enumerate(lens)] for which in (0, 1)
-    ]
     for target, parts in zip((k, v), rows, strict=True):
         if parts:
             target[:total] = torch.cat(parts)
@@ -404,6 +407,11 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
         else batch.block_scales[which].tensor[slots // size, slots % size],
     )
     return values.to(getattr(torch, batch.out_dtype))
+
+
+def _check_total(num_tokens: int) -> None:
+    if num_tokens > _MAX_TOKENS:
+        raise ValueError(f"seq_lens have {num_tokens} tokens together: at most {_MAX_TOKENS}")
 
 
 def _slots_in(
@@ -541,8 +549,7 @@ class _Gather:
                 "out=(k, v)"
             )
         total = int(seq_lens.clamp(min=0).sum())
-        if total > _MAX_TOKENS:
-            raise ValueError(f"seq_lens have {total} tokens together: at most {_MAX_TOKENS}")
+        _check_total(total)
         k, v = (
             torch.empty((total, *row), dtype=self._dtype, device=device) for row in self._row_shapes
         )

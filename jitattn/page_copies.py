@@ -34,6 +34,7 @@ Pools = Tensor | Sequence[Tensor]
 _INTEGERS = (torch.int32, torch.int64)
 _WORD_BYTES = (16, 8, 4, 2, 1)
 _INT32_MAX = 2**31 - 1
+_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # Fill a card, and the bus to the host: a copy that waits for the bus leaves the card to others.
 _CTAS_PER_SM, _CTAS_ON_BUS = 8, 16
 
@@ -57,8 +58,9 @@ def copy_pages(src: Pools, dst: Pools, pairs: Tensor) -> None:
 
     No page may be the destination of two pairs, nor the destination of one and the source of
     another in the same memory: the pairs are copied at the same time. Pairs on the CPU are refused
-    then, and where they name a page that a pool hasn't; of pairs on the device such a destination
-    has the bytes of either, and what names no page is skipped.
+    then, where the two begin at one address, and where they name a page that a pool hasn't; of
+    pairs on the device such a destination has the bytes of either, and what names no page is
+    skipped.
 
     Raises:
         TypeError, ValueError: an argument that doesn't fit.
@@ -92,6 +94,8 @@ def _checked(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor
     """Check everything but the ids; return where the kernel runs."""
     if len(sources) != len(targets):
         raise ValueError(f"src has {len(sources)} pools and dst {len(targets)}")
+    if not sources:
+        raise ValueError("src has no pools: expected at least one")
     named = {f"src[{i}]": pool for i, pool in enumerate(sources)}
     named |= {f"dst[{i}]": pool for i, pool in enumerate(targets)}
     for name, pool in named.items():
@@ -140,27 +144,50 @@ def _check_pairs(pairs: Tensor, sources: Sequence[Tensor], targets: Sequence[Ten
     """Raise unless all pairs, which are on the CPU, can be copied at the same time."""
     listed = [(int(s), int(d)) for s, d in pairs.tolist() if s >= 0 and d >= 0]
     for name, pools, side in (("src", sources, 0), ("dst", targets, 1)):
+        highest = max(listed, key=lambda pair: pair[side], default=(-1, -1))
         for i, pool in enumerate(pools):
-            for pair in listed:
-                if pair[side] >= pool.shape[0]:
-                    raise ValueError(
-                        f"pairs has {list(pair)}: {name}[{i}] has {pool.shape[0]} pages"
-                    )
+            if highest[side] >= pool.shape[0]:
+                raise ValueError(
+                    f"pairs has {list(highest)}: {name}[{i}] has {pool.shape[0]} pages"
+                )
     written: set[int] = set()
     for pair in listed:
         if pair[1] in written:
             raise ValueError(f"pairs has {list(pair)}: page {pair[1]} is a destination twice")
         written.add(pair[1])
-    starts = {pool.data_ptr() for pool in sources}
-    if not any(pool.data_ptr() in starts for pool in targets):
+    _check_order(listed, sources, targets)
+
+
+def _check_order(
+    listed: Sequence[tuple[int, int]], sources: Sequence[Tensor], targets: Sequence[Tensor]
+) -> None:
+    """Raise where the order of copies would matter: a page is both written and read, or twice."""
+    memories = [pool.untyped_storage().data_ptr() for pool in targets]
+    read = {pool.untyped_storage().data_ptr() for pool in sources}
+    if len(set(memories)) == len(memories) and read.isdisjoint(memories):
         return
-    changed = {d for s, d in listed if s != d}
-    for s, d in listed:
-        if s in changed:
-            raise ValueError(
-                f"pairs has {[s, d]}: page {s} of the same pool is a destination, too, and pairs "
-                "are copied at the same time"
-            )
+    written: set[int] = set()
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        for s, d in listed:
+            where = _page_at(target, d)
+            if where in written:
+                raise ValueError(
+                    f"pairs has {[s, d]}: page {d} of dst[{i}] is a destination of another pool"
+                )
+            if where != _page_at(source, s):  # else nothing changes
+                written.add(where)
+    for i, source in enumerate(sources):
+        for s, d in listed:
+            if _page_at(source, s) in written:
+                raise ValueError(
+                    f"pairs has {[s, d]}: page {s} of src[{i}] is a destination, too, and pairs "
+                    "are copied at the same time"
+                )
+
+
+def _page_at(pool: Tensor, page: int) -> int:
+    """Return the address of a page, by which views of the same memory are told."""
+    return pool.data_ptr() + page * pool.stride(0) * pool.element_size()
 
 
 def _copy_by_definition(
@@ -170,7 +197,12 @@ def _copy_by_definition(
     if kept.shape[0] == 0:
         return
     for source, target in zip(sources, targets, strict=True):
-        target[kept[:, 1]] = source[kept[:, 0]]
+        _bits(target)[kept[:, 1]] = _bits(source)[kept[:, 0]]
+
+
+def _bits(pool: Tensor) -> Tensor:
+    # Not every type can be indexed.
+    return pool.view(_OF_BYTES[pool.element_size()])
 
 
 # --- on the device

@@ -274,6 +274,12 @@ def check_vector(name: str, value: Tensor, *, device: torch.device) -> None:
     check_device(name, value, device)
 
 
+def check_supported(device: torch.device) -> None:
+    """Raise ValueError unless ``device`` is the CPU or a CUDA device."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the tensors are on {device}: expected a CUDA device or the CPU")
+
+
 def check_device(name: str, value: Tensor | Pages, device: torch.device) -> None:
     """Raise ValueError unless ``value`` is on ``device``."""
     if value.device != device:

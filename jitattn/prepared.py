@@ -17,7 +17,7 @@ from torch import _C, Tensor
 
 from jitattn import knobs
 from jitattn.binding import recogniser
-from jitattn.pages import BlockTable, CsrPages, TokenTable
+from jitattn.pages import BlockTable, CsrPages, TokenTable, check_supported
 from jitattn.params import Divisor, Lengths, PageList
 from jitattn.spec import TransferSpec
 from jitattn.tiling import Tile, tile_for
@@ -93,7 +93,12 @@ def tile_of(spec: TransferSpec, device_index: int) -> Tile:
 
 
 def card_of(device: torch.device) -> int | None:
-    """Return the index of a CUDA device, whose tensors have kernels; None of another."""
+    """Return the index of a CUDA device, whose tensors have kernels; None of the CPU.
+
+    Raises:
+        ValueError: it is another device.
+    """
+    check_supported(device)
     return device.index if device.type == "cuda" else None
 
 

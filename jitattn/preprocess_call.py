@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.binding import CacheView, Scale, check_last_stride, check_writable
+from jitattn.binding import CacheView, Scale, check_last_stride, check_writable, scale_value
 from jitattn.config import HEAD_DIMS, MAX_KV_LEN, dtype_name
 from jitattn.pages import (
     BlockTable,
@@ -23,6 +23,7 @@ from jitattn.pages import (
     TokenTable,
     check_device,
     check_indptr,
+    check_supported,
     check_tensor,
     check_vector,
 )
@@ -44,6 +45,7 @@ _OF_BYTES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e
 _OF_BYTES["int8"] = torch.int8
 _MAX_PAGE_SIZE = 2**20
 _INT32_MAX = 2**31 - 1
+_SMALLEST_FLOAT = torch.finfo(torch.float32).tiny  # of full precision
 
 
 class Arguments(NamedTuple):
@@ -140,6 +142,7 @@ def check(arguments: Arguments) -> TokenCall:
     """
     q, k, v = _parts(arguments)
     device = k.device
+    check_supported(device)
     k_cache, v_cache, k_blocks, v_blocks, kv_dtype = _caches(arguments, k, v)
     for name, view in (("kv_cache", k_cache), ("kv_cache", v_cache)):
         check_device(name, view.tensor, device)
@@ -394,6 +397,11 @@ def _check_same_pages(arguments: Arguments, k: CacheView, v: CacheView) -> None:
             f"k_cache has {k.tensor.shape[0]} pages and v_cache {v.tensor.shape[0]}: one id stands "
             "for both"
         )
+    where = k.tensor.data_ptr()
+    if not is_separate and where and where == v.tensor.data_ptr():
+        raise ValueError(
+            "kv_cache has K and V in the same memory, and one id for both: V would overwrite K"
+        )
 
 
 def _block_caches(arguments: Arguments, cache: QuantizedKV, k: Tensor, v: Tensor) -> Caches:
@@ -449,7 +457,7 @@ def _scale(name: str, scale: float | Tensor | None, num_heads: int, device: torc
     if scale is None:
         return Scale(1.0)
     if not isinstance(scale, Tensor):
-        return Scale(scale_value(name, scale))
+        return Scale(divisor_value(name, scale))
     check_tensor(name, scale, (torch.float32,))
     if tuple(scale.shape) not in ((), (1,), (num_heads,)):
         heads = f" or [{num_heads}], one for each KV head" if name != "q_scale" else ""
@@ -458,20 +466,19 @@ def _scale(name: str, scale: float | Tensor | None, num_heads: int, device: torc
     return Scale(1.0, scale, scale.stride(0) if scale.numel() > 1 else 0)
 
 
-def scale_value(name: str, scale: object) -> float:
-    """Return a scale that is a number.
+def divisor_value(name: str, scale: object) -> float:
+    """Return a scale that is a number and that values are divided by.
 
     Raises:
         TypeError: it is none.
-        ValueError: it is 0 or not finite: values are divided by it.
+        ValueError: it is 0, or no finite float32 of full precision.
     """
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(
-            f"{name} is a {type(scale).__name__}: expected a number or a tensor of float32"
+    value = scale_value(name, scale)
+    if abs(value) < _SMALLEST_FLOAT:
+        raise ValueError(
+            f"{name} is {value}: values are divided by it, expected a magnitude of at "
+            f"least {_SMALLEST_FLOAT:.3g}"
         )
-    value = float(scale)
-    if not 0 < abs(value) < math.inf:
-        raise ValueError(f"{name} is {value}: values are divided by it, expected a finite number")
     return value
 
 
@@ -497,6 +504,8 @@ def _check_places(arguments: Arguments, call: TokenCall) -> None:
         check_vector("slots", slots, device=device)
         if slots.shape[0] != call.num_tokens:
             raise ValueError(f"slots has {slots.shape[0]} entries: expected {call.num_tokens}")
+    if not isinstance(arguments.zero_tail, bool):
+        raise TypeError(f"zero_tail is a {type(arguments.zero_tail).__name__}: expected a bool")
     if arguments.zero_tail and not isinstance(pages, BlockTable | CsrPages):
         raise ValueError("zero_tail is True: it needs pages, a BlockTable or CsrPages")
     _check_lengths(arguments, call, None if pages is None else pages.batch_size)
@@ -633,18 +642,41 @@ def check_values(call: TokenCall) -> None:
     """Raise ValueError for what a kernel would skip; everything that is looked at is on the CPU."""
     arguments = call.arguments
     _check_length_values(call)
+    tokens = _tokens_that_count(call)
     if arguments.slots is not None:
         num_slots = call.k_cache.tensor.shape[0] * call.page_size
-        for i, slot in enumerate(arguments.slots.tolist()):
-            if slot >= num_slots:
-                raise ValueError(f"slots[{i}] is {slot}: the cache ends at {num_slots}")
-    rope, positions = arguments.rope, arguments.positions
-    if rope is not None and rope.max_position is not None and positions is not None:
-        highest = int(positions.max()) if positions.numel() else 0
+        slots = arguments.slots.tolist()
+        for i in tokens:
+            if slots[i] >= num_slots:
+                raise ValueError(f"slots[{i}] is {slots[i]}: the cache ends at {num_slots}")
+    rope = arguments.rope
+    if rope is not None and rope.max_position is not None and tokens:
+        highest = _highest_position(arguments, tokens)
         if highest >= rope.max_position:
             raise ValueError(
                 f"positions reach {highest}: rope has max_position={rope.max_position}"
             )
+
+
+def _tokens_that_count(call: TokenCall) -> list[int]:
+    """The rows of qkv that belong to a request; nothing of others is read."""
+    arguments, num_tokens = call.arguments, call.num_tokens
+    ends = None if arguments.qo_indptr is None else arguments.qo_indptr.tolist()
+    if arguments.seq_lens is None:
+        return list(range(num_tokens if ends is None else ends[-1]))
+    starts = range(num_tokens + 1) if ends is None else ends
+    lengths = enumerate(arguments.seq_lens.tolist())
+    return [i for b, n in lengths if n > 0 for i in range(starts[b], starts[b + 1])]
+
+
+def _highest_position(arguments: Arguments, tokens: list[int]) -> int:
+    if arguments.positions is not None:
+        return int(arguments.positions[..., tokens].max())
+    assert arguments.seq_lens is not None
+    positions = arguments.seq_lens.long() - 1
+    if arguments.position_delta is not None:
+        positions = positions + arguments.position_delta.long()
+    return int(positions[arguments.seq_lens > 0].max())
 
 
 def _check_length_values(call: TokenCall) -> None:
@@ -660,5 +692,16 @@ def _check_length_values(call: TokenCall) -> None:
             limit = int(pages.kv_indptr[b + 1] - pages.kv_indptr[b]) * call.page_size
         if length > limit:
             raise ValueError(f"seq_lens[{b}] is {length}: its pages hold {limit} tokens")
+        if length > 0 and isinstance(pages, BlockTable | TokenTable):
+            _check_row(pages, b)
         if 0 < length < q_len:
             raise ValueError(f"seq_lens[{b}] is {length}: the request has {q_len} new tokens")
+
+
+def _check_row(pages: BlockTable | TokenTable, request: int) -> None:
+    if pages.rows is None:
+        return
+    row = int(pages.rows[request])
+    num_rows = (pages.table if isinstance(pages, BlockTable) else pages.slots).shape[0]
+    if not 0 <= row < num_rows:
+        raise ValueError(f"rows[{request}] is {row}: the table has {num_rows} rows")

@@ -30,7 +30,8 @@ from jitattn.params import (
     Divisor,
     PreprocessParams,
 )
-from jitattn.preprocess_call import Arguments, TokenCall, check, check_values, scale_value
+from jitattn.prepared import on_cpu
+from jitattn.preprocess_call import Arguments, TokenCall, check, check_values, divisor_value
 from jitattn.preprocess_config import config_of
 from jitattn.preprocess_reference import places_of
 from jitattn.quantization import QUANTISED, QuantizedKV
@@ -264,7 +265,7 @@ class _Prepared:
 
 def verify(arguments: Arguments) -> None:
     """Wait for the device and raise ValueError for what a kernel would skip: JITATTN_CHECK."""
-    names = ("seq_lens", "qo_indptr", "slots", "positions")
+    names = ("seq_lens", "qo_indptr", "slots", "positions", "position_delta")
     given = {name: getattr(arguments, name) for name in names}
     copies: dict[str, Any] = {
         name: None if value is None else value.cpu() for name, value in given.items()
@@ -272,11 +273,8 @@ def verify(arguments: Arguments) -> None:
     call = check(arguments)
     try:
         pages = arguments.pages
-        if isinstance(pages, BlockTable | TokenTable):
-            rows = None if pages.rows is None else pages.rows.cpu()
-            pages = type(pages)(pages.tensors[0].cpu(), rows=rows)
-        elif isinstance(pages, CsrPages):
-            pages = CsrPages(pages.kv_indptr.cpu(), pages.kv_indices.cpu())
+        if isinstance(pages, BlockTable | TokenTable | CsrPages):
+            pages = on_cpu(pages)
         call = replace(call, arguments=arguments._replace(pages=pages, **copies))
         check_values(call)
         places_of(call)
@@ -299,7 +297,7 @@ def items_per_token(num_rows: int, num_tokens: int, groups: int, num_sms: int) -
 
 def _number(name: str, scale: float | Tensor | None) -> float:
     """Return a scale that is a number; 1 in place of others."""
-    return 1.0 if scale is None or isinstance(scale, Tensor) else scale_value(name, scale)
+    return 1.0 if scale is None or isinstance(scale, Tensor) else divisor_value(name, scale)
 
 
 def _kernel(spec: PreprocessSpec, index: int) -> LoadedKernel:

@@ -134,7 +134,7 @@ def _rotary_positions(call: TokenCall, places: Places) -> Tensor | None:
     if arguments.rope is None:
         return None
     if arguments.positions is not None:
-        return arguments.positions.long().reshape(-1, call.num_tokens)[:, places.rows].expand(3, -1)
+        return arguments.positions.long()[..., places.rows].expand(3, -1)
     positions = places.positions
     if arguments.position_delta is not None:
         positions = positions + arguments.position_delta.long()[places.requests]

@@ -1,12 +1,12 @@
 """What a cache stores for a value, in torch: the definition that every writer and reader follows.
 
-A stored value times its scale is the value. What is stored is ``value / scale``, divided in
-float32, as the nearest number of the type, ties to even. Where none is near enough, infinities
-included, it is the largest finite one. NaN stays NaN (the byte 0x7f in both FP8 types); int8 has
-none and stores 0.
+A stored value times its scale is the value. What is stored is ``value * (1 / scale)``, computed in
+float32, as the nearest number of the type, ties to even: numbers of the type come back. Where none
+is near enough, infinities included, it is the largest finite one. NaN stays NaN (the byte 0x7f in
+both FP8 types); int8 has none and stores 0.
 
 NVFP4 has blocks of 16 elements along head_dim, each with a scale of type e4m3: the largest
-magnitude of the block (after the division by ``scale``) divided by 6, to the nearest e4m3. An
+magnitude of the block (after ``scale``) divided by 6, to the nearest e4m3. An
 element is stored as the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 to its value divided by that, with
 its sign, two in a byte. A block whose scale rounds to 0 is 0, and NaN makes its block NaN.
 
@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from jitattn.binding import check_last_stride
+from jitattn.binding import check_last_stride, scale_value
 from jitattn.config import dtype_name
 from jitattn.pages import check_device, check_tensor
 from jitattn.spec import DType
@@ -140,19 +140,25 @@ def quantize_kv(
             [num_kv_heads]; 1 when None. Refused where the type is not quantised.
 
     Returns:
-        A tensor like ``values`` of ``dtype``; for "nvfp4" the pair of uint8 [.., head_dim / 2] and
-        float8_e4m3fn [.., head_dim / 16].
+        A new tensor like ``values`` of ``dtype``, the same bits where they have that type; for
+        "nvfp4" the pair of uint8 [.., head_dim / 2] and float8_e4m3fn [.., head_dim / 16].
 
     Raises:
         TypeError: ``values`` or ``scale`` is of another type.
-        ValueError: ``dtype`` is no type of caches, or a shape doesn't fit.
+        ValueError: ``dtype`` is no type of caches, a shape or device doesn't fit, or ``scale`` is a
+            number that is 0 or no finite float32.
     """
     check_tensor("values", values, _VALUES)
     name = _known(dtype)
     scaled = values.float()
-    divisor = _factor(scale, name, values)
-    if divisor is not None:
-        scaled = scaled / divisor
+    factor = _factor(scale, name, values)
+    tiny = torch.finfo(torch.float32).tiny
+    if factor is not None and not isinstance(scale, Tensor) and abs(float(factor)) < tiny:
+        raise ValueError(f"scale is {scale}: values are divided by it, expected {tiny:.3g} or more")
+    if values.dtype is _TORCH.get(name):
+        return values.clone()  # nothing is computed, so bits are kept
+    if factor is not None:
+        scaled = scaled * (1.0 / factor)
     if name == "nvfp4":
         return _to_nvfp4(scaled)
     if name == "int8":
@@ -176,7 +182,7 @@ def dequantize_kv(
 
     Args:
         stored: [.., num_kv_heads, head_dim]; for NVFP4 uint8 [.., head_dim / 2].
-        dtype: the type of bytes: needed when ``stored`` is uint8.
+        dtype: the type of bytes: needed when ``stored`` is uint8; of 8 bits then, or "nvfp4".
         scale: as in ``quantize_kv``.
         block_scales: float8_e4m3fn [.., head_dim / 16], for NVFP4 only.
 
@@ -184,18 +190,35 @@ def dequantize_kv(
         TypeError: a tensor is of another type.
         ValueError: the type is unknown, or ``block_scales`` or ``scale`` doesn't fit it.
     """
+    if not isinstance(stored, Tensor):
+        raise TypeError(f"stored is a {type(stored).__name__}: expected a tensor")
     name = _known(stored.dtype if dtype is None else dtype)
     if (block_scales is not None) != (name == "nvfp4"):
         given = "given" if block_scales is not None else "not given"
         raise ValueError(f"block_scales is {given} for values of {name}: NVFP4 has them, alone")
     if block_scales is not None:
         check_tensor("stored", stored, (torch.uint8,))
+        _check_block_scales(stored, block_scales)
         values = _from_nvfp4(stored, block_scales)
     else:
-        check_tensor("stored", stored, (_TORCH[name], torch.uint8))
+        bytes_too = (torch.uint8,) if name in QUANTISED else ()
+        check_tensor("stored", stored, (_TORCH[name], *bytes_too))
         values = stored.contiguous().view(_TORCH[name]).float()
     factor = _factor(scale, name, values)
     return values if factor is None else values * factor
+
+
+def _check_block_scales(stored: Tensor, block_scales: Tensor) -> None:
+    check_tensor("block_scales", block_scales, (torch.float8_e4m3fn, torch.uint8))
+    if stored.dim() == 0 or stored.shape[-1] % (NVFP4_BLOCK // 2):
+        raise ValueError(
+            f"stored has shape {list(stored.shape)}: expected [.., head_dim / 2], with a head_dim "
+            f"that is a multiple of {NVFP4_BLOCK}"
+        )
+    wanted = [*stored.shape[:-1], 2 * stored.shape[-1] // NVFP4_BLOCK]
+    if list(block_scales.shape) != wanted:
+        raise ValueError(f"block_scales has shape {list(block_scales.shape)}: expected {wanted}")
+    check_device("block_scales", block_scales, stored.device)
 
 
 def _known(dtype: torch.dtype | str) -> str:
@@ -212,18 +235,19 @@ def _factor(scale: float | Tensor | None, name: str, values: Tensor) -> float | 
     if name not in QUANTISED:
         raise ValueError(f"scale is given, but {name} is not quantised")
     if not isinstance(scale, Tensor):
-        return torch.tensor(scale, dtype=torch.float32, device=values.device)
+        return torch.tensor(scale_value("scale", scale), dtype=torch.float32, device=values.device)
     check_tensor("scale", scale, (torch.float32,))
     num_kv_heads = values.shape[-2] if values.dim() > 1 else 1
     if tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
         raise ValueError(
             f"scale has shape {list(scale.shape)}: expected [], [1] or [{num_kv_heads}]"
         )
-    return scale.reshape(-1, 1) if scale.dim() else scale
+    check_device("scale", scale, values.device)
+    return scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
 
 
 def _to_nvfp4(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    head_dim = scaled.shape[-1]
+    head_dim = scaled.shape[-1] if scaled.dim() else 1
     if head_dim % NVFP4_BLOCK:
         raise ValueError(
             f"values has shape {list(scaled.shape)}: head_dim must be a multiple of {NVFP4_BLOCK}"

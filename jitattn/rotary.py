@@ -20,8 +20,8 @@ _MISSING = object()
 # Models whose configurations don't say that they pair neighbours.
 _INTERLEAVED_MODELS = frozenset(
     {
-        *("codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj"),
-        "helium",
+        *("codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5"),
+        *("ernie4_5_moe", "glm", "glm4", "gptj", "helium"),
     }
 )
 Scaling = Mapping[str, object]
@@ -79,8 +79,8 @@ class Rope:
 
         Raises:
             TypeError: an argument is of another type.
-            ValueError: an argument is out of range, or ``scaling`` has an unknown type, misses a
-                key or has one that its type doesn't use.
+            ValueError: an argument is out of range, frequencies are not finite, or ``scaling`` has
+                an unknown type, misses a key or has one that its type doesn't use.
         """
         self.head_dim = _count("head_dim", head_dim)
         self.rotary_dim = self.head_dim if rotary_dim is None else _count("rotary_dim", rotary_dim)
@@ -90,11 +90,13 @@ class Rope:
                 f"{self.head_dim}"
             )
         self.base = _number("base", base)
+        if scaling is not None and not isinstance(scaling, Mapping):
+            raise TypeError(f"scaling is a {type(scaling).__name__}: expected a dictionary")
         self.scaling = None if scaling is None else dict(scaling)
-        self.interleaved = bool(interleaved)
+        self.interleaved = _flag("interleaved", interleaved)
         self.max_position = None if max_position is None else _count("max_position", max_position)
         self.mrope_section = _sections(mrope_section, self.rotary_dim)
-        self.mrope_interleaved = bool(mrope_interleaved)
+        self.mrope_interleaved = _flag("mrope_interleaved", mrope_interleaved)
         if mrope_interleaved and mrope_section is None:
             raise ValueError("mrope_interleaved is True: it needs mrope_section")
         self.inv_freq, self.attention_factor = _frequencies(self)
@@ -146,20 +148,23 @@ class Rope:
         head_dim = read("qk_rope_head_dim") or read("head_dim")
         if head_dim is None:
             hidden_size, num_heads = read("hidden_size"), read("num_attention_heads")
-            if not isinstance(hidden_size, int) or not isinstance(num_heads, int):
+            if not isinstance(hidden_size, int) or not isinstance(num_heads, int) or num_heads < 1:
                 raise ValueError(
                     "config has neither head_dim nor hidden_size and num_attention_heads"
                 )
             head_dim = hidden_size // num_heads
+        head_dim = _count("head_dim of config", head_dim)
         if interleaved is None:
-            interleaved = bool(read("rope_interleave")) or read("model_type") in _INTERLEAVED_MODELS
+            declared = read("rope_interleave")
+            is_known = read("model_type") in _INTERLEAVED_MODELS
+            interleaved = is_known if declared is None else bool(declared)
         trained = read("max_position_embeddings")
         section = parameters.pop("mrope_section", None)
         mrope_interleaved = bool(parameters.pop("mrope_interleaved", False))
         base = parameters.pop("rope_theta", 10000.0)
-        rotary_dim = _rotary_dim(parameters, read, int(head_dim))  # type: ignore[call-overload]
+        rotary_dim = _rotary_dim(parameters, read, head_dim)
         return cls(
-            int(head_dim),  # type: ignore[call-overload]
+            head_dim,
             rotary_dim=rotary_dim,
             base=base,  # type: ignore[arg-type]
             scaling=_with_defaults(parameters, read, trained),
@@ -281,11 +286,19 @@ def _number(name: str, value: object) -> float:
     return number
 
 
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a bool")
+    return value
+
+
 def _sections(section: Sequence[int] | None, rotary_dim: int) -> tuple[int, ...] | None:
     if section is None:
         return None
+    if not isinstance(section, Sequence):
+        raise TypeError(f"mrope_section is a {type(section).__name__}: expected three counts")
     counts = tuple(section)
-    if len(counts) != 3 or any(not isinstance(n, int) or n < 0 for n in counts):
+    if len(counts) != 3 or any(type(n) is not int or n < 0 for n in counts):
         raise ValueError(f"mrope_section is {list(counts)}: expected three counts of pairs")
     if sum(counts) != rotary_dim // 2:
         raise ValueError(
@@ -337,9 +350,17 @@ def _frequencies(rope: Rope) -> Frequencies:
         raise ValueError(
             f"scaling has the type {keys.kind!r}: expected one of {', '.join(_SCALINGS)}"
         )
-    found = compute(rope, keys)
+    try:
+        inv_freq, attention_factor = compute(rope, keys)
+    except ZeroDivisionError:
+        inv_freq, attention_factor = torch.tensor(math.nan), 1.0
     keys.finish()
-    return found
+    if not bool(inv_freq.isfinite().all()) or not math.isfinite(attention_factor):
+        raise ValueError(
+            f"base is {rope.base} and scaling {rope.scaling}: they give frequencies that aren't "
+            "finite"
+        )
+    return inv_freq, attention_factor
 
 
 def _unscaled(base: float, dim: int) -> Tensor:
@@ -371,8 +392,10 @@ def _llama3(rope: Rope, keys: _Keys) -> Frequencies:
     factor = keys.number("factor")
     low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
     trained = keys.number("original_max_position_embeddings")
-    if low == high:
-        raise ValueError(f"scaling has low_freq_factor = high_freq_factor = {low}: they differ")
+    if low >= high:
+        raise ValueError(
+            f"scaling has low_freq_factor {low} and high_freq_factor {high}: the latter is larger"
+        )
     fast = _unscaled(rope.base, rope.rotary_dim)
     wavelength = 2 * math.pi / fast
     share = (trained / wavelength - low) / (high - low)
@@ -418,12 +441,7 @@ def _longrope(rope: Rope, keys: _Keys) -> Frequencies:
         raise ValueError("max_position is None: 'longrope' chooses its factors by it")
     both = {name: keys.value(name) for name in ("short_factor", "long_factor")}
     name = "long_factor" if rope.max_position > trained else "short_factor"
-    factors = torch.tensor(both[name], dtype=torch.float32)
-    if tuple(factors.shape) != (rope.rotary_dim // 2,):
-        raise ValueError(
-            f"scaling[{name!r}] has {factors.numel()} factors: expected rotary_dim / 2 = "
-            f"{rope.rotary_dim // 2}"
-        )
+    factors = {key: _factors(key, value, rope.rotary_dim // 2) for key, value in both.items()}[name]
     if attention_factor is None:
         factor = rope.max_position / trained if factor is None else factor
         attention_factor = (
@@ -431,6 +449,17 @@ def _longrope(rope: Rope, keys: _Keys) -> Frequencies:
         )
     exponents = torch.arange(0, rope.rotary_dim, 2).float() / rope.rotary_dim
     return 1.0 / (factors * rope.base**exponents), attention_factor
+
+
+def _factors(name: str, values: object, count: int) -> Tensor:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"scaling[{name!r}] is a {type(values).__name__}: expected numbers")
+    if len(values) != count:
+        raise ValueError(
+            f"scaling[{name!r}] has {len(values)} factors: expected rotary_dim / 2 = {count}"
+        )
+    numbers = [_number(f"scaling[{name!r}][{i}]", value) for i, value in enumerate(values)]
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 _SCALINGS: dict[str, Callable[[Rope, _Keys], Frequencies]] = {
@@ -509,7 +538,8 @@ def _with_defaults(
         parameters[name] = read(name) or trained
     original = parameters.get(name)
     if kind in ("yarn", "longrope") and parameters.get("factor") is None and trained and original:
-        parameters["factor"] = trained / original  # type: ignore[operator]
+        longest = _number("max_position_embeddings", trained)
+        parameters["factor"] = longest / _number(name, original)
     if kind == "linear":
         parameters.pop(name, None)
     return parameters

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _INTEGERS = (torch.int32, torch.int64)
 _MAX_PAGE_SIZE = 2**20
+_INT32_MAX = 2**31 - 1
 _LAYOUTS = ("shared", "separate", "csr", "token")
 
 
@@ -198,6 +199,11 @@ def _shape_of(batch: _Slots) -> tuple[int, int]:
                 "out is None in a capture: only the device knows the longest request; give out"
             )
         longest = max(int(batch.seq_lens.max()), 0) if batch.batch_size else 0
+        if longest > batch.slots.kv_indices.shape[0]:
+            b = int(batch.seq_lens.argmax())
+            raise ValueError(
+                f"seq_lens[{b}] is {longest}: slots has {batch.slots.kv_indices.shape[0]} entries"
+            )
     else:
         longest = int(batch.slots.shape[1])
     return batch.batch_size, -(-longest // batch.page_size)
@@ -238,6 +244,8 @@ def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
                     f"{min((column + 1) * size, kv_len) - 1} are not those of a page of {size} "
                     "tokens, one after the other"
                 )
+            if page > _INT32_MAX:
+                raise ValueError(f"request {b}: token {first} is in page {page}: ids are int32")
             filled[b, column] = page
     table.copy_(filled)
 
@@ -368,18 +376,20 @@ def slots_of(
     Raises:
         ValueError: the table lists fewer tokens, or has no such row.
     """
+    if num_tokens == 0:  # of padding, which may have any row
+        return torch.empty(0, dtype=torch.int64, device=pages.device)
     if isinstance(pages, CsrPages):
         entries = _csr_entries(pages, request)
     else:
         table = pages.table if isinstance(pages, BlockTable) else pages.slots
         row = _row_of(table, pages.rows, request)
         entries = row if row.dim() == 1 else row[which]
-    tokens = torch.arange(num_tokens, device=entries.device)
     size = 1 if isinstance(pages, TokenTable) else page_size
     if num_tokens > entries.shape[0] * size:
         raise ValueError(
             f"seq_lens[{request}] is {num_tokens}: the table lists {entries.shape[0] * size} tokens"
         )
+    tokens = torch.arange(num_tokens, device=entries.device)
     ids = entries[tokens // size].long()
     return torch.where(ids < 0, -1, ids * size + tokens % size)
 
@@ -416,15 +426,16 @@ def convert_pages(
         page_size: tokens of a page.
         seq_lens: int32 or int64 [batch_size], tokens of each request; what lies past them becomes
             -1, or is left out of "csr".
-        max_kv_len: the most tokens of a request, for CsrPages, which don't know it; None waits for
-            the device to say the longest.
+        max_kv_len: the most tokens of a request: what lies past them is left out. None is what the
+            width of a table has room for; of CsrPages the longest, which the device is waited for.
 
     Returns:
         A table of that layout. That of "csr" has room for all columns, and -1 past its last page.
 
     Raises:
         TypeError, ValueError: an argument that doesn't fit, or on the CPU a request longer than its
-            table, or tokens that don't follow each other.
+            table, a row that the table hasn't, slots beyond int32, or tokens that don't follow each
+            other.
     """
     check_page_size(page_size)
     if not isinstance(pages, BlockTable | CsrPages | TokenTable):
@@ -435,8 +446,8 @@ def convert_pages(
         raise ValueError(f"pages has ids of its own for V, which layout={layout!r} has no room for")
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
     lens = seq_lens.clamp(min=0).long()
-    if max_kv_len is not None and (isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int)):
-        raise TypeError(f"max_kv_len is a {type(max_kv_len).__name__}: expected an int")
+    if max_kv_len is not None:
+        pages = _narrowed(pages, max_kv_len, page_size)
     ids = _live_ids(pages, lens, page_size, max_kv_len)
     if layout == "separate":
         return BlockTable(ids if ids.dim() == 3 else torch.stack((ids, ids), dim=1))
@@ -445,19 +456,35 @@ def convert_pages(
     return _csr_of(ids) if layout == "csr" else _tokens_of(ids, lens, page_size)
 
 
+def _narrowed(pages: PagedTable, max_kv_len: int, page_size: int) -> PagedTable:
+    """Return the columns of a table that requests of so many tokens need."""
+    if isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int):
+        raise TypeError(f"max_kv_len is a {type(max_kv_len).__name__}: expected an int")
+    if max_kv_len < 0:
+        raise ValueError(f"max_kv_len is {max_kv_len}: expected at least 0")
+    if isinstance(pages, TokenTable):
+        return TokenTable(pages.slots[:, :max_kv_len], rows=pages.rows)
+    if isinstance(pages, BlockTable):
+        width = -(-max_kv_len // page_size)
+        return BlockTable(pages.table[..., :width], rows=pages.rows)
+    return pages
+
+
 def _live_ids(pages: PagedTable, lens: Tensor, page_size: int, max_kv_len: int | None) -> Tensor:
     """Return page ids [batch_size, width] or [batch_size, 2, width], -1 past each request."""
     if isinstance(pages, TokenTable):
         return build_block_table(pages, lens, page_size).table
     if isinstance(pages, BlockTable):
-        ids = pages.table if pages.rows is None else pages.table[_valid_rows(pages)]
+        ids = pages.table if pages.rows is None else pages.table[_valid_rows(pages, lens)]
         room = torch.full_like(lens, ids.shape[-1])
     else:
         longest = max_kv_len
         if longest is None:
             longest = int(lens.max()) if lens.numel() else 0
+            # No request has more pages than there are.
+            longest = min(longest, pages.kv_indices.shape[0] * page_size)
         ids, room = _padded(pages, -(-max(longest, 0) // page_size))
-    num_pages = (lens + page_size - 1) // page_size
+    num_pages = lens // page_size + (lens % page_size > 0)
     if lens.device.type == "cpu" and bool((num_pages > room).any()):
         b = int((num_pages > room).int().argmax())
         raise ValueError(
@@ -468,8 +495,11 @@ def _live_ids(pages: PagedTable, lens: Tensor, page_size: int, max_kv_len: int |
     return ids.where(is_live if ids.dim() == 2 else is_live[:, None], -1)
 
 
-def _valid_rows(pages: BlockTable) -> Tensor:
+def _valid_rows(pages: BlockTable, lens: Tensor) -> Tensor:
     assert pages.rows is not None
+    if lens.device.type == "cpu":
+        for b in lens.nonzero().flatten().tolist():
+            _row_of(pages.table, pages.rows, b)
     # A padding request may have any row: nothing of it is looked at.
     return pages.rows.long().clamp(0, max(pages.table.shape[0] - 1, 0))
 
@@ -503,6 +533,10 @@ def _csr_of(ids: Tensor) -> CsrPages:
 
 def _tokens_of(ids: Tensor, lens: Tensor, page_size: int) -> TokenTable:
     places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
+    if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= 2**31 // page_size:
+        raise ValueError(
+            f"pages lists page {int(ids.max())}: slots of pages of {page_size} tokens are int32"
+        )
     slots = ids[:, :, None] * page_size + places
     slots = slots.where(ids[:, :, None] >= 0, -1).flatten(1)
     tokens = torch.arange(slots.shape[1], device=ids.device)

@@ -166,6 +166,28 @@ def test_padding_requests_do_nothing() -> None:
     assert bool((q.view(torch.int16) == -1).all())
 
 
+def test_padding_tokens_may_have_any_slot_and_position() -> None:
+    """Rows from qo_indptr[-1] on are not read, nor are those of empty requests."""
+    given = arguments(
+        pages=None,
+        slots=torch.tensor([5, 6, 7, 2**40]),
+        seq_lens=torch.tensor([17, 0], dtype=torch.int32),
+        rope=jitattn.Rope(32, max_position=64),
+        positions=torch.tensor([14, 15, 16, 2**40]),
+    )
+    jitattn.preprocess_qkv(**given)
+    written = given["kv_cache"][:, 0].flatten(0, 1).abs().sum((1, 2)).nonzero().flatten()
+    assert written.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("section", [None, [8, 4, 4]])
+def test_no_tokens_with_positions(section: list[int] | None) -> None:
+    given = arguments(qkv=torch.zeros(0, 256).bfloat16(), pages=None, slots=torch.arange(0))
+    given |= {"seq_lens": None, "qo_indptr": None, "rope": jitattn.Rope(32, mrope_section=section)}
+    positions = torch.zeros((3, 0) if section else 0, dtype=torch.int64)
+    assert jitattn.preprocess_qkv(**given, positions=positions).shape == (0, 4, 32)
+
+
 def test_no_tokens() -> None:
     given = arguments(
         qkv=torch.zeros(0, 256).bfloat16(), qo_indptr=torch.zeros(3, dtype=torch.int32)
@@ -193,6 +215,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_cache": FP8_CACHE.view(torch.uint8), "kv_dtype": "nvfp4"},
         "give a QuantizedKV",
     ),
+    "K upon V": (
+        {"kv_cache": torch.zeros(4, 1, 16, 2, 32).bfloat16().expand(-1, 2, -1, -1, -1)},
+        "K and V in the same memory",
+    ),
+    "no row": (
+        {"pages": jitattn.BlockTable(TABLE, rows=torch.tensor([0, -1]))},
+        r"rows\[1\] is -1: the table has 2 rows",
+    ),
+    "long for its rope": (
+        {"rope": jitattn.Rope(32, max_position=16)},
+        "positions reach 16: rope has max_position=16",
+    ),
+    "a delta beyond": (
+        {"rope": jitattn.Rope(32, max_position=17), "position_delta": torch.tensor([0, 13])},
+        "positions reach 17: rope has max_position=17",
+    ),
+    "a scale that is 0 in float32": ({"kv_cache": FP8_CACHE, "k_scale": 1e-60}, "k_scale is 1e-60"),
+    "a scale beyond float32": (
+        {"kv_cache": FP8_CACHE, "k_scale": 1e60},
+        "expected a finite float32",
+    ),
+    "a tail of text": ({"zero_tail": "no"}, "zero_tail is a str"),
     "layout": ({"kv_layout": "nhd"}, "kv_layout is 'nhd'"),
     "expanded cache": (
         {"kv_cache": torch.zeros(1, 2, 16, 2, 32).bfloat16().expand(4, -1, -1, -1, -1)},

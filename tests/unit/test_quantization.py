@@ -143,6 +143,29 @@ REFUSED = {
         lambda: jitattn.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8), dtype="nvfp4"),
         "block_scales is not given",
     ),
+    "no scale": (lambda: jitattn.quantize_kv(torch.zeros(1, 16), "int8", scale=0.0), "scale is 0"),
+    "a scale that is text": (
+        lambda: jitattn.dequantize_kv(torch.zeros(1, 16).to(torch.int8), scale="1"),  # type: ignore[arg-type]
+        "scale is a str",
+    ),
+    "a scale elsewhere": (
+        lambda: jitattn.quantize_kv(torch.zeros(1, 16), "int8", scale=torch.ones(1, device="meta")),
+        "scale is on meta",
+    ),
+    "a list": (lambda: jitattn.dequantize_kv([1]), "stored is a list"),  # type: ignore[arg-type]
+    "bytes of 16 bits": (
+        lambda: jitattn.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8), dtype="bfloat16"),
+        "stored has dtype uint8",
+    ),
+    "block scales of another shape": (
+        lambda: jitattn.dequantize_kv(
+            torch.zeros(4, 8, dtype=torch.uint8),
+            dtype="nvfp4",
+            block_scales=torch.zeros(4, 2).to(torch.float8_e4m3fn),
+        ),
+        r"block_scales has shape \[4, 2\]: expected \[4, 1\]",
+    ),
+    "a number in NVFP4": (lambda: jitattn.quantize_kv(torch.zeros(()), "nvfp4"), "multiple of 16"),
     "bytes of no type": (
         lambda: jitattn.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8)),
         "dtype is uint8",
@@ -155,6 +178,14 @@ def test_refused(name: str) -> None:
     call, match = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=match):
         call()
+
+
+def test_values_of_the_type_keep_their_bits() -> None:
+    values = torch.tensor([0x7C00, 0x7E01, 0x3C00], dtype=torch.int16).view(torch.float16)
+    stored = jitattn.quantize_kv(values, "float16")
+    assert isinstance(stored, torch.Tensor)
+    assert torch.equal(stored.view(torch.int16), values.view(torch.int16))
+    assert stored.data_ptr() != values.data_ptr()
 
 
 # --- QuantizedKV ----------------------------------------------------------------------------------

@@ -218,6 +218,10 @@ def test_models_that_pair_neighbours() -> None:
     assert jitattn.Rope.from_hf_config(HEADS | {"model_type": "glm4"}).interleaved
     assert jitattn.Rope.from_hf_config(HEADS | {"rope_interleave": True}).interleaved
     assert not jitattn.Rope.from_hf_config(HEADS | {"model_type": "llama"}).interleaved
+    # A config.json of DeepSeek-V3 leaves out what its configuration class has by default.
+    deepseek = HEADS | {"model_type": "deepseek_v3", "qk_rope_head_dim": 64}
+    assert jitattn.Rope.from_hf_config(deepseek).interleaved
+    assert not jitattn.Rope.from_hf_config(deepseek | {"rope_interleave": False}).interleaved
     assert jitattn.Rope.from_hf_config(HEADS, interleaved=True).interleaved
 
 
@@ -385,6 +389,21 @@ def test_c52_products_depend_on_distance() -> None:
         ({"mrope_section": [16, 24, 25]}, "65 pairs"),
         ({"mrope_interleaved": True}, "needs mrope_section"),
         ({"max_position": 0}, "max_position is 0"),
+        ({"scaling": "linear"}, "scaling is a str"),
+        ({"interleaved": "false"}, "interleaved is a str"),
+        ({"mrope_section": 5}, "mrope_section is a int"),
+        ({"base": 1e-300}, "aren't finite"),
+        ({"base": 1.0, "scaling": YARN}, "aren't finite"),
+        ({"scaling": LONGROPE | {"long_factor": [0.0] * 64}, "max_position": 9}, "long_factor.*0"),
+        (
+            {
+                "scaling": {
+                    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0},
+                    **{"high_freq_factor": 1.0, "original_max_position_embeddings": TRAINED},
+                }
+            },
+            "the latter is larger",
+        ),
     ],
 )
 def test_refused(arguments: dict[str, Any], match: str) -> None:
@@ -399,12 +418,14 @@ def test_refused(arguments: dict[str, Any], match: str) -> None:
         (HEADS, {"layer_type": "full_attention"}, "all layers of this model are alike"),
         (HEADS | {"rope_scaling": {"type": "proportional"}}, {}, "'proportional'"),
         (HEADS | {"rope_scaling": 3}, {}, "rope parameters of type int"),
+        (HEADS | {"num_attention_heads": 0}, {}, "neither head_dim nor hidden_size"),
+        ({"head_dim": "64"}, {}, "head_dim of config is a str"),
     ],
 )
 def test_configurations_refused(
     config: Mapping[str, object], arguments: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         jitattn.Rope.from_hf_config(config, **arguments)
 
 

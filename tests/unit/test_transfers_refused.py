@@ -105,6 +105,8 @@ GATHERS: dict[str, tuple[Call, str]] = {
         gathered(out=(*outs(13), torch.zeros(3, dtype=torch.int64))),
         r"out\[2\] has dtype int64",
     ),
+    "one out for both": (gathered(out=(outs(13)[0],) * 2), r"out\[1\] is where out\[0\] is"),
+    "a huge length": (gathered(lens=ints(2**40, 1, dtype=torch.int64)), "at most 2147483647"),
     "a bound layout": (gathered(bound(), kv_layout="HND"), "kv_layout is 'HND'"),
     "a scale of a bound cache": (gathered(bound(), k_scale=1.0), "a bound cache has its own"),
     "a separate table": (
@@ -126,6 +128,7 @@ def copied(src: object = POOL, dst: object = POOL, pairs: object = None) -> Call
     return lambda: jitattn.copy_pages(src, dst, pairs)
 
 
+BUFFER = torch.zeros_like(POOL)
 COPIES: dict[str, tuple[Call, str]] = {
     "a number": (copied(3), "src is a int"),
     "numbers": (copied([POOL], [3]), r"dst\[0\] is a int"),
@@ -140,7 +143,13 @@ COPIES: dict[str, tuple[Call, str]] = {
     "a source that isn't": (copied(pairs=ints([5, 1])), r"has \[5, 1\]: src\[0\] has 5 pages"),
     "a target that isn't": (copied(pairs=ints([1, 9])), r"has \[1, 9\]: dst\[0\] has 5 pages"),
     "one target twice": (copied(pairs=ints([0, 1], [2, 1])), "page 1 is a destination twice"),
-    "a chain": (copied(pairs=ints([0, 1], [1, 2])), "page 1 of the same pool is a destination"),
+    "no pools": (copied([], []), "src has no pools"),
+    "views that overlap": (copied(POOL[:3], POOL[1:4], ints([0, 0], [1, 1])), r"page 1 of src"),
+    "one pool twice": (
+        copied([POOL, POOL + 1], [BUFFER, BUFFER]),
+        r"page 1 of dst\[1\] is a destination of another pool",
+    ),
+    "a chain": (copied(pairs=ints([0, 1], [1, 2])), r"page 1 of src\[0\] is a destination"),
     "a swap": (copied(pairs=ints([0, 1], [1, 0])), "are copied at the same time"),
     "elsewhere": (copied(POOL, POOL.to("meta")), r"dst\[0\] is on meta"),
 }
@@ -153,6 +162,21 @@ def test_copies_refused(name: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         call()
     assert torch.equal(POOL, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2, torch.complex128])
+def test_pages_of_every_type_are_copied(dtype: torch.dtype) -> None:
+    src = torch.arange(1, 65, dtype=torch.uint8).reshape(2, 32).view(dtype)
+    dst = torch.zeros(2, 32, dtype=torch.uint8).view(dtype)
+    jitattn.copy_pages(src, dst, ints([0, 1]))
+    assert dst.view(torch.uint8).tolist() == [[0] * 32, list(range(1, 33))]
+
+
+def test_padding_requests_may_have_any_row() -> None:
+    pages = jitattn.BlockTable(TABLE, rows=ints(-1, 1))
+    k, _, kv_indptr = jitattn.gather_kv(POOL, pages, ints(0, 3))
+    assert k.shape[0] == 3
+    assert kv_indptr.tolist() == [0, 0, 3]
 
 
 def test_pages_of_two_pools_have_ids_of_their_own() -> None:
@@ -198,6 +222,16 @@ TABLES: dict[str, tuple[Call, str]] = {
         "expected a shared table without rows",
     ),
     "an expanded out": (built(out=ints([0, 0]).expand(2, 2)), "share memory"),
+    "a huge length of CSR": (
+        lambda: jitattn.build_block_table(
+            jitattn.CsrPages(ints(0, 2), ints(0, 1)), ints(2**40, dtype=torch.int64), 2
+        ),
+        r"seq_lens\[0\] is 1099511627776: slots has 2 entries",
+    ),
+    "a page past int32": (
+        lambda: jitattn.build_block_table(ints([2**40], dtype=torch.int64), ints(1), 2),
+        "ids are int32",
+    ),
     "apart": (
         built(ints([4, 5, 6, 8, 12, 13], [0] * 6)),
         "request 0: the slots of tokens 0 to 3 are not those of a page of 4",
@@ -243,6 +277,7 @@ INFOS: dict[str, tuple[Call, str]] = {
         info(ints(9, 1), pages=PAGES, page_size=4),
         r"seq_lens\[0\] is 9: the table lists 8 tokens",
     ),
+    "offsets past int32": (info(ints(2**31 - 1, 1)), "seq_lens have 2147483648 tokens together"),
     "another out": (info(out=(1, 2)), "out is a tuple"),
     "an out of another size": (info(tokens=8, out=SIZED), r"out.requests has shape \[9\]"),
     "an out without slots": (info(pages=PAGES, page_size=4, out=SIZED), "out.slots is None"),
@@ -269,6 +304,24 @@ CONVERSIONS: dict[str, tuple[Call, str]] = {
     "lengths": (converted(seq_lens=ints(1)), "seq_lens has 1 entries"),
     "a page size": (converted(page_size=0), "page_size is 0"),
     "a float": (converted(max_kv_len=3.0), "max_kv_len is a float"),
+    "no length": (converted(max_kv_len=-1), "max_kv_len is -1"),
+    "longer than the most": (converted(max_kv_len=4), r"seq_lens\[0\] is 5: the table has 1 pages"),
+    "a row": (
+        converted(jitattn.BlockTable(TABLE, rows=ints(0, 2))),
+        r"rows\[1\] is 2: the table has 2 rows",
+    ),
+    "a huge length": (
+        converted(
+            jitattn.CsrPages(ints(0, 1, 2), ints(0, 1)),
+            "shared",
+            seq_lens=ints(2**40, 1, dtype=torch.int64),
+        ),
+        r"seq_lens\[0\] is 1099511627776",
+    ),
+    "slots past int32": (
+        converted(jitattn.BlockTable(ints([2**30], [0])), "token", seq_lens=ints(1, 1)),
+        "slots of pages of 4 tokens are int32",
+    ),
     "tokens apart": (
         converted(jitattn.TokenTable(ints(*[[3, 1, 2, 0] * 2] * 2)), "shared"),
         "request 0: the slots",
@@ -281,6 +334,14 @@ def test_conversions_refused(name: str) -> None:
     call, match = CONVERSIONS[name]
     with pytest.raises((TypeError, ValueError), match=match):
         call()
+
+
+@pytest.mark.parametrize("layout", ["shared", "csr", "token"])
+def test_conversions_have_the_width_asked_for(layout: str) -> None:
+    pages = jitattn.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
+    table = jitattn.convert_pages(pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4)
+    assert isinstance(table, jitattn.BlockTable)
+    assert table.table.tolist() == [[1], [3]]
 
 
 # --- what is remembered ---------------------------------------------------------------------------
