@@ -15,7 +15,6 @@ from jitattn import support
 from jitattn.binding import (
     NO_LAYOUT,
     Again,
-    Batch,
     BoundCache,
     Call,
     Mask,
@@ -260,15 +259,10 @@ class AttentionPlanner(_Arguments):
 class Plan(PlanBase):
     """A batch, split over the card. For one thread at a time, and one stream."""
 
-    __slots__ = ("_again",)
+    __slots__ = ()
 
     _planner: AttentionPlanner
     _backend: _Backend
-
-    def __init__(self, planner: AttentionPlanner, batch: Batch, backend: _Backend) -> None:
-        """Made by ``AttentionPlanner.plan``."""
-        super().__init__(planner, batch, backend)
-        self._again: Again | None = None
 
     def run(
         self,

@@ -14,6 +14,7 @@ from jitattn import knobs
 from jitattn.binding import (
     NO_BATCH,
     NO_LAYOUT,
+    Again,
     Batch,
     BatchLayout,
     RowLayout,
@@ -181,6 +182,7 @@ class PlanBase:
 
     __slots__ = (
         "__weakref__",
+        "_again",
         "_backend",
         "_batch",
         "_checked_lens",
@@ -205,8 +207,11 @@ class PlanBase:
         # The last table that passed its checks, how the last tensors lay that did, and those that
         # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
         self._pages = batch.pages
+        self._again: Again | None = None
         self._q_layout = NO_LAYOUT
-        self._forget_outputs()
+        self._out_is_like_q = False
+        self._out_layout = self._new_out_layout = NO_LAYOUT
+        self._lse_layout = self._new_lse_layout = NO_LAYOUT
         # The lengths that the schedule was made from, while the caller's may move on.
         self._checked_lens = batch.seq_lens.clone() if planner._checks else None
         self._checked_queries = (
