@@ -118,7 +118,7 @@ def append_kv(
         k: [num_tokens, num_kv_heads, head_dim], float16 or bfloat16, any strides but the last,
             which is 1.
         v: [num_tokens, num_kv_heads, head_dim_vo], likewise; head_dim_vo may differ (the latent and
-            the rotary part of a token of multi-head latent attention are such a pair).
+            the rope part of a token of multi-head latent attention are such a pair).
         kv_cache: see ``preprocess_qkv``.
         pages: see ``preprocess_qkv``, as for the arguments after it.
         seq_lens: int32 or int64 [batch_size], this step's tokens included.

@@ -127,6 +127,40 @@ def test_padding(page_table: str, length: int) -> None:
     assert bool((lse[[0, 2]] == -math.inf).all())
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_append_kv_writes_its_cache(is_pair: bool, kv_dtype: str) -> None:
+    planner = jitattn.MLAPlanner(sm_scale=0.1, num_heads=2, kv_dtype=kv_dtype, device="cpu")
+    dtype = getattr(torch, kv_dtype)
+    row = torch.full((3, 64, 576), 0xFF, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    caches = row[..., :512], row[..., 512:]
+    latent, rope = torch.randn(70, 1, 512).bfloat16(), torch.randn(70, 1, 64).bfloat16()
+    pages = jitattn.BlockTable(torch.tensor([[2, 0]], dtype=torch.int32))
+    lengths = torch.tensor([70])
+    scale = None if kv_dtype == "bfloat16" else 0.5
+    jitattn.append_kv(
+        *(latent, rope, tuple(cache.unsqueeze(2) for cache in caches)),
+        pages=pages,
+        seq_lens=lengths,
+        qo_indptr=torch.tensor([0, 70], dtype=torch.int32),
+        k_scale=scale,
+        v_scale=scale,
+    )
+    q_nope, q_pe = torch.zeros(1, 2, 512).bfloat16(), torch.zeros(1, 2, 64).bfloat16()
+    q_pe[0, :, 3] = 10.0
+    kv = planner.bind(caches if is_pair else row, k_scale=scale)
+    out, lse = planner.plan(pages, lengths).run(q_nope, q_pe, kv, return_lse=True)
+
+    def kept(values: torch.Tensor) -> torch.Tensor:
+        found = jitattn.quantize_kv(values, kv_dtype, scale=scale)
+        return jitattn.dequantize_kv(found, scale=scale)[:, 0].double()
+
+    scores = kept(rope)[:, 3]
+    torch.testing.assert_close(lse[0, 0].double(), scores.logsumexp(0), rtol=1e-6, atol=1e-6)
+    want = scores.softmax(0) @ kept(latent)
+    torch.testing.assert_close(out[0, 1].double(), want, rtol=2**-8, atol=1e-6)
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
