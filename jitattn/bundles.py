@@ -25,7 +25,7 @@ from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
 from jitattn.spec import KernelSpec
-from jitattn.support import OtherConfig, config_of, parse_config, specs_of
+from jitattn.support import OtherConfig, config_of, parse_config, resolve
 
 _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
@@ -344,7 +344,10 @@ def _kernels(
     for arch in archs:
         for config in configs:
             try:
-                kernels |= {(spec, arch): None for spec in specs_of(config, arch)}
+                specs = (
+                    config.specs(arch) if isinstance(config, OtherConfig) else resolve(config, arch)
+                )
+                kernels |= {(spec, arch): None for spec in specs}
             except ConfigError as error:
                 reasons |= dict.fromkeys(error.reasons)
     if reasons:

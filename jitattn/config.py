@@ -67,6 +67,15 @@ class Arguments(Value):
         return cls(**values)
 
     @classmethod
+    def among(cls, values: Mapping[str, object]) -> Self:
+        """Return the configuration of a caller's ``locals()``, which has a value for each field.
+
+        Raises:
+            ConfigError: with one reason for each value of a wrong type.
+        """
+        return cls.from_arguments({field.name: values[field.name] for field in fields(cls)})
+
+    @classmethod
     def parse(cls, text: str) -> Self:
         """Return the configuration of ``"head_dim=128,page_size=16,page_table=separate"``.
 

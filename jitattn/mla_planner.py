@@ -89,22 +89,7 @@ class MLAPlanner(_Arguments):
         Raises:
             ConfigError: with every reason why the configuration has no kernel.
         """
-        config = MLAConfig.from_arguments(
-            {
-                "num_heads": num_heads,
-                "kv_lora_rank": kv_lora_rank,
-                "qk_rope_head_dim": qk_rope_head_dim,
-                "page_size": page_size,
-                "sm_scale": sm_scale,
-                "q_dtype": q_dtype,
-                "kv_dtype": kv_dtype,
-                "out_dtype": out_dtype,
-                "page_table": page_table,
-                "causal": causal,
-                "batch_invariant": batch_invariant,
-                "num_sms": num_sms,
-            }
-        )
+        config = MLAConfig.among(locals())
         if reasons := config.reasons():
             raise ConfigError(reasons)
         super().__init__(config, device=device, backend=backend, workspace=workspace)

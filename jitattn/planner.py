@@ -139,31 +139,7 @@ class AttentionPlanner(_Arguments):
             CompileError, KernelNotFoundError: a kernel can't be had (jitattn.errors). Of the
                 prefill kernel ``plan`` and ``build_info`` say that it doesn't compile.
         """
-        config = PlannerConfig.from_arguments(
-            {
-                "num_qo_heads": num_qo_heads,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "page_size": page_size,
-                "head_dim_vo": head_dim_vo,
-                "q_dtype": q_dtype,
-                "kv_dtype": kv_dtype,
-                "out_dtype": out_dtype,
-                "kv_layout": kv_layout,
-                "page_table": page_table,
-                "causal": causal,
-                "window_left": window_left,
-                "logits_soft_cap": logits_soft_cap,
-                "sm_scale": sm_scale,
-                "use_sinks": use_sinks,
-                "use_custom_mask": use_custom_mask,
-                "variant": variant,
-                "skip_softmax_threshold": skip_softmax_threshold,
-                "batch_invariant": batch_invariant,
-                "early_kv": early_kv,
-                "num_sms": num_sms,
-            }
-        )
+        config = PlannerConfig.among(locals())
         support.check_rules(config)
         super().__init__(config, device=device, backend=backend, workspace=workspace)
         self._use_sinks = config.use_sinks
