@@ -24,6 +24,7 @@ from jitattn.params import (
     UNIT_BYTES,
 )
 from jitattn.tiling import MAX_PIECES
+from jitattn.workspace import SLICE_BYTES
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeCuda, Recorded
 
@@ -551,8 +552,9 @@ def test_buffers_hold_every_slot(
         assert partials.numel() >= values + 2 * rows
         # The first counter is that of the claims.
         assert attention.num_claimed == counters.data_ptr()
-        assert attention.counters == counters.data_ptr() + 4
-        assert counters.numel() >= 1 + slots * blocks
+        # In slices of their own.
+        assert attention.counters == counters.data_ptr() + SLICE_BYTES
+        assert counters.nbytes >= SLICE_BYTES + 4 * slots * blocks
         assert not counters.any()
         if attention.claims_pieces:
             # One CTA may do all pieces but the others' first; it notes those, one ask in vain, and
