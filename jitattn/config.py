@@ -16,7 +16,7 @@ MAX_KV_LEN = 2**30
 HEAD_DIMS = (*range(16, 257, 16), 512)
 Q_DTYPES = ("bfloat16", "float16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-BYTE_DTYPES = (*FP8_DTYPES, "int8")
+QUANTISED_DTYPES = (*FP8_DTYPES, "int8", "nvfp4")
 _OPTIONAL = {
     *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
     *("variant", "skip_softmax_threshold", "num_sms"),
