@@ -19,8 +19,8 @@ constexpr float kBlockFactor = 128.f;
 template <typename Type, int kElement>
 __device__ __forceinline__ uint32_t e2m1_pair(uint32_t word) {
   constexpr int kPlace = Type::kMantissaBits - 1, kShift = kPlace - 4 * kElement;
-  const uint32_t shifted = kShift >= 0 ? word << (kShift >= 0 ? kShift : 0)
-                                       : word >> (kShift >= 0 ? 0 : -kShift);
+  const uint32_t shifted =
+      kShift >= 0 ? word << (kShift >= 0 ? kShift : 0) : word >> (kShift >= 0 ? 0 : -kShift);
   const uint32_t signs = word << (12 - 4 * kElement) & 0x80008000u;
   return signs | shifted & 0x00070007u << kPlace;
 }
