@@ -222,10 +222,10 @@ def check_addresses(inputs: Inputs, out: Tensor, targets: Sequence[int]) -> int:
 
 
 def fill_dead_slots(inputs: Inputs, value: float) -> None:
-    """Fill everything that is NaN in a pair of caches with a value."""
-    inputs.cache = tuple(
+    """Fill everything that is NaN in a pair of caches, or in the scales of blocks, with a value."""
+    inputs.poisoned = tuple(
         torch.where(torch.isnan(cache.float()), value, cache.float()).to(cache.dtype)
-        for cache in inputs.cache
+        for cache in inputs.poisoned
     )
 
 
@@ -234,13 +234,13 @@ def assert_dead_slots_do_not_count(inputs: Inputs, *poisons: float) -> Result:
 
     They hold NaN when this begins.
     """
-    poisoned = inputs.cache
+    poisoned = inputs.poisoned
     assert any(bool(torch.isnan(cache.float()).any()) for cache in poisoned)
     fill_dead_slots(inputs, 0.0)
     want = attend(inputs)
     assert bool(torch.isfinite(want[0]).all())
     for poison in poisons:
-        inputs.cache = poisoned
+        inputs.poisoned = poisoned
         fill_dead_slots(inputs, poison)
         assert_same(attend(inputs), want)
     return want
