@@ -18,10 +18,19 @@ import torch
 import jitattn
 from jitattn.spec import PrefillSpec
 from jitattn.support import resolve
-from tests.cases import BYTE_FAMILIES, D128, EVERY_LAYOUT, Case, decode_cases, mixed_cases
+from tests.cases import (
+    BLOCK_FAMILIES,
+    BYTE_FAMILIES,
+    D128,
+    EVERY_LAYOUT,
+    Case,
+    decode_cases,
+    mixed_cases,
+)
 from tests.gpu.device import DEVICE
 from tests.gpu.sm80 import pretend_sm80
 from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v
+from tests.gpu.test_nvfp4 import check_every_code_of_k, check_every_code_of_v
 from tests.harness import attend, check, expected, planner_for, run_case, same_bits
 from tests.inputs import make_inputs
 
@@ -69,6 +78,12 @@ def test_every_byte_of_fp8(case: Case) -> None:
     """They are converted in another way than on cards that have an instruction for it."""
     check_every_byte_of_v(case, q_len=1)
     check_every_byte_of_k(case, q_len=1)
+
+
+@pytest.mark.parametrize("case", BLOCK_FAMILIES, ids=str)
+def test_every_code_of_nvfp4(case: Case) -> None:
+    check_every_code_of_v(case, q_len=1)
+    check_every_code_of_k(case, q_len=1)
 
 
 @pytest.mark.parametrize("case", MIXED_CASES, ids=str)

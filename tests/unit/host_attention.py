@@ -448,4 +448,3 @@ class HostCuda:
         library.call(ctypes.c_void_p(at), shape.grid_x, shape.block_x)
         self.ran.append(kernel.symbol)
         return 0
-
