@@ -270,7 +270,7 @@ def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 def has_warpgroup_tile(spec: PrefillSpec, arch: str) -> bool:
     """Return whether warpgroups compute a prefill kernel, whatever its pages and loader."""
     is_narrow = max(spec.head_dim, spec.head_dim_vo) <= 256
-    return arch == "sm_90a" and is_narrow and spec.kv_dtype is not DType.NVFP4
+    return arch == "sm_90a" and is_narrow
 
 
 def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
@@ -294,7 +294,7 @@ _WARPGROUP_TILES = (
     (192, 192, 2, 1, 96, 80, 2, 1),
     (256, 256, 2, 1, 80, 64, 2, 1),
 )
-# The same of 8-bit caches, a tile of which lands in shared memory before it is converted.
+# The same of quantised caches, a tile of which lands in shared memory before it is converted.
 _CONVERT_TILES = (
     (64, 64, 2, 2, 128, 128, 3, 2),
     (128, 128, 2, 2, 128, 96, 2, 2),
@@ -489,7 +489,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         merge_loads=0,
         box_tokens=box_tokens,
         # A segment: that puts all rows of a tile one after the other.
-        key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        key_box_columns=0 if converts else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         num_producers=num_producers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,

@@ -175,6 +175,22 @@ void convert(uint32_t word, uint32_t scale, float* values) {
     values[i + 4] = Type::high(pairs.words[i]) * kBlockFactor;
   }
 }
+// The same, in the order of the elements.
+template <typename Type>
+bool is_in_order(uint32_t word, uint32_t scale, const float* values) {
+  const uint4 eight = block_eight<Type>(word, low_twice(block_scale_pair<Type>(scale)));
+  const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t pair = words[i / 2];
+    const float value = (i % 2 ? Type::high(pair) : Type::low(pair)) * kBlockFactor;
+    if (value != values[i] && value == value) return false;
+  }
+  return true;
+}
+extern "C" bool in_order(int is_half, uint32_t word, uint32_t scale, const float* values) {
+  return is_half ? is_in_order<Half>(word, scale, values)
+                 : is_in_order<BFloat16>(word, scale, values);
+}
 extern "C" void convert(int is_half, uint32_t word, uint32_t scale, float* values) {
   is_half ? convert<Half>(word, scale, values) : convert<BFloat16>(word, scale, values);
 }
@@ -192,7 +208,9 @@ def test_every_code_under_every_scale(is_half: bool, tmp_path: Path) -> None:
     source.write_text(HOST + header + CONVERT)
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
     subprocess.run([compiler, *flags, "-o", library, source], check=True)
-    convert = ctypes.CDLL(str(library)).convert
+    functions = ctypes.CDLL(str(library))
+    convert, in_order = functions.convert, functions.in_order
+    in_order.restype = ctypes.c_bool
     codes = torch.arange(16).repeat(8, 1)
     codes = (codes + torch.arange(8)[:, None] * 3) % 16  # all codes in each of eight places
     data = (codes[::2] | codes[1::2] << 4).T.contiguous().to(torch.uint8)  # 16 words
@@ -201,7 +219,9 @@ def test_every_code_under_every_scale(is_half: bool, tmp_path: Path) -> None:
     room = (ctypes.c_float * 8)()
     for scale in range(256):
         for i, word in enumerate(data.view(torch.int32).flatten().tolist()):
-            convert(int(is_half), ctypes.c_uint32(word & 0xFFFFFFFF), ctypes.c_uint32(scale), room)
+            given = int(is_half), ctypes.c_uint32(word & 0xFFFFFFFF), ctypes.c_uint32(scale), room
+            convert(*given)
+            assert in_order(*given)
             found[scale, i] = torch.tensor(list(room))
     rows = torch.cat((data, data), -1).expand(256, 16, 8).contiguous()
     blocks_of = scales[:, None, None].expand(256, 16, 1).contiguous()

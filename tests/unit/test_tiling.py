@@ -165,6 +165,8 @@ def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
         ({"kv_dtype": "float8_e4m3fn"}, "vector"),
         ({"kv_dtype": "float8_e5m2", "head_dim": 256}, "vector"),
         ({"kv_dtype": "float8_e5m2", "head_dim": 512}, None),
+        ({"kv_dtype": "nvfp4"}, "vector"),
+        ({"kv_dtype": "nvfp4", "head_dim": 80}, "vector"),
     ],
     ids=str,
 )

@@ -55,4 +55,13 @@ struct BlockPairs {
   }
 };
 
+// Eight elements of a word in their order.
+template <typename Type>
+__device__ __forceinline__ uint4 block_eight(uint32_t elements, uint32_t scales) {
+  const BlockPairs<Type> pairs(elements, scales);
+  const uint32_t (&w)[4] = pairs.words;
+  return {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
+          __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632)};
+}
+
 }  // namespace jitattn

@@ -255,6 +255,12 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t smem) {
   return r;
 }
 
+__device__ __forceinline__ uint2 ld_shared_8(uint32_t smem) {
+  uint2 r;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(smem) : "memory");
+  return r;
+}
+
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
   uint4 r;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
