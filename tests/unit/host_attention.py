@@ -39,7 +39,10 @@ HOST = r"""
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #define __device__
 #define __global__
@@ -120,6 +123,7 @@ inline bool __any_sync(unsigned, bool value) {
   const Given<bool> all(value);
   return std::any_of(all.of, all.of + 32, [](bool x) { return x; });
 }
+inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 template <typename To, typename From> To bits_of(From x) {
   To y;
@@ -185,6 +189,29 @@ template <int kPending> void cp_async_wait() {
     current->groups.pop_front();
   }
 }
+inline void cp_async_wait_all() {
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+// Barriers, by the places that stand for them.
+struct Phases { int count, pending; uint32_t parity; };
+static std::map<uint32_t, Phases> phases;
+inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0}; }
+inline void mbarrier_arrive(uint32_t barrier) {
+  Phases& now = phases.at(barrier);
+  if (--now.pending == 0) now.pending = now.count, now.parity ^= 1;
+}
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  while (phases.at(barrier).parity == parity) yield();
+}
+inline void fence_mbarrier_init() {}
+static Barrier named_barriers[16];
+template <int kThreads> void sync_threads(int barrier) { named_barriers[barrier].wait(kThreads); }
+template <int kThreads> void arrive_threads(int barrier) {
+  Barrier& one = named_barriers[barrier];
+  if (++one.waiting == kThreads) one.waiting = 0, ++one.phase;
+}
+inline void require_now(float) {}
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 inline void prefetch_tensor_map(const void*) {}
@@ -196,6 +223,7 @@ template <typename T> uint4 load_16(const T* source) {
   std::memcpy(&words, source, 16);
   return words;
 }
+template <typename T> void store_16(T* target, uint4 words) { std::memcpy(target, &words, 16); }
 inline uint2 load_8(const void* source) {
   uint2 words;
   std::memcpy(&words, source, 8);
@@ -223,6 +251,16 @@ inline uint2 ldmatrix_x2(uint32_t smem) {
 inline uint2 ldmatrix_x2_trans(uint32_t smem) {
   const Given<uint32_t> places(smem);
   return {matrix(places, 0, true), matrix(places, 1, true)};
+}
+inline uint2 ld_shared_8(uint32_t smem) {
+  uint2 words;
+  std::memcpy(&words, at(smem, 8), 8);
+  return words;
+}
+inline uint4 ld_shared_16(uint32_t smem) {
+  uint4 words;
+  std::memcpy(&words, at(smem, 16), 16);
+  return words;
 }
 inline uint4 ldmatrix_x4(uint32_t smem) {
   const Given<uint32_t> p(smem);
@@ -329,6 +367,10 @@ struct Int8 : Bytes<Int8> {
   static float value(uint8_t b) { return int8_t(b); }
 };
 struct Float4E2M1 { using Storage = uint8_t; };
+template <typename To, typename From> uint2 unpack_pairs(uint32_t bytes) {
+  const uint2 halves = From::to_pairs(bytes);
+  return {To::from_halves(halves.x), To::from_halves(halves.y)};
+}
 template <typename To, typename From> uint2 unpack(uint32_t bytes) {
   if constexpr (std::is_base_of_v<Bytes<From>, From>) {
     const uint2 halves = From::to_halves(bytes);
@@ -337,6 +379,77 @@ template <typename To, typename From> uint2 unpack(uint32_t bytes) {
   return {};
 }
 }  // namespace jitattn
+"""
+# Products of warpgroups, which are done at once.
+WARPGROUPS = r"""
+namespace cutlass::arch {
+template <int kRegisters> void warpgroup_reg_dealloc() {}
+template <int kRegisters> void warpgroup_reg_alloc() {}
+}  // namespace cutlass::arch
+namespace cute {
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit_batch() {}
+template <int kPending> void warpgroup_wait() {}
+inline void warpgroup_fence_operand(float&) {}
+namespace SM90::GMMA {
+enum class Major { K, MN };
+enum class ScaleOut { Zero, One };
+// An element of a matrix with the 128-byte swizzle: `along` lies in its rows of 128 bytes.
+template <typename Type> float element(uint64_t matrix, int row, int along) {
+  const uint32_t begin = (matrix & 0x3fff) * 16, leap = (matrix >> 16 & 0x3fff) * 16;
+  const uint32_t step = (matrix >> 32 & 0x3fff) * 16;
+  const uint32_t place =
+      begin + row / 8 * step + row % 8 * 128 + along / 64 * leap + along % 64 * 2;
+  uint16_t bits;
+  std::memcpy(&bits, jitattn::at(place ^ (place >> 7 & 7) << 4, 2), 2);
+  return Type::to_float(bits);
+}
+template <typename Type, Major kB, typename A>
+void multiply(const A& a, uint64_t b, const std::vector<float*>& d, bool adds) {
+  const int g = lane() / 4, t = lane() % 4;
+  for (int i = 0; i < d.size(); ++i) {
+    const int row = g + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+    float sum = adds ? *d[i] : 0.f;
+    for (int k = 0; k < 16; ++k) {
+      const float right =
+          kB == Major::K ? element<Type>(b, column, k) : element<Type>(b, k, column);
+      sum += a(row, k) * right;
+    }
+    *d[i] = sum;
+  }
+}
+template <typename Type, Major kA, Major kB> struct SharedByShared {
+  template <typename... Floats> static void fma(uint64_t a, uint64_t b, Floats&&... floats) {
+    run(a, b, std::forward_as_tuple(floats...), std::make_index_sequence<sizeof...(floats) - 1>());
+  }
+  template <typename Tuple, size_t... I>
+  static void run(uint64_t a, uint64_t b, Tuple all, std::index_sequence<I...>) {
+    const int first = warp() % 4 * 16;
+    multiply<Type, kB>([&](int row, int k) { return element<Type>(a, first + row, k); }, b,
+                       {&std::get<I>(all)...}, std::get<sizeof...(I)>(all) == ScaleOut::One);
+  }
+};
+template <typename Type, Major kA, Major kB> struct RegistersByShared {
+  template <typename... Floats>
+  static void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
+                  Floats&&... floats) {
+    run({a0, a1, a2, a3}, b, std::forward_as_tuple(floats...),
+        std::make_index_sequence<sizeof...(floats) - 1>());
+  }
+  template <typename Tuple, size_t... I>
+  static void run(uint4 mine, uint64_t b, Tuple all, std::index_sequence<I...>) {
+    const Given<uint4> given(mine);
+    const auto a = [&](int row, int k) {
+      const uint4& x = given.of[row % 8 * 4 + k % 8 / 2];
+      const uint32_t word = row < 8 ? (k < 8 ? x.x : x.z) : (k < 8 ? x.y : x.w);
+      return k % 2 ? Type::high(word) : Type::low(word);
+    };
+    multiply<Type, kB>(a, b, {&std::get<I>(all)...},
+                       std::get<sizeof...(I)>(all) == ScaleOut::One);
+  }
+};
+}  // namespace SM90::GMMA
+}  // namespace cute
 """
 CALL = r"""
 alignas(64) static uint8_t host_params[sizeof(jitattn::KernelParams)];
@@ -352,6 +465,8 @@ extern "C" void call(const void* params, int grid, int num_threads) {
   lanes = std::vector<Lane>(num_threads);
   for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
     std::memset(host_smem, 0xff, sizeof host_smem);
+    jitattn::phases.clear();
+    for (Barrier& barrier : jitattn::named_barriers) barrier = {};
     for (int i = 0; i < num_threads; ++i) {
       Lane& one = lanes[i];
       one.index.x = i;
@@ -388,10 +503,14 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     source = render(spec, arch)
-    source = source.replace("extern __shared__ __align__(1024) uint8_t smem[];", SMEM)
-    source = source.replace("extern __shared__ __align__(16) uint8_t smem[];", SMEM)
-    text = "\n".join((HOST, *headers, source, CALL.replace("SYMBOL", spec.symbol)))
-    text = re.sub(r"#include \"|#pragma|#line", r"// \g<0>", text)
+    source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
+    for name in dict.fromkeys(re.findall(r"MMA_64x\w+", source)):
+        kind = "SharedByShared" if name.endswith("SS") else "RegistersByShared"
+        number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
+        source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
+    source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
+    text = "\n".join((HOST, *headers, WARPGROUPS, source, CALL.replace("SYMBOL", spec.symbol)))
+    text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
     path, library = folder / "kernel.cpp", folder / "kernel.so"
     path.write_text(text)
     options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
@@ -403,6 +522,7 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
 
 
 SMEM = "uint8_t* smem = host_smem;"
+JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tests.unit.host_attention import HostCuda
 PAIRS = ((1, 40), (1, 150), (3, 0), (2, 17), (40, 70), (1, 0))
 BASE = replace(NVFP4, group_size=2, num_kv_heads=2)
 CASES = {
-    "e4m3": replace(BASE, kv_dtype=E4M3.kv_dtype),
+    "e4m3": replace(BASE, kv_dtype=E4M3.kv_dtype, page_size=5),  # no boxes
     "nvfp4": BASE,
     "fp16": replace(BASE, dtype="float16", page_table="separate", page_size=3),
     "odd number of blocks": replace(BASE, head_dim=80, page_table="csr", page_size=5),
@@ -32,6 +32,7 @@ CASES = {
     "odd strides": replace(BASE, cache="odd_strides", block_cache="padded"),
     "odd scales": replace(BASE, cache="padded", block_cache="odd_base", mask="packed"),
 }
+WARPGROUPS = ("nvfp4", "fp16", "odd number of blocks", "wide rows", "odd strides")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -52,6 +53,16 @@ def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatc
     planner = host.planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))
     assert {symbol.split("_")[1] for symbol in host.ran} == {"decode"}
+
+
+@pytest.mark.parametrize("name", ["e4m3", *WARPGROUPS])
+def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = of(CASES[name], (140, 150), (40, 200), (20, 20))
+    host = HostCuda(monkeypatch, "sm_90a")
+    inputs = make_inputs(case, "cpu")
+    planner = host.planner(**case.planner_arguments())
+    check(case, *attend(inputs, planner), expected(inputs))
+    assert "prefill" in {symbol.split("_")[1] for symbol in host.ran}
 
 
 @pytest.mark.parametrize("q_len", [1, 40])
