@@ -112,7 +112,7 @@ def test_replays_and_invariant_batches(case: Case) -> None:
     inputs = make_inputs(case, DEVICE)
     want = attend(inputs)
     planner = planner_for(case, DEVICE)
-    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
     out, lse = inputs.new_out(), inputs.new_lse()
     plan.run(inputs.q, kv, out=out, lse=lse)
     torch.cuda.synchronize()
