@@ -22,7 +22,7 @@ except ImportError:
 
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4")
 
 
@@ -37,6 +37,7 @@ class CacheView:
     page_stride: int
     token_stride: int
     head_stride: int
+    vector_bytes: int = _VECTOR_BYTES  # that kernels copy at a time where rows allow it
 
     @property
     def strides(self) -> tuple[int, int, int]:
@@ -45,10 +46,10 @@ class CacheView:
 
     @property
     def is_vector_aligned(self) -> bool:
-        """Whether every row starts at a multiple of 16 bytes."""
+        """Whether every row starts at a multiple of a vector, of 16 bytes but for NVFP4."""
         size = self.tensor.element_size()
         offsets = [self.tensor.data_ptr(), *(stride * size for stride in self.strides)]
-        return all(offset % _VECTOR_BYTES == 0 for offset in offsets)
+        return all(offset % self.vector_bytes == 0 for offset in offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,10 @@ class Scale:
 
 
 class TensorMaps(Protocol):
-    """Tensor maps of K and V, for kernels that copy boxes of them."""
+    """Tensor maps of K and V, for kernels that copy boxes of them, or the scales of their blocks.
+
+    Launches have them in front of their other parameters.
+    """
 
     def at(self, role: str, k_at: int, v_at: int) -> bytes:
         """Return the bytes of both for a kernel, where K and V are at these addresses now."""
@@ -76,13 +80,16 @@ class BoundCache:
 
     Attributes:
         config: the configuration it was checked against.
-        k: K as [num_pages, page_size, num_kv_heads, head_dim].
+        k: K as [num_pages, page_size, num_kv_heads, head_dim]; of NVFP4 head_dim / 2 bytes.
         v: V likewise.
+        block_scales: those of K and V as [num_pages, page_size, num_kv_heads, head_dim / 16]; None
+            where K and V are not NVFP4.
         k_scale: what a stored K is multiplied with; None where K is not quantised.
         v_scale: likewise of V.
     """
 
     __slots__ = (
+        "block_scales",
         "config",
         "device",
         "k",
@@ -109,6 +116,7 @@ class BoundCache:
         tensor_maps: TensorMaps | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
+        block_scales: tuple[CacheView, CacheView] | None = None,
     ) -> None:
         """Made by ``AttentionPlanner.bind``, with the planner's own ``config`` and ``device``."""
         self.config = config
@@ -120,6 +128,7 @@ class BoundCache:
         self.strides = k.strides + v.strides
         self.k_scale = k_scale
         self.v_scale = v_scale
+        self.block_scales = block_scales
         # One object for the caches of a planner that differ in addresses and scales only.
         self.kind = kind
         # These say where K and V are now: the memory of a tensor may move.
@@ -209,15 +218,22 @@ def view_caches(
         raise TypeError(
             f"kv_cache is a {type(kv_cache).__name__}: expected a tensor or (k_cache, v_cache)"
         )
-    k = _view("k_cache", kv_cache[0], config, config.head_dim, device)
-    v = _view("v_cache", kv_cache[1], config, config.head_dim_vo or config.head_dim, device)
+    k = view_cache("k_cache", kv_cache[0], config, config.head_dim, device)
+    v = view_cache("v_cache", kv_cache[1], config, config.head_dim_vo or config.head_dim, device)
+    check_same_pages("k_cache", k, "v_cache", v, config)
+    return k, v
+
+
+def check_same_pages(
+    k_name: str, k: CacheView, v_name: str, v: CacheView, config: PlannerConfig
+) -> None:
+    """Raise ValueError where one id stands for pages of K and V that aren't equally many."""
     if config.page_table != "separate" and k.tensor.shape[0] != v.tensor.shape[0]:
         what = "tokens" if config.page_table == "ragged" else "pages"
         raise ValueError(
-            f"k_cache has {k.tensor.shape[0]} {what} and v_cache {v.tensor.shape[0]}: with "
+            f"{k_name} has {k.tensor.shape[0]} {what} and {v_name} {v.tensor.shape[0]}: with "
             f"page_table={config.page_table!r} one id stands for both"
         )
-    return k, v
 
 
 def _view_halves(
@@ -236,25 +252,36 @@ def _view_halves(
             f"kv_cache has shape {list(kv_cache.shape)}: expected 2, K and V, as the second "
             "dimension"
         )
-    k = _view("kv_cache", kv_cache[:, 0], config, config.head_dim, device)
-    v = _view("kv_cache", kv_cache[:, 1], config, config.head_dim, device)
+    k = view_cache("kv_cache", kv_cache[:, 0], config, config.head_dim, device)
+    v = view_cache("kv_cache", kv_cache[:, 1], config, config.head_dim, device)
     return k, v
 
 
-def _view(
-    name: str, cache: Tensor, config: PlannerConfig, head_dim: int, device: torch.device
+def view_cache(
+    name: str,
+    cache: Tensor,
+    config: PlannerConfig,
+    row_elements: int,
+    device: torch.device,
+    *,
+    row: str = "head_dim",
 ) -> CacheView:
+    """Return K or V as a planner of ``config`` takes it, whose rows have so many elements.
+
+    Raises:
+        TypeError, ValueError: it doesn't fit; ``row`` says what its last dimension is.
+    """
     is_ragged = config.page_table == "ragged"
-    _check_rank(name, cache, config, num_dims=3 if is_ragged else 4)
+    _check_rank(name, cache, config, num_dims=3 if is_ragged else 4, row=row)
     if is_ragged:
         view = cache.unsqueeze(1)  # pages of one token
     else:
         view = cache if config.kv_layout == "NHD" else cache.transpose(1, 2)
-    wanted = (config.page_size or 1, config.num_kv_heads, head_dim)
+    wanted = (config.page_size or 1, config.num_kv_heads, row_elements)
     if tuple(view.shape[1:]) != wanted:
         raise ValueError(
             f"{name} has shape {list(cache.shape)} with kv_layout={config.kv_layout}: that is "
-            f"page_size, num_kv_heads, head_dim = {list(view.shape[1:])}, expected {list(wanted)}"
+            f"page_size, num_kv_heads, {row} = {list(view.shape[1:])}, expected {list(wanted)}"
         )
     check_device(name, cache, device)
     check_last_stride(name, cache)
@@ -265,9 +292,11 @@ def _view(
     return CacheView(view, page, page if is_ragged else token, head)
 
 
-def _check_rank(name: str, cache: object, config: PlannerConfig, *, num_dims: int) -> None:
+def _check_rank(
+    name: str, cache: object, config: PlannerConfig, *, num_dims: int, row: str = "head_dim"
+) -> None:
     dtype = getattr(torch, config.kv_dtype)
-    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _BYTE_DTYPES else (dtype,))
+    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _QUANTISED_DTYPES else (dtype,))
     assert isinstance(cache, Tensor)
     if cache.dim() != num_dims:
         page = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"
@@ -277,7 +306,7 @@ def _check_rank(name: str, cache: object, config: PlannerConfig, *, num_dims: in
             5: f"num_pages, 2, {page}",
         }
         raise ValueError(
-            f"{name} has shape {list(cache.shape)}: expected [{wanted[num_dims]}, head_dim]"
+            f"{name} has shape {list(cache.shape)}: expected [{wanted[num_dims]}, {row}]"
         )
 
 

@@ -20,7 +20,7 @@ Q_DTYPES = ("bfloat16", "float16")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 PAGE_TABLES = tuple(table.value for table in PageTable)
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-BYTE_DTYPES = (*FP8_DTYPES, "int8")
+QUANTISED_DTYPES = (*FP8_DTYPES, "int8", "nvfp4")
 _OPTIONAL = frozenset(
     (
         *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),

@@ -14,6 +14,7 @@ from torch import _C
 from jitattn import knobs, support
 from jitattn.attention_kernels import AttentionKernel, BoundKernels, Role
 from jitattn.binding import Batch, CacheView
+from jitattn.block_caches import BlockArguments, BlockCaches
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
 from jitattn.cuda_plan import MAX_IDLE_ROOM, CudaPlan, Recipe, Recipes, plan_bytes
@@ -90,6 +91,11 @@ class KernelSet:
             except ValueError:
                 is_aligned = False  # any strides will do for the plain loader
         return self._kernels_for(is_aligned=is_aligned), maps
+
+    def bind_blocks(self, caches: BlockCaches) -> tuple[BoundKernels, BlockArguments]:
+        """Return the same of an NVFP4 cache, with what its launches say of the scales of blocks."""
+        kernels = self._kernels_for(is_aligned=caches.is_vector_aligned)
+        return kernels, BlockArguments(caches)
 
     @functools.cached_property
     def _boxes(self) -> dict[str, Box]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from jitattn.config import PlannerConfig
 from jitattn.pages import Pages
 from jitattn.planner import AttentionPlanner, KVCache, Scale
+from jitattn.quantization import QuantizedKV
 
 
 def attention(
@@ -74,12 +75,18 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: Pages, kv_layout: str) -> di
             f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
             "RaggedKV"
         )
-    if isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
+    per_element, kv_dtype = 1, None
+    if isinstance(kv_cache, QuantizedKV):
+        k, v, per_element, kv_dtype = kv_cache.k, kv_cache.v, 2, "nvfp4"
+    elif isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
         k, v = kv_cache
     elif isinstance(kv_cache, Tensor) and kv_cache.dim() == 5:
         k = v = kv_cache[:, 0]
     else:
-        raise TypeError("kv_cache: expected a tensor of 5 dimensions or a pair (k_cache, v_cache)")
+        raise TypeError(
+            "kv_cache: expected a tensor of 5 dimensions, a pair (k_cache, v_cache) or a "
+            "QuantizedKV"
+        )
     if not isinstance(k, Tensor) or not isinstance(v, Tensor):
         raise TypeError("kv_cache: expected a pair of tensors (k_cache, v_cache)")
     is_ragged = pages.layout.value == "ragged"
@@ -90,10 +97,10 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: Pages, kv_layout: str) -> di
         "num_qo_heads": q.shape[1],
         "num_kv_heads": k.shape[1 if is_ragged else head_dim],
         "head_dim": q.shape[2],
-        "head_dim_vo": v.shape[-1],
+        "head_dim_vo": per_element * v.shape[-1],
         "page_size": None if is_ragged else k.shape[token_dim],
         "q_dtype": q.dtype,
-        "kv_dtype": k.dtype,
+        "kv_dtype": kv_dtype or k.dtype,
         "page_table": pages.layout.value,
     }
 

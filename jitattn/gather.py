@@ -153,7 +153,7 @@ class _Arguments:
         if isinstance(kv, Tensor):
             found = [kv]
         elif isinstance(kv, BoundCache):
-            found = [kv.k.tensor, kv.v.tensor]
+            found = [view.tensor for view in (kv.k, kv.v, *(kv.block_scales or ()))]
         elif isinstance(kv, QuantizedKV):
             found = [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
         else:
@@ -170,7 +170,7 @@ class _Arguments:
             config = kv.config
             # It takes no other scales.
             bound = (config.q_dtype, config.kv_layout, config.page_table)
-            bound += (self.k_scale is None, self.v_scale is None)
+            bound += (self.k_scale is None, self.v_scale is None, kv.block_scales is None)
         k_scale, v_scale = self.scales
         return (
             type(kv),
@@ -254,6 +254,7 @@ def _viewed(arguments: _Arguments, pages: PagedTable) -> _Batch:
         _check_bound(kv, arguments)
         config, k, v = kv.config, kv.k, kv.v
         k_scale, v_scale = kv.k_scale, kv.v_scale
+        blocks = kv.block_scales
     else:
         config = _config_of(kv, pages, arguments.kv_layout)
         if isinstance(kv, QuantizedKV):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import RowLayout, Scale, check_last_stride, check_scale
-from jitattn.config import BYTE_DTYPES
+from jitattn.config import QUANTISED_DTYPES
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.pages import Pages, check_device, check_tensor
 
@@ -123,7 +123,7 @@ def bind_cache(
             is neither a number nor a float32 tensor.
         ValueError: a shape, stride or device doesn't fit the planner, or a scale the cache.
     """
-    is_quantised = config.kv_dtype in BYTE_DTYPES
+    is_quantised = config.kv_dtype in QUANTISED_DTYPES
     if k_scale is not None and not is_quantised:
         raise ValueError(f"k_scale is given, but a cache of {config.kv_dtype} is not quantised")
     if isinstance(kv, Tensor):
@@ -149,7 +149,7 @@ def bind_cache(
 def _stored(config: MLAConfig) -> tuple[torch.dtype, ...]:
     """The dtypes that a cache may come as: FP8 as bytes, too."""
     dtype = getattr(torch, config.kv_dtype)
-    return (dtype, torch.uint8) if config.kv_dtype in BYTE_DTYPES else (dtype,)
+    return (dtype, torch.uint8) if config.kv_dtype in QUANTISED_DTYPES else (dtype,)
 
 
 def _view_pair(

@@ -87,6 +87,18 @@ class Scale(ctypes.Structure):
     _fields_ = (("values", c_void_p), ("stride", c_int64), ("value", c_float))
 
 
+class BlockScales(ctypes.Structure):
+    """The scales of the blocks of K or V, with the strides of pages, tokens and heads."""
+
+    _fields_ = (
+        ("scales", c_void_p),
+        ("page_stride", c_int64),
+        ("token_stride", c_int64),
+        ("head_stride", c_int64),
+        ("unused", c_int64 * 12),
+    )
+
+
 class AttentionParams(ctypes.Structure):
     """Argument of an attention kernel, but for its page table."""
 
@@ -421,7 +433,7 @@ _PAGES: dict[PageTable, type[ctypes.Structure]] = {
 
 
 TENSOR_MAP_BYTES = 128
-"""Of a ``TensorMap``, which begins at a multiple of 64."""
+"""Of a ``TensorMap``, or of ``BlockScales`` in its place, at a multiple of 64."""
 
 ATTENTION_OFFSET = 2 * TENSOR_MAP_BYTES
 """Where ``AttentionParams`` begins in ``KernelParams``."""

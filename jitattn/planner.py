@@ -25,6 +25,7 @@ from jitattn.binding import (
     view_mask,
     view_scale,
 )
+from jitattn.block_caches import view_block_caches
 from jitattn.checks import check_page_ids, check_queries
 from jitattn.config import PlannerConfig
 from jitattn.pages import (
@@ -40,14 +41,17 @@ from jitattn.planning import (
     is_capturing,
     make_readable,
 )
+from jitattn.quantization import QuantizedKV
 from jitattn.reference_backend import ReferencePlan
 from jitattn.workspace import Workspace
 
 if TYPE_CHECKING:
+    from jitattn.attention_kernels import BoundKernels
     from jitattn.cuda_backend import KernelInfo
     from jitattn.mla_planner import MLAPlanner
+    from jitattn.tensor_maps import TensorMaps
 
-KVCache = Tensor | tuple[Tensor, Tensor]
+KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
 Scale = float | Tensor
 CustomMask = Tensor | tuple[Tensor, Tensor]
 
@@ -111,7 +115,7 @@ class AttentionPlanner(_Arguments):
             page_size: tokens of a page; None for ragged K and V.
             head_dim_vo: elements of a head of V and out; None is ``head_dim``.
             q_dtype: a torch dtype or its name.
-            kv_dtype: likewise, of the cache.
+            kv_dtype: likewise, of the cache; "nvfp4" for a ``QuantizedKV``.
             out_dtype: likewise, of out; None is ``q_dtype``.
             kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
             page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
@@ -158,11 +162,12 @@ class AttentionPlanner(_Arguments):
         Args:
             kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before
                 tokens), or a pair of such tensors without the second dimension, or for "ragged" a
-                pair of [num_kv_tokens, num_kv_heads, head_dim]. Any strides with a contiguous
-                last dimension. FP8 and int8 may come as uint8.
-            k_scale: of an FP8 or int8 cache: what a stored K times it is the value of; a number or
-                a float32 tensor, [], [1] or [num_kv_heads] of any stride, read whenever a kernel
-                runs. None is 1.
+                pair of [num_kv_tokens, num_kv_heads, head_dim]; with kv_dtype "nvfp4" a
+                ``QuantizedKV`` of such a pair. Any strides with a contiguous last dimension. FP8
+                and int8 may come as uint8.
+            k_scale: of a quantised cache: what a stored K times it is the value of (of NVFP4
+                besides the scale of its block); a number or a float32 tensor, [], [1] or
+                [num_kv_heads] of any stride, read whenever a kernel runs. None is 1.
             v_scale: likewise, of V.
 
         Raises:
@@ -173,10 +178,19 @@ class AttentionPlanner(_Arguments):
             view_scale(name, scale, self.config, self.device)
             for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         ]
-        k, v = view_caches(kv_cache, self.config, self.device)
-        kernels, tensor_maps = None, None
+        blocks = view_block_caches(kv_cache, self.config, self.device)
+        if blocks is not None:
+            k, v = blocks.k, blocks.v
+        else:
+            assert not isinstance(kv_cache, QuantizedKV)
+            k, v = view_caches(kv_cache, self.config, self.device)
+        kernels: BoundKernels | None = None
+        tensor_maps: TensorMaps | None = None
         if self._kernels is not None:
-            kernels, tensor_maps = self._kernels.bind(k, v)
+            if blocks is not None:
+                kernels, tensor_maps = self._kernels.bind_blocks(blocks)
+            else:
+                kernels, tensor_maps = self._kernels.bind(k, v)
         kind: object = (kernels, k.strides, v.strides)
         if self.config.page_table == "ragged":
             kind = object()  # its tokens are counted, and few come twice
@@ -192,6 +206,7 @@ class AttentionPlanner(_Arguments):
             tensor_maps=tensor_maps,
             k_scale=scales[0],
             v_scale=scales[1],
+            block_scales=None if blocks is None else (blocks.k_scales, blocks.v_scales),
         )
 
     def plan(

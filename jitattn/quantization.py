@@ -49,8 +49,9 @@ class QuantizedKV:
     """A cache in NVFP4: K and V in four bits, and the scales of their blocks.
 
     Attributes:
-        k: uint8 [num_pages, page_size, num_kv_heads, head_dim / 2] (NHD; HND likewise), two
-            elements a byte, the even one in the low half. Any strides but the last, which is 1.
+        k: uint8 [num_pages, page_size, num_kv_heads, head_dim / 2] (NHD; HND likewise), or without
+            pages [num_kv_tokens, num_kv_heads, head_dim / 2]: two elements a byte, the even one in
+            the low half. Any strides but the last, which is 1.
         v: likewise; its head_dim may differ.
         k_block_scales: float8_e4m3fn [.., head_dim / 16], the dimensions before as those of ``k``,
             with strides of their own. uint8 is read as the bytes of it.
@@ -106,9 +107,10 @@ class QuantizedKV:
 def _check_blocks(name: str, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     check_tensor(name, data, (torch.uint8,))
     check_tensor(f"{name}_block_scales", scales, (torch.float8_e4m3fn, torch.uint8))
-    if data.dim() != 4:
+    if data.dim() not in (3, 4):
         raise ValueError(
-            f"{name} has shape {list(data.shape)}: expected four dimensions, the last head_dim / 2"
+            f"{name} has shape {list(data.shape)}: expected four dimensions, or three without "
+            "pages, the last head_dim / 2"
         )
     head_dim = 2 * data.shape[-1]
     if head_dim == 0 or head_dim % NVFP4_BLOCK:

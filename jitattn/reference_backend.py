@@ -15,6 +15,7 @@ from jitattn.mla_cache import MLACall
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.mla_reference import latent_attention
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
+from jitattn.quantization import dequantize_kv
 from jitattn.reference import attention, first_visible, gather
 
 
@@ -133,14 +134,8 @@ class ReferencePlan(_ReferencePlan[PlannerConfig, Call]):
         start = first_visible(kv_len, q_len, self._config.window_left)
         out, lse = attention(
             call.q[rows],
-            _scaled(
-                _gather(call.kv.k.tensor, call.pages, request, kv_len, start, which=0),
-                call.kv.k_scale,
-            ),
-            _scaled(
-                _gather(call.kv.v.tensor, call.pages, request, kv_len, start, which=1),
-                call.kv.v_scale,
-            ),
+            _values(call, request, kv_len, start, which=0),
+            _values(call, request, kv_len, start, which=1),
             [0, q_len],
             [0, kv_len],
             causal=self._config.causal,
@@ -288,6 +283,18 @@ def _gather(
     return cache[begin : begin + kv_len, 0]
 
 
+def _values(call: Call, request: int, kv_len: int, start: int, *, which: int) -> Tensor:
+    """Return K (``which`` 0) or V (1) of a request, as values."""
+    kv = call.kv
+    view, scale = ((kv.k, kv.k_scale), (kv.v, kv.v_scale))[which]
+    tokens = _gather(view.tensor, call.pages, request, kv_len, start, which=which)
+    if kv.block_scales is not None:
+        blocks = kv.block_scales[which].tensor
+        blocks = _gather(blocks, call.pages, request, kv_len, start, which=which)
+        tokens = dequantize_kv(tokens, dtype="nvfp4", block_scales=blocks)
+    return _scaled(tokens, scale)
+
+
 def _scaled(tokens: Tensor, scale: Scale | None) -> Tensor:
     """Return the values that stored tokens [kv_len, num_kv_heads, head_dim] stand for."""
     if scale is None:
@@ -303,7 +310,8 @@ def _row(table: Tensor, rows: Tensor | None, request: int) -> Tensor:
 
 def _gather_slots(cache: Tensor, slots: Tensor, kv_len: int, start: int) -> Tensor:
     page_size = cache.shape[1]
-    tokens = cache.new_full((kv_len, *cache.shape[2:]), math.nan)
+    nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
+    tokens = cache.new_full((kv_len, *cache.shape[2:]), nothing)
     live = slots[start:kv_len].long()
     tokens[start:] = cache[live // page_size, live % page_size]
     return tokens

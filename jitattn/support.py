@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from jitattn.config import (
-    BYTE_DTYPES,
     HEAD_DIMS,
     OUT_DTYPES,
     PAGE_TABLES,
     Q_DTYPES,
+    QUANTISED_DTYPES,
     PlannerConfig,
 )
 from jitattn.errors import ConfigError
@@ -108,9 +108,9 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
     one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
     rule(
         "kv_dtype",
-        "the same as q_dtype, " + ", ".join(BYTE_DTYPES),
-        lambda c: c.kv_dtype in (c.q_dtype, *BYTE_DTYPES),
-        f"is neither q_dtype nor one of {', '.join(BYTE_DTYPES)} (NVFP4 caches are not built yet)",
+        "the same as q_dtype, " + ", ".join(QUANTISED_DTYPES),
+        lambda c: c.kv_dtype in (c.q_dtype, *QUANTISED_DTYPES),
+        f"is neither q_dtype nor one of {', '.join(QUANTISED_DTYPES)}",
     ),
     rule(
         "out_dtype",
@@ -266,6 +266,7 @@ def _transfers(config: PlannerConfig, out_dtype: DType) -> tuple[KernelSpec, ...
     # Dequantised for attention elsewhere, or copied as they are stored.
     kv_dtype = DType(config.kv_dtype)
     out_dtypes = dict.fromkeys((DType(config.q_dtype), out_dtype, kv_dtype))
+    out_dtypes.pop(DType.NVFP4, None)
     gathers = (GatherSpec(kv_dtype=kv_dtype, out_dtype=dtype) for dtype in out_dtypes)
     return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec())
 
@@ -360,7 +361,8 @@ _SAMPLE: dict[str, tuple[object, ...]] = {
     "page_size": (1, 3, 8, 16, 48, 64, 128),
     "row_tile": (8, 16, 32, None),  # None: the prefill kernel
     "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
-    "kv_dtype": (None, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8),  # None: q_dtype
+    # None: q_dtype
+    "kv_dtype": (None, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8, DType.NVFP4),
     "out_dtype": (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
     "page_table": tuple(PageTable),
     "is_aligned": (True, False),

@@ -10,6 +10,7 @@ from jitattn.spec import (
     BlockTableSpec,
     CopyPagesSpec,
     DecodeSpec,
+    DType,
     GatherSpec,
     KernelSpec,
     Loader,
@@ -39,6 +40,8 @@ _BOX_RING_BYTES = 128 * 1024
 # A row as tensor maps see it: segments of so many bytes.
 SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
+# Dims of a product, and of a block of NVFP4.
+_BLOCK_DIMS = 16
 # The most pieces of work that a launch may let its CTAs claim.
 MAX_PIECES = 1024
 # Static shared memory of the attention kernels, with room to spare.
@@ -272,6 +275,8 @@ def has_warpgroup_tile(spec: PrefillSpec, arch: str) -> bool:
 
 def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
     # Whatever the pages and the loader: results have the same bits.
+    if spec.kv_dtype is DType.NVFP4:  # the scales of its blocks come beside its rows
+        return False
     dims = (spec.head_dim, spec.head_dim_vo)
     return arch == "sm_90a" and all(
         spec.kv_dtype.num_bytes * dim % SEGMENT_BYTES == 0 for dim in dims
@@ -289,7 +294,7 @@ _WARPGROUP_TILES = (
     (192, 192, 2, 1, 96, 80, 2, 1),
     (256, 256, 2, 1, 80, 64, 2, 1),
 )
-# The same of 8-bit caches, a tile of which lands in shared memory before it is converted.
+# The same of quantised caches, a tile of which lands in shared memory before it is converted.
 _CONVERT_TILES = (
     (64, 64, 2, 2, 128, 128, 3, 2),
     (128, 128, 2, 2, 128, 96, 2, 2),
@@ -330,7 +335,32 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTil
 
 def _row_bytes(num_bytes: int) -> int:
     """Return the pitch of a row in shared memory: padded_row() of constants.cuh.jinja."""
-    return (num_bytes // _VECTOR_BYTES | 1) * _VECTOR_BYTES
+    return (-(-num_bytes // _VECTOR_BYTES) | 1) * _VECTOR_BYTES
+
+
+def _stored_bytes(spec: AttentionSpec, dim: int) -> int:
+    """Return the bytes of a row of K or V, but for the scales of its blocks."""
+    return dim // 2 if spec.kv_dtype is DType.NVFP4 else spec.kv_dtype.num_bytes * dim
+
+
+def _block_bytes(spec: AttentionSpec, dim: int) -> int:
+    """Return the bytes of the scales of a row's blocks."""
+    return dim // _BLOCK_DIMS if spec.kv_dtype is DType.NVFP4 else 0
+
+
+def _pitch(spec: AttentionSpec, dim: int) -> int:
+    """Return what a row of K or V and the scales of its blocks take in shared memory."""
+    return _row_bytes(_stored_bytes(spec, dim)) + _block_bytes(spec, dim)
+
+
+def _step_dims(spec: AttentionSpec) -> int:
+    """Return the dims that products take at a time: rows of others are filled up with zeros."""
+    return 2 * _BLOCK_DIMS if spec.kv_dtype is DType.NVFP4 else _BLOCK_DIMS
+
+
+def _query_row_bytes(spec: AttentionSpec) -> int:
+    step = _step_dims(spec)
+    return _row_bytes(2 * -(-spec.head_dim // step) * step)
 
 
 def _value_dim(spec: AttentionSpec, most: int) -> int:
@@ -392,26 +422,28 @@ def _box_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
 
 def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> DecodeTile:
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
-    warp_tokens = 32 if max(spec.head_dim, spec.head_dim_vo) <= 64 else 16
+    widest = max(spec.head_dim, spec.head_dim_vo)
+    # Four bits of twice as many tokens are under way as fast.
+    warp_tokens = 32 if widest <= (128 if spec.kv_dtype is DType.NVFP4 else 64) else 16
     tile_tokens = num_warps * warp_tokens
-    item_bytes = spec.kv_dtype.num_bytes
-    token_bytes = item_bytes * (spec.head_dim + value_dim)
+    dims = spec.head_dim, value_dim
+    token_bytes = sum(_stored_bytes(spec, dim) + _block_bytes(spec, dim) for dim in dims)
     num_stages = max(2, min(4, _RING_BYTES // (tile_tokens * token_bytes)))
-    row_bytes = _row_bytes(item_bytes * spec.head_dim) + _row_bytes(item_bytes * value_dim)
-    ring_bytes = num_stages * tile_tokens * row_bytes
+    ring_bytes = num_stages * tile_tokens * sum(_pitch(spec, dim) for dim in dims)
     # All columns at once where two CTAs of an SM have the room.
     spare_bytes = _HALF_SM_SMEM - _STATIC_BYTES - ring_bytes if has_large_smem else 0
     column_bytes = 4 * num_warps * spec.row_tile
     most = max(spare_bytes // column_bytes - 4, _MERGE_BYTES // column_bytes)
-    merge_dims = min(most // 16 * 16, value_dim)
+    step = _step_dims(spec)
+    merge_dims = min(max(most // step, 1), -(-value_dim // step)) * step
     merge_bytes = column_bytes * (merge_dims + 4)
-    query_bytes = spec.row_tile * _row_bytes(2 * spec.head_dim)
+    query_bytes = spec.row_tile * _query_row_bytes(spec)
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
         shares_tiles=False,
-        ctas_per_sm=2 if max(spec.head_dim, spec.head_dim_vo) <= 128 else 1,
+        ctas_per_sm=2 if widest <= 128 else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
         merge_splits=_decode_merge_splits(spec, value_dim),
@@ -457,7 +489,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         merge_loads=0,
         box_tokens=box_tokens,
         # A segment: that puts all rows of a tile one after the other.
-        key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        key_box_columns=0 if converts else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         num_producers=num_producers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
@@ -481,9 +513,8 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
     if spec.head_dim > 256:
         most = 128
     value_dim = _value_dim(spec, most)
-    item_bytes = spec.kv_dtype.num_bytes
-    row_bytes = _row_bytes(item_bytes * spec.head_dim) + _row_bytes(item_bytes * value_dim)
-    query_bytes = _PREFILL_ROWS * _row_bytes(2 * spec.head_dim)
+    row_bytes = _pitch(spec, spec.head_dim) + _pitch(spec, value_dim)
+    query_bytes = _PREFILL_ROWS * _query_row_bytes(spec)
     return PrefillTile(
         num_warps=_PREFILL_ROWS // 16,
         tile_tokens=tile_tokens,

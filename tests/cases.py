@@ -32,6 +32,7 @@ class Case:
         mask: the form of a custom mask, "bool", "packed" or "ragged"; see tests/queries.py.
         mask_width: last keys that a "bool" or "packed" mask covers, a multiple of 8.
         cache: the name of a builder in `tests.inputs.CACHES`.
+        block_cache: likewise of the scales of NVFP4 blocks; None: the cache's own.
         kv_dtype: the type of a quantised cache, or None for one of ``dtype``.
         scales: the form of k_scale and v_scale, a key of `SCALES`; see `tests.inputs.make_scale`.
         kv_layout: the order in which the cache's dimensions are named, whatever their strides.
@@ -59,6 +60,7 @@ class Case:
     mask: str | None = None
     mask_width: int = 64
     cache: str = "pair_nhd"
+    block_cache: str | None = None
     kv_layout: str = "NHD"
     q_view: str = "contiguous"
     out_view: str = "contiguous"
@@ -143,6 +145,8 @@ class Case:
         ]
         if self.kv_dtype:
             parts.append(f"{self.kv_dtype.removeprefix('float8_')}-scales_{self.scales}")
+        if self.block_cache:
+            parts.append(f"blocks_{self.block_cache}")
         if self.q_lens is not None:
             parts.append(f"q{sum(self.q_lens)}-max{max(self.q_lens)}")
         if self.mask:
@@ -162,7 +166,7 @@ class Case:
 
 def loader_of(case: Case) -> Loader:
     """How the K and V of a decode launch are loaded on sm_90a, for caches of CACHES."""
-    if case.cache.startswith("odd"):
+    if case.cache.startswith("odd") or (case.block_cache or "").startswith("odd"):
         return Loader.PLAIN
     decode = resolve(PlannerConfig.from_arguments(case.planner_arguments()), "sm_90a")[0]
     assert isinstance(decode, DecodeSpec)
@@ -211,7 +215,7 @@ def _kernel(
         head_dim_vo=vo,
         page_size=page_size,
         dtype={"bf16": "bfloat16", "fp16": "float16"}[dtype],
-        kv_dtype=kv and {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "int8": "int8"}[kv],
+        kv_dtype=kv and {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}.get(kv, kv),
         out_dtype=out,
         page_table=page_table,
         soft_cap=soft_cap,
@@ -355,6 +359,32 @@ MASKED_BYTE_KERNELS: tuple[Kernel, ...] = (
     _kernel(128, 16, "bf16", "shared", 8, kv="e4m3", mask=True),
     _kernel(64, 3, "fp16", "separate", 16, kv="e5m2", mask=True, soft_cap=True),
 )
+# NVFP4: rows of an even and an odd number of blocks, scales that are copied one by one and in
+# vectors of every size, every layout.
+BLOCK_KERNELS: tuple[Kernel, ...] = (
+    _kernel(128, 16, "bf16", "shared", 8, kv="nvfp4"),
+    _kernel(128, 16, "fp16", "shared", 8, kv="nvfp4"),
+    _kernel(128, 16, "bf16", "separate", 16, kv="nvfp4"),
+    _kernel(128, 3, "fp16", "separate", 8, kv="nvfp4", soft_cap=True),
+    _kernel(128, 1, "bf16", "token", 8, kv="nvfp4"),
+    _kernel(128, 1, "bf16", "ragged", 8, kv="nvfp4"),
+    _kernel(64, 16, "bf16", "shared", 8, kv="nvfp4"),
+    _kernel(64, 24, "fp16", "separate", 32, kv="nvfp4", soft_cap=True),
+    _kernel(16, 1, "bf16", "shared", 32, kv="nvfp4"),
+    _kernel(48, 5, "fp16", "csr", 16, kv="nvfp4", soft_cap=True, out="float32"),
+    _kernel(80, 16, "bf16", "token", 16, kv="nvfp4"),
+    _kernel(96, 16, "fp16", "shared", 8, kv="nvfp4"),
+    _kernel(192, 16, "bf16", "shared", 8, kv="nvfp4", vo=128),
+    _kernel(240, 8, "bf16", "separate", 8, kv="nvfp4"),
+    _kernel(256, 16, "bf16", "shared", 8, kv="nvfp4"),
+    _kernel(256, 1, "fp16", "ragged", 8, kv="nvfp4", vo=48),
+    _kernel(512, 16, "bf16", "shared", 8, kv="nvfp4"),
+)
+MASKED_BLOCK_KERNELS: tuple[Kernel, ...] = (
+    _kernel(128, 16, "bf16", "shared", 8, kv="nvfp4", mask=True),
+    _kernel(64, 3, "fp16", "separate", 16, kv="nvfp4", mask=True, soft_cap=True),
+    _kernel(80, 16, "bf16", "csr", 8, kv="nvfp4", mask=True),
+)
 SCALES = (None, "float", "0-d", "[1]", "heads", "heads-column")
 """Forms of a scale: none, a number, or a tensor for all heads or for each; a column is strided."""
 
@@ -377,6 +407,7 @@ CACHES_SHARED = (
     "size_1",
 )
 CACHES_SEPARATE = (*CACHES_SHARED, "twice")
+_BLOCK_CACHES = (*CACHES_SHARED, *(None for _ in CACHES_SHARED))
 # One tensor with K and V halves holds one head_dim and is never ragged: the rest takes pairs of
 # views of it.
 LENGTHS = ("page_edges", "tile_edges", "ragged", "padding", "single", "many", "long", "longest")
@@ -472,6 +503,12 @@ def decode_cases() -> tuple[Case, ...]:
         for _ in range(CASES_PER_KERNEL):
             case = _deal(kernel, decks, rng, seed=len(cases))
             cases.append(_fit(replace(case, scales=forms.deal())))
+    blocks = _Deck(_BLOCK_CACHES, random.Random(22))
+    for kernel in BLOCK_KERNELS:
+        for _ in range(CASES_PER_KERNEL):
+            case = _deal(kernel, decks, rng, seed=len(cases))
+            case = replace(case, scales=forms.deal(), block_cache=blocks.deal())
+            cases.append(_fit(case))
     return tuple(cases)
 
 
@@ -502,7 +539,9 @@ _SAME_NAME = (
 
 def _fit(case: Case) -> Case:
     """Make the case possible, and small enough for a float64 reference in milliseconds."""
-    if case.cache == "size_1":
+    if case.cache == "twice":
+        case = replace(case, block_cache=None)  # one id for both
+    if "size_1" in (case.cache, case.block_cache):
         case = replace(case, num_kv_heads=1)
     if not case.has_rows:
         case = replace(case, rows=None)
@@ -565,8 +604,10 @@ def mixed_cases() -> tuple[Case, ...]:
     rng = random.Random(40)
     decks = _decks(rng) | _query_decks(rng)
     forms = _Deck(SCALES, random.Random(41))
+    blocks = _Deck(_BLOCK_CACHES, random.Random(42))
+    kernels = (*KERNELS, *MASKED_KERNELS, *BYTE_KERNELS, *MASKED_BYTE_KERNELS)
     cases = []
-    for kernel in (*KERNELS, *MASKED_KERNELS, *BYTE_KERNELS, *MASKED_BYTE_KERNELS):
+    for kernel in (*kernels, *BLOCK_KERNELS, *MASKED_BLOCK_KERNELS):
         for _ in range(MIXED_CASES_PER_KERNEL):
             case = _deal(kernel, decks, rng, seed=len(cases))
             kind = QUERIES[str(decks["queries"].deal())]
@@ -579,6 +620,7 @@ def mixed_cases() -> tuple[Case, ...]:
                 mask=decks["mask"].deal() if kernel.mask else None,
                 mask_width=decks["mask_width"].deal(),
                 scales=forms.deal() if kernel.kv_dtype else None,
+                block_cache=blocks.deal() if kernel.kv_dtype == "nvfp4" else None,
             )
             cases.append(_fit(case))
     return tuple(cases)
@@ -613,6 +655,18 @@ E4M3_D256 = replace(E4M3, head_dim=256)
 E5M2 = replace(E4M3, kv_dtype="float8_e5m2")
 INT8 = replace(E4M3, kv_dtype="int8")
 BYTE_FAMILIES = (E4M3, E4M3_SEPARATE, E4M3_FP16, E4M3_RAGGED, E4M3_D256, E5M2, INT8)
+NVFP4 = replace(E4M3, kv_dtype="nvfp4")
+NVFP4_SEPARATE = replace(NVFP4, page_table="separate")
+NVFP4_D256 = replace(NVFP4, head_dim=256)
+BLOCK_FAMILIES = (
+    NVFP4,
+    NVFP4_SEPARATE,
+    replace(NVFP4, dtype="float16"),
+    replace(NVFP4, page_table="ragged", page_size=1),
+    NVFP4_D256,
+    replace(NVFP4, head_dim=80),  # an odd number of blocks
+)
+QUANTISED_FAMILIES = (*BYTE_FAMILIES, *BLOCK_FAMILIES)
 
 EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
 """One case of each layout."""
@@ -626,6 +680,7 @@ DRAFTS = (
     Case(head_dim=96, page_size=24, out_dtype="float32"),
     Case(head_dim=128, head_dim_vo=64),
     replace(E4M3, page_size=64),
+    NVFP4,
     SOFT_CAP,
     MASKED_D64,
     MASKED_D128,
@@ -661,7 +716,8 @@ def twins_of(case: Case) -> tuple[Case, ...]:
 def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
-    named += (*BYTE_FAMILIES, *twins_of(E4M3), *BOX_PAGES, *BOX_DIMS, *DRAFTS)
+    named += (*QUANTISED_FAMILIES, *twins_of(E4M3), *twins_of(NVFP4))
+    named += (*BOX_PAGES, *BOX_DIMS, *DRAFTS)
     return (
         *decode_cases(),
         *mixed_cases(),

@@ -237,10 +237,10 @@ def check_addresses(inputs: Inputs, out: Tensor, targets: Sequence[int]) -> int:
 
 
 def fill_dead_slots(inputs: Inputs, value: float) -> None:
-    """Fill everything that is poison in a pair of caches with a value."""
-    inputs.cache = tuple(
+    """Fill what is poison in a pair of caches, or in the scales of blocks, with a value."""
+    inputs.poisoned = tuple(
         torch.where(is_poison(cache), value, cache.float()).to(cache.dtype)
-        for cache in inputs.cache
+        for cache in inputs.poisoned
     )
 
 
@@ -249,13 +249,13 @@ def assert_dead_slots_do_not_count(inputs: Inputs, *poisons: float) -> Result:
 
     They hold poison when this begins.
     """
-    poisoned = inputs.cache
+    poisoned = inputs.poisoned
     assert any(bool(is_poison(cache).any()) for cache in poisoned)
     fill_dead_slots(inputs, 0.0)
     want = attend(inputs)
     assert bool(torch.isfinite(want[0]).all())
     for poison in poisons:
-        inputs.cache = poisoned
+        inputs.poisoned = poisoned
         fill_dead_slots(inputs, poison)
         assert_same(attend(inputs), want)
     return want

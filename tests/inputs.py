@@ -17,31 +17,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import jitattn
 from jitattn.pages import Pages
+from jitattn.quantization import _to_e2m1
 from tests.cases import Case
 from tests.queries import MaskOf, make_mask, offsets_of
 
 Pair = tuple[Tensor, Tensor]
 Tokens = tuple[Tensor, Tensor, Tensor]
-"""q [rows, Hq, D], and k [total, Hkv, D] and v [total, Hkv, Dv] as the cache stores them."""
+"""q [rows, Hq, D], and k [total, Hkv, D] and v [total, Hkv, Dv] as the cache stores them.
+
+Of NVFP4 uint8 [total, Hkv, D / 2 + D / 16]: the numbers, then the scales of the blocks."""
 Scale = float | Tensor | None
 CANARY = -1234.0
 DEAD_PAGES = 3
 
 
-_INT8_POISON = 127
-"""int8 has no NaN; its largest number would be seen, too, and no test stores it."""
+_POISON = {torch.int8: 127, torch.uint8: 255}
+"""Of types without NaN: the largest number of int8, and two of NVFP4, -6 each, would be seen."""
 
 
 def is_poison(cache: Tensor) -> Tensor:
     """Where a cache holds what no request wrote."""
-    return torch.isnan(cache) if cache.dtype.is_floating_point else cache == _INT8_POISON
+    return torch.isnan(cache) if cache.dtype.is_floating_point else cache == _POISON[cache.dtype]
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Pool:
         return self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
 
     def nan(self, *shape: int) -> Tensor:
-        poison = math.nan if self.dtype.is_floating_point else _INT8_POISON
+        poison = _POISON.get(self.dtype, math.nan)
         return torch.full(shape, poison, dtype=self.dtype, device=self.device)
 
     def strided(self, strides: tuple[int, int, int], offset: int) -> Tensor:
@@ -179,22 +182,23 @@ CACHES: dict[str, Callable[[Pool], Tensor | Pair]] = {
 """Builders of NaN caches: one 5-D tensor or a (k, v) pair, dimensions named NHD."""
 
 
-def build_cache(case: Case, pool: Pool) -> Tensor | Pair:
+def build_cache(case: Case, pool: Pool, name: str | None = None) -> Tensor | Pair:
     """The case's cache, NHD; a pair wherever one tensor can't hold K and V."""
-    cache = CACHES[case.cache](pool)
+    cache = CACHES[name or case.cache](pool)
     if isinstance(cache, Tensor):
-        if case.page_table != "ragged" and case.value_dim == case.head_dim:
+        is_one = case.page_table != "ragged" and case.value_dim == case.head_dim
+        if is_one and case.kv_dtype != "nvfp4":
             return cache
         cache = cache[:, 0], cache[:, 1]
     return cache[0][..., : pool.key_dim], cache[1][..., : pool.value_dim]
 
 
-def name_cache(cache: Tensor | Pair, case: Case) -> Tensor | Pair:
+def name_cache(cache: Tensor | Pair, case: Case, name: str | None = None) -> Tensor | Pair:
     """The cache as the planner is given it: NHD dimensions renamed to the case's kv_layout."""
     swap = case.kv_layout == "HND"
     if isinstance(cache, Tensor):
         return cache.transpose(2, 3) if swap else cache
-    if case.cache == "size_1":
+    if (name or case.cache) == "size_1":
         cache = with_head_stride(cache[0], 3), with_head_stride(cache[1], 2**40)
     if case.page_table == "ragged":
         return cache[0][:, 0], cache[1][:, 0]
@@ -248,6 +252,26 @@ class Inputs:
     mask: MaskOf | None
     garbage: Tensor  # bool, like table: entries that must not be read
     dead_page: int  # the id of a page full of NaN
+    blocks: Pair | None = None  # of NVFP4: the scales of K and V, float8_e4m3fn
+
+    @property
+    def given(self) -> jitattn.QuantizedKV | Tensor | Pair:
+        """The cache as the planner takes it."""
+        if self.blocks is None:
+            return self.cache
+        return jitattn.QuantizedKV(*self.cache, *self.blocks)
+
+    @property
+    def poisoned(self) -> Tensor | Pair:
+        """What holds NaN wherever the kernel has no business."""
+        return self.cache if self.blocks is None else self.blocks
+
+    @poisoned.setter
+    def poisoned(self, caches: Pair) -> None:
+        if self.blocks is None:
+            self.cache = caches
+        else:
+            self.blocks = caches
 
     @property
     def device(self) -> torch.device:
@@ -266,7 +290,7 @@ class Inputs:
 
     def bind(self, planner: jitattn.AttentionPlanner) -> jitattn.BoundCache:
         """The cache with its scales."""
-        return planner.bind(self.cache, k_scale=self.k_scale, v_scale=self.v_scale)
+        return planner.bind(self.given, k_scale=self.k_scale, v_scale=self.v_scale)
 
     def new_out(self) -> Tensor:
         """An out of NaN whose surroundings carry the canary."""
@@ -311,22 +335,56 @@ def random_tokens(case: Case, device: torch.device | str) -> Tokens:
 
 def stored(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tokens:
     """The tokens in the case's dtypes."""
+    q = q.to(getattr(torch, case.dtype))
+    if case.kv_dtype == "nvfp4":
+        return q, in_blocks(k), in_blocks(v)
     dtype = getattr(torch, case.stored_dtype)
     if dtype == torch.int8:
         k, v = k.round(), v.round()
-    return q.to(getattr(torch, case.dtype)), k.to(dtype), v.to(dtype)
+    return q, k.to(dtype), v.to(dtype)
+
+
+def in_blocks(numbers: Tensor) -> Tensor:
+    """Tokens of NVFP4: exact where scales that are powers of two can do it, else the nearest."""
+    blocks = numbers.float().unflatten(-1, (-1, 16))
+    # The largest magnitude of a block becomes 4 or 6 where it is a number of four bits.
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scales = torch.exp2((largest / 6).log2().ceil()).clamp(2.0**-9, 2.0**8)
+    codes = _to_e2m1(blocks / scales).flatten(-2)
+    data = codes[..., ::2] | codes[..., 1::2] << 4
+    block_scales = scales[..., 0].to(torch.float8_e4m3fn)
+    exact = jitattn.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
+    if not torch.equal(exact, numbers.float()):
+        data, block_scales = jitattn.quantize_kv(numbers.float(), "nvfp4")
+    return torch.cat((data, block_scales.view(torch.uint8)), -1)
+
+
+def split_blocks(tokens: Tensor) -> Pair:
+    """The numbers and the scales of tokens of NVFP4."""
+    size = tokens.shape[-1] // 9 * 8
+    return tokens[..., :size], tokens[..., size:].view(torch.float8_e4m3fn)
+
+
+def zeros_of(tokens: Tensor) -> Tensor:
+    """Float zeros, one for each element of stored tokens."""
+    size = tokens.shape[-1]
+    shape = (*tokens.shape[:-1], size // 9 * 16 if tokens.dtype == torch.uint8 else size)
+    return torch.zeros(shape, device=tokens.device)
 
 
 def values(tokens: Tensor, scale: Scale) -> Tensor:
     """What stored tokens [total, Hkv, D] stand for."""
     if not is_quantised(tokens):
         return tokens
+    if tokens.dtype == torch.uint8:
+        data, block_scales = split_blocks(tokens)
+        tokens = jitattn.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
     factor = torch.as_tensor(1.0 if scale is None else scale, device=tokens.device).double()
     return tokens.double() * factor.reshape(-1, 1)
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    return tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 
 
 def uniform_probe(case: Case, device: torch.device | str) -> Tokens:
@@ -341,9 +399,9 @@ def address_probe(case: Case, device: torch.device | str, targets: list[int]) ->
     ``targets[b]`` is a token of request b. Its score is at least 120 above every other one, so
     their weights are 0 in float32. V rows carry their own address in integers that every dtype
     holds exactly: the token's base-16 digits (base 8 in e5m2), its KV head and its page's column,
-    then a hash.
+    then a hash. In NVFP4 they are the numbers of four bits, in order.
     """
-    q, k, v = (torch.zeros_like(x, dtype=torch.float32) for x in random_tokens(case, device))
+    q, k, v = (zeros_of(x) for x in random_tokens(case, device))
     level = 2.0 ** math.ceil(math.log2(math.sqrt(120 / (case.scale * case.head_dim))))
     q.fill_(level if case.scales is None else 2 * level)  # a k_scale is 1/2 at the least
     starts = _indptr(case)
@@ -352,11 +410,14 @@ def address_probe(case: Case, device: torch.device | str, targets: list[int]) ->
     head = torch.arange(case.num_kv_heads, device=q.device)[None, :, None]
     column = torch.arange(case.value_dim, device=q.device)[None, None, :]
     token = position[:, None, None]
-    base = 8 if case.kv_dtype == "float8_e5m2" else 16
+    base = 8 if case.kv_dtype in ("float8_e5m2", "nvfp4") else 16
     address = (token * 7 + column * 5 + head * 3 + request[:, None, None]) % base
     digits = (token, token // base, token // base**2, head, token // case.page_size)
     for i, digit in enumerate(digits):
         address[..., i] = (digit % base).expand(*address.shape[:2], 1)[..., 0]
+    if case.kv_dtype == "nvfp4":
+        numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=q.device)
+        address = numbers[address] * (1 - 2 * (column % 3 == 1).float())
     v.copy_(address)
     return stored(case, q, k, v)
 
@@ -368,19 +429,27 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     rng = generator(case, device)
     lengths = torch.tensor([max(0, length) for length in case.lengths], device=device)
     starts = _starts(case, rng, lengths)
+    per_element = 2 if case.kv_dtype == "nvfp4" else 1
     pool = Pool(
         num_pages=int(starts[-1]) + DEAD_PAGES,
         page_size=case.page_size,
         num_kv_heads=case.num_kv_heads,
-        key_dim=case.head_dim,
-        value_dim=case.value_dim,
+        key_dim=case.head_dim // per_element,
+        value_dim=case.value_dim // per_element,
         dtype=k.dtype,
         device=device,
     )
     slots = _deal_slots(case, pool, starts, rng)
     cache = build_cache(case, pool)
     caches = (cache[:, 0], cache[:, 1]) if isinstance(cache, Tensor) else cache
-    for tokens_of, cache_of, slots_of in zip((k, v), caches, slots, strict=True):
+    blocks = None
+    if case.kv_dtype == "nvfp4":
+        (k_data, k_blocks), (v_data, v_blocks) = split_blocks(k), split_blocks(v)
+        blocks = _scatter_blocks(case, pool, (k_blocks, v_blocks), slots)
+        parts = k_data, v_data
+    else:
+        parts = k, v
+    for tokens_of, cache_of, slots_of in zip(parts, caches, slots, strict=True):
         _scatter(case, tokens_of, cache_of, slots_of)
 
     q = row_view(case.q_view, *dense_q.shape, dense_q)
@@ -409,7 +478,21 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
         mask=make_mask(case, rng),
         garbage=garbage,
         dead_page=_dead_page(case, pool),
+        blocks=blocks,
     )
+
+
+def _scatter_blocks(case: Case, pool: Pool, scales: Pair, slots: Pair) -> Pair:
+    """The scales of NVFP4 blocks in a cache of their own, as the planner is given it."""
+    dtype = torch.float8_e4m3fn
+    dims = {"key_dim": case.head_dim // 16, "value_dim": case.value_dim // 16}
+    pair = build_cache(case, replace(pool, dtype=dtype, **dims), case.block_cache)
+    assert isinstance(pair, tuple)
+    for tokens_of, cache_of, slots_of in zip(scales, pair, slots, strict=True):
+        _scatter(case, tokens_of, cache_of, slots_of)
+    named = name_cache(pair, case, case.block_cache)
+    assert isinstance(named, tuple)
+    return named
 
 
 def spread(vector: Tensor, step: int) -> Tensor:

@@ -13,7 +13,15 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tests.cases import BYTE_KERNELS, KERNELS, MASKED_BYTE_KERNELS, MASKED_KERNELS, Case
+from tests.cases import (
+    BLOCK_KERNELS,
+    BYTE_KERNELS,
+    KERNELS,
+    MASKED_BLOCK_KERNELS,
+    MASKED_BYTE_KERNELS,
+    MASKED_KERNELS,
+    Case,
+)
 from tests.strategies import Example, placed, variant
 
 
@@ -23,6 +31,7 @@ def _variants() -> tuple[Case, ...]:
     kernels = [kernel for kernel in KERNELS[::2] if kernel.head_dim < 512]
     kernels += [kernel for kernel in KERNELS if kernel.head_dim == 512]
     kernels += (*MASKED_KERNELS, *BYTE_KERNELS[::2], *MASKED_BYTE_KERNELS)
+    kernels += (*BLOCK_KERNELS[::2], *MASKED_BLOCK_KERNELS)
     return tuple(variant(kernel, rng) for kernel in kernels)
 
 

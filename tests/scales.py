@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.cases import SCALES, Case, of
 from tests.harness import attend, same_bits
-from tests.inputs import make_inputs, random_tokens, uniform_probe
+from tests.inputs import Tokens, make_inputs, random_tokens, stored, uniform_probe, zeros_of
 
 FORMS = [form for form in SCALES if form is not None]
 NUM_KV_HEADS, GROUP_SIZE = 4, 2
@@ -37,13 +37,18 @@ def of_query_heads(form: str, scales: Sequence[float], device: torch.device | st
     return each.repeat_interleave(GROUP_SIZE)
 
 
+def ones_probe(case: Case, device: torch.device | str) -> Tokens:
+    """A uniform probe whose V is 1 everywhere."""
+    q, k, v = uniform_probe(case, device)
+    return q, k, stored(case, q, zeros_of(k), zeros_of(v) + 1)[2]
+
+
 def check_v_scale(
     case: Case, form: str, q_len: int, length: int, device: torch.device | str
 ) -> None:
     """V is 1 everywhere: out is the scale of the KV head, to the bit, and lse knows nothing."""
     case = of(replace(case, group_size=GROUP_SIZE, num_kv_heads=NUM_KV_HEADS), (q_len, length))
-    q, k, v = uniform_probe(case, device)
-    inputs = make_inputs(replace(case, scales=None), device, (q, k, v.fill_(1.0)))
+    inputs = make_inputs(replace(case, scales=None), device, ones_probe(case, device))
     out, lse = attend(inputs)
     assert bool((out[:q_len] == 1).all())
     for scales in V_SCALES:
@@ -58,10 +63,11 @@ def check_k_scale(case: Case, form: str, q_len: int, device: torch.device | str)
     """Two keys whose scores are 0 and 1 before scaling: lse = ln(1 + e^k_scale)."""
     shape = {"group_size": GROUP_SIZE, "num_kv_heads": NUM_KV_HEADS}
     case = of(replace(case, **shape, sm_scale=0.5, causal=False), (q_len, 2))
-    q, k, v = random_tokens(case, device)
-    numbers = q.float().fill_(0.0), k.float().fill_(0.0)
-    numbers[0][..., 3], numbers[1][1, :, 3] = 2.0, 1.0
-    tokens = numbers[0].to(q.dtype), numbers[1].to(k.dtype), v
+    _, k, v = random_tokens(case, device)
+    q, keys = (zeros_of(x) for x in random_tokens(case, device)[:2])
+    q[..., 3], keys[1, :, 3] = 2.0, 1.0
+    q, k, _ = stored(case, q, keys, zeros_of(v))
+    tokens = q, k, v
     inputs = make_inputs(replace(case, scales=None), device, tokens)
     for scales in K_SCALES:
         inputs.k_scale = scale_of(form, scales, device)

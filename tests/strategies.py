@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.cases import (
+    BLOCK_KERNELS,
     BYTE_KERNELS,
     CACHES_SEPARATE,
     CACHES_SHARED,
@@ -81,7 +82,7 @@ def variant(kernel: Kernel, rng: random.Random) -> Case:
 
 def _variants() -> tuple[Case, ...]:
     rng = random.Random(80)
-    kernels = (*KERNELS, *BYTE_KERNELS)
+    kernels = (*KERNELS, *BYTE_KERNELS, *BLOCK_KERNELS)
     return tuple(variant(kernel, rng) for kernel in kernels for _ in range(VARIANTS_PER_KERNEL))
 
 
@@ -148,7 +149,7 @@ def run_example(example: Example, device: str, reached: Counter[str] | None = No
     check(case, out, lse, expected(inputs))
     if targets is not None:
         check_addresses(inputs, out, targets)
-    kernels = planner.bind(inputs.cache).kernels
+    kernels = planner.bind(inputs.given).kernels
     if reached is not None and kernels is not None:
         kernel = kernels.decode if case.q_lens is None else kernels.prefill
         reached[kernel.load().symbol] += 1

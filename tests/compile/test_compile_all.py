@@ -25,6 +25,7 @@ from jitattn.render import render
 from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
+    DType,
     KernelSpec,
     Loader,
     PageTable,
@@ -57,8 +58,12 @@ EVERYDAY = (
     "head_dim=192,head_dim_vo=128,q_dtype=float16,kv_dtype=float16",
     "head_dim=256,page_table=csr",
     "head_dim=256,kv_dtype=float8_e4m3fn,use_custom_mask=true",
-    "head_dim=256,logits_soft_cap=30",
+    "head_dim=256,logits_soft_cap=30,page_size=48",
     "head_dim=512,kv_dtype=float8_e5m2,page_size=64",
+    "head_dim=64,num_qo_heads=256,kv_dtype=nvfp4,q_dtype=float16",
+    "head_dim=128,kv_dtype=int8",
+    "head_dim=128,kv_dtype=nvfp4",
+    "head_dim=240,kv_dtype=nvfp4,use_custom_mask=true,logits_soft_cap=30",
 )
 
 
@@ -240,7 +245,8 @@ def test_every_kind_of_box_is_compiled() -> None:
     boxes = [spec for spec in found if spec.loader is Loader.TENSOR]
     assert {spec.page_size for spec in boxes} == {8, 16, 48, 64, 128}
     assert {spec.page_table for spec in boxes} == {"shared", "separate", "csr"}
-    assert {spec.kv_dtype for spec in boxes} == set(_SAMPLE["kv_dtype"]) - {None} | set(Q_DTYPES)
+    without = {None, DType.NVFP4}  # the scales of blocks
+    assert {spec.kv_dtype for spec in boxes} == set(_SAMPLE["kv_dtype"]) - without | set(Q_DTYPES)
     assert {spec.row_tile for spec in boxes} == {8, 16, 32}
     assert {spec.use_custom_mask for spec in boxes} == {False, True}
     assert {spec.use_logits_soft_cap for spec in boxes} == {False, True}

@@ -65,13 +65,17 @@ def _source(layout: PageTable, family: str, kv_dtype: str) -> str:
 # Prefill of FP8 caches is another template.
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),
-    [("decode", "bfloat16"), ("prefill", "bfloat16"), ("prefill", "float8_e4m3fn")],
+    [
+        *(("decode", "bfloat16"), ("prefill", "bfloat16"), ("prefill", "float8_e4m3fn")),
+        *(("decode", "nvfp4"), ("prefill", "nvfp4")),
+    ],
 )
 @pytest.mark.parametrize("layout", list(PageTable))
 def test_attention_params_agree(layout: PageTable, family: str, kv_dtype: str) -> None:
     struct = params.KERNEL_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
     lines += _asserts("jitattn::AttentionParams", params.AttentionParams)
+    lines += _asserts("jitattn::BlockScales", params.BlockScales)
     lines += _asserts("jitattn::Schedule", params.Schedule)
     lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
     _compile(_source(layout, family, kv_dtype) + "\n".join(lines) + "\n")

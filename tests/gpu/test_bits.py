@@ -123,7 +123,7 @@ def test_garbage_table_entries(case: Case, window_left: int) -> None:
 def test_width_of_the_table_and_maxima() -> None:
     inputs, want = bits_of(replace(D128, lengths=LENGTHS))
     planner = planner_for(inputs.case, DEVICE)
-    kv = planner.bind(inputs.cache)
+    kv = planner.bind(inputs.given)
     wide = torch.full((len(LENGTHS), 5000), -1, dtype=torch.int32, device=DEVICE)
     wide[:, : inputs.table.shape[1]] = inputs.table
     for table, limit in ((inputs.table, 12000), (wide, None), (wide, 70_000)):
@@ -138,7 +138,7 @@ def test_repeated_runs(case: Case) -> None:
     inputs, want = bits_of(case)
     planner = planner_for(case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
-    kv = planner.bind(inputs.cache)
+    kv = planner.bind(inputs.given)
     for repeat in range(20):
         if repeat % 5 == 0:
             plan.refresh()
@@ -170,7 +170,7 @@ def test_buffers_or_not() -> None:
     inputs = make_inputs(case, DEVICE)
     planner = planner_for(case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
-    assert same_bits(plan.run(inputs.q, inputs.cache), want[0])
+    assert same_bits(plan.run(inputs.q, inputs.given), want[0])
 
 
 # --- the most query tokens ------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_invariant_over_random_batches_and_orders(case: Case) -> None:
     case = replace(case, lengths=lengths, batch_invariant=True)
     inputs, want = bits_of(case)
     planner = planner_for(case, DEVICE)
-    kv = planner.bind(inputs.cache)
+    kv = planner.bind(inputs.given)
     for _ in range(NUM_BATCHES):
         size = rng.choice((1, 2, 7, 30, 132, 200))
         picks = torch.tensor(rng.choices(range(NUM_REQUESTS), k=size), device=DEVICE)
@@ -356,7 +356,7 @@ def test_maxima_do_not_matter(case: Case, batch_invariant: bool) -> None:
     case = replace(case, lengths=LENGTHS, batch_invariant=batch_invariant)
     inputs, want = bits_of(case)
     planner = planner_for(case, DEVICE)
-    kv = planner.bind(inputs.cache)
+    kv = planner.bind(inputs.given)
     for limit in (max(LENGTHS), max(LENGTHS) + 1, 2**31 - 1, 2**40):
         plan = planner.plan(inputs.pages(), inputs.seq_lens, max_kv_len=limit)
         assert_same(plan.run(inputs.q, kv, return_lse=True), want)

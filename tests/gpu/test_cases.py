@@ -392,7 +392,7 @@ def test_c20_two_parts_merge_to_the_whole() -> None:
         planner = planner_for(part, DEVICE)
         lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
         plan = planner.plan(jitattn.BlockTable(table), lengths)
-        parts.append(plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True))
+        parts.append(plan.run(inputs.q, planner.bind(inputs.given), return_lse=True))
     lse = torch.logaddexp(parts[0][1].double(), parts[1][1].double())
     out = sum(o.double() * (part - lse).exp()[..., None] for o, part in parts)
     torch.testing.assert_close(lse, whole[1].double(), rtol=0, atol=1e-3)
@@ -423,7 +423,7 @@ def test_c29_side_stream(case: Case, external: bool) -> None:
         targets = (inputs.q, *inputs.cache, inputs.table, inputs.seq_lens)
         for tensor, value in zip(targets, filled, strict=True):
             tensor.copy_(value)
-        kv = planner.bind(inputs.cache)
+        kv = planner.bind(inputs.given)
         plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
         result = plan.run(inputs.q, kv, return_lse=True)
     stream.synchronize()

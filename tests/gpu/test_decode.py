@@ -86,7 +86,7 @@ def test_too_long_requests_are_nan_and_harm_nobody(case: Case, by: str) -> None:
         pages = jitattn.BlockTable(inputs.table)
         limit = None if by == "table" else capacity
         plan = planner.plan(pages, inputs.seq_lens, max_kv_len=limit)
-        out, lse = plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True)
+        out, lse = plan.run(inputs.q, planner.bind(inputs.given), return_lse=True)
         assert bool(torch.isnan(out[1]).all())
         assert bool(torch.isnan(lse[1]).all())
         out[1], lse[1] = want.out[1], want.lse[1]
@@ -123,7 +123,7 @@ def test_refresh_and_new_tables() -> None:
     inputs = make_inputs(case, DEVICE)
     planner = planner_for(case, DEVICE)
     pages = jitattn.BlockTable(inputs.table)
-    plan, kv = planner.plan(pages, inputs.seq_lens), planner.bind(inputs.cache)
+    plan, kv = planner.plan(pages, inputs.seq_lens), planner.bind(inputs.given)
     check(case, *plan.run(inputs.q, kv, return_lse=True), expected(inputs))
 
     other = make_inputs(replace(case, seed=1), DEVICE)
@@ -143,7 +143,7 @@ def test_refresh_and_new_tables() -> None:
     plan = planner.plan(jitattn.BlockTable(wide), lengths)
     lengths.copy_(inputs.seq_lens)
     plan.refresh()
-    result = plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True)
+    result = plan.run(inputs.q, planner.bind(inputs.given), return_lse=True)
     check(shorter, *result, expected(inputs))
 
 
@@ -178,7 +178,7 @@ def test_nothing_waits_for_the_device() -> None:
     with forbid_waiting():
         pages = jitattn.BlockTable(inputs.table, rows=inputs.rows)
         plan = planner.plan(pages, inputs.seq_lens)
-        kv = planner.bind(inputs.cache)
+        kv = planner.bind(inputs.given)
         plan.refresh()
         plan.run(inputs.q, kv, out=out, lse=lse, sinks=inputs.sinks)
     assert same_bits(out, want[0])
@@ -191,7 +191,7 @@ def test_run_allocates_nothing_that_is_given() -> None:
     inputs = make_inputs(replace(D128, lengths=(5000, 17, 900)), DEVICE)
     planner = planner_for(inputs.case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
-    kv, out, lse = planner.bind(inputs.cache), inputs.new_out(), inputs.new_lse()
+    kv, out, lse = planner.bind(inputs.given), inputs.new_out(), inputs.new_lse()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     plan.refresh()
     plan.run(inputs.q, kv, out=out, lse=lse)

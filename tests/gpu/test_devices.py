@@ -222,7 +222,7 @@ def test_graphs_on_the_other_device() -> None:
     planner = planner_for(inputs.case, "cuda:1")
     want = attend(inputs)
     with torch.cuda.device(1):
-        plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+        plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
         out, lse = inputs.new_out(), inputs.new_lse()
         plan.run(inputs.q, kv, out=out, lse=lse)
         torch.cuda.synchronize()

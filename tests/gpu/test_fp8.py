@@ -1,4 +1,6 @@
-"""FP8 caches: codes, scales, dead slots, tables, strides and graphs, for both kernels.
+"""Quantised caches: codes, scales, dead slots, tables, strides and graphs, for both kernels.
+
+What the bytes of NVFP4 stand for is in test_nvfp4.py.
 
 Values at large are in test_decode.py, test_mixed.py and the random examples.
 """
@@ -22,6 +24,10 @@ from tests.cases import (
     E4M3_RAGGED,
     E4M3_SEPARATE,
     E5M2,
+    NVFP4,
+    NVFP4_D256,
+    NVFP4_SEPARATE,
+    QUANTISED_FAMILIES,
     SCALES,
     Case,
     of,
@@ -52,7 +58,15 @@ from tests.inputs import (
     uniform_probe,
 )
 from tests.layouts import assert_same_through_every_table
-from tests.scales import FORMS, V_SCALES, check_k_scale, check_v_scale, of_query_heads, scale_of
+from tests.scales import (
+    FORMS,
+    V_SCALES,
+    check_k_scale,
+    check_v_scale,
+    of_query_heads,
+    ones_probe,
+    scale_of,
+)
 
 Q_LENS = (1, 5, 40)
 """One token, a few for the decode kernel at a group of two, and many for the prefill kernel."""
@@ -119,7 +133,7 @@ def check_every_byte_of_k(case: Case, q_len: int) -> None:
 
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 @pytest.mark.parametrize("length", [40, 9000])  # 9000 tokens are split
 def test_c22_v_scale(case: Case, form: str, q_len: int, length: int) -> None:
     check_v_scale(case, form, q_len, length, DEVICE)
@@ -127,7 +141,7 @@ def test_c22_v_scale(case: Case, form: str, q_len: int, length: int) -> None:
 
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 def test_c22_k_scale(case: Case, form: str, q_len: int) -> None:
     check_k_scale(case, form, q_len, DEVICE)
 
@@ -135,11 +149,13 @@ def test_c22_k_scale(case: Case, form: str, q_len: int) -> None:
 @on_the_device
 @pytest.mark.parametrize("form", ["0-d", "[1]", "heads", "heads-column"])
 @pytest.mark.parametrize("q_len", Q_LENS)
-def test_c22_a_scale_changed_between_replays_takes_effect(form: str, q_len: int) -> None:
+@pytest.mark.parametrize("case", [E4M3, NVFP4], ids=str)
+def test_c22_a_scale_changed_between_replays_takes_effect(
+    case: Case, form: str, q_len: int
+) -> None:
     """V is 1 everywhere: each replay's out is what v_scale holds then, to the bit."""
-    case = of(replace(E4M3, scales=None, group_size=2, num_kv_heads=4), (q_len, 40))
-    q, k, v = uniform_probe(case, DEVICE)
-    inputs = make_inputs(case, DEVICE, (q, k, v.fill_(1.0)))
+    case = of(replace(case, scales=None, group_size=2, num_kv_heads=4), (q_len, 40))
+    inputs = make_inputs(case, DEVICE, ones_probe(case, DEVICE))
     inputs.v_scale = scale_of(form, V_SCALES[0], DEVICE)
     assert isinstance(inputs.v_scale, Tensor)
     layer = Layer.of(inputs)
@@ -152,7 +168,7 @@ def test_c22_a_scale_changed_between_replays_takes_effect(form: str, q_len: int)
         assert torch.equal(layer.out, want.expand_as(layer.out))
 
 
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 def test_c22_every_share_of_the_card(case: Case) -> None:
     """However often a request is split, each scale counts once."""
     case = of(case, *PAIRS, scales="heads", sinks="float32")
@@ -162,9 +178,10 @@ def test_c22_every_share_of_the_card(case: Case) -> None:
         check(case, *attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
 
 
-def test_a_scale_counts_for_its_cache_alone() -> None:
+@pytest.mark.parametrize("case", [E4M3, NVFP4], ids=str)
+def test_a_scale_counts_for_its_cache_alone(case: Case) -> None:
     """One plan, caches with and without scales in turn."""
-    case = of(E4M3, *PAIRS)
+    case = of(case, *PAIRS)
     inputs = [make_inputs(replace(case, scales=form), DEVICE) for form in SCALES]
     planner = planner_for(case, DEVICE)
     plan = plan_of(inputs[0], planner)
@@ -179,8 +196,9 @@ def test_a_scale_counts_for_its_cache_alone() -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 500])
-def test_every_table_layout(window_left: int, batch_invariant: bool) -> None:
-    case = of(E4M3, *PAIRS, window_left=window_left, batch_invariant=batch_invariant, rows="int32")
+@pytest.mark.parametrize("case", [E4M3, NVFP4], ids=str)
+def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool) -> None:
+    case = of(case, *PAIRS, window_left=window_left, batch_invariant=batch_invariant, rows="int32")
     inputs = make_inputs(case, DEVICE)
     want = attend(inputs)
     check(case, *want, expected(inputs))
@@ -189,7 +207,11 @@ def test_every_table_layout(window_left: int, batch_invariant: bool) -> None:
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("cache", [*CACHES_SHARED, "twice"])
-@pytest.mark.parametrize("case", [E4M3, E4M3_SEPARATE, E5M2, E4M3_D256], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [E4M3, E4M3_SEPARATE, E5M2, E4M3_D256, NVFP4, NVFP4_SEPARATE, NVFP4_D256],
+    ids=str,
+)
 def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
     """Whatever the memory order and its alignment: the loaders differ, the sums don't."""
     if cache == "twice" and case.page_table == "shared":
@@ -202,33 +224,32 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
 
 
 @pytest.mark.parametrize("window_left", [-1, 100])
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 def test_c14_dead_slots(case: Case, window_left: int) -> None:
     """Zeros in every slot that no request owns, then NaN, Inf where there is one, and a number."""
     case = replace(of(case, *PAIRS), window_left=window_left)
     inputs = make_inputs(case, DEVICE)
-    assert all(bool(is_poison(cache).any()) for cache in inputs.cache)
-    is_int8 = case.kv_dtype == "int8"
-    poisons = (127.0, -128.0) if is_int8 else (math.nan, math.inf, 448.0)
+    assert all(bool(is_poison(cache).any()) for cache in inputs.poisoned)
+    poisons = (127.0, -128.0) if case.kv_dtype == "int8" else (math.nan, math.inf, 448.0)
     want = assert_dead_slots_do_not_count(inputs, *poisons)
     check(case, *want, expected(inputs))
 
 
-@pytest.mark.parametrize("case", [*BYTE_FAMILIES, *twins_of(E4M3)], ids=str)
+@pytest.mark.parametrize("case", [*QUANTISED_FAMILIES, *twins_of(E4M3), *twins_of(NVFP4)], ids=str)
 def test_mixed_batches(case: Case) -> None:
     run_case(of(case, *PAIRS), DEVICE)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize("q_len", [1, 2, 4, 7, 8, 9, 16, 17, 65])
-@pytest.mark.parametrize("case", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("case", [E4M3, E5M2, NVFP4], ids=str)
 def test_group_sizes(case: Case, q_len: int, group_size: int) -> None:
     pairs = [(q_len, 40), (q_len, 700), (q_len, 3)]
     run_case(replace(of(case, *pairs), group_size=group_size, num_kv_heads=3), DEVICE)
 
 
 @pytest.mark.parametrize("q_len", [1, 30])
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 def test_every_address_of_a_long_request(case: Case, q_len: int) -> None:
     edges = (0, 1, 15, 16, 17, 31, 63, 64, 127, 128, 255, 256, 1023, 4095, 4096, 8191, 12344)
     case = of(replace(case, num_kv_heads=1, causal=False), *[(q_len, 12345)] * len(edges))
@@ -263,7 +284,7 @@ def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
 
 @on_the_device
 @pytest.mark.parametrize("form", ["0-d", "[1]", "heads", "heads-column"])
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 def test_replays_read_the_scales(case: Case, form: str) -> None:
     """Scales, lengths and cache change in place between replays."""
     case = of(replace(case, scales=form), *PAIRS)

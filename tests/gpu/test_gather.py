@@ -295,7 +295,7 @@ def test_a_planner_reads_what_was_gathered() -> None:
     case = replace(D128, lengths=(37, 5, 64))
     inputs = make_inputs(case, DEVICE)
     paged = planner_for(case, DEVICE)
-    want = paged.plan(inputs.pages(), inputs.seq_lens).run(inputs.q, paged.bind(inputs.cache))
+    want = paged.plan(inputs.pages(), inputs.seq_lens).run(inputs.q, paged.bind(inputs.given))
     k, v, indptr = jitattn.gather_kv(
         inputs.cache, inputs.pages(), inputs.seq_lens, kv_layout=case.kv_layout
     )

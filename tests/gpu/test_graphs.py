@@ -288,7 +288,7 @@ def test_the_length_tensor_may_be_freed_after_the_plan() -> None:
     plan = planner.plan(jitattn.BlockTable(inputs.table.clone()), inputs.seq_lens.clone())
     junk = [torch.full((3,), 77, dtype=torch.int32, device=DEVICE) for _ in range(100)]
     plan.refresh()
-    assert_same(plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True), want)
+    assert_same(plan.run(inputs.q, planner.bind(inputs.given), return_lse=True), want)
     del junk
 
 
@@ -420,7 +420,7 @@ def test_a_plan_may_be_dropped_while_another_stream_runs_it(case: Case, own: boo
     planner = jitattn.AttentionPlanner(
         **case.planner_arguments(), device=DEVICE, workspace=workspace
     )
-    plan, kv = plan_of(inputs, planner), planner.bind(inputs.cache)
+    plan, kv = plan_of(inputs, planner), planner.bind(inputs.given)
     out, lse = inputs.new_out(), inputs.new_lse()
     sizes = {part._memory.numel() for part in plan._backend._parts}
     torch.cuda.synchronize()
@@ -463,7 +463,7 @@ def test_nothing_waits_for_the_device(case: Case, batch_invariant: bool) -> None
     out, lse = inputs.new_out(), inputs.new_lse()
     with forbid_waiting():
         plan = planner.plan(inputs.pages(), inputs.seq_lens)
-        kv = planner.bind(inputs.cache)
+        kv = planner.bind(inputs.given)
         plan.refresh()
         plan.run(inputs.q, kv, out=out, lse=lse, sinks=inputs.sinks)
         plan.run(inputs.q, kv, pages=inputs.pages(), out=out, lse=lse, sinks=inputs.sinks)
@@ -483,7 +483,7 @@ def test_the_check_leaves_captures_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("JITATTN_CHECK", "1")
     inputs = make_inputs(replace(D128, lengths=(3000, 17, 0)), DEVICE)
     planner = jitattn.AttentionPlanner(**inputs.case.planner_arguments(), device=DEVICE)
-    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
     layer = Layer(inputs, planner, plan, kv, inputs.new_out(), inputs.new_lse())
     want = layer.eager()
     graph = captured(layer)

@@ -139,7 +139,7 @@ def test_maxima_do_not_matter(case: Case, batch_invariant: bool) -> None:
     case = of(case, batch_invariant=batch_invariant)
     inputs = make_inputs(case, DEVICE)
     planner = planner_for(case, DEVICE)
-    kv = planner.bind(inputs.cache)
+    kv = planner.bind(inputs.given)
     want = attend(inputs)
     for max_q_len in (300, 301, 1000, 20_000):
         for max_kv_len in (12_000, 2**31 - 1):
@@ -190,7 +190,7 @@ def test_rows_that_q_lacks(num_missing: int) -> None:
     wide = torch.full_like(want[0], -1234.0)
     lse = torch.full_like(want[1], -1234.0)
     plan = plan_of(inputs, planner_for(inputs.case, DEVICE))
-    plan.run(inputs.q[:num_tokens], inputs.cache, out=wide[:num_tokens], lse=lse[:num_tokens])
+    plan.run(inputs.q[:num_tokens], inputs.given, out=wide[:num_tokens], lse=lse[:num_tokens])
     assert_same((wide[:num_tokens], lse[:num_tokens]), (want[0][:num_tokens], want[1][:num_tokens]))
     assert bool((wide[num_tokens:] == -1234).all())
     assert bool((lse[num_tokens:] == -1234).all())
@@ -208,7 +208,7 @@ def test_too_many_queries_are_nan_and_harm_nobody(
     want = expected(inputs)
     planner = planner_for(case, DEVICE)
     plan = plan_of(inputs, planner, max_q_len=max_q_len)
-    out, lse = plan.run(inputs.q, inputs.cache, return_lse=True, **extras(inputs))
+    out, lse = plan.run(inputs.q, inputs.given, return_lse=True, **extras(inputs))
     starts = row_starts(case)
     for request, q_len in enumerate(case.queries):
         if q_len > max_q_len:
@@ -370,7 +370,7 @@ def replays_are_eager(layer: Layer, replays: Sequence[Sequence[tuple[int, int]]]
             part._memory.fill_(0x7F)
         graph.replay()
         plan = plan_of(inputs, layer.planner, max_q_len=max_q_len)
-        kv = layer.planner.bind(inputs.cache)
+        kv = layer.planner.bind(inputs.given)
         want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
         assert_same((layer.out, layer.lse), want)
         starts = [0]
@@ -477,7 +477,7 @@ def test_nothing_waits_for_the_device_and_nothing_is_allocated() -> None:
     out, lse = inputs.new_out(), inputs.new_lse()
     with forbid_waiting():
         plan = plan_of(inputs, planner)
-        kv = planner.bind(inputs.cache)
+        kv = planner.bind(inputs.given)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         plan.refresh()
         plan.run(inputs.q, kv, out=out, lse=lse, **extras(inputs))
@@ -489,7 +489,7 @@ def test_nothing_waits_for_the_device_and_nothing_is_allocated() -> None:
 def test_a_plan_snapshots_lengths_and_offsets(case: Case) -> None:
     inputs = make_inputs(of(case), DEVICE)
     planner = planner_for(inputs.case, DEVICE)
-    plan, kv = plan_of(inputs, planner), planner.bind(inputs.cache)
+    plan, kv = plan_of(inputs, planner), planner.bind(inputs.given)
     want = attend(inputs)
     inputs.qo_indptr[1:] = 0
     inputs.seq_lens.fill_(3)
@@ -527,7 +527,7 @@ def test_reference_backend_on_the_device() -> None:
     check(case, *attend(inputs, planner), expected(inputs))
     if DEVICE == "cuda":
         plan = planner.plan(inputs.pages(), inputs.seq_lens, inputs.qo_indptr, max_q_len=3)
-        out = plan.run(inputs.q, inputs.cache)
+        out = plan.run(inputs.q, inputs.given)
         assert bool(torch.isnan(out[4:13]).all())
         assert bool(torch.isfinite(out[:4]).all())
 

@@ -311,7 +311,7 @@ def test_c16_decode_at_a_position_is_the_prompts_row(case: Case, window_left: in
     lengths = torch.arange(1, 301, dtype=torch.int32, device=DEVICE)
     rows = torch.zeros(300, dtype=torch.int32, device=DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table, rows=rows), lengths)
-    result = plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True, sinks=inputs.sinks)
+    result = plan.run(inputs.q, planner.bind(inputs.given), return_lse=True, sinks=inputs.sinks)
     check(case, *result, want)
 
 
@@ -374,7 +374,7 @@ def test_c20_two_parts_merge_to_the_whole(case: Case, q_len: int) -> None:
         lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
         pages = jitattn.BlockTable(table)
         plan = planner.plan(pages, lengths, inputs.qo_indptr, max_q_len=q_len)
-        parts.append(plan.run(inputs.q, inputs.cache, return_lse=True))
+        parts.append(plan.run(inputs.q, inputs.given, return_lse=True))
     out, lse = jitattn.merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
     torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-3)
     torch.testing.assert_close(out.double(), whole[0].double(), rtol=0, atol=2**-6)
@@ -411,7 +411,7 @@ def test_any_chunking_is_one_shot(case: Case, window_left: int) -> None:
     case = inputs.case = replace(case, window_left=window_left)
     want = expected(inputs)
     planner = planner_for(case, DEVICE)
-    kv = planner.bind(inputs.cache)
+    kv = planner.bind(inputs.given)
     for sizes in chunkings().values():
         outs, lses, end = [], [], 0
         for size in sizes:
@@ -437,7 +437,7 @@ def test_a_prompts_chunks_share_a_batch_with_others() -> None:
     planner = planner_for(case, DEVICE)
     pages = jitattn.BlockTable(inputs.table, rows=rows)
     plan = planner.plan(pages, ends, offsets, max_q_len=PROMPT)
-    check(case, *plan.run(inputs.q, inputs.cache, return_lse=True), expected(inputs))
+    check(case, *plan.run(inputs.q, inputs.given, return_lse=True), expected(inputs))
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_repeated_runs(case: Case) -> None:
     case = of(case, (3, 9000), (40, 7000), (1, 5000), (200, 300))
     inputs = make_inputs(replace(case, num_kv_heads=1), DEVICE)
     planner = planner_for(inputs.case, DEVICE)
-    plan, kv = plan_of(inputs, planner), planner.bind(inputs.cache)
+    plan, kv = plan_of(inputs, planner), planner.bind(inputs.given)
     want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
     check(inputs.case, *want, expected(inputs))
     for repeat in range(20):

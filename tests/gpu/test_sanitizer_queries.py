@@ -81,6 +81,6 @@ def test_offsets_that_promise_too_much(case: Case) -> None:
     if inputs.mask is not None:
         inputs.mask = replace(inputs.mask, given=inputs.mask.given[:100].clone())
     plan = plan_of(inputs, planner_for(inputs.case, DEVICE), max_q_len=60)
-    out = plan.run(inputs.q[:100].clone(), inputs.cache, **extras(inputs))
+    out = plan.run(inputs.q[:100].clone(), inputs.given, **extras(inputs))
     assert bool(torch.isnan(out[:70]).all())
     assert bool(torch.isfinite(out[70:]).all())

@@ -97,7 +97,7 @@ def test_too_long(case: Case) -> None:
     inputs.seq_lens[1] = 2**31 - 1
     planner = jitattn.AttentionPlanner(**inputs.case.planner_arguments(), device=DEVICE)
     plan = planner.plan(inputs.pages(), inputs.seq_lens)
-    out = plan.run(inputs.q, planner.bind(inputs.cache))
+    out = plan.run(inputs.q, planner.bind(inputs.given))
     assert bool(torch.isnan(out[1]).all())
     assert bool(torch.isfinite(out[::2]).all())
 

@@ -18,10 +18,19 @@ import torch
 import jitattn
 from jitattn.spec import PrefillSpec
 from jitattn.support import resolve
-from tests.cases import BYTE_FAMILIES, D128, EVERY_LAYOUT, Case, decode_cases, mixed_cases
+from tests.cases import (
+    BLOCK_FAMILIES,
+    BYTE_FAMILIES,
+    D128,
+    EVERY_LAYOUT,
+    Case,
+    decode_cases,
+    mixed_cases,
+)
 from tests.gpu.device import DEVICE
 from tests.gpu.sm80 import pretend_sm80
 from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v
+from tests.gpu.test_nvfp4 import check_every_code_of_k, check_every_code_of_v
 from tests.harness import attend, check, expected, planner_for, run_case, same_bits
 from tests.inputs import make_inputs
 
@@ -71,6 +80,12 @@ def test_every_byte_of_fp8(case: Case) -> None:
     check_every_byte_of_k(case, q_len=1)
 
 
+@pytest.mark.parametrize("case", BLOCK_FAMILIES, ids=str)
+def test_every_code_of_nvfp4(case: Case) -> None:
+    check_every_code_of_v(case, q_len=1)
+    check_every_code_of_k(case, q_len=1)
+
+
 @pytest.mark.parametrize("case", MIXED_CASES, ids=str)
 def test_mixed(case: Case) -> None:
     run_case(case, DEVICE)
@@ -97,7 +112,7 @@ def test_replays_and_invariant_batches(case: Case) -> None:
     inputs = make_inputs(case, DEVICE)
     want = attend(inputs)
     planner = planner_for(case, DEVICE)
-    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
     out, lse = inputs.new_out(), inputs.new_lse()
     plan.run(inputs.q, kv, out=out, lse=lse)
     torch.cuda.synchronize()

@@ -480,7 +480,7 @@ def test_a_length_that_fills_the_table_exactly(case: Case) -> None:
     check(case, *attend(inputs), expected(inputs))
     planner = planner_for(case, DEVICE)
     plan = planner.plan(inputs.pages(), inputs.seq_lens, max_kv_len=length)
-    result = plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True)
+    result = plan.run(inputs.q, planner.bind(inputs.given), return_lse=True)
     check(case, *result, expected(inputs))
 
 
@@ -601,5 +601,5 @@ def test_token_tables_of_a_pool_with_pages_of_one() -> None:
 
 def test_attention_call_on_the_device() -> None:
     inputs = make_inputs(replace(RAGGED, lengths=(5, 900)), DEVICE)
-    out = jitattn.attention(inputs.q, inputs.cache, inputs.pages(), inputs.seq_lens)
+    out = jitattn.attention(inputs.q, inputs.given, inputs.pages(), inputs.seq_lens)
     assert same_bits(out, attend(inputs)[0])

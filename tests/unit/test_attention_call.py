@@ -28,7 +28,7 @@ def call(inputs: Inputs, **changes: object) -> object:
         "v_scale": inputs.v_scale,
         "return_lse": True,
     } | changes
-    return jitattn.attention(inputs.q, inputs.cache, inputs.pages(), inputs.seq_lens, **arguments)
+    return jitattn.attention(inputs.q, inputs.given, inputs.pages(), inputs.seq_lens, **arguments)
 
 
 @EVERYWHERE
@@ -120,10 +120,10 @@ def test_tensors_that_are_none() -> None:
     with pytest.raises((TypeError, ValueError), match="q"):
         jitattn.attention(inputs.q[0], inputs.cache, pages, lengths)
     with pytest.raises((TypeError, ValueError), match="pages"):
-        jitattn.attention(inputs.q, inputs.cache, inputs.table, lengths)
+        jitattn.attention(inputs.q, inputs.given, inputs.table, lengths)
     with pytest.raises((TypeError, ValueError), match="kv_cache"):
         jitattn.attention(inputs.q, inputs.cache[0], pages, lengths)
     with pytest.raises((TypeError, ValueError), match="seq_lens"):
-        jitattn.attention(inputs.q, inputs.cache, pages, [40, 0])
+        jitattn.attention(inputs.q, inputs.given, pages, [40, 0])
     with pytest.raises((TypeError, ValueError), match="k_cache"):
         jitattn.attention(inputs.q, tuple(x[0] for x in inputs.cache), pages, lengths)

@@ -139,7 +139,7 @@ def test_ragged_requests_end_inside_k_and_v(device: str) -> None:
 def test_pages_given_to_run_are_checked(case: Case, device: str) -> None:
     inputs = make_inputs(case, device)
     planner = checking(case, device)
-    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
     check(case, *plan.run(inputs.q, kv, return_lse=True), expected(inputs))
     inputs.table = torch.full_like(inputs.table, 10**6)
     with pytest.raises(ValueError, match=r"request 0\b.*\b1000000\b"):
@@ -153,7 +153,7 @@ def test_lengths_are_those_of_the_last_plan_or_refresh(device: str) -> None:
     inputs.table[0, 2] = -1
     inputs.seq_lens[0] = 32
     planner = checking(inputs.case, device)
-    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
     plan.run(inputs.q, kv)
     inputs.seq_lens[0] = 33
     plan.run(inputs.q, kv)
@@ -169,7 +169,7 @@ def test_nothing_is_written_when_something_is_found(device: str) -> None:
     planner = checking(inputs.case, device)
     plan, out = planner.plan(inputs.pages(), inputs.seq_lens), inputs.new_out().fill_(7)
     with pytest.raises(ValueError, match="JITATTN_CHECK"):
-        plan.run(inputs.q, planner.bind(inputs.cache), out=out)
+        plan.run(inputs.q, planner.bind(inputs.given), out=out)
     assert bool((out == 7).all())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.tiling import decode_tile_for, prefill_tile_for
-from tests.cases import BYTE_FAMILIES, E4M3, E5M2, SCALES, Case, of
+from tests.cases import E4M3, E5M2, QUANTISED_FAMILIES, SCALES, Case, of
 from tests.harness import assert_same, attend, planner_for
 from tests.inputs import K_SCALES, V_SCALES, Inputs, make_inputs
 from tests.scales import FORMS, check_k_scale, check_v_scale
@@ -53,7 +53,7 @@ def by_hand(inputs: Inputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", SCALES)
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 def test_scales_by_hand(case: Case, form: str | None) -> None:
     case = replace(of(case, *PAIRS), scales=form, num_kv_heads=3, group_size=2)
     inputs = make_inputs(case, "cpu")
@@ -68,7 +68,7 @@ def test_scales_by_hand(case: Case, form: str | None) -> None:
 
 @pytest.mark.parametrize("q_len", [1, 5, 40])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
+@pytest.mark.parametrize("case", QUANTISED_FAMILIES, ids=str)
 def test_c22_scales_to_the_bit(case: Case, form: str, q_len: int) -> None:
     check_v_scale(case, form, q_len, 40, "cpu")
     check_k_scale(case, form, q_len, "cpu")

@@ -110,7 +110,7 @@ def test_a_batch_of_none(case: Case, device: str) -> None:
     pages = wide_table(replace(case, lengths=()), 3, device)
     plan = planner.plan(pages, torch.zeros(0, dtype=torch.int32, device=device))
     inputs = make_inputs(case, device)
-    out, lse = plan.run(inputs.q[:0], planner.bind(inputs.cache), return_lse=True)
+    out, lse = plan.run(inputs.q[:0], planner.bind(inputs.given), return_lse=True)
     assert out.shape == (0, case.num_qo_heads, case.value_dim)
     assert lse.shape == (0, case.num_qo_heads)
 
@@ -377,7 +377,7 @@ def test_run_takes_other_pages(case: Case, device: str) -> None:
     case = replace(case, lengths=(70, 0, 33), rows="int64" if case.has_rows else None)
     inputs = make_inputs(case, device)
     planner = planner_for(case, device)
-    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.cache)
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
     moved = replace(case, seed=0)
     other = make_inputs(moved, device)
     other.q.copy_(other.q.flip(0))
@@ -437,4 +437,4 @@ def test_c10_two_head_dims_of_separate_pools() -> None:
     inputs.cache = (k, more)
     check(case, *attend(inputs), expected(inputs))
     with pytest.raises(ValueError, match="k_cache has"):
-        planner_for(replace(case, page_table="shared"), "cpu").bind(inputs.cache)
+        planner_for(replace(case, page_table="shared"), "cpu").bind(inputs.given)

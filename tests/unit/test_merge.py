@@ -177,7 +177,7 @@ def test_c20_prefix_and_suffix_merge_to_one_pass(case: Case, device: str) -> Non
         pages = jitattn.BlockTable(inputs.table[:, columns])
         lengths = torch.tensor([length], dtype=torch.int32, device=device)
         plan = planner.plan(pages, lengths)
-        parts.append(plan.run(inputs.q, planner.bind(inputs.cache), return_lse=True))
+        parts.append(plan.run(inputs.q, planner.bind(inputs.given), return_lse=True))
     outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
     out, lse = jitattn.merge_states(outs, lses)
     want = expected(inputs)

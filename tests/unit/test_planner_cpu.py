@@ -60,7 +60,7 @@ def parts(case: Case = CASE, **changes: object) -> tuple:
     inputs = make_inputs(case, "cpu")
     planner = planner_for(case, "cpu", **changes)
     plan = planner.plan(jitattn.BlockTable(inputs.table, rows=inputs.rows), inputs.seq_lens)
-    return inputs, plan, planner.bind(inputs.cache)
+    return inputs, plan, planner.bind(inputs.given)
 
 
 def test_run_returns_out_alone() -> None:
@@ -97,7 +97,7 @@ def test_out_dtype_defaults_to_that_of_q() -> None:
 
 def test_raw_caches_are_bound_on_the_spot() -> None:
     inputs, plan, kv = parts()
-    assert same_bits(plan.run(inputs.q, inputs.cache), plan.run(inputs.q, kv))
+    assert same_bits(plan.run(inputs.q, inputs.given), plan.run(inputs.q, kv))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])

@@ -213,7 +213,7 @@ def test_quantized_kv_holds_its_tensors() -> None:
     [
         ({"scale_layout": "interleaved"}, "scale_layout is 'interleaved'"),
         ({"k": torch.zeros(3, 4, 2, 32)}, "k has dtype float32"),
-        ({"k": torch.zeros(4, 2, 32, dtype=torch.uint8)}, "four dimensions"),
+        ({"k": torch.zeros(2, 32, dtype=torch.uint8)}, "four dimensions, or three without pages"),
         ({"v": torch.zeros(3, 4, 2, 12, dtype=torch.uint8)}, "head_dim of 24"),
         ({"v_block_scales": torch.zeros(3, 4, 2, 2, dtype=torch.uint8)}, "v_block_scales has sh"),
         ({"v_block_scales": torch.zeros(3, 4, 2, 4)}, "v_block_scales has dtype float32"),

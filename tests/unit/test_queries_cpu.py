@@ -205,11 +205,11 @@ def test_refresh_follows_the_offsets() -> None:
     want = attend(inputs)
     other = replace(case, q_lens=(4, 2))
     inputs.qo_indptr.copy_(torch.tensor([0, 4, 6]))
-    got = plan.run(inputs.q, inputs.cache, return_lse=True, **extras(inputs))
+    got = plan.run(inputs.q, inputs.given, return_lse=True, **extras(inputs))
     assert same_bits(got[0], want[0])
     plan.refresh()
     now = replace(inputs, case=other)
-    result = plan.run(inputs.q, inputs.cache, return_lse=True)
+    result = plan.run(inputs.q, inputs.given, return_lse=True)
     check(other, *result, by_definition(now))
     inputs.qo_indptr.copy_(torch.tensor([0, 5, 6]))
     with pytest.raises(ValueError, match="max_q_len"):

@@ -74,6 +74,7 @@ def decode_spec(**arguments: object) -> DecodeSpec:
             for dim in HEAD_DIMS
             for dtype in ("float8_e4m3fn", "float8_e5m2")
         ),
+        *(({"head_dim": dim, "kv_dtype": "nvfp4"}, False) for dim in (64, 128, 256)),
         ({"q_dtype": "float16", "kv_dtype": "float16"}, True),
         ({"batch_invariant": True, "window_left": 7, "logits_soft_cap": 3.0}, True),
         ({"num_qo_heads": 64, "num_kv_heads": 1, "use_custom_mask": True}, True),
@@ -164,6 +165,8 @@ def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
         ({"kv_dtype": "float8_e4m3fn"}, "vector"),
         ({"kv_dtype": "float8_e5m2", "head_dim": 256}, "vector"),
         ({"kv_dtype": "float8_e5m2", "head_dim": 512}, None),
+        ({"kv_dtype": "nvfp4"}, "vector"),
+        ({"kv_dtype": "nvfp4", "head_dim": 80}, "vector"),
     ],
     ids=str,
 )

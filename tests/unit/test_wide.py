@@ -215,12 +215,13 @@ CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100f": (10, 0), "sm_120f"
 
 
 def narrow_specs(arch: str) -> list[DecodeSpec]:
-    """The sample's kernels of narrow tiles whose head dims allow a wide one."""
+    """The sample's kernels of narrow tiles whose head dims allow a wide one, with both loaders."""
     return [
-        spec
+        replace(spec, loader=loader)
         for spec in support.sample_specs(arch)
         if isinstance(spec, DecodeSpec)
         if spec.row_tile == 8 and max(spec.head_dim, spec.head_dim_vo) <= 128
+        for loader in dict.fromkeys((spec.loader, Loader.PLAIN))
     ]
 
 

@@ -20,6 +20,17 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
+// The scales of the blocks of K or V: [num_pages, page_size, num_kv_heads, head_dim / 16], any
+// strides. In the place of a map, since caches with scales have none. Twin: jitattn/params.py.
+struct alignas(64) BlockScales {
+  const uint8_t* scales;
+  int64_t page_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+  uint64_t unused[12];
+};
+static_assert(sizeof(BlockScales) == sizeof(TensorMap), "either has the same room");
+
 struct AttentionParams {
   const uint16_t* q;     // [num_tokens, num_qo_heads, head_dim]
   const void* k;         // [num_pages, page_size, num_kv_heads, head_dim], any strides
@@ -34,10 +45,10 @@ struct AttentionParams {
   const uint8_t* mask;   // by mask_kind
   const int32_t* mask_indptr;  // [batch_size + 1], in bytes
   Schedule schedule;
-  Scale k_scale;  // of FP8 caches
+  Scale k_scale;  // of quantised caches
   Scale v_scale;
 
-  // Strides in elements; the last dimension is contiguous.
+  // Strides in elements, of NVFP4 in bytes; the last dimension is contiguous.
   int64_t q_token_stride;
   int64_t q_head_stride;
   int64_t k_page_stride;

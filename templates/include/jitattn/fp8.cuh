@@ -80,6 +80,13 @@ struct Int8 {
   }
 };
 
+// Whether a type has an element in each byte.
+struct Float4E2M1;
+template <typename Type>
+constexpr bool kHasBytes = sizeof(typename Type::Storage) == 1;
+template <>
+constexpr bool kHasBytes<Float4E2M1> = false;
+
 // The values of bytes 0 and 1 of a word, and of bytes 2 and 3, as pairs of a 16-bit type.
 template <typename To, typename From>
 __device__ __forceinline__ uint2 unpack_pairs(uint32_t bytes) {
@@ -91,7 +98,7 @@ __device__ __forceinline__ uint2 unpack_pairs(uint32_t bytes) {
 template <typename To, typename From>
 __device__ __forceinline__ uint2 unpack(uint32_t bytes) {
   // Discarded here, since callers that are no templates compile what they don't use.
-  if constexpr (sizeof(typename From::Storage) > 1)
+  if constexpr (!kHasBytes<From>)
     return {};
   else {
     const uint2 halves = From::to_halves(bytes);

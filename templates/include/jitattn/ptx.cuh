@@ -25,6 +25,15 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, b
   }
 }
 
+// The same of 4 or 8 bytes.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_few(uint32_t smem, const void* global, bool valid) {
+  const int bytes = valid ? kBytes : 0;
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(smem), "l"(global),
+               "n"(kBytes), "r"(bytes)
+               : "memory");
+}
+
 // Lets the next kernel on the stream begin, where it was launched to begin early; it waits itself
 // for this one's end before it reads or writes anything that others may write or read.
 __device__ __forceinline__ void launch_dependents() {
@@ -172,6 +181,29 @@ __device__ __forceinline__ uint4 load_16(const uint8_t* source) {
   return {words[0], words[1], words[2], words[3]};
 }
 
+// Eight bytes, wherever they lie.
+__device__ __forceinline__ uint2 load_8(const void* source) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(source);
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) words[i / 4] |= uint32_t(bytes[i]) << i % 4 * 8;
+  return {words[0], words[1]};
+}
+
+__device__ __forceinline__ void st_shared_byte(uint32_t smem, uint32_t value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t ld_shared_byte(uint32_t smem) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_shared_4(uint32_t smem, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_8(uint32_t smem, uint2 value) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem), "r"(value.x), "r"(value.y)
                : "memory");
@@ -220,6 +252,12 @@ __device__ __forceinline__ uint4 ldmatrix_x4_trans(uint32_t smem) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                : "r"(smem)
                : "memory");
+  return r;
+}
+
+__device__ __forceinline__ uint2 ld_shared_8(uint32_t smem) {
+  uint2 r;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(smem) : "memory");
   return r;
 }
 

@@ -17,6 +17,7 @@ __device__ __forceinline__ void split(uint32_t word, uint16_t& low, uint16_t& hi
 
 struct Half {
   using Storage = uint16_t;
+  static constexpr int kMantissaBits = 10;
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -34,6 +35,12 @@ struct Half {
     return word;
   }
   static __device__ __forceinline__ uint32_t from_halves(uint32_t word) { return word; }
+  // Of two numbers in a word each; subnormal ones count.
+  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
+    uint32_t word;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+  }
   // d[16 x 8] += a[16 x 16] b[16 x 8], accumulated in float.
   static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
     asm volatile(
@@ -46,6 +53,7 @@ struct Half {
 
 struct BFloat16 {
   using Storage = uint16_t;
+  static constexpr int kMantissaBits = 7;
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     return __int_as_float(static_cast<int>(static_cast<uint32_t>(bits) << 16));
   }
@@ -62,6 +70,12 @@ struct BFloat16 {
     uint16_t low, high;
     split(word, low, high);
     return pack(Half::to_float(low), Half::to_float(high));
+  }
+  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
+    uint32_t word;
+    // Before compute capability 9.0 there is no other product than that plus -0.
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(0x80008000u));
+    return word;
   }
   static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
     asm volatile(

@@ -1,0 +1,570 @@
+"""The kernels of warps, compiled for the CPU and launched by the real host code.
+
+The lanes of a CTA are coroutines, which meet where a warp or the CTA does; CTAs run one after the
+other. Instructions that the host hasn't are written anew here; the templates and the headers of
+their arithmetic are the real ones. Shared memory begins full of NaN, and copies to it land when
+they are waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import jitattn
+from jitattn import cuda_backend, driver
+from jitattn.driver import DeviceFacts
+from jitattn.params import KERNEL_PARAMS, ScheduleParams
+from jitattn.render import TEMPLATES, render
+from jitattn.spec import AttentionSpec, PageTable
+from jitattn.tiling import attention_tile_for
+from tests.unit import fake_cuda
+from tests.unit.fake_cuda import FakeKernel
+from tests.unit.test_schedule_model import Call, compile_for_host
+
+REAL_HEADERS = ("operands", "schedule", "attention_params", "nvfp4")
+ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
+HOST = r"""
+#include <ucontext.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+using std::max;
+using std::min;
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct Index { unsigned x; };
+static Index blockIdx, gridDim;
+
+struct Copy { uint32_t smem; const uint8_t* source; int size; bool valid; };
+struct Lane {
+  Index index;
+  ucontext_t context;
+  std::vector<char> stack;
+  bool is_done = false;
+  std::deque<std::vector<Copy>> groups;
+  std::vector<Copy> open;
+};
+static std::vector<Lane> lanes;
+static Lane* current;
+static ucontext_t host;
+#define threadIdx (current->index)
+inline void yield() { swapcontext(&current->context, &host); }
+
+struct Barrier {
+  unsigned waiting = 0, phase = 0;
+  void wait(unsigned count) {
+    const unsigned entered = phase;
+    if (++waiting == count) {
+      waiting = 0, ++phase;
+      return;
+    }
+    while (phase == entered) yield();
+  }
+};
+static Barrier cta_barrier;
+static Barrier warp_barriers[32];
+static uint32_t exchanged[32][32][4];
+inline unsigned warp() { return threadIdx.x / 32; }
+inline unsigned lane() { return threadIdx.x % 32; }
+inline void __syncthreads() { cta_barrier.wait(lanes.size()); }
+inline void __syncwarp() { warp_barriers[warp()].wait(32); }
+static int votes;
+inline int __syncthreads_or(int vote) {
+  __syncthreads();
+  votes = 0;
+  __syncthreads();
+  votes |= vote;
+  __syncthreads();
+  return votes;
+}
+// What every lane of the warp gives.
+template <typename T>
+struct Given {
+  T of[32];
+  explicit Given(T mine) {
+    static_assert(sizeof(T) <= 16, "");
+    std::memcpy(exchanged[warp()][lane()], &mine, sizeof mine);
+    __syncwarp();
+    for (int i = 0; i < 32; ++i) std::memcpy(&of[i], exchanged[warp()][i], sizeof mine);
+    __syncwarp();
+  }
+};
+template <typename T> T __shfl_sync(unsigned, T value, int from) {
+  return Given<T>(value).of[from % 32];
+}
+template <typename T> T __shfl_xor_sync(unsigned, T value, int mask) {
+  return Given<T>(value).of[lane() ^ mask];
+}
+inline bool __any_sync(unsigned, bool value) {
+  const Given<bool> all(value);
+  return std::any_of(all.of, all.of + 32, [](bool x) { return x; });
+}
+inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
+template <typename To, typename From> To bits_of(From x) {
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline float __int_as_float(int32_t x) { return bits_of<float>(x); }
+inline uint32_t __float_as_uint(float x) { return bits_of<uint32_t>(x); }
+template <typename T> T __ldcg(const T* place) { return *place; }
+inline void __threadfence_block() {}
+inline int atomicAdd(int* place, int value) { const int old = *place; *place += value; return old; }
+inline int atomicCAS(int* place, int expected, int value) {
+  const int old = *place;
+  if (old == expected) *place = value;
+  return old;
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t both = a | uint64_t(b) << 32;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) word |= uint32_t(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return word;
+}
+
+constexpr int kSmem = 240 * 1024;
+alignas(1024) static uint8_t host_smem[kSmem];
+
+namespace jitattn {
+constexpr int kWarpSize = 32;
+constexpr int32_t kInt32Max = 0x7fffffff;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+inline float neg_inf() { return -INFINITY; }
+inline float quiet_nan() { return NAN; }
+inline uint32_t smem_address(const void* pointer) {
+  return static_cast<const uint8_t*>(pointer) - host_smem;
+}
+inline uint8_t* at(uint32_t smem, int size) {
+  if (smem % size || smem + size > kSmem) std::abort();
+  return host_smem + smem;
+}
+inline void copy_later(uint32_t smem, const void* source, int size, bool valid) {
+  if (valid && reinterpret_cast<uintptr_t>(source) % size) std::abort();
+  at(smem, size);
+  current->open.push_back({smem, static_cast<const uint8_t*>(source), size, valid});
+}
+template <int kFetchBytes> void cp_async_16(uint32_t smem, const void* source, bool valid) {
+  copy_later(smem, source, 16, valid);
+}
+template <int kBytes> void cp_async_few(uint32_t smem, const void* source, bool valid) {
+  static_assert(kBytes == 4 || kBytes == 8, "");
+  copy_later(smem, source, kBytes, valid);
+}
+inline void cp_async_commit() {
+  current->groups.push_back(current->open);
+  current->open.clear();
+}
+template <int kPending> void cp_async_wait() {
+  while (current->groups.size() > kPending) {
+    for (const Copy& copy : current->groups.front()) {
+      uint8_t* place = at(copy.smem, copy.size);
+      if (copy.valid) std::memcpy(place, copy.source, copy.size);
+      else std::memset(place, 0, copy.size);
+    }
+    current->groups.pop_front();
+  }
+}
+inline void cp_async_wait_all() {
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+// Barriers, by the places that stand for them.
+struct Phases { int count, pending; uint32_t parity; };
+static std::map<uint32_t, Phases> phases;
+inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0}; }
+inline void mbarrier_arrive(uint32_t barrier) {
+  Phases& now = phases.at(barrier);
+  if (--now.pending == 0) now.pending = now.count, now.parity ^= 1;
+}
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  while (phases.at(barrier).parity == parity) yield();
+}
+inline void fence_mbarrier_init() {}
+static Barrier named_barriers[16];
+template <int kThreads> void sync_threads(int barrier) { named_barriers[barrier].wait(kThreads); }
+template <int kThreads> void arrive_threads(int barrier) {
+  Barrier& one = named_barriers[barrier];
+  if (++one.waiting == kThreads) one.waiting = 0, ++one.phase;
+}
+inline void require_now(float) {}
+inline void launch_dependents() {}
+inline void wait_for_previous_kernel() {}
+inline void prefetch_tensor_map(const void*) {}
+inline void fence_before_boxes() {}
+inline void prefetch_line(const void*) {}
+inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomicAdd(place, value); }
+template <typename T> uint4 load_16(const T* source) {
+  uint4 words;
+  std::memcpy(&words, source, 16);
+  return words;
+}
+template <typename T> void store_16(T* target, uint4 words) { std::memcpy(target, &words, 16); }
+inline uint2 load_8(const void* source) {
+  uint2 words;
+  std::memcpy(&words, source, 8);
+  return words;
+}
+inline void st_shared_byte(uint32_t smem, uint32_t value) { *at(smem, 1) = value; }
+inline uint32_t ld_shared_byte(uint32_t smem) { return *at(smem, 1); }
+inline void st_shared_4(uint32_t smem, uint32_t value) { std::memcpy(at(smem, 4), &value, 4); }
+inline void st_shared_8(uint32_t smem, uint2 value) { std::memcpy(at(smem, 8), &value, 8); }
+inline void st_shared_16(uint32_t smem, uint4 value) { std::memcpy(at(smem, 16), &value, 16); }
+// Matrix `m` of an ldmatrix, of the lane's two elements.
+inline uint32_t matrix(const Given<uint32_t>& places, int m, bool is_transposed) {
+  const int g = lane() / 4, t = lane() % 4;
+  uint16_t pair[2];
+  for (int i = 0; i < 2; ++i) {
+    const int row = is_transposed ? 2 * t + i : g, column = is_transposed ? g : 2 * t + i;
+    std::memcpy(&pair[i], at(places.of[8 * m + row], 16) + 2 * column, 2);
+  }
+  return pair[0] | uint32_t(pair[1]) << 16;
+}
+inline uint2 ldmatrix_x2(uint32_t smem) {
+  const Given<uint32_t> places(smem);
+  return {matrix(places, 0, false), matrix(places, 1, false)};
+}
+inline uint2 ldmatrix_x2_trans(uint32_t smem) {
+  const Given<uint32_t> places(smem);
+  return {matrix(places, 0, true), matrix(places, 1, true)};
+}
+inline uint2 ld_shared_8(uint32_t smem) {
+  uint2 words;
+  std::memcpy(&words, at(smem, 8), 8);
+  return words;
+}
+inline uint4 ld_shared_16(uint32_t smem) {
+  uint4 words;
+  std::memcpy(&words, at(smem, 16), 16);
+  return words;
+}
+inline uint4 ldmatrix_x4(uint32_t smem) {
+  const Given<uint32_t> p(smem);
+  return {matrix(p, 0, false), matrix(p, 1, false), matrix(p, 2, false), matrix(p, 3, false)};
+}
+inline uint4 ldmatrix_x4_trans(uint32_t smem) {
+  const Given<uint32_t> p(smem);
+  return {matrix(p, 0, true), matrix(p, 1, true), matrix(p, 2, true), matrix(p, 3, true)};
+}
+inline uint32_t movmatrix_trans(uint32_t fragment) {
+  const Given<uint32_t> all(fragment);
+  const int g = lane() / 4, t = lane() % 4;
+  uint32_t word = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t source = all.of[(2 * t + i) * 4 + g / 2];
+    word |= (source >> g % 2 * 16 & 0xffff) << 16 * i;
+  }
+  return word;
+}
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+inline float reciprocal_approx(float x) { return 1.f / x; }
+
+template <typename Type>
+struct Numbers {
+  using Storage = uint16_t;
+  static uint32_t pack(float low, float high) {
+    return Type::from_float(low) | uint32_t(Type::from_float(high)) << 16;
+  }
+  static float low(uint32_t word) { return Type::to_float(word); }
+  static float high(uint32_t word) { return Type::to_float(word >> 16); }
+  static uint32_t mul(uint32_t a, uint32_t b) { return pack(low(a) * low(b), high(a) * high(b)); }
+  static void mma(float (&d)[4], uint4 a, uint2 b) {
+    const Given<uint4> as(a);
+    const Given<uint2> bs(b);
+    const int g = lane() / 4, t = lane() % 4;
+    for (int i = 0; i < 4; ++i) {
+      const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+      float sum = 0.f;
+      for (int k = 0; k < 16; ++k) {
+        const uint4& x = as.of[row % 8 * 4 + k % 8 / 2];
+        const uint2& y = bs.of[column * 4 + k % 8 / 2];
+        const uint32_t left = row < 8 ? (k < 8 ? x.x : x.z) : (k < 8 ? x.y : x.w);
+        const uint32_t right = k < 8 ? y.x : y.y;
+        sum += (k % 2 ? high(left) : low(left)) * (k % 2 ? high(right) : low(right));
+      }
+      d[i] += sum;
+    }
+  }
+};
+struct Half : Numbers<Half> {
+  static constexpr int kMantissaBits = 10;
+  static float to_float(uint16_t x) { return bits_of<_Float16>(x); }
+  static uint16_t from_float(float x) { return bits_of<uint16_t>(static_cast<_Float16>(x)); }
+  static uint32_t from_halves(uint32_t word) { return word; }
+};
+struct BFloat16 : Numbers<BFloat16> {
+  static constexpr int kMantissaBits = 7;
+  static float to_float(uint16_t x) { return bits_of<float>(uint32_t(x) << 16); }
+  static uint16_t from_float(float x) {
+    const uint32_t bits = bits_of<uint32_t>(x);
+    return x == x ? bits + 0x7fff + (bits >> 16 & 1) >> 16 : 0x7fff;
+  }
+  static uint32_t from_halves(uint32_t word) {
+    return pack(Half::to_float(word), Half::to_float(word >> 16));
+  }
+};
+struct Float {
+  using Storage = float;
+  static float from_float(float x) { return x; }
+};
+enum class FloatCode : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
+inline float load_float(const void* base, int64_t i, FloatCode code) {
+  switch (code) {
+    case FloatCode::kFloat16: return Half::to_float(static_cast<const uint16_t*>(base)[i]);
+    case FloatCode::kBFloat16: return BFloat16::to_float(static_cast<const uint16_t*>(base)[i]);
+    case FloatCode::kFloat32: return static_cast<const float*>(base)[i];
+    default: return static_cast<const double*>(base)[i];
+  }
+}
+inline int64_t load_integer(const void* base, int64_t i, bool is_int64) {
+  return is_int64 ? static_cast<const int64_t*>(base)[i] : static_cast<const int32_t*>(base)[i];
+}
+// Types of caches, by a function of a byte.
+template <typename Type>
+struct Bytes {
+  using Storage = uint8_t;
+  static uint32_t at(uint32_t bytes, int i, int j) {
+    return Half::pack(Type::value(bytes >> 8 * i), Type::value(bytes >> 8 * j));
+  }
+  static uint2 to_halves(uint32_t b) { return {at(b, 0, 2), at(b, 1, 3)}; }
+  static uint2 to_pairs(uint32_t b) { return {at(b, 0, 1), at(b, 2, 3)}; }
+};
+struct Float8E4M3 : Bytes<Float8E4M3> {
+  static float value(uint8_t b) {
+    const float size = (b & 0x7f) == 0x7f ? NAN : Half::to_float((b & 0x7f) << 7) * 256.f;
+    return b & 0x80 ? -size : size;
+  }
+};
+struct Float8E5M2 : Bytes<Float8E5M2> {
+  static float value(uint8_t b) { return Half::to_float(b << 8); }
+};
+struct Int8 : Bytes<Int8> {
+  static float value(uint8_t b) { return int8_t(b); }
+};
+struct Float4E2M1 { using Storage = uint8_t; };
+template <typename To, typename From> uint2 unpack_pairs(uint32_t bytes) {
+  const uint2 halves = From::to_pairs(bytes);
+  return {To::from_halves(halves.x), To::from_halves(halves.y)};
+}
+template <typename To, typename From> uint2 unpack(uint32_t bytes) {
+  if constexpr (std::is_base_of_v<Bytes<From>, From>) {
+    const uint2 halves = From::to_halves(bytes);
+    return {To::from_halves(halves.x), To::from_halves(halves.y)};
+  }
+  return {};
+}
+}  // namespace jitattn
+"""
+# Products of warpgroups, which are done at once.
+WARPGROUPS = r"""
+namespace cutlass::arch {
+template <int kRegisters> void warpgroup_reg_dealloc() {}
+template <int kRegisters> void warpgroup_reg_alloc() {}
+}  // namespace cutlass::arch
+namespace cute {
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit_batch() {}
+template <int kPending> void warpgroup_wait() {}
+inline void warpgroup_fence_operand(float&) {}
+namespace SM90::GMMA {
+enum class Major { K, MN };
+enum class ScaleOut { Zero, One };
+// An element of a matrix with the 128-byte swizzle: `along` lies in its rows of 128 bytes.
+template <typename Type> float element(uint64_t matrix, int row, int along) {
+  const uint32_t begin = (matrix & 0x3fff) * 16, leap = (matrix >> 16 & 0x3fff) * 16;
+  const uint32_t step = (matrix >> 32 & 0x3fff) * 16;
+  const uint32_t place =
+      begin + row / 8 * step + row % 8 * 128 + along / 64 * leap + along % 64 * 2;
+  uint16_t bits;
+  std::memcpy(&bits, jitattn::at(place ^ (place >> 7 & 7) << 4, 2), 2);
+  return Type::to_float(bits);
+}
+template <typename Type, Major kB, typename A>
+void multiply(const A& a, uint64_t b, const std::vector<float*>& d, bool adds) {
+  const int g = lane() / 4, t = lane() % 4;
+  for (int i = 0; i < d.size(); ++i) {
+    const int row = g + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+    float sum = adds ? *d[i] : 0.f;
+    for (int k = 0; k < 16; ++k) {
+      const float right =
+          kB == Major::K ? element<Type>(b, column, k) : element<Type>(b, k, column);
+      sum += a(row, k) * right;
+    }
+    *d[i] = sum;
+  }
+}
+template <typename Type, Major kA, Major kB> struct SharedByShared {
+  template <typename... Floats> static void fma(uint64_t a, uint64_t b, Floats&&... floats) {
+    run(a, b, std::forward_as_tuple(floats...), std::make_index_sequence<sizeof...(floats) - 1>());
+  }
+  template <typename Tuple, size_t... I>
+  static void run(uint64_t a, uint64_t b, Tuple all, std::index_sequence<I...>) {
+    const int first = warp() % 4 * 16;
+    multiply<Type, kB>([&](int row, int k) { return element<Type>(a, first + row, k); }, b,
+                       {&std::get<I>(all)...}, std::get<sizeof...(I)>(all) == ScaleOut::One);
+  }
+};
+template <typename Type, Major kA, Major kB> struct RegistersByShared {
+  template <typename... Floats>
+  static void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
+                  Floats&&... floats) {
+    run({a0, a1, a2, a3}, b, std::forward_as_tuple(floats...),
+        std::make_index_sequence<sizeof...(floats) - 1>());
+  }
+  template <typename Tuple, size_t... I>
+  static void run(uint4 mine, uint64_t b, Tuple all, std::index_sequence<I...>) {
+    const Given<uint4> given(mine);
+    const auto a = [&](int row, int k) {
+      const uint4& x = given.of[row % 8 * 4 + k % 8 / 2];
+      const uint32_t word = row < 8 ? (k < 8 ? x.x : x.z) : (k < 8 ? x.y : x.w);
+      return k % 2 ? Type::high(word) : Type::low(word);
+    };
+    multiply<Type, kB>(a, b, {&std::get<I>(all)...},
+                       std::get<sizeof...(I)>(all) == ScaleOut::One);
+  }
+};
+}  // namespace SM90::GMMA
+}  // namespace cute
+"""
+CALL = r"""
+alignas(64) static uint8_t host_params[sizeof(jitattn::KernelParams)];
+static void run_lane() {
+  SYMBOL(*reinterpret_cast<const jitattn::KernelParams*>(host_params));
+  current->is_done = true;
+  yield();
+}
+extern "C" int64_t params_size() { return sizeof host_params; }
+extern "C" void call(const void* params, int grid, int num_threads) {
+  std::memcpy(host_params, params, sizeof host_params);
+  gridDim.x = grid;
+  lanes = std::vector<Lane>(num_threads);
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+    std::memset(host_smem, 0xff, sizeof host_smem);
+    jitattn::phases.clear();
+    for (Barrier& barrier : jitattn::named_barriers) barrier = {};
+    for (int i = 0; i < num_threads; ++i) {
+      Lane& one = lanes[i];
+      one.index.x = i;
+      one.stack.resize(256 * 1024);
+      one.is_done = false;
+      one.groups.clear();
+      one.open.clear();
+      getcontext(&one.context);
+      one.context.uc_stack.ss_sp = one.stack.data();
+      one.context.uc_stack.ss_size = one.stack.size();
+      one.context.uc_link = nullptr;
+      makecontext(&one.context, run_lane, 0);
+    }
+    for (bool is_done = false; !is_done;) {
+      is_done = true;
+      for (Lane& one : lanes) {
+        if (one.is_done) continue;
+        is_done = false;
+        current = &one;
+        swapcontext(&host, &one.context);
+      }
+    }
+  }
+}
+"""
+
+
+@functools.cache
+def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
+    """The kernel of ``spec`` as a function of the host."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++, to run kernels on the CPU")
+    folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
+    headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
+    source = render(spec, arch)
+    source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
+    for name in dict.fromkeys(re.findall(r"MMA_64x\w+", source)):
+        kind = "SharedByShared" if name.endswith("SS") else "RegistersByShared"
+        number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
+        source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
+    source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
+    text = "\n".join((HOST, *headers, WARPGROUPS, source, CALL.replace("SYMBOL", spec.symbol)))
+    text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
+    path, library = folder / "kernel.cpp", folder / "kernel.so"
+    path.write_text(text)
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
+    done = subprocess.run(
+        [compiler, *options, "-o", library, path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
+
+
+SMEM = "uint8_t* smem = host_smem;"
+JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
+
+
+@functools.cache
+def schedule_on_host() -> Call:
+    """The schedule kernel as a function of the host."""
+    return compile_for_host(Path(tempfile.mkdtemp(prefix="jitattn-host-")), 1)
+
+
+class HostCuda:
+    """A CUDA backend whose kernels run on the CPU, of an architecture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+        """Put it in the place of the driver."""
+        self.arch = arch
+        self.fake = fake_cuda.install(monkeypatch)
+        self.specs: dict[str, AttentionSpec] = {}
+        self.ran: list[str] = []
+        facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms=4, max_smem_bytes=232448)
+        monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
+        monkeypatch.setattr(driver, "_launch_function", lambda: self.launch)
+
+    def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
+        """A planner for tensors on the CPU."""
+        planner = self.fake.planner(**arguments)
+        assert planner._kernels is not None
+        self.layout = PageTable(planner.config.page_table)
+        for spec in planner._kernels._specs:
+            if isinstance(spec, AttentionSpec):
+                self.specs[spec.symbol] = spec
+        return planner
+
+    def launch(self, config: object, kernel: FakeKernel, pointer: object, extra: None) -> int:
+        """Stand for ``cuLaunchKernelEx``."""
+        assert extra is None
+        at = pointer._obj.value  # type: ignore[attr-defined]
+        if kernel.symbol.startswith("jitattn_schedule"):
+            schedule_on_host()(ScheduleParams.from_address(at))
+            return 0
+        spec, shape = self.specs[kernel.symbol], config._obj  # type: ignore[attr-defined]
+        assert shape.block_x == attention_tile_for(spec, self.arch).num_threads
+        library = compiled(spec, self.arch)
+        assert library.params_size() == ctypes.sizeof(KERNEL_PARAMS[self.layout])
+        library.call(ctypes.c_void_p(at), shape.grid_x, shape.block_x)
+        self.ran.append(kernel.symbol)
+        return 0
