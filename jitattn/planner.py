@@ -47,9 +47,10 @@ from jitattn.workspace import Workspace
 
 if TYPE_CHECKING:
     from jitattn.attention_kernels import BoundKernels
+    from jitattn.binding import TensorMaps
     from jitattn.cuda_backend import KernelInfo
     from jitattn.mla_planner import MLAPlanner
-    from jitattn.tensor_maps import TensorMaps
+
 
 KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
 Scale = float | Tensor
