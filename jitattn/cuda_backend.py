@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import _C
@@ -17,12 +19,29 @@ from jitattn.binding import Batch, CacheView
 from jitattn.block_caches import BlockArguments, BlockCaches
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
-from jitattn.cuda_plan import MAX_IDLE_ROOM, CudaPlan, Recipe, Recipes, plan_bytes
+from jitattn.cuda_plan import (
+    MAX_IDLE_ROOM,
+    AttentionArguments,
+    CudaPlan,
+    Part,
+    Recipe,
+    Recipes,
+    plan_bytes,
+)
 from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
-from jitattn.spec import DecodeSpec, KernelSpec, Loader, PrefillSpec, ScheduleSpec
+from jitattn.params import KERNEL_PARAMS
+from jitattn.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    KernelSpec,
+    Loader,
+    PageTable,
+    PrefillSpec,
+    ScheduleSpec,
+)
 from jitattn.tensor_maps import Box, TensorMaps, box_of
-from jitattn.tiling import attention_tile_for, prefill_tile_for, tile_for
+from jitattn.tiling import PrefillTile, WarpgroupTile, attention_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
 
@@ -48,9 +67,22 @@ class KernelSet:
     """The kernels of a configuration on a device; the plain loader's are built when needed.
 
     Nobody waits for a prefill or a wide decode kernel to compile before a plan needs one.
+
+    Attributes:
+        params_types: the parameters of attention kernels, by the layout of page tables.
+        part_type: what launches one of them.
+        wide_rows: the row tile of the wide kernel; 0 where there is none.
+        max_splits: the most splits of a request that a batch-invariant plan makes.
     """
 
-    def __init__(self, config: PlannerConfig, device: torch.device) -> None:
+    params_types: ClassVar[Mapping[PageTable, type[ctypes.Structure]]] = KERNEL_PARAMS
+    part_type: ClassVar[type[Part]] = Part
+    # More and shorter splits balance better and merge longer.
+    max_splits: ClassVar[int] = 16
+
+    config: AttentionArguments
+
+    def __init__(self, config: AttentionArguments, device: torch.device) -> None:
         assert device.index is not None
         self.config = config
         self.device = device
@@ -62,15 +94,16 @@ class KernelSet:
         # Plans that are gone, by workspace, kernels and room.
         self._idle: defaultdict[tuple[Workspace, Recipes, tuple[int, ...]], list[CudaPlan]]
         self._idle = defaultdict(list)
-        self._specs = support.resolve(config, self.arch)
-        self._wide_max_q_len = support.wide_row_tile(config) // config.group_size
-        decode, *others = self._specs_of_loader(is_aligned=True)
+        self._specs = support.specs_of(config, self.arch)
+        self.wide_rows = self._find_wide_rows()
+        self._wide_max_q_len = self.wide_rows // config.group_size
+        decode, *others = self._main_specs()
         self._takes_maps = decode.loader is Loader.TENSOR
         schedule = ScheduleSpec()
         # In this order: on few cores the prefill kernel takes the one that the schedule frees.
         pending = self._start((decode, schedule, *others))
         self.kernels = self._attention_kernels((decode, *others), (pending[0], *pending[2:]))
-        self._bound = {True: self.kernels}
+        self._bound = {(decode, *others): self.kernels}
         tile = tile_for(schedule, self.arch)
         built = pending[1].result()
         self.schedule_kernel = load_kernel(
@@ -90,12 +123,12 @@ class KernelSet:
                 maps = TensorMaps(k, v, self._boxes)
             except ValueError:
                 is_aligned = False  # any strides will do for the plain loader
-        return self._kernels_for(is_aligned=is_aligned), maps
+        return self._kernels_for(self._specs_of_loader(is_aligned=is_aligned)), maps
 
     def bind_blocks(self, caches: BlockCaches) -> tuple[BoundKernels, BlockArguments]:
         """Return the same of an NVFP4 cache, with what its launches say of the scales of blocks."""
-        kernels = self._kernels_for(is_aligned=caches.is_vector_aligned)
-        return kernels, BlockArguments(caches)
+        specs = self._specs_of_loader(is_aligned=caches.is_vector_aligned)
+        return self._kernels_for(specs), BlockArguments(caches)
 
     @functools.cached_property
     def _boxes(self) -> dict[str, Box]:
@@ -110,12 +143,12 @@ class KernelSet:
             if spec.loader is Loader.TENSOR
         }
 
-    def _kernels_for(self, *, is_aligned: bool) -> BoundKernels:
+    def _kernels_for(self, specs: Sequence[AttentionSpec]) -> BoundKernels:
+        key = tuple(specs)
         with self._lock:
-            if is_aligned not in self._bound:
-                specs = self._specs_of_loader(is_aligned=is_aligned)
-                self._bound[is_aligned] = self._attention_kernels(specs, self._start(specs))
-            kernels, needed = self._bound[is_aligned], self._needed
+            if key not in self._bound:
+                self._bound[key] = self._attention_kernels(specs, self._start(specs))
+            kernels, needed = self._bound[key], self._needed
         kernels.load(needed)
         return kernels
 
@@ -230,6 +263,14 @@ class KernelSet:
             infos.append(info)
         return infos
 
+    def _find_wide_rows(self) -> int:
+        assert isinstance(self.config, PlannerConfig)
+        return support.wide_row_tile(self.config)
+
+    def _main_specs(self) -> Sequence[AttentionSpec]:
+        """Return the specs of the kernels that nearly all caches need."""
+        return self._specs_of_loader(is_aligned=True)
+
     def _specs_of_loader(self, *, is_aligned: bool) -> list[DecodeSpec | PrefillSpec]:
         """Return the specs of the decode and the prefill kernel, and of the wide one if any."""
         return [
@@ -245,21 +286,18 @@ class KernelSet:
         return pending
 
     def _attention_kernels(
-        self, specs: Sequence[DecodeSpec | PrefillSpec], pending: Sequence[Pending]
+        self, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
         decode, prefill, *wide = (
             self._attention_kernel(spec, build) for spec, build in zip(specs, pending, strict=True)
         )
         return BoundKernels(decode, prefill, wide[0] if wide else None)
 
-    def _attention_kernel(
-        self, spec: DecodeSpec | PrefillSpec, pending: Pending
-    ) -> AttentionKernel:
+    def _attention_kernel(self, spec: AttentionSpec, pending: Pending) -> AttentionKernel:
         tile = attention_tile_for(spec, self.arch)
+        # Of kernels that leave it to their tile, or which have it in their spec.
         row_tile = (
-            spec.row_tile
-            if isinstance(spec, DecodeSpec)
-            else prefill_tile_for(spec, self.arch).row_tile
+            tile.row_tile if isinstance(tile, PrefillTile | WarpgroupTile) else spec.row_tile
         )
         return AttentionKernel(pending, tile, row_tile, self.facts.index)
 

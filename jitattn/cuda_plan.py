@@ -8,7 +8,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import _C, Tensor
@@ -25,7 +25,7 @@ from jitattn.binding import (
     Scale,
     recogniser,
 )
-from jitattn.config import PlannerConfig
+from jitattn.config import PagedConfig
 from jitattn.driver import LAUNCHED, Launch
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
@@ -34,7 +34,6 @@ from jitattn.params import (
     COST_BYTES,
     FLOAT_CODES,
     HEADER_BYTES,
-    KERNEL_PARAMS,
     MASK_BOOL,
     MASK_PACKED,
     MASK_RAGGED,
@@ -46,8 +45,7 @@ from jitattn.params import (
     ScheduleParams,
 )
 from jitattn.spec import PageTable
-from jitattn.support import wide_row_tile
-from jitattn.tiling import MAX_PIECES
+from jitattn.tiling import MAX_PIECES, DecodeTile
 from jitattn.workspace import SLICE_BYTES, Workspace, aligned, workspace_bytes
 
 if TYPE_CHECKING:
@@ -64,9 +62,7 @@ _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
 _ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
 _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
-# Batch-invariant schedules: the splits that a long request is cut into, and the least that a split
-# holds. More and shorter splits balance better and merge longer.
-_MAX_SPLITS = 16
+# The least that a split of a batch-invariant schedule holds.
 _MIN_SPLIT_TOKENS = 512
 
 # What a visit to a unit costs a CTA, and the least that is worth a CTA, in tiles. Measured:
@@ -75,6 +71,39 @@ _UNIT_COST = 1
 # Rounds of slots: those after the first even out what the first leaves uneven, and are halved.
 _MAX_ROUNDS = 6
 _MIN_SLOT_COST = 1
+
+
+class AttentionArguments(PagedConfig, Protocol):
+    """What plans look at, of any planner's arguments."""
+
+    @property
+    def num_qo_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def head_dim_vo(self) -> int | None: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window_left(self) -> int: ...
+    @property
+    def logits_soft_cap(self) -> float: ...
+    @property
+    def score_scale(self) -> float: ...
+    @property
+    def early_kv(self) -> bool: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+    @property
+    def num_sms(self) -> int | None: ...
+
+    def arguments_text(self) -> str:
+        """Return the arguments as the command line takes them."""
+        ...
 
 
 class CudaPlan:
@@ -106,7 +135,8 @@ class CudaPlan:
         # One after the other, the kernels of a plan have the same memory.
         buffers = workspace.reserve(*workspace_size(recipes))
         self._parts = [
-            _Part(recipe, room, buffers) for recipe, room in zip(recipes, rooms, strict=True)
+            kernels.part_type(recipe, room, buffers)
+            for recipe, room in zip(recipes, rooms, strict=True)
         ]
 
     def begin(self, batch: Batch) -> None:
@@ -194,7 +224,7 @@ class CudaPlan:
         self._streams.add(stream)
 
 
-_Step = tuple["_Part", bytearray, Launch, Callable[[], object]]
+_Step = tuple["Part", bytearray, Launch, Callable[[], object]]
 
 
 def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
@@ -263,10 +293,9 @@ class Recipe:
         self.has_offsets = layout in (PageTable.CSR, PageTable.RAGGED)
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
-        max_splits = _MAX_SPLITS if config.batch_invariant else 0
+        max_splits = kernels.max_splits if config.batch_invariant else 0
         num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
-        head_dim_vo = config.head_dim_vo or config.head_dim
-        num_value_blocks = head_dim_vo // kernel.tile.value_dim
+        num_value_blocks = (config.head_dim_vo or config.head_dim) // kernel.tile.value_dim
         num_head_blocks = config.num_kv_heads * num_row_blocks * num_value_blocks
         num_ctas = kernels.facts.num_sms * kernel.tile.ctas_per_sm
         if config.num_sms is not None:
@@ -279,7 +308,7 @@ class Recipe:
             self.grid = min(self.grid, num_ctas)
         # What CTAs claim has fixed splits, too: more than a batch-invariant plan has room for.
         max_rounds = 1
-        if not is_prefill and not config.batch_invariant:
+        if isinstance(kernel.tile, DecodeTile) and not config.batch_invariant:
             # A CTA notes one piece more than it may do: that there is none.
             most = (MAX_PIECES - 1) // (round_slots * num_head_blocks)
             max_rounds = max(1, min(_MAX_ROUNDS, most))
@@ -289,7 +318,7 @@ class Recipe:
         self.num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
         self.num_partials = self.num_values + 2 * num_rows
         self.num_counters = SLICE_BYTES // 4 + self.max_slots * num_head_blocks
-        self.params_type = KERNEL_PARAMS[layout]
+        self.params_type = kernels.params_types[layout]
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
         params.attention.num_head_blocks = Divisor.of(num_head_blocks)
@@ -297,17 +326,15 @@ class Recipe:
         params.attention.max_splits = max_splits
         _write_config(params.attention, config)
         self.params = bytes(params)
-        schedule = self._schedule_params(self._decode_rows(kernels.kernels.decode))
+        # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
+        decode_rows = kernel.row_tile
+        if is_prefill:
+            decode_rows = kernels.wide_rows or kernels.kernels.decode.row_tile
+        schedule = self._schedule_params(decode_rows)
         schedule.max_splits = max_splits
         schedule.round_slots, schedule.max_rounds = round_slots, max_rounds
         schedule.num_ctas, schedule.num_head_blocks = self.grid, num_head_blocks
         self.schedule_params = bytes(schedule)
-
-    def _decode_rows(self, decode: AttentionKernel) -> int:
-        # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
-        if self.is_prefill:
-            return wide_row_tile(self.config) or decode.row_tile
-        return self.kernel.row_tile
 
     def _schedule_params(self, decode_rows: int) -> ScheduleParams:
         config, tile_tokens = self.config, self.kernel.tile.tile_tokens
@@ -377,7 +404,7 @@ def _schedule_offsets(room: int, max_slots: int) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), size
 
 
-class _Part:
+class Part:
     """A kernel of a plan: its schedule, its parameters, and the launches with them.
 
     Attributes:
@@ -506,8 +533,8 @@ class _Part:
     def write_scales(self, kv: BoundCache) -> None:
         """Write the scales of K and V into the parameters, if they are quantised."""
         if kv.k_scale is not None and kv.v_scale is not None:
-            _write_scale(self._attention.k_scale, kv.k_scale)
-            _write_scale(self._attention.v_scale, kv.v_scale)
+            write_scale(self._attention.k_scale, kv.k_scale)
+            write_scale(self._attention.v_scale, kv.v_scale)
 
     def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
         attention = self._attention
@@ -524,7 +551,7 @@ class _Part:
         self._cache_strides = strides
 
 
-def _write_config(params: ctypes.Structure, config: PlannerConfig) -> None:
+def _write_config(params: ctypes.Structure, config: AttentionArguments) -> None:
     params.num_qo_heads = config.num_qo_heads
     params.group_size = Divisor.of(config.group_size)
     params.is_causal = config.causal
@@ -574,7 +601,7 @@ def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -
     params.rows_are_int64 = rows is not None and rows.dtype is torch.int64
 
 
-def _write_scale(params: ctypes.Structure, scale: Scale) -> None:
+def write_scale(params: ctypes.Structure, scale: Scale) -> None:
     params.values = None if scale.tensor is None else scale.tensor.data_ptr()
     params.stride = scale.stride
     params.value = scale.value

@@ -13,6 +13,8 @@ from jitattn.config import QUANTISED_DTYPES
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.pages import Pages, check_device, check_tensor
 
+VECTOR_BYTES = 16
+"""That kernels copy at a time where rows allow it."""
 _SCALE_BYTES = 4  # of a float32
 
 
@@ -26,6 +28,13 @@ class RowsView:
     tensor: Tensor
     page_stride: int
     token_stride: int
+
+    @property
+    def is_vector_aligned(self) -> bool:
+        """Whether every row starts at a multiple of 16 bytes."""
+        size = self.tensor.element_size()
+        offsets = self.tensor.data_ptr(), self.page_stride * size, self.token_stride * size
+        return all(offset % VECTOR_BYTES == 0 for offset in offsets)
 
 
 class BoundMLACache:
@@ -42,17 +51,28 @@ class BoundMLACache:
             the cache is not quantised or its rows hold their scales.
         is_pair: whether latent and rope part are tensors of their own, which a separate table has
             ids of their own for.
+        k, v: to kernels, latents are K and rope parts V.
+        strides: of pages, tokens and heads, of which there is one; of latents and of rope parts.
+        kernels: those that the strides allow; None on the backend "reference".
     """
 
     __slots__ = (
         "config",
         "device",
         "is_pair",
+        "k_at",
         "k_scale",
+        "kernels",
         "latent",
         "latent_scales",
         "rope",
+        "strides",
+        "v_at",
     )
+
+    # Kernels are not told of one, and take the maps of nothing.
+    v_scale = None
+    tensor_maps = None
 
     def __init__(
         self,
@@ -73,6 +93,26 @@ class BoundMLACache:
         self.is_pair = is_pair
         self.k_scale = k_scale
         self.latent_scales = latent_scales
+        self.kernels: object = None
+        self.strides = (latent.page_stride, latent.token_stride, 0, rope.page_stride)
+        self.strides += (rope.token_stride, 0)
+        # These say where the tensors are now: the memory of one may move.
+        self.k_at, self.v_at = latent.tensor.data_ptr, rope.tensor.data_ptr
+
+    @property
+    def k(self) -> RowsView:
+        """The latents."""
+        return self.latent
+
+    @property
+    def v(self) -> RowsView:
+        """The rope parts."""
+        return self.rope
+
+    @property
+    def is_vector_aligned(self) -> bool:
+        """Whether all rows start at multiples of 16 bytes."""
+        return self.latent.is_vector_aligned and self.rope.is_vector_aligned
 
     @property
     def pools(self) -> Mapping[str, int]:
@@ -102,6 +142,18 @@ class MLACall:
     lse: Tensor | None
     lse_layout: RowLayout
     sm_scale: float
+    sinks: None = None
+    mask: None = None
+
+    @property
+    def q(self) -> Tensor:
+        """To kernels, q_nope is Q."""
+        return self.q_nope
+
+    @property
+    def q_layout(self) -> RowLayout:
+        """How it lies."""
+        return self.q_nope_layout
 
 
 def row_bytes(config: MLAConfig) -> int:

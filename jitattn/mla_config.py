@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 from jitattn.config import OUT_DTYPES, PAGE_TABLES, Q_DTYPES, Arguments
 from jitattn.errors import ConfigError
 from jitattn.rules import Rule, broken, one_of, page_size_rule, rule
-from jitattn.spec import KernelSpec
-from jitattn.tiling import SMEM_LIMIT
+from jitattn.spec import DType, KernelSpec, Loader, MergeSpec, MLASpec, PageTable, ScheduleSpec
+from jitattn.tiling import SMEM_LIMIT, latent_row_tile
 
 KV_LORA_RANKS = (256, 512)
 QK_ROPE_HEAD_DIMS = (32, 64)
@@ -60,25 +60,92 @@ class MLAConfig(Arguments):
         """There is no window."""
         return -1
 
+    @property
+    def num_qo_heads(self) -> int:
+        """Heads of q and out: all share one latent a token."""
+        return self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Latents of a token."""
+        return 1
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share a latent."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of a value."""
+        return self.kv_lora_rank
+
+    @property
+    def logits_soft_cap(self) -> float:
+        """There is no soft cap."""
+        return 0.0
+
+    @property
+    def early_kv(self) -> bool:
+        """Nothing is read before the previous kernel's end."""
+        return False
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with."""
+        return 1.0 if self.sm_scale is None else self.sm_scale
+
     def reasons(self) -> list[str]:
         """Return why a planner has no meaning; nothing where it has one."""
         return broken(RULES, self)
 
     def specs(self, arch: str) -> tuple[KernelSpec, ...]:
-        """Return the kernels, of which there are none yet.
+        """Return every kernel that users of a planner launch, the main one first.
 
         Raises:
             ConfigError: with every reason why there are none.
         """
         if arch not in SMEM_LIMIT:
             raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
-        raise ConfigError([*self.reasons(), NOT_BUILT])
+        if reasons := self.reasons():
+            raise ConfigError(reasons)
+        out_dtype = DType(self.out_dtype or self.q_dtype)
+        return (*self.attention_specs(arch), ScheduleSpec(), MergeSpec(dtype=out_dtype))
 
+    def attention_specs(self, arch: str) -> tuple[MLASpec, ...]:
+        """Return the kernels of every cache that ``bind`` takes, aligned ones before others."""
+        del arch
+        q_dtype, kv_dtype = DType(self.q_dtype), DType(self.kv_dtype)
+        forms = [(kv_dtype, False)]
+        if kv_dtype is not q_dtype:
+            forms.append((q_dtype, False))
+            if q_dtype is DType.BFLOAT16:
+                forms.append((q_dtype, True))
+        return tuple(
+            MLASpec(
+                head_dim=self.head_dim,
+                head_dim_vo=self.head_dim_vo,
+                page_size=self.page_size or 1,
+                q_dtype=q_dtype,
+                kv_dtype=kv_dtype,
+                out_dtype=DType(self.out_dtype or self.q_dtype),
+                page_table=PageTable(self.page_table),
+                loader=loader,
+                use_logits_soft_cap=False,
+                use_custom_mask=False,
+                row_tile=latent_row_tile(self.num_heads),
+                rope_dtype=rope_dtype,
+                has_scales=has_scales,
+            )
+            for rope_dtype, has_scales in forms
+            for loader in (Loader.VECTOR, Loader.PLAIN)
+        )
 
-NOT_BUILT = (
-    "planner=mla is refused: kernels of multi-head latent attention are not built yet; "
-    "backend='reference' computes it in float64 torch, on any device"
-)
 
 RULES: tuple[Rule[MLAConfig], ...] = (
     rule(
@@ -124,7 +191,6 @@ RULES: tuple[Rule[MLAConfig], ...] = (
 
 MLA_RANGES: Mapping[str, str] = {
     "planner": f"{MLAConfig.family}: jitattn.MLAPlanner",
-    "backend": "reference; kernels are not built yet",
     **{rule.argument: rule.allowed for rule in RULES},
     "causal": "True, False",
     "sm_scale": "any finite number; the planner has no default",

@@ -7,19 +7,23 @@ into out.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 from torch import Tensor
 
-from jitattn import mla_config
 from jitattn.binding import NO_LAYOUT, Batch, RowLayout, check_last_stride, check_rows
 from jitattn.checks import check_page_ids, check_queries
 from jitattn.errors import ConfigError
 from jitattn.mla_cache import BoundMLACache, MLACall, bind_cache
 from jitattn.mla_config import MLAConfig
 from jitattn.pages import Pages, check_tensor
-from jitattn.planning import Q_VECTOR, PlanBase, PlannerBase, is_capturing, make_readable
+from jitattn.planning import Q_VECTOR, Backend, PlanBase, PlannerBase, is_capturing, make_readable
 from jitattn.reference_backend import MLAReferencePlan
 from jitattn.workspace import Workspace
+
+if TYPE_CHECKING:
+    from jitattn.mla_backend import MLAKernels
 
 MLACache = Tensor | tuple[Tensor, Tensor]
 Scale = float | Tensor
@@ -35,13 +39,15 @@ make_readable(_Arguments, MLAConfig)
 class MLAPlanner(_Arguments):
     """Multi-head latent attention of one configuration on one device, for decode and prefill.
 
-    Its kernels are not built yet: it computes with the backend "reference". Thread-safe.
+    Thread-safe.
 
     Attributes:
         config: the arguments, with dtypes as names.
         device: where its tensors must be.
-        backend: "reference".
+        backend: "cuda" or "reference".
     """
+
+    _kernels: MLAKernels | None
 
     def __init__(
         self,
@@ -88,13 +94,16 @@ class MLAPlanner(_Arguments):
 
         Raises:
             ConfigError: with every reason why the configuration has no kernel.
+            CompileError, KernelNotFoundError: a kernel can't be had.
         """
         config = MLAConfig.among(locals())
         if reasons := config.reasons():
             raise ConfigError(reasons)
         super().__init__(config, device=device, backend=backend, workspace=workspace)
         if self.backend == "cuda":
-            raise ConfigError([mla_config.NOT_BUILT])
+            from jitattn.mla_backend import MLAKernels
+
+            self._kernels = MLAKernels(config, self.device)
         assert config.sm_scale is not None  # from_arguments refuses None
         self._sm_scale = config.sm_scale
 
@@ -125,7 +134,10 @@ class MLAPlanner(_Arguments):
             raise ValueError(
                 "v_scale is given, but a value is the latent: k_scale is its only scale"
             )
-        return bind_cache(kv, k_scale, self.config, self.device)
+        bound = bind_cache(kv, k_scale, self.config, self.device)
+        if self._kernels is not None:
+            bound.kernels = self._kernels.bind_latents(bound)
+        return bound
 
     def plan(
         self,
@@ -150,7 +162,9 @@ class MLAPlanner(_Arguments):
             TypeError, ValueError: an argument that doesn't fit the planner.
         """
         batch = self._batch(pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
-        return MLAPlan(self, batch, MLAReferencePlan(self.config, batch))
+        if self._kernels is None:
+            return MLAPlan(self, batch, MLAReferencePlan(self.config, batch))
+        return MLAPlan(self, batch, self._kernels.plan(self._workspace, batch))
 
 
 class MLAPlan(PlanBase):
@@ -160,9 +174,9 @@ class MLAPlan(PlanBase):
 
     _queries = "q_nope"
     _planner: MLAPlanner
-    _backend: MLAReferencePlan
+    _backend: _Backend
 
-    def __init__(self, planner: MLAPlanner, batch: Batch, backend: MLAReferencePlan) -> None:
+    def __init__(self, planner: MLAPlanner, batch: Batch, backend: _Backend) -> None:
         """Made by ``MLAPlanner.plan``."""
         super().__init__(planner, batch, backend)
         self._pe_layout = NO_LAYOUT
@@ -271,3 +285,9 @@ class MLAPlan(PlanBase):
     def _out_shape(self) -> tuple[int, int, int]:
         config = self._planner.config
         return self._q_layout.shape[0], config.num_heads, config.kv_lora_rank
+
+
+class _Backend(Backend, Protocol):
+    """What a plan needs of the code that computes."""
+
+    def run(self, call: MLACall) -> None: ...

@@ -439,21 +439,43 @@ ATTENTION_OFFSET = 2 * TENSOR_MAP_BYTES
 """Where ``AttentionParams`` begins in ``KernelParams``."""
 
 
-def _kernel_params(layout: PageTable) -> type[ctypes.Structure]:
+def _kernel_params(
+    layout: PageTable, *others: tuple[str, type[ctypes.Structure]]
+) -> type[ctypes.Structure]:
     fields = (
         ("k_map", ctypes.c_char * TENSOR_MAP_BYTES),
         ("v_map", ctypes.c_char * TENSOR_MAP_BYTES),
         ("attention", AttentionParams),
         ("pages", _PAGES[layout]),
+        *others,
     )
     num_bytes = sum(ctypes.sizeof(kind) for _, kind in fields)
     padding = ("_padding", ctypes.c_char * (-num_bytes % 64))
-    name = f"KernelParams_{layout.value}"
+    name = "_".join(("KernelParams", layout.value, *(name for name, _ in others)))
     return type(name, (ctypes.Structure,), {"_fields_": (*fields, padding)})
 
 
 # ``struct KernelParams`` of each layout.
 KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in PageTable}
+
+
+class LatentParams(ctypes.Structure):
+    """What kernels of multi-head latent attention get besides ``AttentionParams``."""
+
+    _fields_ = (
+        ("q_pe", c_void_p),
+        ("latent_scales", c_void_p),
+        ("q_pe_token_stride", c_int64),
+        ("q_pe_head_stride", c_int64),
+        ("scale_page_stride", c_int64),
+        ("scale_token_stride", c_int64),
+        ("q_pe_is_aligned", c_int32),
+        ("unused", c_int32),
+    )
+
+
+# The same of latent.cuh.jinja, whose maps are those of latents and rope parts.
+MLA_PARAMS = {layout: _kernel_params(layout, ("latent", LatentParams)) for layout in PageTable}
 
 
 def _preprocess_params(layout: PageTable | None) -> type[ctypes.Structure]:

@@ -147,6 +147,28 @@ class PrefillSpec(AttentionSpec):
         return f"jitattn_prefill_{self._suffix}"
 
 
+class MLASpec(AttentionSpec):
+    """The kernel of multi-head latent attention, for requests of any number of query rows.
+
+    ``head_dim`` is that of a latent and a rope part together, ``head_dim_vo`` of a latent.
+    """
+
+    family: ClassVar[str] = "mla"
+    template: ClassVar[str] = "mla.cu.jinja"
+
+    row_tile: int  # query rows that a CTA handles
+    rope_dtype: DType
+    has_scales: bool  # rows hold a float32 scale for each 128 elements of their latent
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        parts = [f"jitattn_mla_r{self.row_tile}_{self._suffix}"]
+        parts += [f"rope{self.rope_dtype.short}"] * (self.rope_dtype is not self.kv_dtype)
+        parts += ["scales"] * self.has_scales
+        return "_".join(parts)
+
+
 class ScheduleSpec(Value):
     """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
 
@@ -300,4 +322,12 @@ class BatchInfoSpec(Value):
 
 
 TransferSpec = GatherSpec | CopyPagesSpec | BlockTableSpec | BatchInfoSpec
-KernelSpec = DecodeSpec | PrefillSpec | ScheduleSpec | MergeSpec | PreprocessSpec | TransferSpec
+KernelSpec = (
+    DecodeSpec
+    | PrefillSpec
+    | MLASpec
+    | ScheduleSpec
+    | MergeSpec
+    | PreprocessSpec
+    | TransferSpec
+)

@@ -15,6 +15,7 @@ from jitattn.spec import (
     KernelSpec,
     Loader,
     MergeSpec,
+    MLASpec,
     PageTable,
     PrefillSpec,
     PreprocessSpec,
@@ -40,6 +41,8 @@ _BOX_RING_BYTES = 128 * 1024
 # A row as tensor maps see it: segments of so many bytes.
 SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
+# Elements of a latent that share a scale, where rows hold theirs.
+_SCALE_DIMS = 128
 # Dims of a product, and of a block of NVFP4.
 _BLOCK_DIMS = 16
 # The most pieces of work that a launch may let its CTAs claim.
@@ -132,6 +135,27 @@ class WarpgroupTile(NamedTuple):
         return 32 * self.num_warps + 128 * self.num_producers
 
 
+class LatentTile(NamedTuple):
+    """The shape of a CTA of latent attention; fields as in ``DecodeTile``."""
+
+    num_warps: int
+    tile_tokens: int
+    num_stages: int
+    shares_tiles: bool
+    ctas_per_sm: int
+    value_dim: int
+    smem_bytes: int
+    merge_splits: int
+    merge_loads: int
+    box_tokens: int = 0
+    key_box_columns: int = 0
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.num_warps
+
+
 class ScheduleTile(NamedTuple):
     """The shape of the schedule kernel: one CTA."""
 
@@ -183,7 +207,7 @@ class TableTile(NamedTuple):
     smem_bytes: int = 0
 
 
-AttentionTile = DecodeTile | PrefillTile | WarpgroupTile
+AttentionTile = DecodeTile | PrefillTile | WarpgroupTile | LatentTile
 TransferTile = GatherTile | CopyPagesTile | TableTile
 Tile = AttentionTile | ScheduleTile | MergeTile | PreprocessTile | TransferTile
 
@@ -232,6 +256,8 @@ def attention_tile_for(spec: AttentionSpec, arch: str) -> AttentionTile:
     """Return the tile of an attention kernel on ``arch``."""
     if isinstance(spec, PrefillSpec):
         return prefill_tile_for(spec, arch)
+    if isinstance(spec, MLASpec):
+        return latent_tile_for(spec, arch)
     assert isinstance(spec, DecodeSpec)
     return decode_tile_for(spec, arch)
 
@@ -248,6 +274,38 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
     has_large_smem = SMEM_LIMIT[arch] >= 2 * _HALF_SM_SMEM
     tiles = (_decode_tile(spec, num_warps, has_large_smem) for num_warps in (4, 2, 1))
     return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch])
+
+
+def latent_row_tile(num_heads: int) -> int:
+    """Return the query rows of a CTA of latent attention: those of a token, if they are few."""
+    return 16 if num_heads <= 16 else 32
+
+
+def latent_tile_for(spec: MLASpec, arch: str) -> LatentTile:
+    """Return the tile of latent attention: four warps for each 16 tokens."""
+    tile_tokens = 32
+    rope_dim = spec.head_dim - spec.head_dim_vo
+    scale_bytes = 4 * spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
+    token_bytes = (
+        _row_bytes(spec.kv_dtype.num_bytes * spec.head_dim_vo)
+        + _row_bytes(spec.rope_dtype.num_bytes * rope_dim)
+        + scale_bytes
+    )
+    score_bytes = 4 * 4 * spec.row_tile * (tile_tokens + 8)
+    room = SMEM_LIMIT[arch] - _STATIC_BYTES - score_bytes
+    # One is consumed, and the others are under way.
+    num_stages = min(room // (tile_tokens * token_bytes), 4)
+    return LatentTile(
+        num_warps=tile_tokens // 16 * 4,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        smem_bytes=num_stages * tile_tokens * token_bytes + score_bytes,
+        merge_splits=8,
+        merge_loads=4,
+    )
 
 
 def template_for(spec: KernelSpec, arch: str) -> str:

@@ -14,14 +14,17 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import jitattn
 from jitattn import cuda_backend, driver
 from jitattn.driver import DeviceFacts
-from jitattn.params import KERNEL_PARAMS, ScheduleParams
+from jitattn.mla_backend import MLAKernels
+from jitattn.params import KERNEL_PARAMS, MLA_PARAMS, ScheduleParams
 from jitattn.render import TEMPLATES, render
 from jitattn.spec import AttentionSpec, PageTable
 from jitattn.tiling import attention_tile_for
@@ -29,7 +32,7 @@ from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeKernel
 from tests.unit.test_schedule_model import Call, compile_for_host
 
-REAL_HEADERS = ("operands", "schedule", "attention_params", "nvfp4")
+REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4")
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
 HOST = r"""
 #include <ucontext.h>
@@ -133,6 +136,7 @@ template <typename To, typename From> To bits_of(From x) {
 inline float __int_as_float(int32_t x) { return bits_of<float>(x); }
 inline uint32_t __float_as_uint(float x) { return bits_of<uint32_t>(x); }
 template <typename T> T __ldcg(const T* place) { return *place; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline void __threadfence_block() {}
 inline int atomicAdd(int* place, int value) { const int old = *place; *place += value; return old; }
 inline int atomicCAS(int* place, int expected, int value) {
@@ -231,6 +235,11 @@ inline uint2 load_8(const void* source) {
 }
 inline void st_shared_byte(uint32_t smem, uint32_t value) { *at(smem, 1) = value; }
 inline uint32_t ld_shared_byte(uint32_t smem) { return *at(smem, 1); }
+inline uint32_t ld_shared_4(uint32_t smem) {
+  uint32_t word;
+  std::memcpy(&word, at(smem, 4), 4);
+  return word;
+}
 inline void st_shared_4(uint32_t smem, uint32_t value) { std::memcpy(at(smem, 4), &value, 4); }
 inline void st_shared_8(uint32_t smem, uint2 value) { std::memcpy(at(smem, 8), &value, 8); }
 inline void st_shared_16(uint32_t smem, uint4 value) { std::memcpy(at(smem, 16), &value, 16); }
@@ -547,12 +556,27 @@ class HostCuda:
     def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
         """A planner for tensors on the CPU."""
         planner = self.fake.planner(**arguments)
+        self._know(planner, KERNEL_PARAMS)
+        return planner
+
+    def mla_planner(self, **arguments: object) -> jitattn.MLAPlanner:
+        """The same of multi-head latent attention."""
+        planner = jitattn.MLAPlanner(**arguments, device="cpu")  # type: ignore[arg-type]
+        planner._kernels = MLAKernels(planner.config, torch.device("cuda", 0))
+        planner._kernels.device, planner.backend = fake_cuda.CPU, "cuda"
+        self._know(planner, MLA_PARAMS)
+        return planner
+
+    def _know(
+        self,
+        planner: jitattn.AttentionPlanner | jitattn.MLAPlanner,
+        params: Mapping[PageTable, type[ctypes.Structure]],
+    ) -> None:
         assert planner._kernels is not None
-        self.layout = PageTable(planner.config.page_table)
+        self.params = params[PageTable(planner.config.page_table)]
         for spec in planner._kernels._specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec
-        return planner
 
     def launch(self, config: object, kernel: FakeKernel, pointer: object, extra: None) -> int:
         """Stand for ``cuLaunchKernelEx``."""
@@ -564,7 +588,7 @@ class HostCuda:
         spec, shape = self.specs[kernel.symbol], config._obj  # type: ignore[attr-defined]
         assert shape.block_x == attention_tile_for(spec, self.arch).num_threads
         library = compiled(spec, self.arch)
-        assert library.params_size() == ctypes.sizeof(KERNEL_PARAMS[self.layout])
+        assert library.params_size() == ctypes.sizeof(self.params)
         library.call(ctypes.c_void_p(at), shape.grid_x, shape.block_x)
         self.ran.append(kernel.symbol)
         return 0

@@ -200,6 +200,11 @@ __device__ __forceinline__ uint32_t ld_shared_byte(uint32_t smem) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t ld_shared_4(uint32_t smem) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+  return value;
+}
 __device__ __forceinline__ void st_shared_4(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
 }

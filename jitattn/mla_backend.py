@@ -1,0 +1,91 @@
+"""The kernels of an ``MLAPlanner`` on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jitattn.attention_kernels import BoundKernels
+from jitattn.binding import NO_LAYOUT, Scale
+from jitattn.build import Pending
+from jitattn.cuda_backend import KernelSet
+from jitattn.cuda_plan import Part, write_scale
+from jitattn.mla_config import MLAConfig
+from jitattn.pages import BlockTable
+from jitattn.params import MLA_PARAMS
+from jitattn.spec import AttentionSpec, DType, Loader, MLASpec
+
+if TYPE_CHECKING:
+    from jitattn.mla_cache import BoundMLACache, MLACall
+
+_UNSCALED = Scale(1.0)
+
+
+class MLAPart(Part):
+    """A kernel of a plan of an ``MLAPlanner``: ``Part``, with what rope parts add."""
+
+    __slots__ = ("_pe_layout",)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pe_layout = NO_LAYOUT
+
+    def patch(self, call: MLACall) -> None:  # type: ignore[override]
+        """Write into the parameters what differs from the last call."""
+        super().patch(call)  # type: ignore[arg-type]  # it has what a Call has
+        kv, latent, pe_at = call.kv, self._params.latent, call.q_pe.data_ptr()
+        pages = call.pages
+        if isinstance(pages, BlockTable) and pages.table.dim() == 3:
+            # One tensor has the ids of row 0 only.
+            self._params.pages.kv_stride = pages.table.stride(1) if kv.is_pair else 0
+        if call.q_pe_layout is not self._pe_layout:
+            latent.q_pe_token_stride, latent.q_pe_head_stride = call.q_pe_layout.strides[:2]
+            self._pe_layout = call.q_pe_layout
+        latent.q_pe = pe_at
+        latent.q_pe_is_aligned = call.q_pe_layout.is_aligned(pe_at)
+        # A value is the latent, which has one scale.
+        scale = kv.k_scale or _UNSCALED
+        write_scale(self._attention.k_scale, scale)
+        write_scale(self._attention.v_scale, scale)
+        if kv.latent_scales is not None:
+            latent.latent_scales = kv.latent_scales.tensor.data_ptr()
+            latent.scale_page_stride = kv.latent_scales.page_stride
+            latent.scale_token_stride = kv.latent_scales.token_stride
+
+
+class MLAKernels(KernelSet):
+    """The kernels of an ``MLAPlanner`` on a device; those of other caches are built when bound."""
+
+    params_types = MLA_PARAMS
+    part_type = MLAPart
+    # Partial rows are wide.
+    max_splits = 8
+
+    config: MLAConfig
+
+    def bind_latents(self, kv: BoundMLACache) -> BoundKernels:
+        """Return the kernels that the strides and dtypes of a cache allow."""
+        spec = next(
+            spec
+            for spec in self._attention_specs()
+            if spec.rope_dtype == DType(str(kv.v.tensor.dtype).removeprefix("torch."))
+            and spec.has_scales == (kv.latent_scales is not None)
+            and (spec.loader is not Loader.PLAIN) == kv.is_vector_aligned
+        )
+        return self._kernels_for((spec,))
+
+    def _attention_specs(self) -> list[MLASpec]:
+        return [spec for spec in self._specs if isinstance(spec, MLASpec)]
+
+    def _find_wide_rows(self) -> int:
+        return 0
+
+    def _main_specs(self) -> Sequence[AttentionSpec]:
+        return self._attention_specs()[:1]
+
+    def _attention_kernels(
+        self, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
+    ) -> BoundKernels:
+        # One serves requests of few rows and of many.
+        (kernel,) = (self._attention_kernel(*one) for one in zip(specs, pending, strict=True))
+        return BoundKernels(kernel, kernel, None)

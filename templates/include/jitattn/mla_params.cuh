@@ -1,0 +1,23 @@
+// What kernels of multi-head latent attention get besides AttentionParams, whose q is q_nope, whose
+// k is the latents and whose v is the rope parts. Twin: jitattn/params.py.
+#pragma once
+
+#include "jitattn/prelude.cuh"
+
+namespace jitattn {
+
+struct LatentParams {
+  const uint16_t* q_pe;        // [num_tokens, num_heads, qk_rope_head_dim]
+  const float* latent_scales;  // [num_pages, page_size, kv_lora_rank / 128], of rows that hold them
+
+  // Strides in elements; the last dimension is contiguous.
+  int64_t q_pe_token_stride;
+  int64_t q_pe_head_stride;
+  int64_t scale_page_stride;
+  int64_t scale_token_stride;
+
+  int32_t q_pe_is_aligned;  // eight elements of q_pe can be loaded at once
+  int32_t unused;
+};
+
+}  // namespace jitattn
