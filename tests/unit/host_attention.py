@@ -133,6 +133,7 @@ template <typename To, typename From> To bits_of(From x) {
 inline float __int_as_float(int32_t x) { return bits_of<float>(x); }
 inline uint32_t __float_as_uint(float x) { return bits_of<uint32_t>(x); }
 template <typename T> T __ldcg(const T* place) { return *place; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline void __threadfence_block() {}
 inline int atomicAdd(int* place, int value) { const int old = *place; *place += value; return old; }
 inline int atomicCAS(int* place, int expected, int value) {
