@@ -181,7 +181,8 @@ class CudaPlan:
             raise ValueError("kv was bound by a planner of the reference backend")
         for part in self._parts:
             part.patch(call)
-            self._launch(part.launch_of(kernels))
+            for launch in part.launches_of(kernels):
+                self._launch(launch)
 
     def again(self, call: Call) -> Again | None:
         """Return what repeats ``call``, the last one, with other addresses; None if nothing can.
@@ -491,6 +492,10 @@ class Part:
             launch = Launch(kernel.load(), self._params, self._grid, kernel.tile.num_threads)
             self._launches[kernel] = launch
         return launch
+
+    def launches_of(self, kernels: BoundKernels) -> tuple[Launch, ...]:
+        """Return what a run launches, one after the other."""
+        return (self.launch_of(kernels),)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that ``stream`` uses the memory of this part."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jitattn.attention_kernels import BoundKernels
+from jitattn.attention_kernels import AttentionKernel, BoundKernels
 from jitattn.binding import NO_LAYOUT, Scale
 from jitattn.build import Pending
 from jitattn.cuda_backend import KernelSet
-from jitattn.cuda_plan import Part, write_scale
+from jitattn.cuda_plan import Part, Recipe, write_scale
+from jitattn.driver import Launch, LoadedKernel, load_kernel
 from jitattn.mla_config import MLAConfig
 from jitattn.pages import BlockTable
 from jitattn.params import MLA_PARAMS
 from jitattn.spec import AttentionSpec, DType, Loader, MLASpec
+from jitattn.tiling import attention_tile_for
 
 if TYPE_CHECKING:
     from jitattn.mla_cache import BoundMLACache, MLACall
@@ -21,14 +23,49 @@ if TYPE_CHECKING:
 _UNSCALED = Scale(1.0)
 
 
+# CTAs of the kernel that merges, for each of the other's: they are small.
+_MERGE_CTAS = 4
+
+
+class LatentKernel(AttentionKernel):
+    """A kernel of latent attention, and its second one, which merges splits."""
+
+    def load(self) -> LoadedKernel:
+        """Load both."""
+        self.load_merge()
+        return super().load()
+
+    def load_merge(self) -> LoadedKernel:
+        """Load the one that merges."""
+        if self._merge is None:
+            kernel = self.pending.result()
+            symbol = f"{kernel.symbol}_merge"
+            self._merge = load_kernel(kernel.cubin, symbol, self._device_index, 0)
+        return self._merge
+
+    _merge: LoadedKernel | None = None
+
+
 class MLAPart(Part):
     """A kernel of a plan of an ``MLAPlanner``: ``Part``, with what rope parts add."""
 
-    __slots__ = ("_pe_layout",)
+    __slots__ = ("_merge_launches", "_pe_layout")
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, recipe: Recipe, *arguments: Any) -> None:
+        super().__init__(recipe, *arguments)
         self._pe_layout = NO_LAYOUT
+        self._merge_launches: dict[AttentionKernel, Launch] = {}
+
+    def launches_of(self, kernels: BoundKernels) -> tuple[Launch, ...]:
+        """Return the launch of the attention kernel, and of what merges its splits."""
+        kernel = kernels.of(self.role)
+        merge = self._merge_launches.get(kernel)
+        if merge is None:
+            assert isinstance(kernel, LatentKernel)
+            threads = kernel.tile.value_dim // 4
+            merge = Launch(kernel.load_merge(), self._params, _MERGE_CTAS * self._grid, threads)
+            self._merge_launches[kernel] = merge
+        return self.launch_of(kernels), merge
 
     def patch(self, call: MLACall) -> None:  # type: ignore[override]
         """Write into the parameters what differs from the last call."""
@@ -87,5 +124,7 @@ class MLAKernels(KernelSet):
         self, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
         # One serves requests of few rows and of many.
-        (kernel,) = (self._attention_kernel(*one) for one in zip(specs, pending, strict=True))
+        (spec,), (build,) = specs, pending
+        tile = attention_tile_for(spec, self.arch)
+        kernel = LatentKernel(build, tile, spec.row_tile, self.facts.index)
         return BoundKernels(kernel, kernel, None)

@@ -49,6 +49,8 @@ _BLOCK_DIMS = 16
 MAX_PIECES = 1024
 # Static shared memory of the attention kernels, with room to spare.
 _STATIC_BYTES = 2 * 1024 + 4 * MAX_PIECES
+# The same of kernels of latent attention, whose CTAs claim nothing.
+_LATENT_STATIC_BYTES = 3 * 1024
 # What two CTAs of an SM of sm_90 or sm_100 may use each.
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA, 16 a warp.
@@ -292,7 +294,7 @@ def latent_tile_for(spec: MLASpec, arch: str) -> LatentTile:
         + scale_bytes
     )
     score_bytes = 4 * 4 * spec.row_tile * (tile_tokens + 8)
-    room = SMEM_LIMIT[arch] - _STATIC_BYTES - score_bytes
+    room = SMEM_LIMIT[arch] - _LATENT_STATIC_BYTES - score_bytes
     # One is consumed, and the others are under way.
     num_stages = min(room // (tile_tokens * token_bytes), 4)
     return LatentTile(

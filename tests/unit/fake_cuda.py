@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn import attention_kernels, cuda_backend, driver, tensor_maps
+from jitattn import attention_kernels, cuda_backend, driver, mla_backend, tensor_maps
 from jitattn.build import Kernel
 from jitattn.driver import DeviceFacts
 from jitattn.params import KERNEL_PARAMS, ScheduleParams
@@ -157,7 +157,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(tensor_maps, "encode_tensor_map", encode_tensor_map)
     monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
     monkeypatch.setattr(cuda_backend, "start", start)
-    for module in (attention_kernels, cuda_backend):
+    for module in (attention_kernels, cuda_backend, mla_backend):
         monkeypatch.setattr(module, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))
     monkeypatch.setattr(cuda_backend, "default_workspace", fake.workspace)
     monkeypatch.setattr(driver, "_launch_function", lambda: fake.launch)

@@ -137,6 +137,11 @@ inline float __int_as_float(int32_t x) { return bits_of<float>(x); }
 inline uint32_t __float_as_uint(float x) { return bits_of<uint32_t>(x); }
 template <typename T> T __ldcg(const T* place) { return *place; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline int atomicMax(int* place, int value) {
+  const int old = *place;
+  *place = std::max(old, value);
+  return old;
+}
 inline void __threadfence_block() {}
 inline int atomicAdd(int* place, int value) { const int old = *place; *place += value; return old; }
 inline int atomicCAS(int* place, int expected, int value) {
@@ -462,13 +467,16 @@ template <typename Type, Major kA, Major kB> struct RegistersByShared {
 """
 CALL = r"""
 alignas(64) static uint8_t host_params[sizeof(jitattn::KernelParams)];
+using Kernel = void(jitattn::KernelParams);
+static Kernel* kernel;
 static void run_lane() {
-  SYMBOL(*reinterpret_cast<const jitattn::KernelParams*>(host_params));
+  kernel(*reinterpret_cast<const jitattn::KernelParams*>(host_params));
   current->is_done = true;
   yield();
 }
 extern "C" int64_t params_size() { return sizeof host_params; }
-extern "C" void call(const void* params, int grid, int num_threads) {
+extern "C" void call(Kernel* function, const void* params, int grid, int num_threads) {
+  kernel = function;
   std::memcpy(host_params, params, sizeof host_params);
   gridDim.x = grid;
   lanes = std::vector<Lane>(num_threads);
@@ -518,7 +526,7 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
         number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
         source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
-    text = "\n".join((HOST, *headers, WARPGROUPS, source, CALL.replace("SYMBOL", spec.symbol)))
+    text = "\n".join((HOST, *headers, WARPGROUPS, source, CALL))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
     path, library = folder / "kernel.cpp", folder / "kernel.so"
     path.write_text(text)
@@ -585,10 +593,13 @@ class HostCuda:
         if kernel.symbol.startswith("jitattn_schedule"):
             schedule_on_host()(ScheduleParams.from_address(at))
             return 0
-        spec, shape = self.specs[kernel.symbol], config._obj  # type: ignore[attr-defined]
-        assert shape.block_x == attention_tile_for(spec, self.arch).num_threads
+        shape = config._obj  # type: ignore[attr-defined]
+        spec = self.specs[kernel.symbol.removesuffix("_merge")]
+        if kernel.symbol == spec.symbol:
+            assert shape.block_x == attention_tile_for(spec, self.arch).num_threads
+            self.ran.append(kernel.symbol)
         library = compiled(spec, self.arch)
         assert library.params_size() == ctypes.sizeof(self.params)
-        library.call(ctypes.c_void_p(at), shape.grid_x, shape.block_x)
-        self.ran.append(kernel.symbol)
+        function = ctypes.cast(library[kernel.symbol], ctypes.c_void_p)
+        library.call(function, ctypes.c_void_p(at), shape.grid_x, shape.block_x)
         return 0
