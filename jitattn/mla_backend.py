@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from jitattn.mla_config import MLAConfig
 from jitattn.pages import BlockTable
 from jitattn.params import MLA_PARAMS
 from jitattn.spec import AttentionSpec, DType, Loader, MLASpec
+from jitattn.tensor_maps import Box, TensorMaps
 from jitattn.tiling import attention_tile_for
 
 if TYPE_CHECKING:
@@ -100,16 +102,31 @@ class MLAKernels(KernelSet):
 
     config: MLAConfig
 
-    def bind_latents(self, kv: BoundMLACache) -> BoundKernels:
-        """Return the kernels that the strides and dtypes of a cache allow."""
+    def bind_latents(self, kv: BoundMLACache) -> tuple[BoundKernels, TensorMaps | None]:
+        """Return the kernels that the strides and dtypes of a cache allow.
+
+        And the tensor maps of latents and rope parts, if their loader uses some.
+        """
+        is_aligned, maps = kv.is_vector_aligned, None
+        if is_aligned and self._takes_maps:
+            try:
+                maps = TensorMaps(kv.latent.as_cache(), kv.rope.as_cache(), self._boxes)
+            except ValueError:
+                is_aligned = False  # any strides will do for the plain loader
         spec = next(
             spec
             for spec in self._attention_specs()
-            if spec.rope_dtype == DType(str(kv.v.tensor.dtype).removeprefix("torch."))
+            if spec.rope_dtype == DType(str(kv.rope.tensor.dtype).removeprefix("torch."))
             and spec.has_scales == (kv.latent_scales is not None)
-            and (spec.loader is not Loader.PLAIN) == kv.is_vector_aligned
+            and (spec.loader is not Loader.PLAIN) == is_aligned
         )
-        return self._kernels_for((spec,))
+        return self._kernels_for((spec,)), maps
+
+    @functools.cached_property
+    def _boxes(self) -> dict[str, Box]:
+        """What one kernel brings at a time, whatever it is for."""
+        tile = attention_tile_for(self._attention_specs()[0], self.arch)
+        return {"decode": (tile.box_tokens, tile.key_box_columns, tile.key_box_columns)}
 
     def _attention_specs(self) -> list[MLASpec]:
         return [spec for spec in self._specs if isinstance(spec, MLASpec)]

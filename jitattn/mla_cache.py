@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jitattn.binding import RowLayout, Scale, check_last_stride, check_scale
+from jitattn.binding import (
+    CacheView,
+    RowLayout,
+    Scale,
+    TensorMaps,
+    check_last_stride,
+    check_scale,
+)
 from jitattn.config import QUANTISED_DTYPES
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.pages import Pages, check_device, check_tensor
@@ -28,6 +35,10 @@ class RowsView:
     tensor: Tensor
     page_stride: int
     token_stride: int
+
+    def as_cache(self) -> CacheView:
+        """Return the same as K or V of one head."""
+        return CacheView(self.tensor.unsqueeze(2), self.page_stride, self.token_stride, 0)
 
     @property
     def is_vector_aligned(self) -> bool:
@@ -54,6 +65,7 @@ class BoundMLACache:
         k, v: to kernels, latents are K and rope parts V.
         strides: of pages, tokens and heads, of which there is one; of latents and of rope parts.
         kernels: those that the strides allow; None on the backend "reference".
+        tensor_maps: those of latents and rope parts, where kernels use some.
     """
 
     __slots__ = (
@@ -67,12 +79,12 @@ class BoundMLACache:
         "latent_scales",
         "rope",
         "strides",
+        "tensor_maps",
         "v_at",
     )
 
-    # Kernels are not told of one, and take the maps of nothing.
+    # A value is the latent, whose scale is k_scale.
     v_scale = None
-    tensor_maps = None
 
     def __init__(
         self,
@@ -94,6 +106,7 @@ class BoundMLACache:
         self.k_scale = k_scale
         self.latent_scales = latent_scales
         self.kernels: object = None
+        self.tensor_maps: TensorMaps | None = None
         self.strides = (latent.page_stride, latent.token_stride, 0, rope.page_stride)
         self.strides += (rope.token_stride, 0)
         # These say where the tensors are now: the memory of one may move.

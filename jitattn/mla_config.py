@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from jitattn.config import OUT_DTYPES, PAGE_TABLES, Q_DTYPES, Arguments
 from jitattn.errors import ConfigError
 from jitattn.rules import Rule, broken, one_of, page_size_rule, rule
 from jitattn.spec import DType, KernelSpec, Loader, MergeSpec, MLASpec, PageTable, ScheduleSpec
-from jitattn.tiling import SMEM_LIMIT, latent_row_tile
+from jitattn.tiling import SMEM_LIMIT, latent_row_tile, takes_latent_boxes
 
 KV_LORA_RANKS = (256, 512)
 QK_ROPE_HEAD_DIMS = (32, 64)
@@ -119,31 +120,32 @@ class MLAConfig(Arguments):
 
     def attention_specs(self, arch: str) -> tuple[MLASpec, ...]:
         """Return the kernels of every cache that ``bind`` takes, aligned ones before others."""
-        del arch
         q_dtype, kv_dtype = DType(self.q_dtype), DType(self.kv_dtype)
         forms = [(kv_dtype, False)]
         if kv_dtype is not q_dtype:
             forms.append((q_dtype, False))
             if q_dtype is DType.BFLOAT16:
                 forms.append((q_dtype, True))
+        base = MLASpec(
+            head_dim=self.head_dim,
+            head_dim_vo=self.head_dim_vo,
+            page_size=self.page_size or 1,
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            out_dtype=DType(self.out_dtype or self.q_dtype),
+            page_table=PageTable(self.page_table),
+            loader=Loader.VECTOR,
+            use_logits_soft_cap=False,
+            use_custom_mask=False,
+            row_tile=latent_row_tile(self.num_heads, q_dtype, kv_dtype, arch),
+            rope_dtype=kv_dtype,
+            has_scales=False,
+        )
+        fast = Loader.TENSOR if takes_latent_boxes(base, arch) else Loader.VECTOR
         return tuple(
-            MLASpec(
-                head_dim=self.head_dim,
-                head_dim_vo=self.head_dim_vo,
-                page_size=self.page_size or 1,
-                q_dtype=q_dtype,
-                kv_dtype=kv_dtype,
-                out_dtype=DType(self.out_dtype or self.q_dtype),
-                page_table=PageTable(self.page_table),
-                loader=loader,
-                use_logits_soft_cap=False,
-                use_custom_mask=False,
-                row_tile=latent_row_tile(self.num_heads),
-                rope_dtype=rope_dtype,
-                has_scales=has_scales,
-            )
+            replace(base, loader=loader, rope_dtype=rope_dtype, has_scales=has_scales)
             for rope_dtype, has_scales in forms
-            for loader in (Loader.VECTOR, Loader.PLAIN)
+            for loader in (fast, Loader.PLAIN)
         )
 
 

@@ -136,7 +136,7 @@ class MLAPlanner(_Arguments):
             )
         bound = bind_cache(kv, k_scale, self.config, self.device)
         if self._kernels is not None:
-            bound.kernels = self._kernels.bind_latents(bound)
+            bound.kernels, bound.tensor_maps = self._kernels.bind_latents(bound)
         return bound
 
     def plan(

@@ -38,6 +38,8 @@ _MERGE_BYTES = 8 * 1024
 # The same where boxes bring them and an SM has one CTA: 64 KiB saturate, the rest covers pauses,
 # and what is left of the SM has room for the next launch's CTA.
 _BOX_RING_BYTES = 128 * 1024
+# The tables whose pages they bring.
+_BOX_TABLES = (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
 # A row as tensor maps see it: segments of so many bytes.
 SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
@@ -158,6 +160,30 @@ class LatentTile(NamedTuple):
         return 32 * self.num_warps
 
 
+class LatentWarpgroupTile(NamedTuple):
+    """The same of a CTA whose warpgroups compute together; fields as in ``WarpgroupTile``."""
+
+    num_warps: int
+    tile_tokens: int
+    num_stages: int
+    shares_tiles: bool
+    ctas_per_sm: int
+    value_dim: int
+    smem_bytes: int
+    merge_splits: int
+    merge_loads: int
+    box_tokens: int
+    key_box_columns: int
+    num_producers: int
+    producer_registers: int
+    consumer_registers: int
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.num_warps + 128 * self.num_producers
+
+
 class ScheduleTile(NamedTuple):
     """The shape of the schedule kernel: one CTA."""
 
@@ -209,7 +235,8 @@ class TableTile(NamedTuple):
     smem_bytes: int = 0
 
 
-AttentionTile = DecodeTile | PrefillTile | WarpgroupTile | LatentTile
+LatentTiles = LatentTile | LatentWarpgroupTile
+AttentionTile = DecodeTile | PrefillTile | WarpgroupTile | LatentTiles
 TransferTile = GatherTile | CopyPagesTile | TableTile
 Tile = AttentionTile | ScheduleTile | MergeTile | PreprocessTile | TransferTile
 
@@ -278,13 +305,60 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
     return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch])
 
 
-def latent_row_tile(num_heads: int) -> int:
+def latent_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) -> int:
     """Return the query rows of a CTA of latent attention: those of a token, if they are few."""
+    if _has_latent_warpgroups(q_dtype, kv_dtype, arch):
+        return 64
     return 16 if num_heads <= 16 else 32
 
 
-def latent_tile_for(spec: MLASpec, arch: str) -> LatentTile:
-    """Return the tile of latent attention: four warps for each 16 tokens."""
+def _has_latent_warpgroups(q_dtype: DType, kv_dtype: DType, arch: str) -> bool:
+    return arch == "sm_90a" and kv_dtype is q_dtype
+
+
+def takes_latent_boxes(spec: MLASpec, arch: str) -> bool:
+    """Return whether tensor maps bring the latents and rope parts of caches that allow it."""
+    is_whole = (spec.head_dim - spec.head_dim_vo) * spec.kv_dtype.num_bytes == SEGMENT_BYTES
+    return (
+        _has_latent_warpgroups(spec.q_dtype, spec.kv_dtype, arch)
+        and is_whole
+        and spec.page_table in _BOX_TABLES
+        and spec.page_size % 8 == 0
+    )
+
+
+def latent_tile_for(spec: MLASpec, arch: str) -> LatentTiles:
+    """Return the tile of latent attention."""
+    if _has_latent_warpgroups(spec.q_dtype, spec.kv_dtype, arch):
+        return _latent_warpgroup_tile(spec)
+    return _latent_tile(spec, arch)
+
+
+def _latent_warpgroup_tile(spec: MLASpec) -> LatentWarpgroupTile:
+    tile_tokens, num_stages, row_tile = 64, 2, 64
+    # A rope part has a segment to itself.
+    row_bytes = spec.kv_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
+    return LatentWarpgroupTile(
+        num_warps=8,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        smem_bytes=(num_stages * tile_tokens + row_tile) * row_bytes,
+        merge_splits=8,
+        merge_loads=0,
+        # Pages of other sizes are not brought in boxes.
+        box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
+        key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        num_producers=1,
+        producer_registers=72,
+        consumer_registers=216,
+    )
+
+
+def _latent_tile(spec: MLASpec, arch: str) -> LatentTile:
+    # Four warps for each 16 tokens.
     tile_tokens = 32
     rope_dim = spec.head_dim - spec.head_dim_vo
     scale_bytes = 4 * spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
@@ -314,6 +388,8 @@ def template_for(spec: KernelSpec, arch: str) -> str:
     """Return the template of ``spec`` on ``arch``."""
     if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, arch):
         return "prefill_wgmma.cu.jinja"
+    if isinstance(spec, MLASpec) and isinstance(latent_tile_for(spec, arch), LatentWarpgroupTile):
+        return "mla_wgmma.cu.jinja"
     return spec.template
 
 
@@ -323,8 +399,8 @@ def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
         has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
     ):
         return False
-    tables = (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
-    return _has_box_tile(spec, arch) and spec.page_table in tables and spec.page_size % 8 == 0
+    has_pages = spec.page_table in _BOX_TABLES and spec.page_size % 8 == 0
+    return _has_box_tile(spec, arch) and has_pages
 
 
 def has_warpgroup_tile(spec: PrefillSpec, arch: str) -> bool:

@@ -203,12 +203,52 @@ inline void cp_async_wait_all() {
   cp_async_wait<0>();
 }
 // Barriers, by the places that stand for them.
-struct Phases { int count, pending; uint32_t parity; };
+struct Phases {
+  int count, pending, bytes;
+  uint32_t parity;
+
+  void finish() {
+    if (pending == 0 && bytes == 0) pending = count, parity ^= 1;
+  }
+};
 static std::map<uint32_t, Phases> phases;
-inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0}; }
-inline void mbarrier_arrive(uint32_t barrier) {
+inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0, 0}; }
+inline void mbarrier_expect(uint32_t barrier, int bytes) {
   Phases& now = phases.at(barrier);
-  if (--now.pending == 0) now.pending = now.count, now.parity ^= 1;
+  --now.pending, now.bytes += bytes;
+  now.finish();
+}
+inline void mbarrier_arrive(uint32_t barrier) { mbarrier_expect(barrier, 0); }
+inline bool elect_one() { return lane() == 0; }
+// A tensor map as fake_cuda.py writes it.
+struct Map {
+  uint64_t pointer, item_bytes, sizes[5], strides[4];
+  uint32_t box[5];
+};
+inline void copy_box(uint32_t smem, const void* map, uint32_t barrier, int token, int segment,
+                     int head, int page) {
+  Map it;
+  std::memcpy(&it, map, sizeof it);
+  const int row_bytes = it.box[0] * it.item_bytes;
+  if (row_bytes != 128 || smem % 1024) std::abort();
+  for (int s = 0; s < it.box[2]; ++s) {
+    for (int t = 0; t < it.box[1]; ++t) {
+      const bool exists = token + t < it.sizes[1] && segment + s < it.sizes[2] && page >= 0 &&
+                          page < it.sizes[4];
+      const auto* row = reinterpret_cast<const uint8_t*>(it.pointer) +
+                        (token + t) * it.strides[0] + (segment + s) * it.strides[1] +
+                        head * it.strides[2] + page * it.strides[3];
+      const uint32_t place = smem + (s * it.box[1] + t) * 128;
+      for (int v = 0; v < 8; ++v) {
+        uint8_t* vector = at(place + (v ^ place / 128 % 8) * 16, 16);
+        if (exists) std::memcpy(vector, row + v * 16, 16);
+        else std::memset(vector, 0, 16);
+      }
+    }
+  }
+  Phases& now = phases.at(barrier);
+  now.bytes -= it.box[1] * it.box[2] * row_bytes;
+  now.finish();
 }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (phases.at(barrier).parity == parity) yield();
