@@ -347,7 +347,7 @@ def _latent_warpgroup_tile(spec: MLASpec) -> LatentWarpgroupTile:
         value_dim=spec.head_dim_vo,
         smem_bytes=(num_stages * tile_tokens + row_tile) * row_bytes,
         merge_splits=8,
-        merge_loads=0,
+        merge_loads=4,
         # Pages of other sizes are not brought in boxes.
         box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
         key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
