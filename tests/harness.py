@@ -162,8 +162,15 @@ def check_surroundings(out: Tensor) -> None:
 
 def check(case: Case, out: Tensor, lse: Tensor, want: Expected) -> None:
     """Assert that out and lse are within `tolerance`, naming the worst place if not."""
-    limits = tolerance(case.dtype, case.out_dtype)
-    assert out.dtype == getattr(torch, case.out_dtype or case.dtype)
+    check_rounded(case.dtype, case.out_dtype, out, lse, want)
+
+
+def check_rounded(
+    dtype: str, out_dtype: str | None, out: Tensor, lse: Tensor, want: Expected
+) -> None:
+    """The same of probabilities of ``dtype``."""
+    limits = tolerance(dtype, out_dtype)
+    assert out.dtype == getattr(torch, out_dtype or dtype)
     assert lse.dtype == torch.float32
     assert out.shape == want.out.shape
     assert lse.shape == want.lse.shape

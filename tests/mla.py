@@ -20,6 +20,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.pages import Pages
+from tests.harness import Expected, check_rounded
 
 FORMS = ("one", "pair", "fp8_one", "fp8_pair", "fp8_mixed", "fp8_rows")
 """What holds latents and rope parts; a mixed pair has 16-bit rope parts, rows hold scales."""
@@ -364,12 +365,19 @@ def without_pages(
 
 
 def expected(inputs: MLAInputs) -> tuple[Tensor, Tensor]:
-    """Out and lse in float64, on the CPU, with all products of a request at once and a mask."""
+    """Out and lse in float64, on the CPU."""
+    want = expected_with_magnitude(inputs)
+    return want.out, want.lse
+
+
+def expected_with_magnitude(inputs: MLAInputs) -> Expected:
+    """The same and the sum of p * |v|, with all products of a request at once and a mask."""
     case = inputs.case
     q = np.concatenate([x.double().cpu().numpy() for x in (inputs.q_nope, inputs.q_pe)], axis=2)
     tokens = [x.double().cpu().numpy() for x in (inputs.latent, inputs.rope)]
     keys, values = np.concatenate(tokens, axis=1), tokens[0]
     out = np.zeros((q.shape[0], case.num_heads, case.kv_lora_rank))
+    magnitude = np.zeros_like(out)
     lse = np.full((q.shape[0], case.num_heads), -np.inf)
     row = key = 0
     for q_len, length in zip(case.queries, case.lengths, strict=True):
@@ -384,9 +392,11 @@ def expected(inputs: MLAInputs) -> tuple[Tensor, Tensor]:
         with np.errstate(divide="ignore"):
             lse[row : row + q_len] = np.log(total).T
         share = weights / np.where(total == 0.0, 1.0, total)[..., None]
-        out[row : row + q_len] = np.einsum("hrk,kd->rhd", share, values[key : key + kv_len])
+        seen_values = values[key : key + kv_len]
+        out[row : row + q_len] = np.einsum("hrk,kd->rhd", share, seen_values)
+        magnitude[row : row + q_len] = np.einsum("hrk,kd->rhd", share, np.abs(seen_values))
         row, key = row + q_len, key + kv_len
-    return torch.from_numpy(out), torch.from_numpy(lse)
+    return Expected(*map(torch.from_numpy, (out, lse, magnitude)))
 
 
 EPSILON = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-20}
@@ -398,6 +408,12 @@ def check(inputs: MLAInputs, out: Tensor, lse: Tensor) -> None:
     epsilon = EPSILON[inputs.case.out_dtype or inputs.case.dtype]
     torch.testing.assert_close(out.double().cpu(), want_out, rtol=epsilon, atol=1e-6)
     torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=1e-6, atol=1e-5)
+
+
+def check_kernel(inputs: MLAInputs, out: Tensor, lse: Tensor) -> None:
+    """The same of what rounds probabilities to q_dtype."""
+    case = inputs.case
+    check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), expected_with_magnitude(inputs))
 
 
 def run_case(case: MLACase, device: str = "cpu") -> None:

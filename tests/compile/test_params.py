@@ -10,6 +10,7 @@ import pytest
 from jitattn import nvrtc, params, render, support
 from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
+from jitattn.mla_config import MLAConfig
 from jitattn.spec import (
     BatchInfoSpec,
     BlockTableSpec,
@@ -79,6 +80,18 @@ def test_attention_params_agree(layout: PageTable, family: str, kv_dtype: str) -
     lines += _asserts("jitattn::Schedule", params.Schedule)
     lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
     _compile(_source(layout, family, kv_dtype) + "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])  # of two templates
+@pytest.mark.parametrize("layout", list(PageTable))
+def test_params_of_latent_attention_agree(layout: PageTable, kv_dtype: str) -> None:
+    struct = params.MLA_PARAMS[layout]
+    lines = _asserts("jitattn::KernelParams", struct)
+    lines += _asserts("jitattn::LatentParams", params.LatentParams)
+    page_size = None if layout is PageTable.RAGGED else 64
+    config = MLAConfig(page_table=layout.value, page_size=page_size, kv_dtype=kv_dtype)
+    source = render.render(config.attention_specs(ARCH)[0], ARCH)
+    _compile(source + "\n".join(lines) + "\n")
 
 
 def test_schedule_params_agree() -> None:

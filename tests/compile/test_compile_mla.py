@@ -1,0 +1,75 @@
+"""Compile kernels of latent attention for every architecture. Needs NVRTC and no GPU.
+
+As in test_compile_all.py: no spills, no serialised products, tensor cores, shared memory that fits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jitattn.cubin import resources_of
+from jitattn.mla_config import MLAConfig
+from jitattn.spec import Loader, MLASpec
+from jitattn.support import ARCHITECTURES
+from jitattn.tiling import SMEM_LIMIT, LatentTile, LatentWarpgroupTile, latent_tile_for
+from tests.compile.test_compile_all import Job, compile_job, opcodes
+
+HOPPER = (
+    "num_heads=128",
+    "num_heads=16,page_size=1,page_table=separate",
+    "num_heads=16,page_size=8,page_table=token,q_dtype=float16,kv_dtype=float16,out_dtype=float32",
+    "num_heads=64,kv_lora_rank=256,qk_rope_head_dim=32,page_table=csr",
+    "num_heads=128,kv_dtype=float8_e4m3fn",
+)
+OTHERS = {
+    "sm_80": ("num_heads=16", "num_heads=128,kv_dtype=float8_e4m3fn,page_size=1"),
+    "sm_90a": HOPPER,
+    "sm_100f": ("num_heads=128,page_table=ragged,page_size=None",),
+    "sm_120f": ("num_heads=16,kv_dtype=float8_e4m3fn,page_table=csr",),
+}
+JOBS = [
+    Job(spec, arch, disassemble=True)
+    for arch, configs in OTHERS.items()
+    for config in configs
+    for spec in MLAConfig.parse(config).attention_specs(arch)
+]
+KIB = 1024
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_kernel(job: Job, tmp_path: Path) -> None:
+    spec = job.spec
+    assert isinstance(spec, MLASpec)
+    tile, result = latent_tile_for(spec, job.arch), compile_job(job)
+    for symbol, smem_bytes in ((spec.symbol, tile.smem_bytes), (f"{spec.symbol}_merge", 0)):
+        resources = resources_of(result.cubin, symbol, job.arch)
+        assert resources.spill_bytes == 0
+        assert resources.smem_bytes + smem_bytes <= SMEM_LIMIT[job.arch]
+        assert resources.code_bytes <= (90 if smem_bytes else 8) * KIB
+    assert "C75" not in result.log
+    found = opcodes(result.cubin, tmp_path)
+    products = {
+        kind: [op for op in found if op.startswith(kind)] for kind in ("HGMMA.", "HMMA.")
+    }
+    assert all(
+        (".BF16" in op) == (spec.q_dtype == "bfloat16") for ops in products.values() for op in ops
+    )
+    steps, tokens = spec.head_dim // 16, tile.tile_tokens
+    if isinstance(tile, LatentWarpgroupTile):
+        assert len(products["HGMMA."]) == steps + tokens // 16
+        assert not products["HMMA."]
+    else:
+        assert isinstance(tile, LatentTile)
+        # Scores: four warps share the dims of 16 tokens. Output: eight warps share the columns.
+        row_tiles, columns = spec.row_tile // 16, spec.head_dim_vo // tile.num_warps
+        scores = 2 * row_tiles * (spec.head_dim_vo // 64 + 1)
+        assert len(products["HMMA."]) == scores + row_tiles * columns // 8 * (tokens // 16)
+        assert not products["HGMMA."]
+    assert any(op.startswith("UTMALDG") for op in found) == (spec.loader is Loader.TENSOR)
+
+
+def test_every_architecture_and_loader_is_compiled() -> None:
+    assert {job.arch for job in JOBS} == set(ARCHITECTURES)
+    assert {job.spec.loader for job in JOBS if job.arch == "sm_90a"} == set(Loader)  # type: ignore[union-attr]
