@@ -32,16 +32,16 @@ from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
 from jitattn.params import KERNEL_PARAMS
 from jitattn.spec import (
-    AttentionSpec,
     DecodeSpec,
     KernelSpec,
     Loader,
     PageTable,
+    PlannedSpec,
     PrefillSpec,
     ScheduleSpec,
 )
 from jitattn.tensor_maps import Box, TensorMaps, box_of
-from jitattn.tiling import PrefillTile, WarpgroupTile, attention_tile_for, tile_for
+from jitattn.tiling import attention_tile_for, prefill_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
 
@@ -143,7 +143,7 @@ class KernelSet:
             if spec.loader is Loader.TENSOR
         }
 
-    def _kernels_for(self, specs: Sequence[AttentionSpec]) -> BoundKernels:
+    def _kernels_for(self, specs: Sequence[PlannedSpec]) -> BoundKernels:
         key = tuple(specs)
         with self._lock:
             if key not in self._bound:
@@ -267,7 +267,7 @@ class KernelSet:
         assert isinstance(self.config, PlannerConfig)
         return support.wide_row_tile(self.config)
 
-    def _main_specs(self) -> Sequence[AttentionSpec]:
+    def _main_specs(self) -> Sequence[PlannedSpec]:
         """Return the specs of the kernels that nearly all caches need."""
         return self._specs_of_loader(is_aligned=True)
 
@@ -286,19 +286,19 @@ class KernelSet:
         return pending
 
     def _attention_kernels(
-        self, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
+        self, specs: Sequence[PlannedSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
         decode, prefill, *wide = (
             self._attention_kernel(spec, build) for spec, build in zip(specs, pending, strict=True)
         )
         return BoundKernels(decode, prefill, wide[0] if wide else None)
 
-    def _attention_kernel(self, spec: AttentionSpec, pending: Pending) -> AttentionKernel:
+    def _attention_kernel(self, spec: PlannedSpec, pending: Pending) -> AttentionKernel:
         tile = attention_tile_for(spec, self.arch)
-        # Of kernels that leave it to their tile, or which have it in their spec.
-        row_tile = (
-            tile.row_tile if isinstance(tile, PrefillTile | WarpgroupTile) else spec.row_tile
-        )
+        if isinstance(spec, PrefillSpec):  # the others have it in their spec
+            row_tile = prefill_tile_for(spec, self.arch).row_tile
+        else:
+            row_tile = spec.row_tile
         return AttentionKernel(pending, tile, row_tile, self.facts.index)
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C, Tensor
@@ -25,8 +25,9 @@ from jitattn.binding import (
     Scale,
     recogniser,
 )
-from jitattn.config import PagedConfig
+from jitattn.config import PlannerConfig
 from jitattn.driver import LAUNCHED, Launch
+from jitattn.mla_config import MLAConfig
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
     ATTENTION_OFFSET,
@@ -50,6 +51,7 @@ from jitattn.workspace import SLICE_BYTES, Workspace, aligned, workspace_bytes
 
 if TYPE_CHECKING:
     from jitattn.cuda_backend import KernelSet
+    from jitattn.mla_cache import BoundMLACache, MLACall
 
 # Plans that a planner keeps when they are gone: so many of a size, and of which sizes.
 _MAX_IDLE = 16
@@ -73,37 +75,8 @@ _MAX_ROUNDS = 6
 _MIN_SLOT_COST = 1
 
 
-class AttentionArguments(PagedConfig, Protocol):
-    """What plans look at, of any planner's arguments."""
-
-    @property
-    def num_qo_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def head_dim_vo(self) -> int | None: ...
-    @property
-    def causal(self) -> bool: ...
-    @property
-    def window_left(self) -> int: ...
-    @property
-    def logits_soft_cap(self) -> float: ...
-    @property
-    def score_scale(self) -> float: ...
-    @property
-    def early_kv(self) -> bool: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-    @property
-    def num_sms(self) -> int | None: ...
-
-    def arguments_text(self) -> str:
-        """Return the arguments as the command line takes them."""
-        ...
+AttentionArguments = PlannerConfig | MLAConfig
+"""Of either planner."""
 
 
 class CudaPlan:
@@ -169,7 +142,7 @@ class CudaPlan:
             for part in self._parts:
                 self._launch(part.schedule_launch)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: Call | MLACall) -> None:
         """Patch the parameters of a call that was checked, and launch."""
         if self._is_empty:
             call.out.zero_()
@@ -502,7 +475,7 @@ class Part:
         for tensor in (self._memory, *self.buffers):
             tensor.record_stream(stream)
 
-    def patch(self, call: Call) -> None:
+    def patch(self, call: Call | MLACall) -> None:
         """Write into the parameters what differs from the last call."""
         attention, kv = self._attention, call.kv
         if call.pages is not self._pages:
@@ -535,7 +508,7 @@ class Part:
         if call.mask is not None:
             _write_mask(attention, call.mask)
 
-    def write_scales(self, kv: BoundCache) -> None:
+    def write_scales(self, kv: BoundCache | BoundMLACache) -> None:
         """Write the scales of K and V into the parameters, if they are quantised."""
         if kv.k_scale is not None and kv.v_scale is not None:
             write_scale(self._attention.k_scale, kv.k_scale)
@@ -607,6 +580,7 @@ def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -
 
 
 def write_scale(params: ctypes.Structure, scale: Scale) -> None:
+    """Write a scale into its place in the parameters."""
     params.values = None if scale.tensor is None else scale.tensor.data_ptr()
     params.stride = scale.stride
     params.value = scale.value

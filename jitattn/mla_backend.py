@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitattn.attention_kernels import AttentionKernel, BoundKernels
-from jitattn.binding import NO_LAYOUT, Scale
+from jitattn.binding import NO_LAYOUT, Call, Scale
 from jitattn.build import Pending
 from jitattn.cuda_backend import KernelSet
 from jitattn.cuda_plan import Part, Recipe, write_scale
 from jitattn.driver import Launch, LoadedKernel, load_kernel
+from jitattn.mla_cache import BoundMLACache, MLACall
 from jitattn.mla_config import MLAConfig
 from jitattn.pages import BlockTable
 from jitattn.params import MLA_PARAMS
-from jitattn.spec import AttentionSpec, DType, Loader, MLASpec
+from jitattn.spec import DType, Loader, MLASpec, PlannedSpec
 from jitattn.tensor_maps import Box, TensorMaps
 from jitattn.tiling import attention_tile_for
-
-if TYPE_CHECKING:
-    from jitattn.mla_cache import BoundMLACache, MLACall
 
 _UNSCALED = Scale(1.0)
 
@@ -69,9 +67,10 @@ class MLAPart(Part):
             self._merge_launches[kernel] = merge
         return self.launch_of(kernels), merge
 
-    def patch(self, call: MLACall) -> None:  # type: ignore[override]
+    def patch(self, call: Call | MLACall) -> None:
         """Write into the parameters what differs from the last call."""
-        super().patch(call)  # type: ignore[arg-type]  # it has what a Call has
+        super().patch(call)
+        assert isinstance(call, MLACall)
         kv, latent, pe_at = call.kv, self._params.latent, call.q_pe.data_ptr()
         pages = call.pages
         if isinstance(pages, BlockTable) and pages.table.dim() == 3:
@@ -134,14 +133,15 @@ class MLAKernels(KernelSet):
     def _find_wide_rows(self) -> int:
         return 0
 
-    def _main_specs(self) -> Sequence[AttentionSpec]:
+    def _main_specs(self) -> Sequence[PlannedSpec]:
         return self._attention_specs()[:1]
 
     def _attention_kernels(
-        self, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
+        self, specs: Sequence[PlannedSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
         # One serves requests of few rows and of many.
         (spec,), (build,) = specs, pending
+        assert isinstance(spec, MLASpec)
         tile = attention_tile_for(spec, self.arch)
         kernel = LatentKernel(build, tile, spec.row_tile, self.facts.index)
         return BoundKernels(kernel, kernel, None)

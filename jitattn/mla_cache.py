@@ -107,8 +107,10 @@ class BoundMLACache:
         self.latent_scales = latent_scales
         self.kernels: object = None
         self.tensor_maps: TensorMaps | None = None
-        self.strides = (latent.page_stride, latent.token_stride, 0, rope.page_stride)
-        self.strides += (rope.token_stride, 0)
+        self.strides = (
+            *(latent.page_stride, latent.token_stride, 0),
+            *(rope.page_stride, rope.token_stride, 0),
+        )
         # These say where the tensors are now: the memory of one may move.
         self.k_at, self.v_at = latent.tensor.data_ptr, rope.tensor.data_ptr
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from typing import Any
 
 from jitattn.spec import PageTable
 
@@ -442,7 +443,7 @@ ATTENTION_OFFSET = 2 * TENSOR_MAP_BYTES
 def _kernel_params(
     layout: PageTable, *others: tuple[str, type[ctypes.Structure]]
 ) -> type[ctypes.Structure]:
-    fields = (
+    fields: tuple[tuple[str, Any], ...] = (
         ("k_map", ctypes.c_char * TENSOR_MAP_BYTES),
         ("v_map", ctypes.c_char * TENSOR_MAP_BYTES),
         ("attention", AttentionParams),

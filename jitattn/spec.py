@@ -322,12 +322,6 @@ class BatchInfoSpec(Value):
 
 
 TransferSpec = GatherSpec | CopyPagesSpec | BlockTableSpec | BatchInfoSpec
-KernelSpec = (
-    DecodeSpec
-    | PrefillSpec
-    | MLASpec
-    | ScheduleSpec
-    | MergeSpec
-    | PreprocessSpec
-    | TransferSpec
-)
+PlannedSpec = DecodeSpec | PrefillSpec | MLASpec
+"""Of the kernels that plans schedule and launch."""
+KernelSpec = PlannedSpec | ScheduleSpec | MergeSpec | PreprocessSpec | TransferSpec

@@ -51,7 +51,7 @@ TESTED_ON = {
 # Likewise of preprocess_qkv and append_kv, and of what moves tokens and pages and makes tables.
 PREPROCESS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run") | {"sm_90a": "run on H100"}
 TRANSFERS_TESTED_ON = PREPROCESS_TESTED_ON
-MLA_TESTED_ON = "not built: the backend 'reference' alone has it"
+MLA_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, and emulated on the CPU, not run")
 
 
 class Support(Value):
@@ -206,7 +206,7 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
     transfers = Config(
         kernel="transfers", tested_on=TRANSFERS_TESTED_ON[arch], fields=dict(TRANSFER_RANGES)
     )
-    mla = Config(kernel=MLAConfig.family, tested_on=MLA_TESTED_ON, fields=dict(MLA_RANGES))
+    mla = Config(kernel=MLAConfig.family, tested_on=MLA_TESTED_ON[arch], fields=dict(MLA_RANGES))
     return [
         Config(
             kernel=family,

@@ -24,7 +24,7 @@ HOPPER = (
     "num_heads=128,kv_dtype=float8_e4m3fn",
 )
 OTHERS = {
-    "sm_80": ("num_heads=16", "num_heads=128,kv_dtype=float8_e4m3fn,page_size=1"),
+    "sm_80": ("num_heads=128", "num_heads=128,kv_dtype=float8_e4m3fn,page_size=1"),
     "sm_90a": HOPPER,
     "sm_100f": ("num_heads=128,page_table=ragged,page_size=None",),
     "sm_120f": ("num_heads=16,kv_dtype=float8_e4m3fn,page_table=csr",),
@@ -47,12 +47,10 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
         resources = resources_of(result.cubin, symbol, job.arch)
         assert resources.spill_bytes == 0
         assert resources.smem_bytes + smem_bytes <= SMEM_LIMIT[job.arch]
-        assert resources.code_bytes <= (90 if smem_bytes else 8) * KIB
+        assert resources.code_bytes <= (90 if smem_bytes else 12) * KIB
     assert "C75" not in result.log
     found = opcodes(result.cubin, tmp_path)
-    products = {
-        kind: [op for op in found if op.startswith(kind)] for kind in ("HGMMA.", "HMMA.")
-    }
+    products = {kind: [op for op in found if op.startswith(kind)] for kind in ("HGMMA.", "HMMA.")}
     assert all(
         (".BF16" in op) == (spec.q_dtype == "bfloat16") for ops in products.values() for op in ops
     )

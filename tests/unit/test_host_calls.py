@@ -22,7 +22,7 @@ from torch import Tensor
 import jitattn
 from jitattn import binding
 from jitattn.binding import NO_LAYOUT, RowLayout
-from jitattn.cuda_plan import CudaPlan, _Part
+from jitattn.cuda_plan import CudaPlan, Part
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeCuda
 
@@ -503,7 +503,7 @@ def test_memory_goes_from_plan_to_plan_in_the_order_of_one_stream(
 ) -> None:
     recorded = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.stream)
-    monkeypatch.setattr(_Part, "record_stream", lambda part, stream: recorded.append(stream))
+    monkeypatch.setattr(Part, "record_stream", lambda part, stream: recorded.append(stream))
     planner = cuda.planner(**SHAPE)
     kept = planner.plan(table(), LENS)
     (first,) = memory_of(plan := planner.plan(table(), LENS))

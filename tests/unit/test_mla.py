@@ -10,9 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import jitattn
-from jitattn import cli, planning
+from jitattn import cli
 from jitattn.mla_config import MLAConfig
+from jitattn.spec import Loader
 from jitattn.support import parse_config
+from jitattn.tiling import latent_tile_for
 from tests.harness import same_bits
 from tests.mla import (
     FORMS,
@@ -341,25 +343,38 @@ def test_arguments_are_readable() -> None:
 # --- the support table ----------------------------------------------------------------------------
 
 
-def test_kernels_are_not_built_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_and_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     support = jitattn.check_config(planner="mla", num_heads=16, page_size=1)
-    assert not support.supported
-    assert support.kernel is None
-    assert len(support.reasons) == 1
-    monkeypatch.setattr(planning, "canonical_device", lambda device: torch.device("cuda", 0))
-    with pytest.raises(jitattn.ConfigError, match="not built yet") as error:
-        jitattn.MLAPlanner(sm_scale=1.0, num_heads=16, page_size=1)
-    assert list(error.value.reasons) == support.reasons
-    jitattn.MLAPlanner(sm_scale=1.0, backend="reference")
+    assert support.supported
+    assert support.kernel is not None
+    assert support.kernel.startswith("jitattn_mla_r64_d576x512_p1_")
+    assert not support.reasons
+    refused = jitattn.check_config(planner="mla", num_heads=200, kv_lora_rank=384)
+    assert not refused.supported
+    assert [reason.split("=")[0] for reason in refused.reasons] == ["num_heads", "kv_lora_rank"]
     assert cli.main(["configs"]) == 0
-    printed = capsys.readouterr().out
-    assert "mla: supported arguments" in printed
-    assert "kernels are not built yet" in printed
+    assert "mla: supported arguments" in capsys.readouterr().out
     rows = [row for row in jitattn.supported_configs() if row.kernel == "mla"]
     assert len(rows) == 1
-    assert "not built" in rows[0].tested_on
+    with pytest.raises(jitattn.ConfigError, match="arch='sm_70' is not one of"):
+        MLAConfig().specs("sm_70")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f", "sm_120f"])
+@pytest.mark.parametrize("num_heads", [1, 16, 17, 128])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_every_cache_has_kernels_of_one_tile(arch: str, num_heads: int, kv_dtype: str) -> None:
+    """A plan's launches with any of them have the same schedule and partial rows."""
+    specs = MLAConfig(num_heads=num_heads, kv_dtype=kv_dtype).attention_specs(arch)
+    assert len({(spec.rope_dtype, spec.has_scales) for spec in specs}) == (
+        1 if kv_dtype == "bfloat16" else 3
+    )
+    tiles = [latent_tile_for(spec, arch) for spec in specs]
+    assert (
+        len({(spec.row_tile, tile.tile_tokens) for spec, tile in zip(specs, tiles, strict=True)})
+        == 1
+    )
+    assert all(spec.loader is Loader.PLAIN for spec in specs[1::2])
 
 
 def test_config_text() -> None:
@@ -377,9 +392,10 @@ def test_config_text() -> None:
 
 
 def test_precompile_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["precompile", "--arch", "sm_90a", "-o", "nowhere", "--config", "planner=mla"]
+    config = "planner=mla,kv_lora_rank=384"
+    command = ["precompile", "--arch", "sm_90a", "-o", "nowhere", "--config", config]
     assert cli.main(command) == 1
-    assert "not built yet" in capsys.readouterr().err
-    for config in ("planner=mla", {"planner": "mla", "num_heads": 16}):
-        with pytest.raises(jitattn.ConfigError, match="not built yet"):
-            jitattn.precompile(config, arch="sm_90a", out="nowhere")
+    assert "kv_lora_rank=384" in capsys.readouterr().err
+    for refused in (config, {"planner": "mla", "kv_lora_rank": 384}):
+        with pytest.raises(jitattn.ConfigError, match="kv_lora_rank=384"):
+            jitattn.precompile(refused, arch="sm_90a", out="nowhere")

@@ -24,7 +24,9 @@ PORTABLE = {
     "many heads": replace(BASE, num_heads=40, page_table="csr"),
     "mixed": replace(MIXED, page_table="ragged", form="fp8_one", scale="number"),
     "odd": replace(MIXED, layout="odd", page_table="token", form="fp8_pair"),
-    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=3, causal=False, q_lens=(1, 2, 3, 4)),
+    "rope of 32": replace(
+        BASE, qk_rope_head_dim=32, num_heads=3, causal=False, q_lens=(1, 2, 3, 4)
+    ),
     "joint queries": replace(MIXED, q_view="joint", dtype="float16", rows="int64"),
 }
 WARPGROUPS = {

@@ -562,7 +562,7 @@ def test_buffers_hold_every_slot(
             assert slots * blocks - part._grid + 2 <= MAX_PIECES
 
 
-def check_schedule_room(part: cuda_plan._Part, slots: int) -> None:
+def check_schedule_room(part: cuda_plan.Part, slots: int) -> None:
     """Assert that the parts of a schedule lie in its memory, one after the other."""
     schedule = part._schedule.schedule
     begins = [getattr(schedule, name) for name, _ in schedule._fields_]
