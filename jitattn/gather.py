@@ -35,7 +35,14 @@ from jitattn.prepared import (
     page_list_of,
     tile_of,
 )
-from jitattn.quantization import CACHE_DTYPES, NVFP4_BLOCK, QUANTISED, QuantizedKV, dequantize_kv
+from jitattn.quantization import (
+    CACHE_DTYPES,
+    NVFP4_BLOCK,
+    QUANTISED,
+    QuantizedKV,
+    dequantize_kv,
+    saturated,
+)
 from jitattn.spec import DType, GatherSpec
 from jitattn.tables import check_offsets, check_per_request, slots_of
 from jitattn.tiling import GatherTile
@@ -74,7 +81,7 @@ def gather_kv(
     """Copy the K and V of all requests out of their pages, one request after the other.
 
     A quantised cache is dequantised on the way: a stored value times its scale, in float32, rounded
-    once to ``out_dtype``. One launch on the current stream. Without ``out`` it waits for the
+    once to ``out_dtype`` and saturated there. One launch on the current stream. Without ``out`` it waits for the
     device, which alone knows how many tokens there are; with ``out`` it can be captured.
 
     Args:
@@ -407,7 +414,7 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
         if batch.block_scales is None
         else batch.block_scales[which].tensor[slots // size, slots % size],
     )
-    return values.to(getattr(torch, batch.out_dtype))
+    return saturated(values, getattr(torch, batch.out_dtype))
 
 
 def _check_total(num_tokens: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from jitattn.binding import CacheView, Scale
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.preprocess_call import TokenCall
-from jitattn.quantization import QUANTISED, quantize_kv
+from jitattn.quantization import QUANTISED, quantize_kv, saturated
 from jitattn.rotary import Rope
 from jitattn.spec import DType
 
@@ -160,8 +160,7 @@ def _computed(
     if positions is not None:
         assert call.arguments.rope is not None
         x = rotate(x, call.arguments.rope, positions)
-    limit = torch.finfo(values.dtype).max
-    return x.clamp(-limit, limit).to(values.dtype)
+    return saturated(x, values.dtype)
 
 
 def rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:

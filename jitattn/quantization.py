@@ -165,12 +165,17 @@ def quantize_kv(
         return _to_nvfp4(scaled)
     if name == "int8":
         return scaled.round().clamp(-128, 127).nan_to_num(nan=0.0).to(torch.int8)
-    limits = torch.finfo(_TORCH[name])
-    stored = scaled.clamp(limits.min, limits.max).to(_TORCH[name])
+    stored = saturated(scaled, _TORCH[name])
     if name not in QUANTISED:
         return stored
     # One NaN: that of the hardware's conversion.
     return stored.view(torch.uint8).masked_fill(scaled.isnan(), 0x7F).view(stored.dtype)
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values`` as numbers of a floating-point type, as the definition says."""
+    limits = torch.finfo(dtype)
+    return values.clamp(limits.min, limits.max).to(dtype)
 
 
 def dequantize_kv(
@@ -180,7 +185,7 @@ def dequantize_kv(
     scale: float | Tensor | None = None,
     block_scales: Tensor | None = None,
 ) -> Tensor:
-    """Return the values that a cache stores, as float32.
+    """Return the values that a cache stores, as float32; products with a scale saturate.
 
     Args:
         stored: [.., num_kv_heads, head_dim]; for NVFP4 uint8 [.., head_dim / 2].
@@ -207,7 +212,7 @@ def dequantize_kv(
         check_tensor("stored", stored, (_TORCH[name], *bytes_too))
         values = stored.contiguous().view(_TORCH[name]).float()
     factor = _factor(scale, name, values)
-    return values if factor is None else values * factor
+    return values if factor is None else saturated(values * factor, torch.float32)
 
 
 def _check_block_scales(stored: Tensor, block_scales: Tensor) -> None:
