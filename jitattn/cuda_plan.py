@@ -45,6 +45,7 @@ from jitattn.params import (
     Schedule,
     ScheduleParams,
 )
+from jitattn.scalars import INT32_MAX
 from jitattn.spec import PageTable
 from jitattn.support import wide_row_tile
 from jitattn.tiling import MAX_PIECES
@@ -58,7 +59,6 @@ _MAX_IDLE = 16
 MAX_IDLE_ROOM = 4096
 
 _LOG2E = math.log2(math.e)
-_INT32_MAX = 2**31 - 1
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
 _ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
@@ -204,6 +204,9 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
     has_maps = call.kv.tensor_maps is not None
     lies_alike, lie_alike = recogniser((call.q,)), recogniser((call.q, call.out))
     out_is_like_q = call.out_layout.fits(call.q) and call.q.is_contiguous()
+    # Where out may lie: beyond q on either side, or in it as it did in the call.
+    low, high = -call.out_layout.span, call.q_layout.span
+    known = call.out.data_ptr() - call.q.data_ptr()
     vectors = max(call.q_layout.alignment, call.out_layout.alignment) - 1
     current_stream, current_device = _C._cuda_getCurrentRawStream, _C._cuda_getDevice
     is_capturing = torch.cuda.is_current_stream_capturing
@@ -216,7 +219,8 @@ def _repeater(call: Call, index: int, stream: int, steps: list[_Step]) -> Again:
             return None
         result: Tensor = torch.empty_like(q) if out is None else out
         q_at, out_at = q.data_ptr(), result.data_ptr()
-        if (q_at | out_at) & vectors or q_at == out_at:
+        ahead = out_at - q_at
+        if (q_at | out_at) & vectors or (low < ahead < high and ahead != known):
             return None
         if current_stream(index) != stream or current_device() != index or is_capturing():
             return None
@@ -547,7 +551,7 @@ def _write_sizes(params: ScheduleParams, batch: Batch) -> None:
     if isinstance(pages, BlockTable | TokenTable):
         return
     params.kv_indptr_stride = pages.kv_indptr.stride()[0]
-    params.num_entries = pages.kv_indices.shape[0] if isinstance(pages, CsrPages) else _INT32_MAX
+    params.num_entries = pages.kv_indices.shape[0] if isinstance(pages, CsrPages) else INT32_MAX
 
 
 def _write_pages(params: ctypes.Structure, pages: Pages) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import BoundCache, CacheView, Scale, view_caches, view_scale
-from jitattn.config import PlannerConfig, dtype_name
+from jitattn.config import QUANTISED_DTYPES, PlannerConfig, dtype_name
+from jitattn.overlap import Apart, refuse_shared_bytes
 from jitattn.pages import (
     BlockTable,
     CsrPages,
@@ -38,11 +39,12 @@ from jitattn.prepared import (
 from jitattn.quantization import (
     CACHE_DTYPES,
     NVFP4_BLOCK,
-    QUANTISED,
+    KVCache,
     QuantizedKV,
     dequantize_kv,
     saturated,
 )
+from jitattn.scalars import INT32_MAX
 from jitattn.spec import DType, GatherSpec
 from jitattn.tables import check_offsets, check_per_request, slots_of
 from jitattn.tiling import GatherTile
@@ -50,7 +52,6 @@ from jitattn.tiling import GatherTile
 if TYPE_CHECKING:
     from jitattn.driver import Launch
 
-KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 _PLAIN_DTYPES = tuple(getattr(torch, name) for name in CACHE_DTYPES if name != "nvfp4")
@@ -58,7 +59,6 @@ _OUT_DTYPES = ("float16", "bfloat16", "float32")
 _VECTOR_BYTES = 16
 # Vectors of a CTA: four a thread, all under way at once.
 _TILE_VECTORS = 1024
-_MAX_TOKENS = 2**31 - 1
 # Addresses that a launch writes: of a cache, of what it goes to and of its blocks' scales; others.
 _SIDE, _POINTER = struct.Struct("3P"), struct.Struct("P")
 _K_AT, _V_AT = GatherParams.k.offset, GatherParams.v.offset
@@ -81,8 +81,9 @@ def gather_kv(
     """Copy the K and V of all requests out of their pages, one request after the other.
 
     A quantised cache is dequantised on the way: a stored value times its scale, in float32, rounded
-    once to ``out_dtype`` and saturated there. One launch on the current stream. Without ``out`` it waits for the
-    device, which alone knows how many tokens there are; with ``out`` it can be captured.
+    once to ``out_dtype``; what that has no room for is its largest number. One launch on the
+    current stream. Without ``out`` it waits for the device, which alone knows how many tokens there
+    are; with ``out`` it can be captured.
 
     Args:
         kv: from ``planner.bind``, whose layout and scales count, or a cache as ``bind`` takes it:
@@ -99,7 +100,8 @@ def gather_kv(
             is stored and takes no scales. None is the cache's own where it isn't quantised, else
             the ``q_dtype`` of the planner that bound it, bfloat16 for a raw one.
         out: (k, v) or (k, v, kv_indptr) to write, as returned; k and v contiguous, of any number
-            of rows that is at least the tokens there are. Rows past those stay as they are.
+            of rows that is at least the tokens there are. Rows past those stay as they are. None
+            of them may share memory with another tensor of the call.
 
     Returns:
         k [num_kv_tokens, num_kv_heads, head_dim], v likewise, and kv_indptr, int32
@@ -169,6 +171,18 @@ class _Arguments:
         found += [scale for scale in self.scales if isinstance(scale, Tensor)]
         return [*found, *out] if isinstance(out, (tuple, list)) else found
 
+    def names(self) -> list[str]:
+        """Say of each of ``tensors`` which argument it is of."""
+        num_outs = len(self.out) if isinstance(self.out, (tuple, list)) else 0
+        scales = [
+            name
+            for name, scale in zip(("k_scale", "v_scale"), self.scales, strict=True)
+            if isinstance(scale, Tensor)
+        ]
+        own = ["pages"] * len(self.pages.tensors) + ["seq_lens", *scales]
+        own += [f"out[{i}]" for i in range(num_outs)]
+        return ["kv"] * (len(self.tensors()) - len(own)) + own
+
     def facts(self) -> tuple[object, ...]:
         """All that isn't a tensor: calls of equal facts whose tensors lie alike are alike."""
         kv, out = self.kv, self.out
@@ -184,8 +198,9 @@ class _Arguments:
             type(self.pages),
             bound,
             self.kv_layout,
-            type(k_scale) if isinstance(k_scale, Tensor) else k_scale,
-            type(v_scale) if isinstance(v_scale, Tensor) else v_scale,
+            # With their types, since True is equal to 1.
+            *(type(k_scale), None if isinstance(k_scale, Tensor) else k_scale),
+            *(type(v_scale), None if isinstance(v_scale, Tensor) else v_scale),
             self.out_dtype,
             len(out) if isinstance(out, (tuple, list)) else type(out),
         )
@@ -250,6 +265,9 @@ def _checked(arguments: _Arguments) -> _Batch:
         )
     if arguments.out is not None:
         _check_out(arguments.out, batch)
+        tensors = [*zip(arguments.names(), arguments.tensors(), strict=True)]
+        count = len(arguments.out)
+        refuse_shared_bytes(tensors[-count:], tensors[:-count])
     return batch
 
 
@@ -277,12 +295,14 @@ def _viewed(arguments: _Arguments, pages: PagedTable) -> _Batch:
             blocks = view_caches((kv.k_block_scales, kv.v_block_scales), stored, device)
         else:
             k, v = view_caches(kv, config, device)
-        k_scale = view_scale("k_scale", arguments.k_scale, config, device)
-        v_scale = view_scale("v_scale", arguments.v_scale, config, device)
+        k_scale, v_scale = (
+            view_scale(name, scale, config.kv_dtype, device, num_kv_heads=config.num_kv_heads)
+            for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale))
+        )
     if arguments.out_dtype is not None:
         out_dtype = dtype_name(arguments.out_dtype)
     else:
-        out_dtype = config.q_dtype if config.kv_dtype in QUANTISED else config.kv_dtype
+        out_dtype = config.q_dtype if config.kv_dtype in QUANTISED_DTYPES else config.kv_dtype
     return _Batch(
         k, v, k_scale, v_scale, pages, arguments.seq_lens, config.kv_dtype, out_dtype, blocks
     )
@@ -358,15 +378,13 @@ def _check_out(out: object, batch: _Batch) -> None:
             raise ValueError(
                 f"out[{i}] has shape {list(tensor.shape)}: expected {[num_rows, *row]}"
             )
-        if num_rows > _MAX_TOKENS:
-            raise ValueError(f"out[{i}] has {num_rows} rows: expected at most {_MAX_TOKENS}")
+        if num_rows > INT32_MAX:
+            raise ValueError(f"out[{i}] has {num_rows} rows: expected at most {INT32_MAX}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"out[{i}] has strides {list(tensor.stride())}: expected a contiguous tensor"
             )
         check_device(f"out[{i}]", tensor, batch.device)
-    if out[0].numel() and out[0].data_ptr() == out[1].data_ptr() != 0:
-        raise ValueError("out[1] is where out[0] is: V would overwrite K")
     if len(out) == 3:
         check_offsets("out[2]", out[2], batch.seq_lens.shape[0], batch.device)
 
@@ -418,8 +436,8 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
 
 
 def _check_total(num_tokens: int) -> None:
-    if num_tokens > _MAX_TOKENS:
-        raise ValueError(f"seq_lens have {num_tokens} tokens together: at most {_MAX_TOKENS}")
+    if num_tokens > INT32_MAX:
+        raise ValueError(f"seq_lens have {num_tokens} tokens together: at most {INT32_MAX}")
 
 
 def _slots_in(
@@ -474,6 +492,11 @@ class _Gather:
         self._page_size = batch.page_size
         self._num_pages = batch.k.tensor.shape[0], batch.v.tensor.shape[0]
         self._has_out = arguments.out is not None
+        self._names, tensors = arguments.names(), arguments.tensors()
+        self._num_read = len(tensors) - len(arguments.out or ())
+        every = range(len(tensors))
+        self._apart = Apart(tensors, [(i, j) for i in every[self._num_read :] for j in every[:i]])
+        self._apart.learn([tensor.data_ptr() for tensor in tensors])
         self._find_addresses(batch, arguments)
         self._num_rows, self._is_aligned = -1, False
         self._launch: Launch
@@ -509,6 +532,10 @@ class _Gather:
         if self._checks and not is_capturing(self._device):
             self._verify(pages, seq_lens, out)
         pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._apart.holds(pointers):
+            named = [*zip(self._names, tensors, strict=True)]
+            refuse_shared_bytes(named[self._num_read :], named[: self._num_read])
+            self._apart.learn(pointers)
         if out is not None and len(out) == 3:
             k, v, kv_indptr = out
         else:

@@ -15,7 +15,7 @@ _MAX_KNOWN = 1024
 
 
 class _Bytes(NamedTuple):
-    """Runs of bytes, at every sum of steps of (size, stride) dimensions, the widest stride first."""
+    """Runs of bytes, one for each place in dimensions of (size, stride), the widest one first."""
 
     begin: int
     dims: tuple[tuple[int, int], ...]

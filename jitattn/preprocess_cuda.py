@@ -18,10 +18,12 @@ import torch
 from torch import _C, Tensor
 
 from jitattn import knobs
-from jitattn.binding import CacheView, recogniser
+from jitattn.binding import CacheView, recogniser, row_strides
 from jitattn.build import build
+from jitattn.config import QUANTISED_DTYPES
 from jitattn.cuda_backend import arch_of
 from jitattn.driver import Launch, LoadedKernel, device_facts, load_kernel
+from jitattn.overlap import Apart
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.params import (
     FLOAT_CODES,
@@ -31,11 +33,13 @@ from jitattn.params import (
     PreprocessParams,
 )
 from jitattn.prepared import on_cpu
-from jitattn.preprocess_call import Arguments, TokenCall, check, check_values, divisor_value
+from jitattn.preprocess_cache import divisor_value
+from jitattn.preprocess_call import Arguments, TokenCall, check, memory_pairs, names_of, parts_of
 from jitattn.preprocess_config import config_of
 from jitattn.preprocess_reference import places_of
-from jitattn.quantization import QUANTISED, QuantizedKV
+from jitattn.preprocess_values import check_values
 from jitattn.rotary import Rope
+from jitattn.scalars import INT32_MAX
 from jitattn.spec import DType, Loader, PageTable, PreprocessSpec
 from jitattn.tiling import preprocess_tile_for
 
@@ -45,7 +49,6 @@ _MAX_ROWS = 4
 _CTAS_PER_SM = 16
 # Layouts that are remembered of calls with arguments of the same kinds.
 _MAX_LAYOUTS = 64
-_INT32_MAX = 2**31 - 1
 _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
 # Addresses that a launch writes, the first of PreprocessParams: not those of a Rope, which stay.
@@ -105,7 +108,9 @@ class _Family:
         self._single = _getter(single)
         # Arguments of a family are of the same types.
         self._several = [
-            (i, _parts_of(type(value))) for i, value in enumerate(arguments) if _parts(value)
+            (i, parts)
+            for i, value in enumerate(arguments)
+            if (parts := parts_of(type(value)))(value)
         ]
         # By how many tensors there are: tables may have rows.
         self._layouts: dict[int, list[tuple[Callable[..., bool], _Prepared]]] = {}
@@ -142,32 +147,6 @@ def _getter(indices: Sequence[int]) -> Callable[[Any], Any]:
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda values: [values[i] for i in indices]
-
-
-def _parts(value: object) -> Sequence[Any]:
-    """Return the tensors of an argument that is not one itself."""
-    parts: Sequence[Any] = _parts_of(type(value))(value)
-    return parts
-
-
-def _parts_of(kind: type) -> Callable[[Any], Any]:
-    """Return what ``_parts`` does with values of a type."""
-    if issubclass(kind, BlockTable | TokenTable | CsrPages):
-        return operator.attrgetter("tensors")
-    if issubclass(kind, (tuple, list)):
-        return lambda value: value
-    if issubclass(kind, QuantizedKV):
-        return operator.attrgetter("k", "v", "k_block_scales", "v_block_scales")
-    return lambda value: ()
-
-
-def names_of(arguments: Arguments) -> list[str]:
-    """Return a name for each tensor: its argument's, or with its number in that."""
-    given = list(zip(Arguments._fields, arguments, strict=True))
-    names = [name for name, value in given if isinstance(value, Tensor)]
-    for name, value in given:
-        names += [f"{name}[{i}]" for i in range(len(_parts(value)))]
-    return names
 
 
 # --- a launch -------------------------------------------------------------------------------------
@@ -209,6 +188,8 @@ class _Prepared:
             False: spec_of(call, layout, Loader.PLAIN),
         }
         self._launches: dict[bool, Launch] = {}
+        self._apart = Apart(tensors, memory_pairs(names, arguments.pages))
+        self._apart.learn([tensor.data_ptr() for tensor in tensors])
         self._verifies = knobs.load().check
 
     def run(self, arguments: Arguments, tensors: list[Tensor]) -> Tensor | None:
@@ -216,6 +197,9 @@ class _Prepared:
         if self._verifies and not torch.cuda.is_current_stream_capturing():
             verify(arguments)
         pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._apart.holds(pointers):
+            check(arguments)  # which refuses those that share bytes
+            self._apart.learn(pointers)
         out = arguments.q_out
         if self._new_shape is not None:
             out = torch.empty(self._new_shape, dtype=self._dtype, device=self._device)
@@ -290,7 +274,7 @@ def items_per_token(num_rows: int, num_tokens: int, groups: int, num_sms: int) -
     ctas = num_tokens * num_rows // groups
     rows = max(1, min(_MAX_ROWS, ctas // (num_sms * _CTAS_PER_SM)))
     num_items = -(-num_rows // rows)
-    if num_tokens * num_items + groups > _INT32_MAX:
+    if num_tokens * num_items + groups > INT32_MAX:
         raise ValueError(f"qkv has {num_tokens} tokens of {num_rows} heads: too many for a launch")
     return num_items
 
@@ -382,7 +366,7 @@ def _sources(call: TokenCall, names: list[str], tensors: list[Tensor]) -> list[S
 
 def _scales_of(call: TokenCall, names: list[str]) -> list[tuple[int, str, int | None, int]]:
     """Return of each scale that counts: its offset, its name, its pointer if any, its stride."""
-    counts = dict.fromkeys(_SCALES, call.kv_dtype.value in QUANTISED)
+    counts = dict.fromkeys(_SCALES, call.kv_dtype.value in QUANTISED_DTYPES)
     counts["q_scale"] = call.q is not None and call.out_dtype is not call.k.dtype
     return [
         (
@@ -428,7 +412,7 @@ def _has_aligned_strides(call: TokenCall) -> bool:
     if call.q is not None and call.arguments.q_out is not None:
         sources.append(call.arguments.q_out)
     rows = [
-        stride * tensor.element_size() % 16 for tensor in sources for stride in _row_strides(tensor)
+        stride * tensor.element_size() % 16 for tensor in sources for stride in row_strides(tensor)
     ]
     vector = _cache_vector_bytes(call.kv_dtype)
     pages = [
@@ -437,10 +421,6 @@ def _has_aligned_strides(call: TokenCall) -> bool:
         for stride in view.strides
     ]
     return not any(rows + pages)
-
-
-def _row_strides(tensor: Tensor) -> list[int]:
-    return [s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True)]
 
 
 def _write_rope(op: ctypes.Structure, rope: Rope, device: torch.device) -> None:
@@ -488,7 +468,7 @@ def _write_strides(op: ctypes.Structure, call: TokenCall) -> None:
     rows = (("q_strides", call.q), ("k_strides", call.k), ("v_strides", call.v))
     for name, tensor in (*rows, ("out_strides", q_out)):
         if tensor is not None:
-            getattr(op, name).token, getattr(op, name).head = _row_strides(tensor)
+            getattr(op, name).token, getattr(op, name).head = row_strides(tensor)
     if q_out is None and call.q is not None:  # a new one
         op.out_strides.token, op.out_strides.head = (
             call.q.shape[1] * call.q.shape[2],

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import CacheView, Scale
+from jitattn.config import QUANTISED_DTYPES
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.preprocess_call import TokenCall
-from jitattn.quantization import QUANTISED, quantize_kv, saturated
+from jitattn.quantization import quantize_kv, saturated
 from jitattn.rotary import Rope
 from jitattn.spec import DType
 
@@ -185,7 +186,9 @@ def _stored(values: Tensor, dtype: DType, scale: Scale) -> tuple[Tensor, Tensor 
     if getattr(torch, dtype.value, None) is values.dtype:
         return values, None
     factor = scale.value if scale.tensor is None else scale.tensor
-    stored = quantize_kv(values, dtype.value, scale=factor if dtype.value in QUANTISED else None)
+    stored = quantize_kv(
+        values, dtype.value, scale=factor if dtype.value in QUANTISED_DTYPES else None
+    )
     return stored if isinstance(stored, tuple) else (stored, None)
 
 

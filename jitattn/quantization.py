@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import check_last_stride, scale_value
-from jitattn.config import dtype_name
+from jitattn.config import QUANTISED_DTYPES, dtype_name
 from jitattn.pages import check_device, check_tensor
 from jitattn.spec import DType
 
@@ -36,8 +36,6 @@ _TORCH = {
         *(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8),
     )
 }
-QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4")
-"""Names of the types whose values have scales."""
 CACHE_DTYPES = (*_TORCH, "nvfp4")
 """Names of the types that a cache may have."""
 
@@ -104,6 +102,10 @@ class QuantizedKV:
         return self.k.device
 
 
+KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
+"""A cache as callers give it: K and V in one tensor, a pair of them, or four of NVFP4."""
+
+
 def _check_blocks(name: str, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     check_tensor(name, data, (torch.uint8,))
     check_tensor(f"{name}_block_scales", scales, (torch.float8_e4m3fn, torch.uint8))
@@ -166,7 +168,7 @@ def quantize_kv(
     if name == "int8":
         return scaled.round().clamp(-128, 127).nan_to_num(nan=0.0).to(torch.int8)
     stored = saturated(scaled, _TORCH[name])
-    if name not in QUANTISED:
+    if name not in QUANTISED_DTYPES:
         return stored
     # One NaN: that of the hardware's conversion.
     return stored.view(torch.uint8).masked_fill(scaled.isnan(), 0x7F).view(stored.dtype)
@@ -208,7 +210,7 @@ def dequantize_kv(
         _check_block_scales(stored, block_scales)
         values = _from_nvfp4(stored, block_scales)
     else:
-        bytes_too = (torch.uint8,) if name in QUANTISED else ()
+        bytes_too = (torch.uint8,) if name in QUANTISED_DTYPES else ()
         check_tensor("stored", stored, (_TORCH[name], *bytes_too))
         values = stored.contiguous().view(_TORCH[name]).float()
     factor = _factor(scale, name, values)
@@ -239,7 +241,7 @@ def _factor(scale: float | Tensor | None, name: str, values: Tensor) -> float | 
     """Return the scale as it meets [.., num_kv_heads, head_dim]."""
     if scale is None:
         return None
-    if name not in QUANTISED:
+    if name not in QUANTISED_DTYPES:
         raise ValueError(f"scale is given, but {name} is not quantised")
     if not isinstance(scale, Tensor):
         return torch.tensor(scale_value("scale", scale), dtype=torch.float32, device=values.device)

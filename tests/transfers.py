@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-from jitattn.quantization import QUANTISED
+from jitattn.config import QUANTISED_DTYPES
 from tests.cases import CACHES_SEPARATE, CACHES_SHARED, SCALES, TABLES, Case
 from tests.inputs import CANARY, Inputs, make_inputs
 
@@ -243,7 +243,7 @@ def check_saturation(kv_dtype: str, out_dtype: str, device: str) -> None:
     numbers = numbers[:4] if kv_dtype == "int8" else numbers
     rows = torch.stack([numbers.roll(i).repeat(6)[:24] for i in range(len(numbers))])
     cache = rows.to(dtype).view(1, len(rows), 1, 24).to(device)
-    for scale in (None, 3e38) if kv_dtype in QUANTISED else (None,):
+    for scale in (None, 3e38) if kv_dtype in QUANTISED_DTYPES else (None,):
         k, v, _ = jitattn.gather_kv(
             (cache, cache),
             jitattn.BlockTable(torch.zeros(1, 1, dtype=torch.int32, device=device)),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn import preprocess_call, preprocess_cuda
+from jitattn import preprocess_cuda
 from jitattn.driver import Launch
 from jitattn.spec import PreprocessSpec
 from tests.token_cases import TokenCase, compare, make_token_inputs
@@ -56,7 +56,7 @@ def launched(
     monkeypatch.setattr(preprocess_cuda, "_kernel", kernel)
     monkeypatch.setattr(preprocess_cuda, "device_facts", lambda index: SimpleNamespace(num_sms=1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(preprocess_call, "check_values", lambda call: None)
+    monkeypatch.setattr("jitattn.preprocess.check_values", lambda call: None)
     preprocess_cuda._memory.families.clear()
     yield specs
     preprocess_cuda._memory.families.clear()
