@@ -105,7 +105,7 @@ GATHERS: dict[str, tuple[Call, str]] = {
         gathered(out=(*outs(13), torch.zeros(3, dtype=torch.int64))),
         r"out\[2\] has dtype int64",
     ),
-    "one out for both": (gathered(out=(outs(13)[0],) * 2), r"out\[1\] is where out\[0\] is"),
+    "one out for both": (gathered(out=(outs(13)[0],) * 2), r"out\[0\] shares memory with out\[1\]"),
     "a huge length": (gathered(lens=ints(2**40, 1, dtype=torch.int64)), "at most 2147483647"),
     "a bound layout": (gathered(bound(), kv_layout="HND"), "kv_layout is 'HND'"),
     "a scale of a bound cache": (gathered(bound(), k_scale=1.0), "a bound cache has its own"),
