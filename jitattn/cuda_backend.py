@@ -17,9 +17,10 @@ from jitattn.binding import Batch, CacheView
 from jitattn.block_caches import BlockArguments, BlockCaches
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
-from jitattn.cuda_plan import MAX_IDLE_ROOM, CudaPlan, Recipe, Recipes, plan_bytes
+from jitattn.cuda_plan import CudaPlan
 from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
+from jitattn.recipes import MAX_IDLE_ROOM, Recipe, Recipes, plan_bytes
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PrefillSpec, ScheduleSpec
 from jitattn.tensor_maps import Box, TensorMaps, box_of
 from jitattn.tiling import attention_tile_for, prefill_tile_for, tile_for

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitattn.cuda_plan import _MAX_ROUNDS, _MIN_SLOT_COST, _MIN_SPLIT_TOKENS, _UNIT_COST
 from jitattn.params import Schedule, ScheduleParams
+from jitattn.recipes import _MAX_ROUNDS, _MIN_SLOT_COST, _MIN_SPLIT_TOKENS, _UNIT_COST
 from tests.cases import Case
 from tests.gpu.test_claims import IN_ROUNDS
 from tests.unit import fake_cuda
