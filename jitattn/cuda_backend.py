@@ -23,7 +23,7 @@ from jitattn.errors import ConfigError
 from jitattn.recipes import MAX_IDLE_ROOM, Recipe, Recipes, plan_bytes
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PrefillSpec, ScheduleSpec
 from jitattn.tensor_maps import Box, TensorMaps, box_of
-from jitattn.tiling import attention_tile_for, prefill_tile_for, tile_for
+from jitattn.tiling import DecodeTile, attention_tile_for, tile_for
 from jitattn.workspace import Workspace, default_workspace
 
 
@@ -257,12 +257,9 @@ class KernelSet:
         self, spec: DecodeSpec | PrefillSpec, pending: Pending
     ) -> AttentionKernel:
         tile = attention_tile_for(spec, self.arch)
-        row_tile = (
-            spec.row_tile
-            if isinstance(spec, DecodeSpec)
-            else prefill_tile_for(spec, self.arch).row_tile
-        )
-        return AttentionKernel(pending, tile, row_tile, self.facts.index)
+        rows = spec if isinstance(spec, DecodeSpec) else tile
+        assert not isinstance(rows, DecodeTile)
+        return AttentionKernel(pending, tile, rows.row_tile, self.facts.index)
 
 
 def arch_of(facts: DeviceFacts) -> str:

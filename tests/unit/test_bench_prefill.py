@@ -373,7 +373,7 @@ def test_modules_that_fa3_needs() -> None:
 def test_each_module_is_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[Sequence[str]] = []
 
-    def remember(command: Sequence[str]) -> int:
+    def remember(command: Sequence[str], **_: object) -> int:
         commands.append(command)
         return 0
 
