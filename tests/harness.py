@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -153,6 +154,22 @@ def attend(
     assert out is arguments["out"]
     check_surroundings(out)
     return out, arguments["lse"]
+
+
+def replayed(inputs: Inputs, planner: jitattn.AttentionPlanner) -> Result:
+    """Out and lse of a captured refresh and run, on the current device."""
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
+    out, lse = inputs.new_out(), inputs.new_lse()
+    plan.run(inputs.q, kv, out=out, lse=lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.refresh()
+        plan.run(inputs.q, kv, out=out, lse=lse)
+    out.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return out, lse
 
 
 def check_surroundings(out: Tensor) -> None:

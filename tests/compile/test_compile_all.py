@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 
 from jitattn import nvrtc
-from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
 from jitattn.cubin import resources_of
 from jitattn.explain import disassembler
-from jitattn.render import render
 from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
@@ -34,6 +32,7 @@ from jitattn.spec import (
 )
 from jitattn.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
 from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
+from tests.compiler import compile_kernel
 from tests.warpgroups import warpgroup_specs
 
 
@@ -100,18 +99,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[nvrtc.
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     jobs = dict.fromkeys(call.params["job"] for call in calls if call and "job" in call.params)
     with ThreadPoolExecutor() as pool:
-        yield {job: pool.submit(compile_job, job) for job in jobs}
+        yield {job: pool.submit(compile_kernel, job.spec, job.arch) for job in jobs}
         pool.shutdown(cancel_futures=True)
-
-
-def compile_job(job: Job) -> nvrtc.Compiled:
-    source = render(job.spec, job.arch)
-    return nvrtc.compile_cubin(
-        source,
-        name=f"{job.spec.symbol}.cu",
-        headers=headers_of(source),
-        options=nvrtc.options(job.arch),
-    )
 
 
 def code_budget(spec: KernelSpec, arch: str) -> int:
@@ -228,7 +217,7 @@ def test_softmax_runs_beside_products(tmp_path: Path) -> None:
     )
     tile = tile_for(job.spec, job.arch)
     assert isinstance(tile, WarpgroupTile)
-    code = instructions(compile_job(job).cubin, tmp_path)
+    code = instructions(compile_kernel(job.spec, job.arch).cubin, tmp_path)
     waits = [i for i, what in enumerate(code) if what.startswith("WARPGROUP.DEPBAR.LE gsb0")]
     # From "the scores are there" on, products with V are under way until the wait for all.
     spans = [
