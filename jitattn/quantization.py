@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from jitattn.binding import check_last_stride, scale_value
+from jitattn.binding import check_last_stride, check_scale, scale_value
 from jitattn.config import QUANTISED_DTYPES, dtype_name
 from jitattn.pages import check_device, check_tensor
 from jitattn.spec import DType
@@ -245,13 +245,8 @@ def _factor(scale: float | Tensor | None, name: str, values: Tensor) -> float | 
         raise ValueError(f"scale is given, but {name} is not quantised")
     if not isinstance(scale, Tensor):
         return torch.tensor(scale_value("scale", scale), dtype=torch.float32, device=values.device)
-    check_tensor("scale", scale, (torch.float32,))
     num_kv_heads = values.shape[-2] if values.dim() > 1 else 1
-    if tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
-        raise ValueError(
-            f"scale has shape {list(scale.shape)}: expected [], [1] or [{num_kv_heads}]"
-        )
-    check_device("scale", scale, values.device)
+    check_scale("scale", scale, values.device, num_kv_heads=num_kv_heads)
     return scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
 
 

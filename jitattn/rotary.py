@@ -163,10 +163,10 @@ class Rope:
         if interleaved is None:
             declared = read("rope_interleave")
             is_known = read("model_type") in _INTERLEAVED_MODELS
-            interleaved = is_known if declared is None else bool(declared)
+            interleaved = is_known if declared is None else check_flag("rope_interleave", declared)
         trained = read("max_position_embeddings")
         section = parameters.pop("mrope_section", None)
-        mrope_interleaved = bool(parameters.pop("mrope_interleaved", False))
+        mrope_interleaved = parameters.pop("mrope_interleaved", None)
         base = parameters.pop("rope_theta", 10000.0)
         rotary_dim = _rotary_dim(parameters, read, head_dim)
         return cls(
@@ -177,7 +177,7 @@ class Rope:
             interleaved=interleaved,
             max_position=trained if max_position is None else max_position,  # type: ignore[arg-type]
             mrope_section=section,  # type: ignore[arg-type]
-            mrope_interleaved=mrope_interleaved,
+            mrope_interleaved=False if mrope_interleaved is None else mrope_interleaved,  # type: ignore[arg-type]
         )
 
     def __repr__(self) -> str:

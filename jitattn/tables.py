@@ -454,8 +454,8 @@ def convert_pages(
 
     Raises:
         TypeError, ValueError: an argument that doesn't fit, or on the CPU a request longer than its
-            table, a row that the table hasn't, slots beyond int32, or tokens that don't follow each
-            other.
+            table, a row that the table hasn't, slots beyond int32 (on a device they are -1), or
+            tokens that don't follow each other.
     """
     page_size = check_page_size(page_size)
     if not isinstance(pages, BlockTable | CsrPages | TokenTable):
@@ -549,12 +549,18 @@ def _csr_of(ids: Tensor) -> CsrPages:
 
 
 def _tokens_of(ids: Tensor, lens: Tensor, page_size: int) -> TokenTable:
-    places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
     if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= 2**31 // page_size:
         raise ValueError(
             f"pages lists page {int(ids.max())}: slots of pages of {page_size} tokens are int32"
         )
-    slots = ids[:, :, None] * page_size + places
-    slots = slots.where(ids[:, :, None] >= 0, -1).flatten(1)
+    slots = _slots_of_pages(ids, page_size)
     tokens = torch.arange(slots.shape[1], device=ids.device)
     return TokenTable(slots.where(tokens < lens[:, None], -1))
+
+
+def _slots_of_pages(ids: Tensor, page_size: int) -> Tensor:
+    """Return int32 [batch_size, width * page_size]; -1 where a page is none, or beyond int32."""
+    places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
+    is_page = (ids >= 0) & (ids < 2**31 // page_size)
+    slots = ids[:, :, None] * page_size + places
+    return slots.where(is_page[:, :, None], -1).flatten(1)

@@ -224,6 +224,18 @@ def test_models_that_pair_neighbours() -> None:
     assert jitattn.Rope.from_hf_config(HEADS, interleaved=True).interleaved
 
 
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"rope_interleave": "no"}, "rope_interleave is a str"),
+        ({"rope_scaling": {"type": "default", "mrope_interleaved": 0}}, "mrope_interleaved is a"),
+    ],
+)
+def test_flags_of_configurations(extra: dict[str, Any], match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        jitattn.Rope.from_hf_config(HEADS | extra)
+
+
 def test_three_positions() -> None:
     section = [16, 24, 24]
     old = HEADS | {"rope_scaling": {"type": "mrope", "mrope_section": section}}
