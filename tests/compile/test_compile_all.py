@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import pytest
 from jitattn import nvrtc
 from jitattn.config import PlannerConfig
 from jitattn.cubin import resources_of
-from jitattn.explain import disassembler
 from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
@@ -32,7 +30,7 @@ from jitattn.spec import (
 )
 from jitattn.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
 from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
-from tests.compiler import compile_kernel
+from tests.compiler import compile_kernel, instructions, opcodes
 from tests.warpgroups import warpgroup_specs
 
 
@@ -116,29 +114,6 @@ def code_budget(spec: KernelSpec, arch: str) -> int:
     if isinstance(spec, PrefillSpec):
         return 90 * 1024
     return 78 * 1024 + 288 * spec.head_dim
-
-
-def nvdisasm() -> Path:
-    found = disassembler()
-    if found is None:
-        pytest.skip("needs the wheel nvidia-cuda-nvdisasm")
-    return found
-
-
-def instructions(cubin: bytes, folder: Path) -> list[str]:
-    """The instructions of a cubin in order, without predicates: ``"WARPSYNC 0xffffffff"``."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    done = subprocess.run(
-        [nvdisasm(), "-c", path], capture_output=True, text=True, check=True, encoding="utf-8"
-    )
-    line = r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;"
-    return re.findall(line, done.stdout, re.MULTILINE)
-
-
-def opcodes(cubin: bytes, folder: Path) -> list[str]:
-    """The opcodes of a cubin in order, as nvdisasm names them: ``"HMMA.16816.F32.BF16"``."""
-    return [instruction.partition(" ")[0] for instruction in instructions(cubin, folder)]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
