@@ -9,16 +9,14 @@ not timed. The contenders take turns for several rounds, so that a drifting cloc
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench import ceilings, records, report
+from bench import ceilings, command, records, report
 from bench.cases import BASELINE, GROUPS, select
 from bench.ceilings import Ceilings
 from bench.contenders import VARIANTS, Contender, all_variants
@@ -83,37 +81,30 @@ def to_record(
     env: Mapping[str, object],
 ) -> dict[str, object]:
     """Return the JSON record of one result."""
-    figures: dict[str, object] = {}
-    if result.timing is not None:
-        bandwidth = case.num_bytes / result.timing.median_s
-        figures = dataclasses.asdict(result.timing) | {
-            "gb_per_s": bandwidth / 1e9,
-            "copy_fraction": bandwidth / limits.copy,
-        }
-    return records.record(
-        "decode",
-        env,
-        case=case.name,
-        group=case.group,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
-        method=method.kind,
-        num_runs=method.num_runs,
-        l2_policy=l2.value,
-        num_bytes=case.num_bytes,
-        floor_s=case.floor_s(limits.read),
-        ceilings=dataclasses.asdict(limits),
-        error=result.error,
-        **figures,
-        **result.facts,
-    )
+
+    def rates(median_s: float) -> dict[str, object]:
+        bandwidth = case.num_bytes / median_s
+        return {"gb_per_s": bandwidth / 1e9, "copy_fraction": bandwidth / limits.copy}
+
+    facts = {
+        "num_bytes": case.num_bytes,
+        "floor_s": case.floor_s(limits.read),
+        "ceilings": dataclasses.asdict(limits),
+    }
+    return command.result_record("decode", result, case, method, l2, env, facts, rates)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected cases; the exit status is 1 when an output was wrong."""
     contenders: tuple[Contender, ...] = (*all_rivals(), *all_variants())
-    options = _parse(argv, [contender.name for contender in contenders])
+    options = command.parse(
+        argv,
+        program="bench.bench_decode",
+        description=__doc__,
+        names=[contender.name for contender in contenders],
+        select=select,
+        runs=32,
+    )
     if not torch.cuda.is_available():
         print("bench_decode needs a CUDA device", file=sys.stderr)
         return 2
@@ -139,38 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
     if options.table:
         report.print_tables(rows, limits)
-    return int(any(result.status == "wrong" for _, results in rows for result in results))
+    return command.status_of(results for _, results in rows)
 
 
 def _of_group(contenders: Sequence[Contender], case: Case) -> list[Contender]:
     """Return those that are measured on the cases of the group of ``case``."""
     return [c for c in contenders if c.name in GROUPS[case.group].contenders]
-
-
-def _parse(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--cases", default="figures", help="groups and name patterns, comma-separated")
-    add("--contenders", default=",".join(names), help="comma-separated; default: %(default)s")
-    add("--method", choices=("auto", "graph", "events"), default="auto")
-    add("--runs", type=int, default=32, help="runs inside a graph")
-    add("--rounds", type=int, default=3, help="turns of every contender")
-    add("--repeats", type=int, default=20, help="timed calls a turn")
-    add("--l2", type=L2Policy, default=L2Policy.WRITE, help="write, read or keep")
-    add("--table", action="store_true", help="print the table at the end")
-    add("--json", type=Path, help="file to which records are appended")
-    options = parser.parse_args(argv)
-    if unknown := set(options.contenders.split(",")) - set(names):
-        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    try:
-        select(options.cases)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
 
 
 if __name__ == "__main__":

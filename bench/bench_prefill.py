@@ -12,16 +12,14 @@ as one run between two events, its plan made before.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench import prefill_report, records, report
+from bench import command, prefill_report, records, report
 from bench.cases import BASELINE
 from bench.prefill_cases import PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import (
@@ -114,32 +112,26 @@ def to_record(
     result: Result, case: PrefillCase, method: Method, l2: L2Policy, env: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the JSON record of one result."""
-    figures: dict[str, object] = {}
-    if result.timing is not None:
-        figures = dataclasses.asdict(result.timing)
-        figures["tflop_per_s"] = case.flop / result.timing.median_s / 1e12
-    return records.record(
-        "prefill",
-        env,
-        case=case.name,
-        group=case.group,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
-        method=method.kind,
-        num_runs=method.num_runs,
-        l2_policy=l2.value,
-        flop=case.flop,
-        error=result.error,
-        **figures,
-        **result.facts,
-    )
+
+    def rates(median_s: float) -> dict[str, object]:
+        return {"tflop_per_s": case.flop / median_s / 1e12}
+
+    facts = {"flop": case.flop}
+    return command.result_record("prefill", result, case, method, l2, env, facts, rates)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected cases; the exit status is 1 when an output was wrong."""
     contenders = all_prefill_contenders()
-    options = _parse(argv, [contender.name for contender in contenders])
+    options = command.parse(
+        argv,
+        program="bench.bench_prefill",
+        description=__doc__,
+        names=[contender.name for contender in contenders],
+        select=select_prefill,
+        runs=16,
+        named_only=_NAMED_ONLY,
+    )
     if not torch.cuda.is_available():
         print("bench_prefill needs a CUDA device", file=sys.stderr)
         return 2
@@ -163,39 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
     if options.table:
         prefill_report.print_tables(rows)
-    return int(any(result.status == "wrong" for _, results in rows for result in results))
+    return command.status_of(results for _, results in rows)
 
 
 def _of_group(contenders: Sequence[PrefillContender], case: PrefillCase) -> list[PrefillContender]:
     """Return those that are measured on the cases of the group of ``case``."""
     return [c for c in contenders if c.name in PREFILL_GROUPS[case.group].contenders]
-
-
-def _parse(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_prefill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    default = ",".join(name for name in names if name not in _NAMED_ONLY)
-    add("--cases", default="figures", help="groups and name patterns, comma-separated")
-    add("--contenders", default=default, help="of " + ",".join(names) + "; default: all but fa2")
-    add("--method", choices=("auto", "graph", "events"), default="auto")
-    add("--runs", type=int, default=16, help="runs inside a graph")
-    add("--rounds", type=int, default=3, help="turns of every contender")
-    add("--repeats", type=int, default=20, help="timed calls a turn")
-    add("--l2", type=L2Policy, default=L2Policy.WRITE, help="write, read or keep")
-    add("--table", action="store_true", help="print the tables at the end")
-    add("--json", type=Path, help="file to which records are appended")
-    options = parser.parse_args(argv)
-    if unknown := set(options.contenders.split(",")) - set(names):
-        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    try:
-        select_prefill(options.cases)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jitattn.pages import (
+    INTEGERS,
     BlockTable,
     CsrPages,
     Pages,
@@ -35,14 +36,12 @@ from jitattn.prepared import (
     point_at,
     tile_of,
 )
+from jitattn.scalars import INT32_MAX, check_count
 from jitattn.spec import BatchInfoSpec
 from jitattn.tables import check_offsets, check_page_size, check_per_request, slots_of
 
 if TYPE_CHECKING:
     from jitattn.driver import Launch
-
-_INTEGERS = (torch.int32, torch.int64)
-_MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,7 +98,8 @@ def batch_info(
             ``num_tokens``, more KV tokens together than int32 offsets reach, or a token that its
             table has no room for; on the device its slot is -1.
     """
-    facts = num_tokens, type(pages), page_size, out is None
+    # With types, since 1.0 and True are equal to 1.
+    facts = type(num_tokens), num_tokens, type(pages), type(page_size), page_size, out is None
     tensors = [seq_lens, q_lens, *(() if pages is None else getattr(pages, "tensors", ()))]
     tensors += [] if out is None else getattr(out, "tensors", ())
     call = _recent.find(facts, tensors)
@@ -145,13 +145,10 @@ def _checked(
     pages: Pages | None,
     page_size: int | None,
 ) -> _Batch:
-    check_tensor("seq_lens", seq_lens, _INTEGERS)
+    check_tensor("seq_lens", seq_lens, INTEGERS)
     check_vector("seq_lens", seq_lens, device=seq_lens.device)
     check_per_request("q_lens", q_lens, seq_lens.shape[0], seq_lens.device)
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-        raise TypeError(f"num_tokens is a {type(num_tokens).__name__}: expected an int")
-    if not 0 <= num_tokens <= _MAX_TOKENS:
-        raise ValueError(f"num_tokens is {num_tokens}: expected 0 to {_MAX_TOKENS}")
+    num_tokens = check_count("num_tokens", num_tokens, least=0, most=INT32_MAX)
     if pages is None:
         if page_size is not None:
             raise ValueError("page_size is given without pages")
@@ -166,7 +163,7 @@ def _checked_pages(pages: Pages, page_size: int | None, seq_lens: Tensor) -> Pag
     if pages.layout == "separate":
         raise ValueError(f"pages is {pages!r}: separate ids of K and V are two slots a token")
     if page_size is not None:
-        check_page_size(page_size)
+        page_size = check_page_size(page_size)
     elif not isinstance(pages, TokenTable):
         raise ValueError("page_size is None: pages need the tokens of a page")
     check_device("pages", pages, seq_lens.device)
@@ -217,8 +214,8 @@ def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
     total = sum(q_lens)
     if total > batch.num_tokens:
         raise ValueError(f"q_lens have {total} tokens together: num_tokens is {batch.num_tokens}")
-    if sum(kv_lens) > _MAX_TOKENS:
-        raise ValueError(f"seq_lens have {sum(kv_lens)} tokens together: at most {_MAX_TOKENS}")
+    if sum(kv_lens) > INT32_MAX:
+        raise ValueError(f"seq_lens have {sum(kv_lens)} tokens together: at most {INT32_MAX}")
     requests, positions, slots = [], [], []
     for b, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
         wanted = [max(kv_len - q_len + i, -1) for i in range(q_len)]

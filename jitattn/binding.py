@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from jitattn.config import PlannerConfig
+from jitattn.config import QUANTISED_DTYPES, PlannerConfig
+from jitattn.overlap import span_of
 from jitattn.pages import Pages, check_device, check_tensor
 
 try:
@@ -23,7 +24,6 @@ except ImportError:
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,12 @@ class BoundCache:
 
 
 def view_scale(
-    name: str, scale: float | Tensor | None, config: PlannerConfig, device: torch.device
+    name: str,
+    scale: float | Tensor | None,
+    kv_dtype: str,
+    device: torch.device,
+    *,
+    num_kv_heads: int,
 ) -> Scale | None:
     """Return a scale of K or V, 1 when it is not given; None where K and V are not quantised.
 
@@ -150,11 +155,11 @@ def view_scale(
         ValueError: given for a cache that is not quantised, not finite, or a tensor whose shape or
             device doesn't fit.
     """
-    if config.kv_dtype not in _QUANTISED:
+    if kv_dtype not in QUANTISED_DTYPES:
         if scale is not None:
-            raise ValueError(f"{name} is given, but a cache of {config.kv_dtype} is not quantised")
+            raise ValueError(f"{name} is given, but a cache of {kv_dtype} is not quantised")
         return None
-    return check_scale(name, scale, device, num_kv_heads=config.num_kv_heads)
+    return check_scale(name, scale, device, num_kv_heads=num_kv_heads)
 
 
 def check_scale(
@@ -285,11 +290,18 @@ def view_cache(
         )
     check_device(name, cache, device)
     check_last_stride(name, cache)
-    view = view.view(getattr(torch, config.kv_dtype))  # of its bytes
-    sizes, strides = view.shape, view.stride()
-    page, token, head = (strides[i] if sizes[i] > 1 else 0 for i in range(3))
+    found = cache_view(view.view(getattr(torch, config.kv_dtype)))  # of its bytes
     # Ragged tokens follow each other at the stride of their pages.
-    return CacheView(view, page, page if is_ragged else token, head)
+    return replace(found, token_stride=found.page_stride) if is_ragged else found
+
+
+def cache_view(tensor: Tensor) -> CacheView:
+    """Return K or V that is [num_pages, page_size, num_kv_heads, head_dim] with its strides."""
+    page, token, head = (
+        stride if size > 1 else 0
+        for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
+    )
+    return CacheView(tensor, page, token, head)
 
 
 def _check_rank(
@@ -350,20 +362,23 @@ class RowLayout:
         strides: in elements.
         alignment: bytes of which the address of a tensor is a multiple when each of its rows
             begins at a multiple of a vector; 0 when the strides allow none.
+        span: bytes from its first element to its last.
     """
 
-    __slots__ = ("_device", "_dtype", "alignment", "shape", "strides")
+    __slots__ = ("_device", "_dtype", "alignment", "shape", "span", "strides")
 
     def __init__(self, tensor: Tensor | None, *, vector: int = 1) -> None:
         """Describe ``tensor``, with vectors of ``vector`` elements; None is like no tensor."""
         self.shape: tuple[int, ...] = ()
         self.strides: tuple[int, ...] = ()
         self.alignment = 0
+        self.span = 0
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
         if tensor is not None:
             self.shape, self.strides = tensor.shape, tensor.stride()
             self._dtype, self._device = tensor.dtype, tensor.device
+            self.span = span_of(tensor)
             if all(stride % vector == 0 for stride in row_strides(tensor)):
                 self.alignment = vector * tensor.element_size()
 

@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
+from jitattn.scalars import check_count, check_flag
 from jitattn.spec import KernelSpec
 from jitattn.support import OtherConfig, config_of, parse_config, resolve
 
@@ -145,13 +146,13 @@ def precompile(
         OSError: ``out`` cannot be written.
     """
     started = time.perf_counter()
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs={jobs}: expected 1 or more, or None for one for each CPU")
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else check_count("jobs", jobs)
+    check_flag("progress", progress)
     folder = Path(out).absolute()
     work = [_Job(spec, name, folder) for spec, name in _kernels(_configs(configs), _archs(arch))]
     bundle = KernelCache(folder, mode=0o755)
     bundle.create()
-    outcomes = _run(work, jobs or len(os.sched_getaffinity(0)), progress)
+    outcomes = _run(work, jobs, progress)
     for outcome in outcomes:
         if isinstance(outcome, Failure) and isinstance(outcome.error, CompilerMissingError):
             raise outcome.error

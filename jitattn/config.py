@@ -15,6 +15,7 @@ from jitattn.values import Value
 # No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
 # same.
 MAX_KV_LEN = 2**30
+MAX_PAGE_SIZE = 2**20
 HEAD_DIMS = (*range(16, 257, 16), 512)
 Q_DTYPES = ("bfloat16", "float16")
 OUT_DTYPES = ("bfloat16", "float16", "float32")

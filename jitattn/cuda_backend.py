@@ -19,18 +19,11 @@ from jitattn.binding import Batch, CacheView
 from jitattn.block_caches import BlockArguments, BlockCaches
 from jitattn.build import Pending, start
 from jitattn.config import PlannerConfig
-from jitattn.cuda_plan import (
-    MAX_IDLE_ROOM,
-    AttentionArguments,
-    CudaPlan,
-    Part,
-    Recipe,
-    Recipes,
-    plan_bytes,
-)
+from jitattn.cuda_plan import CudaPlan, Part
 from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
 from jitattn.params import KERNEL_PARAMS
+from jitattn.recipes import MAX_IDLE_ROOM, AttentionArguments, Recipe, Recipes, plan_bytes
 from jitattn.spec import (
     DecodeSpec,
     KernelSpec,
@@ -41,7 +34,13 @@ from jitattn.spec import (
     ScheduleSpec,
 )
 from jitattn.tensor_maps import Box, TensorMaps, box_of
-from jitattn.tiling import attention_tile_for, prefill_tile_for, tile_for
+from jitattn.tiling import (
+    DecodeTile,
+    LatentTile,
+    LatentWarpgroupTile,
+    attention_tile_for,
+    tile_for,
+)
 from jitattn.workspace import Workspace, default_workspace
 
 
@@ -295,11 +294,9 @@ class KernelSet:
 
     def _attention_kernel(self, spec: PlannedSpec, pending: Pending) -> AttentionKernel:
         tile = attention_tile_for(spec, self.arch)
-        if isinstance(spec, PrefillSpec):  # the others have it in their spec
-            row_tile = prefill_tile_for(spec, self.arch).row_tile
-        else:
-            row_tile = spec.row_tile
-        return AttentionKernel(pending, tile, row_tile, self.facts.index)
+        rows = tile if isinstance(spec, PrefillSpec) else spec
+        assert not isinstance(rows, DecodeTile | LatentTile | LatentWarpgroupTile)
+        return AttentionKernel(pending, tile, rows.row_tile, self.facts.index)
 
 
 def arch_of(facts: DeviceFacts) -> str:

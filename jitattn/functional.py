@@ -10,8 +10,9 @@ from torch import Tensor
 
 from jitattn.config import PlannerConfig
 from jitattn.pages import Pages
-from jitattn.planner import AttentionPlanner, KVCache, Scale
-from jitattn.quantization import QuantizedKV
+from jitattn.planner import AttentionPlanner, Scale
+from jitattn.quantization import KVCache, QuantizedKV
+from jitattn.scalars import check_flag
 
 
 def attention(
@@ -45,6 +46,7 @@ def attention(
     Raises:
         TypeError, ValueError, ConfigError: as the calls behind it.
     """
+    check_flag("return_lse", return_lse)
     config = _config_of(q, kv_cache, pages, kv_layout)
     planner = _planner(
         PlannerConfig.from_arguments(

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from jitattn.binding import BoundCache, CacheView, Scale, view_caches, view_scale
-from jitattn.config import PlannerConfig, dtype_name
-from jitattn.pages import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    TokenTable,
-    check_device,
-    check_tensor,
-)
+from jitattn.binding import BoundCache
+from jitattn.gather_call import Arguments, Batch, Outs, check_total, checked
+from jitattn.overlap import Apart, refuse_shared_bytes
+from jitattn.pages import CsrPages, Pages
 from jitattn.params import Divisor, GatherParams, GatherSide, Lengths, PageList
 from jitattn.params import Scale as Scales
 from jitattn.prepared import (
@@ -35,23 +28,17 @@ from jitattn.prepared import (
     page_list_of,
     tile_of,
 )
-from jitattn.quantization import CACHE_DTYPES, NVFP4_BLOCK, QUANTISED, QuantizedKV, dequantize_kv
+from jitattn.quantization import KVCache, dequantize_kv, saturated
 from jitattn.spec import DType, GatherSpec
-from jitattn.tables import check_offsets, check_per_request, slots_of
+from jitattn.tables import slots_of
 from jitattn.tiling import GatherTile
 
 if TYPE_CHECKING:
     from jitattn.driver import Launch
 
-KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
-Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-
-_PLAIN_DTYPES = tuple(getattr(torch, name) for name in CACHE_DTYPES if name != "nvfp4")
-_OUT_DTYPES = ("float16", "bfloat16", "float32")
 _VECTOR_BYTES = 16
 # Vectors of a CTA: four a thread, all under way at once.
 _TILE_VECTORS = 1024
-_MAX_TOKENS = 2**31 - 1
 # Addresses that a launch writes: of a cache, of what it goes to and of its blocks' scales; others.
 _SIDE, _POINTER = struct.Struct("3P"), struct.Struct("P")
 _K_AT, _V_AT = GatherParams.k.offset, GatherParams.v.offset
@@ -74,8 +61,9 @@ def gather_kv(
     """Copy the K and V of all requests out of their pages, one request after the other.
 
     A quantised cache is dequantised on the way: a stored value times its scale, in float32, rounded
-    once to ``out_dtype``. One launch on the current stream. Without ``out`` it waits for the
-    device, which alone knows how many tokens there are; with ``out`` it can be captured.
+    once to ``out_dtype``; what that has no room for is its largest number. One launch on the
+    current stream. Without ``out`` it waits for the device, which alone knows how many tokens there
+    are; with ``out`` it can be captured.
 
     Args:
         kv: from ``planner.bind``, whose layout and scales count, or a cache as ``bind`` takes it:
@@ -92,7 +80,8 @@ def gather_kv(
             is stored and takes no scales. None is the cache's own where it isn't quantised, else
             the ``q_dtype`` of the planner that bound it, bfloat16 for a raw one.
         out: (k, v) or (k, v, kv_indptr) to write, as returned; k and v contiguous, of any number
-            of rows that is at least the tokens there are. Rows past those stay as they are.
+            of rows that is at least the tokens there are. Rows past those stay as they are. None
+            of them may share memory with another tensor of the call.
 
     Returns:
         k [num_kv_tokens, num_kv_heads, head_dim], v likewise, and kv_indptr, int32
@@ -110,266 +99,24 @@ def gather_kv(
         facts = type(pages), kv_layout, out_dtype, len(out)
         tensors = [kv, *getattr(pages, "tensors", ()), seq_lens, *out]
     else:
-        arguments = _Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
+        arguments = Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
         facts, tensors = arguments.facts(), arguments.tensors()
     call = _recent.find(facts, tensors)
     if call is None:
-        arguments = _Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
-        batch = _checked(arguments)
+        arguments = Arguments(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
+        batch = checked(arguments)
         if (card := card_of(batch.device)) is None:
             return _gather_by_definition(batch, out)
         call = _recent.add(facts, tensors, _Gather(batch, card, arguments))
     return call(tensors, pages, seq_lens, out)
 
 
-@dataclass(slots=True)
-class _Arguments:
-    """The arguments of ``gather_kv`` as they were given."""
-
-    kv: BoundCache | KVCache
-    pages: Pages
-    seq_lens: Tensor
-    kv_layout: str
-    k_scale: float | Tensor | None
-    v_scale: float | Tensor | None
-    out_dtype: torch.dtype | str | None
-    out: Outs | None
-    scales: tuple[float | Tensor | None, float | Tensor | None] = (None, None)  # that count
-
-    def __post_init__(self) -> None:
-        self.scales = self.k_scale, self.v_scale
-        if isinstance(self.kv, BoundCache) and self.kv.k_scale is not None:
-            k, v = self.kv.k_scale, self.kv.v_scale
-            assert v is not None
-            self.scales = (
-                k.value if k.tensor is None else k.tensor,
-                v.value if v.tensor is None else v.tensor,
-            )
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors among them: of caches, pages, lengths, scales and out."""
-        kv, out = self.kv, self.out
-        found: list[Tensor]
-        if isinstance(kv, Tensor):
-            found = [kv]
-        elif isinstance(kv, BoundCache):
-            found = [view.tensor for view in (kv.k, kv.v, *(kv.block_scales or ()))]
-        elif isinstance(kv, QuantizedKV):
-            found = [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
-        else:
-            found = [*kv] if isinstance(kv, (tuple, list)) else [kv]
-        found += [*getattr(self.pages, "tensors", ()), self.seq_lens]
-        found += [scale for scale in self.scales if isinstance(scale, Tensor)]
-        return [*found, *out] if isinstance(out, (tuple, list)) else found
-
-    def facts(self) -> tuple[object, ...]:
-        """All that isn't a tensor: calls of equal facts whose tensors lie alike are alike."""
-        kv, out = self.kv, self.out
-        bound: tuple[object, ...] = ()
-        if isinstance(kv, BoundCache):
-            config = kv.config
-            # It takes no other scales.
-            bound = (config.q_dtype, config.kv_layout, config.page_table)
-            bound += (self.k_scale is None, self.v_scale is None, kv.block_scales is None)
-        k_scale, v_scale = self.scales
-        return (
-            type(kv),
-            type(self.pages),
-            bound,
-            self.kv_layout,
-            type(k_scale) if isinstance(k_scale, Tensor) else k_scale,
-            type(v_scale) if isinstance(v_scale, Tensor) else v_scale,
-            self.out_dtype,
-            len(out) if isinstance(out, (tuple, list)) else type(out),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What is gathered, checked."""
-
-    k: CacheView
-    v: CacheView
-    k_scale: Scale | None
-    v_scale: Scale | None
-    pages: PagedTable
-    seq_lens: Tensor
-    kv_dtype: str
-    out_dtype: str
-    block_scales: tuple[CacheView, CacheView] | None = None  # of NVFP4
-
-    @property
-    def device(self) -> torch.device:
-        return self.seq_lens.device
-
-    @property
-    def page_size(self) -> int:
-        return int(self.k.tensor.shape[1])
-
-    @property
-    def copies_bits(self) -> bool:
-        """Whether stored elements are copied as they are."""
-        return self.kv_dtype == self.out_dtype
-
-    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of a token's K and V."""
-        per_element = 2 if self.block_scales else 1
-        k, v = (
-            (*view.tensor.shape[2:-1], per_element * view.tensor.shape[-1])
-            for view in (self.k, self.v)
-        )
-        return k, v
-
-
-# --- checks of arguments
-
-
-def _checked(arguments: _Arguments) -> _Batch:
-    pages, seq_lens = arguments.pages, arguments.seq_lens
-    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
-        raise TypeError(
-            f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable (ragged K and V "
-            "lie one request after the other already)"
-        )
-    check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
-    batch = _viewed(arguments, pages)
-    if batch.out_dtype not in (*_OUT_DTYPES, batch.kv_dtype) or batch.out_dtype == "nvfp4":
-        own = "" if batch.block_scales else f" or that of the cache, {batch.kv_dtype}"
-        raise ValueError(f"out_dtype is {batch.out_dtype}: expected {', '.join(_OUT_DTYPES)}{own}")
-    given = (arguments.k_scale, arguments.v_scale)
-    if batch.copies_bits and any(scale is not None for scale in given):
-        raise ValueError(
-            f"k_scale or v_scale is given, but out_dtype={batch.out_dtype} copies what is stored"
-        )
-    if arguments.out is not None:
-        _check_out(arguments.out, batch)
-    return batch
-
-
-def _viewed(arguments: _Arguments, pages: PagedTable) -> _Batch:
-    """Return the caches and their scales, but for ``out_dtype`` checked."""
-    kv, device = arguments.kv, pages.device
-    blocks = None
-    if isinstance(kv, BoundCache):
-        _check_bound(kv, arguments)
-        config, k, v = kv.config, kv.k, kv.v
-        k_scale, v_scale = kv.k_scale, kv.v_scale
-        blocks = kv.block_scales
-    else:
-        config = _config_of(kv, pages, arguments.kv_layout)
-        if isinstance(kv, QuantizedKV):
-            stored = replace(config, kv_dtype="uint8")
-            k, v = view_caches((kv.k, kv.v), stored, device)
-            per_block = NVFP4_BLOCK // 2
-            stored = replace(
-                config,
-                kv_dtype="float8_e4m3fn",
-                head_dim=kv.k.shape[-1] // per_block,
-                head_dim_vo=kv.v.shape[-1] // per_block,
-            )
-            blocks = view_caches((kv.k_block_scales, kv.v_block_scales), stored, device)
-        else:
-            k, v = view_caches(kv, config, device)
-        k_scale = view_scale("k_scale", arguments.k_scale, config, device)
-        v_scale = view_scale("v_scale", arguments.v_scale, config, device)
-    if arguments.out_dtype is not None:
-        out_dtype = dtype_name(arguments.out_dtype)
-    else:
-        out_dtype = config.q_dtype if config.kv_dtype in QUANTISED else config.kv_dtype
-    return _Batch(
-        k, v, k_scale, v_scale, pages, arguments.seq_lens, config.kv_dtype, out_dtype, blocks
-    )
-
-
-def _check_bound(kv: BoundCache, arguments: _Arguments) -> None:
-    config, pages = kv.config, arguments.pages
-    if config.page_table == "ragged":
-        raise ValueError("kv was bound as ragged K and V, which have no pages to gather from")
-    if (pages.layout == "separate") != (config.page_table == "separate"):
-        raise ValueError(
-            f"pages is {pages!r} of the layout {pages.layout.value!r}: kv was bound with "
-            f"page_table={config.page_table!r}"
-        )
-    if arguments.kv_layout not in ("NHD", config.kv_layout):
-        raise ValueError(f"kv_layout is {arguments.kv_layout!r}: kv was bound as another")
-    for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale)):
-        if scale is not None:
-            raise ValueError(f"{name} is given, but a bound cache has its own: give it to bind")
-    if kv.device != pages.device:
-        raise ValueError(f"kv is on {kv.device}: expected {pages.device}, like pages")
-
-
-def _config_of(kv: object, pages: Pages, kv_layout: str) -> PlannerConfig:
-    """Read off the tensors what ``view_caches`` compares them with; it checks the rest."""
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")
-    kv_dtypes = _PLAIN_DTYPES
-    one, k, v = kv, kv, kv
-    if isinstance(kv, QuantizedKV):
-        one, k, v, kv_dtypes = kv.k, kv.k, kv.v, (torch.uint8,)
-    elif isinstance(kv, (tuple, list)) and len(kv) == 2:
-        one, k, v = kv[0], kv[0], kv[1]
-    elif not isinstance(kv, Tensor):
-        raise TypeError(
-            f"kv is a {type(kv).__name__}: expected a tensor, (k_cache, v_cache), a "
-            "QuantizedKV or what planner.bind returns"
-        )
-    for name, cache in (("kv" if k is v else "kv[0]", k), ("kv" if k is v else "kv[1]", v)):
-        check_tensor(name, cache, kv_dtypes)
-    assert isinstance(one, Tensor)
-    assert isinstance(v, Tensor)
-    num_dims = 5 if one is kv else 4
-    if one.dim() != num_dims:
-        page = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
-        wanted = f"[num_pages, {'2, ' if num_dims == 5 else ''}{page}, head_dim]"
-        raise ValueError(f"kv has shape {list(one.shape)}: expected {wanted}")
-    if 0 in (*one.shape[1:], v.shape[-1]):
-        raise ValueError(f"kv has shape {list(one.shape)}: a page of it holds nothing")
-    token_dim, head_dim = (-3, -2) if kv_layout == "NHD" else (-2, -3)
-    return PlannerConfig.from_arguments(
-        {
-            "num_qo_heads": one.shape[head_dim],
-            "num_kv_heads": one.shape[head_dim],
-            "head_dim": one.shape[-1],
-            "head_dim_vo": v.shape[-1],
-            "page_size": one.shape[token_dim],
-            "kv_dtype": "nvfp4" if isinstance(kv, QuantizedKV) else one.dtype,
-            "kv_layout": kv_layout,
-            "page_table": pages.layout.value,
-        }
-    )
-
-
-def _check_out(out: object, batch: _Batch) -> None:
-    if not isinstance(out, (tuple, list)) or len(out) not in (2, 3):
-        raise TypeError(f"out is a {type(out).__name__}: expected (k, v) or (k, v, kv_indptr)")
-    dtype = getattr(torch, batch.out_dtype)
-    for i, (tensor, row) in enumerate(zip(out, batch.row_shapes(), strict=False)):
-        check_tensor(f"out[{i}]", tensor, (dtype,))
-        num_rows = out[0].shape[0] if out[0].dim() else 0
-        if tuple(tensor.shape) != (num_rows, *row):
-            raise ValueError(
-                f"out[{i}] has shape {list(tensor.shape)}: expected {[num_rows, *row]}"
-            )
-        if num_rows > _MAX_TOKENS:
-            raise ValueError(f"out[{i}] has {num_rows} rows: expected at most {_MAX_TOKENS}")
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"out[{i}] has strides {list(tensor.stride())}: expected a contiguous tensor"
-            )
-        check_device(f"out[{i}]", tensor, batch.device)
-    if out[0].numel() and out[0].data_ptr() == out[1].data_ptr() != 0:
-        raise ValueError("out[1] is where out[0] is: V would overwrite K")
-    if len(out) == 3:
-        check_offsets("out[2]", out[2], batch.seq_lens.shape[0], batch.device)
-
-
 # --- by definition
 
 
-def _gather_by_definition(batch: _Batch, out: Outs | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_by_definition(batch: Batch, out: Outs | None) -> tuple[Tensor, Tensor, Tensor]:
     lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
-    _check_total(sum(lens))
+    check_total(sum(lens))
     ends = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
     total = int(ends[-1])
     if out is not None and total > out[0].shape[0]:
@@ -391,7 +138,7 @@ def _gather_by_definition(batch: _Batch, out: Outs | None) -> tuple[Tensor, Tens
     return k, v, indptr
 
 
-def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
+def _rows_of(batch: Batch, which: int, request: int, kv_len: int) -> Tensor:
     """The values of a request's K (``which`` 0) or V (1)."""
     view, scale = ((batch.k, batch.k_scale), (batch.v, batch.v_scale))[which]
     size = batch.page_size
@@ -407,12 +154,7 @@ def _rows_of(batch: _Batch, which: int, request: int, kv_len: int) -> Tensor:
         if batch.block_scales is None
         else batch.block_scales[which].tensor[slots // size, slots % size],
     )
-    return values.to(getattr(torch, batch.out_dtype))
-
-
-def _check_total(num_tokens: int) -> None:
-    if num_tokens > _MAX_TOKENS:
-        raise ValueError(f"seq_lens have {num_tokens} tokens together: at most {_MAX_TOKENS}")
+    return saturated(values, getattr(torch, batch.out_dtype))
 
 
 def _slots_in(
@@ -435,7 +177,7 @@ def _slots_in(
 class _Gather:
     """A launch for batches whose tensors lie alike."""
 
-    def __init__(self, batch: _Batch, card: int, arguments: _Arguments) -> None:
+    def __init__(self, batch: Batch, card: int, arguments: Arguments) -> None:
         from jitattn.driver import Launch
 
         kv_dtype, out_dtype = DType(batch.kv_dtype), DType(batch.out_dtype)
@@ -467,12 +209,17 @@ class _Gather:
         self._page_size = batch.page_size
         self._num_pages = batch.k.tensor.shape[0], batch.v.tensor.shape[0]
         self._has_out = arguments.out is not None
+        self._names, tensors = arguments.names(), arguments.tensors()
+        self._num_read = len(tensors) - len(arguments.out or ())
+        every = range(len(tensors))
+        self._apart = Apart(tensors, [(i, j) for i in every[self._num_read :] for j in every[:i]])
+        self._apart.learn([tensor.data_ptr() for tensor in tensors])
         self._find_addresses(batch, arguments)
         self._num_rows, self._is_aligned = -1, False
         self._launch: Launch
         self._set_rows(arguments.out[0].shape[0] if arguments.out else 0, is_aligned=False)
 
-    def _find_addresses(self, batch: _Batch, arguments: _Arguments) -> None:
+    def _find_addresses(self, batch: Batch, arguments: Arguments) -> None:
         """Say where the tensors of a call are in ``arguments.tensors()``, but for those of out."""
         is_one = isinstance(arguments.kv, Tensor)  # K and V side by side
         self._v = 0 if is_one else 1
@@ -502,6 +249,10 @@ class _Gather:
         if self._checks and not is_capturing(self._device):
             self._verify(pages, seq_lens, out)
         pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._apart.holds(pointers):
+            named = [*zip(self._names, tensors, strict=True)]
+            refuse_shared_bytes(named[self._num_read :], named[: self._num_read])
+            self._apart.learn(pointers)
         if out is not None and len(out) == 3:
             k, v, kv_indptr = out
         else:
@@ -550,7 +301,7 @@ class _Gather:
                 "out=(k, v)"
             )
         total = int(seq_lens.clamp(min=0).sum())
-        _check_total(total)
+        check_total(total)
         k, v = (
             torch.empty((total, *row), dtype=self._dtype, device=device) for row in self._row_shapes
         )
@@ -572,7 +323,7 @@ class _Gather:
         self._num_rows, self._is_aligned = num_rows, is_aligned
 
 
-def _rows_are_aligned(batch: _Batch, vector: int) -> bool:
+def _rows_are_aligned(batch: Batch, vector: int) -> bool:
     """Whether every row of an aligned cache begins at a multiple of ``vector`` elements."""
     stored = vector // 2 if batch.block_scales else vector  # as the caches count them
     return all(

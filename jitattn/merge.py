@@ -12,6 +12,7 @@ from torch import Tensor
 from jitattn import knobs
 from jitattn.binding import check_last_stride
 from jitattn.pages import check_device, check_tensor
+from jitattn.quantization import saturated
 
 if TYPE_CHECKING:
     from jitattn.driver import LoadedKernel
@@ -59,7 +60,7 @@ def _merge_by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.exp(logs - lse.masked_fill(lse == -math.inf, 0.0))
     live = (weights > 0).unsqueeze(-1)
     values = torch.where(live, outs.double(), 0.0) * weights.unsqueeze(-1)
-    return values.sum(dim=0).to(outs.dtype), lse.float()
+    return saturated(values.sum(dim=0), outs.dtype), lse.float()
 
 
 def _merge_on_device(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,13 @@ from jitattn.attention_kernels import AttentionKernel, BoundKernels
 from jitattn.binding import NO_LAYOUT, Call, Scale
 from jitattn.build import Pending
 from jitattn.cuda_backend import KernelSet
-from jitattn.cuda_plan import Part, Recipe, write_scale
+from jitattn.cuda_plan import Part, write_scale
 from jitattn.driver import Launch, LoadedKernel, load_kernel
 from jitattn.mla_cache import BoundMLACache, MLACall
 from jitattn.mla_config import MLAConfig
 from jitattn.pages import BlockTable
 from jitattn.params import MLA_PARAMS
+from jitattn.recipes import Recipe
 from jitattn.spec import DType, Loader, MLASpec, PlannedSpec
 from jitattn.tensor_maps import Box, TensorMaps
 from jitattn.tiling import attention_tile_for

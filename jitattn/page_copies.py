@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import check_writable
-from jitattn.pages import check_device, check_tensor
+from jitattn.pages import INTEGERS, check_device, check_tensor
 from jitattn.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
 from jitattn.prepared import (
     Recent,
@@ -23,6 +23,7 @@ from jitattn.prepared import (
     load,
     tile_of,
 )
+from jitattn.scalars import INT32_MAX
 from jitattn.spec import CopyPagesSpec
 from jitattn.tiling import CopyPagesTile
 
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
 
 Pools = Tensor | Sequence[Tensor]
 
-_INTEGERS = (torch.int32, torch.int64)
 _WORD_BYTES = (16, 8, 4, 2, 1)
-_INT32_MAX = 2**31 - 1
 _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # Fill a card, and the bus to the host: a copy that waits for the bus leaves the card to others.
 _CTAS_PER_SM, _CTAS_ON_BUS = 8, 16
@@ -112,7 +111,7 @@ def _checked(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor
                 f"{list(source.shape[1:])}, as src"
             )
         check_writable(f"dst[{i}]", target)
-    check_tensor("pairs", pairs, _INTEGERS)
+    check_tensor("pairs", pairs, INTEGERS)
     if pairs.dim() != 2 or pairs.shape[1] != 2:
         raise ValueError(f"pairs has shape {list(pairs.shape)}: expected [num_pairs, 2]")
     return _device_of(named, pairs)
@@ -304,8 +303,8 @@ class _Copy:
                     f"{list(sources[i].stride())}: pages of more than {PAGE_DIMS} dimensions that "
                     "don't follow each other in memory are not copied"
                 )
-            if page.num_words > _INT32_MAX or sources[i][:1].numel() > _INT32_MAX:
-                raise ValueError(f"src[{i}] has pages of more than {_INT32_MAX} elements")
+            if page.num_words > INT32_MAX or sources[i][:1].numel() > INT32_MAX:
+                raise ValueError(f"src[{i}] has pages of more than {INT32_MAX} elements")
             layouts.setdefault((page, self._counts[i]), []).append(i)
         self._groups = [
             group[at : at + MAX_POOLS]

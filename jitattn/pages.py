@@ -14,7 +14,7 @@ from torch import Tensor
 from jitattn.config import MAX_KV_LEN
 from jitattn.spec import PageTable
 
-_INTEGERS = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 class _Fixed:
@@ -268,7 +268,7 @@ def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> N
 
 def check_vector(name: str, value: Tensor, *, device: torch.device) -> None:
     """Raise unless ``value`` is a 1-D int32 or int64 tensor on ``device``."""
-    check_tensor(name, value, _INTEGERS)
+    check_tensor(name, value, INTEGERS)
     if value.dim() != 1:
         raise ValueError(f"{name} has shape {list(value.shape)}: expected one dimension")
     check_device(name, value, device)

@@ -41,8 +41,9 @@ from jitattn.planning import (
     is_capturing,
     make_readable,
 )
-from jitattn.quantization import QuantizedKV
+from jitattn.quantization import KVCache, QuantizedKV
 from jitattn.reference_backend import ReferencePlan
+from jitattn.scalars import check_flag
 from jitattn.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from jitattn.mla_planner import MLAPlanner
 
 
-KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
 Scale = float | Tensor
 CustomMask = Tensor | tuple[Tensor, Tensor]
 
@@ -176,7 +176,13 @@ class AttentionPlanner(_Arguments):
                 not quantised has a scale.
         """
         scales = [
-            view_scale(name, scale, self.config, self.device)
+            view_scale(
+                name,
+                scale,
+                self.config.kv_dtype,
+                self.device,
+                num_kv_heads=self.config.num_kv_heads,
+            )
             for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         ]
         blocks = view_block_caches(kv_cache, self.config, self.device)
@@ -298,8 +304,8 @@ class Plan(PlanBase):
 
         Defined by: jitattn/reference.py::attention.
         """
-        is_plain = (
-            not return_lse and pages is lse is sinks is custom_mask is q_scale is out_scale is None  # type: ignore[comparison-overlap]
+        is_plain = return_lse is False and (
+            pages is lse is sinks is custom_mask is q_scale is out_scale is None  # type: ignore[comparison-overlap]
         )
         # Most calls of a step are like the one before, but for addresses.
         if is_plain and self._again is not None:
@@ -307,6 +313,7 @@ class Plan(PlanBase):
             if done is not None:
                 return done
         self._again = None
+        check_flag("return_lse", return_lse)
         if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
         call = self._checked_call(q, kv, pages, out, lse, return_lse, sinks, custom_mask)

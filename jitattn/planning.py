@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import fields
-from numbers import Integral
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from jitattn.binding import (
 from jitattn.checks import check_lengths
 from jitattn.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.errors import ConfigError
+from jitattn.overlap import refuse_shared_bytes
 from jitattn.pages import (
     BlockTable,
     CsrPages,
@@ -35,6 +35,7 @@ from jitattn.pages import (
     check_indptr,
     check_vector,
 )
+from jitattn.scalars import check_count
 from jitattn.workspace import Workspace, canonical_device
 
 if TYPE_CHECKING:
@@ -284,8 +285,9 @@ class PlanBase:
             check_writable("out", out)
             check_last_stride("out", out)
             self._out_layout = RowLayout(out, vector=OUT_VECTOR)
-        if out.data_ptr() == q.data_ptr() and out.numel() > 0:
-            raise ValueError(f"out is {self._queries}: give another tensor")
+        # Few calls get as far as the second question.
+        if -self._out_layout.span < out.data_ptr() - q.data_ptr() < self._q_layout.span:
+            refuse_shared_bytes([("out", out)], [(self._queries, q)])
         return out, self._out_layout
 
     def _lse(self, lse: Tensor | None) -> tuple[Tensor, RowLayout]:
@@ -372,9 +374,4 @@ def _query_limit(
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
-    count = int(value)
-    if count < 0:
-        raise ValueError(f"{name} is {count}: expected at least 0")
-    return min(count, MAX_KV_LEN)
+    return min(check_count(name, value, least=0), MAX_KV_LEN)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from jitattn.pages import Pages
-from jitattn.preprocess_call import Arguments, KVCache, QkvParts, check
+from jitattn.preprocess_call import Arguments, QkvParts, check
 from jitattn.preprocess_reference import preprocess as preprocess_by_definition
+from jitattn.preprocess_values import check_values
+from jitattn.quantization import KVCache
 from jitattn.rotary import Rope
 
 Scale = float | Tensor
@@ -147,7 +149,9 @@ def append_kv(
 
 def _preprocess(arguments: Arguments, first: object) -> Tensor | None:
     if not isinstance(first, Tensor) or not first.is_cuda:
-        return preprocess_by_definition(check(arguments))
+        call = check(arguments)
+        check_values(call)
+        return preprocess_by_definition(call)
     from jitattn.preprocess_cuda import preprocess
 
     return preprocess(arguments)

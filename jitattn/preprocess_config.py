@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
-from jitattn.config import FP8_DTYPES, HEAD_DIMS, Q_DTYPES
+from jitattn.config import FP8_DTYPES, HEAD_DIMS, MAX_PAGE_SIZE, Q_DTYPES, QUANTISED_DTYPES
 from jitattn.errors import ConfigError
 from jitattn.spec import DType, Loader, PageTable, Pairing, PreprocessSpec
 from jitattn.tiling import SMEM_LIMIT
 from jitattn.values import Value
 
-KV_DTYPES = (*Q_DTYPES, *FP8_DTYPES, "int8", "nvfp4")
+KV_DTYPES = (*Q_DTYPES, *QUANTISED_DTYPES)
 SLOTS = "slots"
 """Stands for a page table where each token has a slot."""
 _TABLES = (*(table.value for table in PageTable if table is not PageTable.RAGGED), SLOTS)
@@ -94,7 +94,7 @@ class PreprocessConfig(Value):
                 found.append(
                     f"{name}={getattr(self, name)} is not a multiple of 16 from 16 to 256, nor 512"
                 )
-        if not isinstance(self.page_size, int) or not 1 <= self.page_size <= 2**20:
+        if not isinstance(self.page_size, int) or not 1 <= self.page_size <= MAX_PAGE_SIZE:
             found.append(f"page_size={self.page_size} is not 1 to 2**20")
         outputs = (None, self.qkv_dtype, *FP8_DTYPES)
         if self.out_dtype not in outputs:

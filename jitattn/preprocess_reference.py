@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import CacheView, Scale
+from jitattn.config import QUANTISED_DTYPES
 from jitattn.pages import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.preprocess_call import TokenCall
-from jitattn.quantization import QUANTISED, quantize_kv
+from jitattn.quantization import quantize_kv, saturated
 from jitattn.rotary import Rope
 from jitattn.spec import DType
 
@@ -160,8 +161,7 @@ def _computed(
     if positions is not None:
         assert call.arguments.rope is not None
         x = rotate(x, call.arguments.rope, positions)
-    limit = torch.finfo(values.dtype).max
-    return x.clamp(-limit, limit).to(values.dtype)
+    return saturated(x, values.dtype)
 
 
 def rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
@@ -186,7 +186,9 @@ def _stored(values: Tensor, dtype: DType, scale: Scale) -> tuple[Tensor, Tensor 
     if getattr(torch, dtype.value, None) is values.dtype:
         return values, None
     factor = scale.value if scale.tensor is None else scale.tensor
-    stored = quantize_kv(values, dtype.value, scale=factor if dtype.value in QUANTISED else None)
+    stored = quantize_kv(
+        values, dtype.value, scale=factor if dtype.value in QUANTISED_DTYPES else None
+    )
     return stored if isinstance(stored, tuple) else (stored, None)
 
 

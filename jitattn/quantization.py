@@ -21,8 +21,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from jitattn.binding import check_last_stride, scale_value
-from jitattn.config import dtype_name
+from jitattn.binding import check_last_stride, check_scale, scale_value
+from jitattn.config import QUANTISED_DTYPES, dtype_name
 from jitattn.pages import check_device, check_tensor
 from jitattn.spec import DType
 
@@ -36,8 +36,6 @@ _TORCH = {
         *(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8),
     )
 }
-QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4")
-"""Names of the types whose values have scales."""
 CACHE_DTYPES = (*_TORCH, "nvfp4")
 """Names of the types that a cache may have."""
 
@@ -104,6 +102,10 @@ class QuantizedKV:
         return self.k.device
 
 
+KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
+"""A cache as callers give it: K and V in one tensor, a pair of them, or four of NVFP4."""
+
+
 def _check_blocks(name: str, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     check_tensor(name, data, (torch.uint8,))
     check_tensor(f"{name}_block_scales", scales, (torch.float8_e4m3fn, torch.uint8))
@@ -165,12 +167,17 @@ def quantize_kv(
         return _to_nvfp4(scaled)
     if name == "int8":
         return scaled.round().clamp(-128, 127).nan_to_num(nan=0.0).to(torch.int8)
-    limits = torch.finfo(_TORCH[name])
-    stored = scaled.clamp(limits.min, limits.max).to(_TORCH[name])
-    if name not in QUANTISED:
+    stored = saturated(scaled, _TORCH[name])
+    if name not in QUANTISED_DTYPES:
         return stored
     # One NaN: that of the hardware's conversion.
     return stored.view(torch.uint8).masked_fill(scaled.isnan(), 0x7F).view(stored.dtype)
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values`` as numbers of a floating-point type, as the definition says."""
+    limits = torch.finfo(dtype)
+    return values.clamp(limits.min, limits.max).to(dtype)
 
 
 def dequantize_kv(
@@ -180,7 +187,7 @@ def dequantize_kv(
     scale: float | Tensor | None = None,
     block_scales: Tensor | None = None,
 ) -> Tensor:
-    """Return the values that a cache stores, as float32.
+    """Return the values that a cache stores, as float32; products with a scale saturate.
 
     Args:
         stored: [.., num_kv_heads, head_dim]; for NVFP4 uint8 [.., head_dim / 2].
@@ -203,11 +210,11 @@ def dequantize_kv(
         _check_block_scales(stored, block_scales)
         values = _from_nvfp4(stored, block_scales)
     else:
-        bytes_too = (torch.uint8,) if name in QUANTISED else ()
+        bytes_too = (torch.uint8,) if name in QUANTISED_DTYPES else ()
         check_tensor("stored", stored, (_TORCH[name], *bytes_too))
         values = stored.contiguous().view(_TORCH[name]).float()
     factor = _factor(scale, name, values)
-    return values if factor is None else values * factor
+    return values if factor is None else saturated(values * factor, torch.float32)
 
 
 def _check_block_scales(stored: Tensor, block_scales: Tensor) -> None:
@@ -234,17 +241,12 @@ def _factor(scale: float | Tensor | None, name: str, values: Tensor) -> float | 
     """Return the scale as it meets [.., num_kv_heads, head_dim]."""
     if scale is None:
         return None
-    if name not in QUANTISED:
+    if name not in QUANTISED_DTYPES:
         raise ValueError(f"scale is given, but {name} is not quantised")
     if not isinstance(scale, Tensor):
         return torch.tensor(scale_value("scale", scale), dtype=torch.float32, device=values.device)
-    check_tensor("scale", scale, (torch.float32,))
     num_kv_heads = values.shape[-2] if values.dim() > 1 else 1
-    if tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
-        raise ValueError(
-            f"scale has shape {list(scale.shape)}: expected [], [1] or [{num_kv_heads}]"
-        )
-    check_device("scale", scale, values.device)
+    check_scale("scale", scale, values.device, num_kv_heads=num_kv_heads)
     return scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
 
 

@@ -15,7 +15,7 @@ from jitattn.mla_cache import MLACall
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.mla_reference import latent_attention
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
-from jitattn.quantization import dequantize_kv
+from jitattn.quantization import dequantize_kv, saturated
 from jitattn.reference import attention, first_visible, gather
 
 
@@ -145,7 +145,7 @@ class ReferencePlan(_ReferencePlan[PlannerConfig, Call]):
             sinks=call.sinks,
             masks=None if call.mask is None else [_mask(call.mask, rows, request, kv_len)],
         )
-        return out.to(call.out.dtype), lse.float()
+        return saturated(out, call.out.dtype), lse.float()
 
 
 class MLAReferencePlan(_ReferencePlan[MLAConfig, MLACall]):
@@ -177,7 +177,7 @@ class MLAReferencePlan(_ReferencePlan[MLAConfig, MLACall]):
             causal=self._config.causal,
             sm_scale=call.sm_scale,
         )
-        return out.to(call.out.dtype), lse.float()
+        return saturated(out, call.out.dtype), lse.float()
 
 
 def _limit(pages: Pages, request: int, page_size: int, num_kv_tokens: int) -> int:

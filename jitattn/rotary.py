@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from jitattn.scalars import check_count, check_flag
 
 _MISSING = object()
 # Models whose configurations don't say that they pair neighbours.
@@ -82,8 +84,10 @@ class Rope:
             ValueError: an argument is out of range, frequencies are not finite, or ``scaling`` has
                 an unknown type, misses a key or has one that its type doesn't use.
         """
-        self.head_dim = _count("head_dim", head_dim)
-        self.rotary_dim = self.head_dim if rotary_dim is None else _count("rotary_dim", rotary_dim)
+        self.head_dim = check_count("head_dim", head_dim)
+        self.rotary_dim = (
+            self.head_dim if rotary_dim is None else check_count("rotary_dim", rotary_dim)
+        )
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"rotary_dim is {self.rotary_dim}: expected an even number up to head_dim, "
@@ -93,10 +97,12 @@ class Rope:
         if scaling is not None and not isinstance(scaling, Mapping):
             raise TypeError(f"scaling is a {type(scaling).__name__}: expected a dictionary")
         self.scaling = None if scaling is None else dict(scaling)
-        self.interleaved = _flag("interleaved", interleaved)
-        self.max_position = None if max_position is None else _count("max_position", max_position)
+        self.interleaved = check_flag("interleaved", interleaved)
+        self.max_position = (
+            None if max_position is None else check_count("max_position", max_position)
+        )
         self.mrope_section = _sections(mrope_section, self.rotary_dim)
-        self.mrope_interleaved = _flag("mrope_interleaved", mrope_interleaved)
+        self.mrope_interleaved = check_flag("mrope_interleaved", mrope_interleaved)
         if mrope_interleaved and mrope_section is None:
             raise ValueError("mrope_interleaved is True: it needs mrope_section")
         self.inv_freq, self.attention_factor = _frequencies(self)
@@ -153,14 +159,14 @@ class Rope:
                     "config has neither head_dim nor hidden_size and num_attention_heads"
                 )
             head_dim = hidden_size // num_heads
-        head_dim = _count("head_dim of config", head_dim)
+        head_dim = check_count("head_dim of config", head_dim)
         if interleaved is None:
             declared = read("rope_interleave")
             is_known = read("model_type") in _INTERLEAVED_MODELS
-            interleaved = is_known if declared is None else bool(declared)
+            interleaved = is_known if declared is None else check_flag("rope_interleave", declared)
         trained = read("max_position_embeddings")
         section = parameters.pop("mrope_section", None)
-        mrope_interleaved = bool(parameters.pop("mrope_interleaved", False))
+        mrope_interleaved = parameters.pop("mrope_interleaved", None)
         base = parameters.pop("rope_theta", 10000.0)
         rotary_dim = _rotary_dim(parameters, read, head_dim)
         return cls(
@@ -171,7 +177,7 @@ class Rope:
             interleaved=interleaved,
             max_position=trained if max_position is None else max_position,  # type: ignore[arg-type]
             mrope_section=section,  # type: ignore[arg-type]
-            mrope_interleaved=mrope_interleaved,
+            mrope_interleaved=False if mrope_interleaved is None else mrope_interleaved,  # type: ignore[arg-type]
         )
 
     def __repr__(self) -> str:
@@ -269,14 +275,6 @@ def _inverse_two_pi(bits: int) -> int:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
-    if value < 1:
-        raise ValueError(f"{name} is {value}: expected at least 1")
-    return int(value)
-
-
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
@@ -284,12 +282,6 @@ def _number(name: str, value: object) -> float:
     if not 0 < number < math.inf:
         raise ValueError(f"{name} is {number}: expected a positive number")
     return number
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a bool")
-    return value
 
 
 def _sections(section: Sequence[int] | None, rotary_dim: int) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from jitattn.config import PagedConfig
+from jitattn.config import MAX_PAGE_SIZE, PagedConfig
 from jitattn.spec import PageTable
 
 ConfigT = TypeVar("ConfigT")
@@ -55,7 +55,7 @@ def page_size_rule() -> Rule[PagedT]:
 def _page_size_fits(config: PagedConfig) -> bool:
     if config.page_table == PageTable.RAGGED:
         return config.page_size is None
-    return config.page_size is not None and 1 <= config.page_size <= 2**20
+    return config.page_size is not None and 1 <= config.page_size <= MAX_PAGE_SIZE
 
 
 def broken(rules: Iterable[Rule[ConfigT]], config: ConfigT) -> list[str]:

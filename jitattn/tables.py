@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from jitattn.binding import check_writable
+from jitattn.config import MAX_PAGE_SIZE
+from jitattn.overlap import Apart, refuse_shared_bytes
 from jitattn.pages import (
+    INTEGERS,
     BlockTable,
     CsrPages,
     Pages,
@@ -35,14 +39,12 @@ from jitattn.prepared import (
     slot_rows_of,
     tile_of,
 )
+from jitattn.scalars import INT32_MAX, check_count
 from jitattn.spec import BlockTableSpec
 
 if TYPE_CHECKING:
     from jitattn.driver import Launch
 
-_INTEGERS = (torch.int32, torch.int64)
-_MAX_PAGE_SIZE = 2**20
-_INT32_MAX = 2**31 - 1
 _LAYOUTS = ("shared", "separate", "csr", "token")
 
 
@@ -89,21 +91,26 @@ def build_block_table(
     """
     given = out.table if isinstance(out, BlockTable) else out
     has_width = given is not None or not isinstance(slots, CsrPages)
-    facts = type(slots), page_size, rows is None, kv_start is None, slot_map is None, given is None
+    facts: tuple[object, ...] = type(slots), type(page_size), page_size, rows is None
+    facts += kv_start is None, slot_map is None, given is None
     tensors = [*(slots.tensors if isinstance(slots, TokenTable | CsrPages) else (slots,)), seq_lens]
     tensors += [tensor for tensor in (rows, kv_start, slot_map, given) if tensor is not None]
     call = _recent.find(facts, tensors) if has_width else None
+    if call is not None and given is not None:
+        call.refuse_shared_bytes(tensors)
     if call is None:
         batch = _checked(slots, seq_lens, page_size, rows, kv_start, slot_map)
         if given is not None:
             _check_out(out, batch)
+            _refuse_shared_bytes(tensors)
         shape = _shape_of(batch) if given is None else given.shape
         card = card_of(batch.device)
         if card is None:
             given = given if given is not None else torch.empty(shape, dtype=torch.int32)
             _fill_by_definition(batch, given)
             return out if isinstance(out, BlockTable) else BlockTable(given)
-        call = _Fill(batch, torch.empty(shape, device="meta") if given is None else given, card)
+        table = torch.empty(shape, device="meta") if given is None else given
+        call = _Fill(batch, table, card, tensors)
         if has_width:
             _recent.add(facts, tensors, call)
     table = call(slots, seq_lens, rows, kv_start, slot_map, given)
@@ -138,7 +145,7 @@ def _checked(
     kv_start: Tensor | None,
     slot_map: Tensor | None,
 ) -> _Slots:
-    check_page_size(page_size)
+    page_size = check_page_size(page_size)
     if isinstance(slots, TokenTable | CsrPages) and rows is not None:
         raise ValueError(f"rows are given, but slots is {slots!r}, which says where requests lie")
     if isinstance(slots, TokenTable):
@@ -155,7 +162,7 @@ def _checked(
 
 def _check_slots(slots: Tensor, rows: Tensor | None) -> int:
     """Check slots in rows; return how many requests they are of."""
-    check_tensor("slots", slots, _INTEGERS)
+    check_tensor("slots", slots, INTEGERS)
     if slots.dim() != 2:
         raise ValueError(f"slots has shape {list(slots.shape)}: expected [num_rows, width]")
     if rows is not None:
@@ -165,7 +172,7 @@ def _check_slots(slots: Tensor, rows: Tensor | None) -> int:
 
 def check_per_request(name: str, values: Tensor, batch_size: int, device: torch.device) -> None:
     """Raise unless ``values`` is int32 or int64 [batch_size] on ``device``."""
-    check_tensor(name, values, _INTEGERS)
+    check_tensor(name, values, INTEGERS)
     check_vector(name, values, device=device)
     if values.shape[0] != batch_size:
         raise ValueError(
@@ -173,12 +180,9 @@ def check_per_request(name: str, values: Tensor, batch_size: int, device: torch.
         )
 
 
-def check_page_size(page_size: object) -> None:
-    """Raise unless ``page_size`` is an int from 1 to 2**20."""
-    if isinstance(page_size, bool) or not isinstance(page_size, int):
-        raise TypeError(f"page_size is a {type(page_size).__name__}: expected an int")
-    if not 1 <= page_size <= _MAX_PAGE_SIZE:
-        raise ValueError(f"page_size is {page_size}: expected 1 to {_MAX_PAGE_SIZE}")
+def check_page_size(page_size: object) -> int:
+    """Return ``page_size``; raise unless it is an integer from 1 to 2**20."""
+    return check_count("page_size", page_size, most=MAX_PAGE_SIZE)
 
 
 def check_offsets(name: str, indptr: Tensor, batch_size: int, device: torch.device) -> None:
@@ -222,6 +226,11 @@ def _check_out(out: Tensor | BlockTable | None, batch: _Slots) -> None:
     check_device("out", out, batch.device)
 
 
+def _refuse_shared_bytes(tensors: Sequence[Tensor]) -> None:
+    *others, out = tensors
+    refuse_shared_bytes([("out", out)], [("an argument that it is made of", t) for t in others])
+
+
 def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
     size = batch.page_size
     filled = torch.full_like(table, -1)
@@ -244,7 +253,7 @@ def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
                     f"{min((column + 1) * size, kv_len) - 1} are not those of a page of {size} "
                     "tokens, one after the other"
                 )
-            if page > _INT32_MAX:
+            if page > INT32_MAX:
                 raise ValueError(f"request {b}: token {first} is in page {page}: ids are int32")
             filled[b, column] = page
     table.copy_(filled)
@@ -281,8 +290,12 @@ def _page_of(slots: list[int], place: int, page_size: int) -> int | None:
 class _Fill:
     """A launch for slots that lie alike, and a table that lies like this one."""
 
-    def __init__(self, batch: _Slots, table: Tensor, card: int) -> None:
+    def __init__(self, batch: _Slots, table: Tensor, card: int, tensors: Sequence[Tensor]) -> None:
         from jitattn.driver import Launch
+
+        # Of a table that is given, which comes last.
+        out = len(tensors) - 1
+        self._apart = Apart(tensors, [(out, i) for i in range(out)])
 
         self._card = card
         self._shape, self._device = table.shape, batch.device
@@ -310,6 +323,13 @@ class _Fill:
             kernel = load(BlockTableSpec(), card)
             grid = -(-num_threads // tile.num_threads)
             self._launch = Launch(kernel, params, grid, tile.num_threads)
+
+    def refuse_shared_bytes(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse a table, the last of ``tensors``, that shares memory with another of them."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._apart.holds(pointers):
+            _refuse_shared_bytes(tensors)
+            self._apart.learn(pointers)
 
     def __call__(
         self,
@@ -434,10 +454,10 @@ def convert_pages(
 
     Raises:
         TypeError, ValueError: an argument that doesn't fit, or on the CPU a request longer than its
-            table, a row that the table hasn't, slots beyond int32, or tokens that don't follow each
-            other.
+            table, a row that the table hasn't, slots beyond int32 (on a device they are -1), or
+            tokens that don't follow each other.
     """
-    check_page_size(page_size)
+    page_size = check_page_size(page_size)
     if not isinstance(pages, BlockTable | CsrPages | TokenTable):
         raise TypeError(f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable")
     if layout not in _LAYOUTS:
@@ -447,6 +467,7 @@ def convert_pages(
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
     lens = seq_lens.clamp(min=0).long()
     if max_kv_len is not None:
+        max_kv_len = check_count("max_kv_len", max_kv_len, least=0)
         pages = _narrowed(pages, max_kv_len, page_size)
     ids = _live_ids(pages, lens, page_size, max_kv_len)
     if layout == "separate":
@@ -458,10 +479,6 @@ def convert_pages(
 
 def _narrowed(pages: PagedTable, max_kv_len: int, page_size: int) -> PagedTable:
     """Return the columns of a table that requests of so many tokens need."""
-    if isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int):
-        raise TypeError(f"max_kv_len is a {type(max_kv_len).__name__}: expected an int")
-    if max_kv_len < 0:
-        raise ValueError(f"max_kv_len is {max_kv_len}: expected at least 0")
     if isinstance(pages, TokenTable):
         return TokenTable(pages.slots[:, :max_kv_len], rows=pages.rows)
     if isinstance(pages, BlockTable):
@@ -532,12 +549,18 @@ def _csr_of(ids: Tensor) -> CsrPages:
 
 
 def _tokens_of(ids: Tensor, lens: Tensor, page_size: int) -> TokenTable:
-    places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
     if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= 2**31 // page_size:
         raise ValueError(
             f"pages lists page {int(ids.max())}: slots of pages of {page_size} tokens are int32"
         )
-    slots = ids[:, :, None] * page_size + places
-    slots = slots.where(ids[:, :, None] >= 0, -1).flatten(1)
+    slots = _slots_of_pages(ids, page_size)
     tokens = torch.arange(slots.shape[1], device=ids.device)
     return TokenTable(slots.where(tokens < lens[:, None], -1))
+
+
+def _slots_of_pages(ids: Tensor, page_size: int) -> Tensor:
+    """Return int32 [batch_size, width * page_size]; -1 where a page is none, or beyond int32."""
+    places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
+    is_page = (ids >= 0) & (ids < 2**31 // page_size)
+    slots = ids[:, :, None] * page_size + places
+    return slots.where(is_page[:, :, None], -1).flatten(1)

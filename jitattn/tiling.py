@@ -523,6 +523,7 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
     ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
     merge_bytes = 4 * num_warps * spec.row_tile * (value_dim + 4)
     query_bytes = spec.row_tile * _row_bytes(2 * spec.head_dim)
+    merge_splits = _box_merge_splits(spec, value_dim)
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
@@ -532,8 +533,8 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         value_dim=value_dim,
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
-        merge_splits=_box_merge_splits(spec, value_dim),
-        merge_loads=_merge_loads(spec, value_dim, _box_merge_splits(spec, value_dim)),
+        merge_splits=merge_splits,
+        merge_loads=_merge_loads(spec, value_dim, merge_splits),
         box_tokens=_box_tokens(spec, warp_tokens),
     )
 
@@ -576,6 +577,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     merge_dims = min(max(most // step, 1), -(-value_dim // step)) * step
     merge_bytes = column_bytes * (merge_dims + 4)
     query_bytes = spec.row_tile * _query_row_bytes(spec)
+    merge_splits = _decode_merge_splits(spec, value_dim)
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
@@ -584,8 +586,8 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         ctas_per_sm=2 if widest <= 128 else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
-        merge_splits=_decode_merge_splits(spec, value_dim),
-        merge_loads=_merge_loads(spec, value_dim, _decode_merge_splits(spec, value_dim)),
+        merge_splits=merge_splits,
+        merge_loads=_merge_loads(spec, value_dim, merge_splits),
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
 

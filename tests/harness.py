@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from tests.inputs import (
     CANARY,
     Inputs,
     Tokens,
+    address_probe,
     is_poison,
     make_inputs,
+    random_tokens,
     surroundings,
     uniform_probe,
 )
@@ -151,6 +154,22 @@ def attend(
     assert out is arguments["out"]
     check_surroundings(out)
     return out, arguments["lse"]
+
+
+def replayed(inputs: Inputs, planner: jitattn.AttentionPlanner) -> Result:
+    """Out and lse of a captured refresh and run, on the current device."""
+    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
+    out, lse = inputs.new_out(), inputs.new_lse()
+    plan.run(inputs.q, kv, out=out, lse=lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.refresh()
+        plan.run(inputs.q, kv, out=out, lse=lse)
+    out.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return out, lse
 
 
 def check_surroundings(out: Tensor) -> None:
@@ -305,6 +324,60 @@ def move_to_high_pages(inputs: Inputs, pool: Tensor, k: Tensor, v: Tensor) -> No
     inputs.table = ids.T.contiguous()
     inputs.garbage = torch.zeros_like(inputs.table, dtype=torch.bool)
     inputs.cache = pool
+
+
+def check_high_pages(
+    case: Case, target: int, q_len: int | None, pool: Tensor, *, as_pair: bool = False
+) -> int:
+    """C07: requests of 32 keys in page ids whose offsets are beyond 32 bits, or just after them.
+
+    ``pool`` is that of the fixture ``large_pool``; without ``q_len`` there are no offsets of
+    queries. Returns the rows of out that were compared.
+    """
+    targets = [target] * len(HIGH_PAGES)
+    q_lens = None if q_len is None else (q_len,) * len(targets)
+    case = replace(case, num_kv_heads=8, lengths=(32,) * len(targets), q_lens=q_lens)
+    q, k, v = address_probe(case, pool.device, targets)
+    inputs = make_inputs(case, pool.device, (q, k, v))
+    move_to_high_pages(inputs, pool, k, v)
+    if as_pair:
+        inputs.cache = pool.unbind(1)
+    return check_addresses(inputs, attend(inputs)[0], targets)
+
+
+def check_left_tokens(case: Case, dead: range, poison: float, device: torch.device | str) -> None:
+    """C13: tokens that have left the window of 4095 keys may hold anything."""
+    inputs = make_inputs(case, device)  # without a window, so that every token is in the cache
+    inputs.case = replace(case, window_left=4094)
+    assert_dead_tokens_do_not_count(inputs, dead, poison)
+
+
+def check_placement(case: Case, device: torch.device | str) -> None:
+    """Seeds place pages, tokens, strides of indptr, and room between requests: no bit changes."""
+    tokens = random_tokens(case, device)
+    want = attend(make_inputs(case, device, tokens))
+    for seed in (1, 2, 3):
+        assert_same(attend(make_inputs(replace(case, seed=seed), device, tokens)), want)
+
+
+def check_variation(case: Case, device: torch.device | str, **changes: object) -> None:
+    """The same tokens in another form, such as other strides, give the same bits."""
+    tokens = random_tokens(case, device)
+    want = attend(make_inputs(case, device, tokens))
+    assert_same(attend(make_inputs(replace(case, **changes), device, tokens)), want)
+
+
+def check_head_stride(inputs: Inputs, head_stride: int) -> None:
+    """C04: the stride of the only KV head means nothing."""
+    want = attend(inputs)
+    head = 1 if inputs.case.kv_layout == "HND" else 2
+    strange = []
+    for cache in inputs.cache:
+        strides = list(cache.stride())
+        strides[head] = head_stride
+        strange.append(cache.as_strided(cache.shape, strides))
+    inputs.cache = tuple(strange)
+    assert_same(attend(inputs), want)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from torch import Tensor
 import jitattn
 from jitattn.pages import Pages
 from tests.cases import TABLES, Case
-from tests.harness import Result, assert_same, extras, plan_of, planner_for
-from tests.inputs import Inputs
+from tests.harness import Result, assert_same, attend, extras, plan_of, planner_for
+from tests.inputs import Inputs, make_inputs
 
 
 def same_pages(inputs: Inputs, page_table: str, *, stretch: int = 1) -> Pages:
@@ -96,3 +96,18 @@ def wide_table(case: Case, width: int, device: torch.device | str) -> Pages:
     if case.page_table == "csr":
         return jitattn.CsrPages(starts, zeros(batch_size * width))
     return jitattn.RaggedKV(starts)
+
+
+def check_every_table(
+    case: Case, device: torch.device | str, *, window_left: int, batch_invariant: bool
+) -> None:
+    """A case through its shared table and through every other one."""
+    case = replace(
+        case,
+        page_table="shared",
+        window_left=window_left,
+        batch_invariant=batch_invariant,
+        rows="int32",
+    )
+    inputs = make_inputs(case, device)
+    assert_same_through_every_table(inputs, attend(inputs))

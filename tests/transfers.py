@@ -18,10 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
+from jitattn.config import QUANTISED_DTYPES
 from tests.cases import CACHES_SEPARATE, CACHES_SHARED, SCALES, TABLES, Case
 from tests.inputs import CANARY, Inputs, make_inputs
 
 GARBAGE = (-1, 2**31 - 1, 12345678)
+SATURATIONS = tuple(
+    itertools.product(
+        ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"),
+        ("float16", "bfloat16", "float32"),
+    )
+)
+"""Of caches, and what is gathered from them."""
 SLOT_DTYPES = (torch.int32, torch.int64)
 
 
@@ -225,6 +233,31 @@ def check_quantised_gather(name: str, out_dtype: str, scale: str | None, device:
             )
             want = dense * factor.to(device).reshape(-1, 1)
             assert_bits(got, want.to(getattr(torch, out_dtype)))
+
+
+def check_saturation(kv_dtype: str, out_dtype: str, device: str) -> None:
+    """Values beyond the range of what they are gathered to; NaN stays NaN, in every place."""
+    dtype = getattr(torch, kv_dtype)
+    largest = torch.iinfo(dtype).max if kv_dtype == "int8" else torch.finfo(dtype).max
+    numbers = torch.tensor([largest, -largest, 1.0, 0.0, math.inf, -math.inf, math.nan])
+    numbers = numbers[:4] if kv_dtype == "int8" else numbers
+    rows = torch.stack([numbers.roll(i).repeat(6)[:24] for i in range(len(numbers))])
+    cache = rows.to(dtype).view(1, len(rows), 1, 24).to(device)
+    for scale in (None, 3e38) if kv_dtype in QUANTISED_DTYPES else (None,):
+        k, v, _ = jitattn.gather_kv(
+            (cache, cache),
+            jitattn.BlockTable(torch.zeros(1, 1, dtype=torch.int32, device=device)),
+            torch.tensor([len(rows)], dtype=torch.int32, device=device),
+            k_scale=scale,
+            v_scale=scale,
+            out_dtype=out_dtype,
+        )
+        want = cache[0].double() * torch.tensor(1.0 if scale is None else scale).double()
+        limit = torch.finfo(k.dtype).max
+        if kv_dtype != out_dtype:  # else bits are copied
+            want = want.clamp(-limit, limit)
+        for got in (k, v):
+            torch.testing.assert_close(got, want.to(k.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _named(cache: object, kv_layout: str) -> object:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,11 +16,8 @@ from pathlib import Path
 import pytest
 
 from jitattn import nvrtc
-from jitattn.build import headers_of
 from jitattn.config import PlannerConfig
 from jitattn.cubin import resources_of
-from jitattn.explain import disassembler
-from jitattn.render import render
 from jitattn.spec import (
     AttentionSpec,
     DecodeSpec,
@@ -34,6 +30,7 @@ from jitattn.spec import (
 )
 from jitattn.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
 from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
+from tests.compiler import compile_kernel, instructions, opcodes
 from tests.warpgroups import warpgroup_specs
 
 
@@ -100,18 +97,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[nvrtc.
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     jobs = dict.fromkeys(call.params["job"] for call in calls if call and "job" in call.params)
     with ThreadPoolExecutor() as pool:
-        yield {job: pool.submit(compile_job, job) for job in jobs}
+        yield {job: pool.submit(compile_kernel, job.spec, job.arch) for job in jobs}
         pool.shutdown(cancel_futures=True)
-
-
-def compile_job(job: Job) -> nvrtc.Compiled:
-    source = render(job.spec, job.arch)
-    return nvrtc.compile_cubin(
-        source,
-        name=f"{job.spec.symbol}.cu",
-        headers=headers_of(source),
-        options=nvrtc.options(job.arch),
-    )
 
 
 def code_budget(spec: KernelSpec, arch: str) -> int:
@@ -127,29 +114,6 @@ def code_budget(spec: KernelSpec, arch: str) -> int:
     if isinstance(spec, PrefillSpec):
         return 90 * 1024
     return 78 * 1024 + 288 * spec.head_dim
-
-
-def nvdisasm() -> Path:
-    found = disassembler()
-    if found is None:
-        pytest.skip("needs the wheel nvidia-cuda-nvdisasm")
-    return found
-
-
-def instructions(cubin: bytes, folder: Path) -> list[str]:
-    """The instructions of a cubin in order, without predicates: ``"WARPSYNC 0xffffffff"``."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    done = subprocess.run(
-        [nvdisasm(), "-c", path], capture_output=True, text=True, check=True, encoding="utf-8"
-    )
-    line = r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;"
-    return re.findall(line, done.stdout, re.MULTILINE)
-
-
-def opcodes(cubin: bytes, folder: Path) -> list[str]:
-    """The opcodes of a cubin in order, as nvdisasm names them: ``"HMMA.16816.F32.BF16"``."""
-    return [instruction.partition(" ")[0] for instruction in instructions(cubin, folder)]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
@@ -228,7 +192,7 @@ def test_softmax_runs_beside_products(tmp_path: Path) -> None:
     )
     tile = tile_for(job.spec, job.arch)
     assert isinstance(tile, WarpgroupTile)
-    code = instructions(compile_job(job).cubin, tmp_path)
+    code = instructions(compile_kernel(job.spec, job.arch).cubin, tmp_path)
     waits = [i for i, what in enumerate(code) if what.startswith("WARPGROUP.DEPBAR.LE gsb0")]
     # From "the scores are there" on, products with V are under way until the wait for all.
     spans = [

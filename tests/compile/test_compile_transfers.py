@@ -6,14 +6,12 @@ import re
 
 import pytest
 
-from jitattn import nvrtc
-from jitattn.build import headers_of
 from jitattn.cubin import resources_of
-from jitattn.render import render
 from jitattn.spec import DType, GatherSpec, TransferSpec
 from jitattn.support import ARCHITECTURES
 from jitattn.tiling import SMEM_LIMIT, tile_for
 from jitattn.transfer_config import every_config
+from tests.compiler import compile_kernel
 
 # What the largest has, and some more: 10 ms of ptxas for each KiB.
 CODE_BYTES = 44 * 1024
@@ -29,20 +27,14 @@ JOBS = tuple(
 
 @pytest.mark.parametrize(("spec", "arch"), JOBS, ids=lambda x: getattr(x, "symbol", x))
 def test_kernel(spec: TransferSpec, arch: str) -> None:
-    source = render(spec, arch)
-    compiled = nvrtc.compile_cubin(
-        source,
-        name=f"{spec.symbol}.cu",
-        headers=headers_of(source),
-        options=nvrtc.options(arch),
-    )
-    resources = resources_of(compiled.cubin, spec.symbol, arch)
+    kernel = compile_kernel(spec, arch)
+    resources = resources_of(kernel.cubin, spec.symbol, arch)
     assert resources.spill_bytes == 0
     # Four CTAs of an SM hide each other's waits.
     assert resources.registers <= 80
     assert resources.smem_bytes + tile_for(spec, arch).smem_bytes <= SMEM_LIMIT[arch] // 4
     assert resources.code_bytes <= CODE_BYTES
-    assert not re.findall(r".*\bwarning\b.*", compiled.log)
+    assert not re.findall(r".*\bwarning\b.*", kernel.log)
 
 
 def test_symbols_are_distinct() -> None:

@@ -133,7 +133,7 @@ def test_params_of_transfers_agree(name: str) -> None:
 
 def test_float_codes_agree() -> None:
     (header,) = (text for name, text in render.headers() if name == "jitattn/types.cuh")
-    (names,) = re.findall(r"enum class FloatCode : int32_t \{([^}]*)\}", header)
+    (names,) = re.findall(r"enum class FloatCode : int32_t \{(.*?)\};", header, re.DOTALL)
     codes = dict(re.findall(r"k(\w+) = (\d)", names))
     assert {k.lower(): int(v) for k, v in codes.items()} == params.FLOAT_CODES
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from jitattn import nvrtc
-from jitattn.build import headers_of
 from jitattn.cubin import resources_of
 from jitattn.params import PREPROCESS_PARAMS, CacheStrides, PreprocessParams, RowStrides
 from jitattn.preprocess_config import KV_DTYPES, PreprocessConfig
@@ -20,6 +18,7 @@ from jitattn.render import render
 from jitattn.spec import Loader, PageTable, PreprocessSpec
 from jitattn.support import ARCHITECTURES, HEAD_DIMS
 from tests.compile.test_params import _asserts, _compile
+from tests.compiler import compile_kernel
 
 _FIELDS: dict[str, tuple[object, ...]] = {
     "head_dim": HEAD_DIMS,
@@ -65,15 +64,9 @@ JOBS = [(spec, arch) for arch in ARCHITECTURES for spec in specs_of(arch)]
     ("spec", "arch"), JOBS, ids=[f"{arch}-{spec.symbol[19:]}" for spec, arch in JOBS]
 )
 def test_kernel(spec: PreprocessSpec, arch: str) -> None:
-    source = render(spec, arch)
-    compiled = nvrtc.compile_cubin(
-        source,
-        name=f"{spec.symbol}.cu",
-        headers=headers_of(source),
-        options=nvrtc.options(arch),
-    )
-    assert "warning" not in compiled.log, compiled.log
-    resources = resources_of(compiled.cubin, spec.symbol, arch)
+    kernel = compile_kernel(spec, arch)
+    assert "warning" not in kernel.log, kernel.log
+    resources = resources_of(kernel.cubin, spec.symbol, arch)
     assert resources.spill_bytes == 0
     assert resources.registers <= (128 if spec.loader is Loader.VECTOR else 255)
     assert resources.smem_bytes == 0

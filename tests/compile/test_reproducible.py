@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import nvrtc
-from jitattn.build import headers_of
-from jitattn.render import render
 from jitattn.spec import KernelSpec, ScheduleSpec
 from jitattn.support import sample_specs
+from tests.compiler import compile_kernel
 from tests.warpgroups import warpgroup_specs
 
 SPECS: tuple[KernelSpec, ...] = (
@@ -26,14 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def cubin_digest(spec: KernelSpec, arch: str) -> str:
-    source = render(spec, arch)
-    compiled = nvrtc.compile_cubin(
-        source,
-        name=f"{spec.symbol}.cu",
-        headers=headers_of(source),
-        options=nvrtc.options(arch),
-    )
-    return hashlib.sha256(compiled.cubin).hexdigest()
+    return hashlib.sha256(compile_kernel(spec, arch).cubin).hexdigest()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.symbol)

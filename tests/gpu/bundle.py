@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jitattn
+from jitattn.bundles import Config
 from jitattn.support import ARCHITECTURES
 from jitattn.transfer_config import every_config
 from tests.cases import kernel_configs
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.bundle", description=__doc__)
+def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
+    """What every command that fills a bundle takes."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90a")
     parser.add_argument("-o", "--out", type=Path, help="folder to fill")
     parser.add_argument("-j", "--jobs", type=int, help="processes; default: one per core")
-    parser.add_argument(
-        "--transfers", action="store_true", help="only what moves tokens and pages, makes tables"
-    )
     parser.add_argument("--list", action="store_true", help="print the configurations only")
-    options = parser.parse_args(arguments)
-    configs = [*every_config(), *(() if options.transfers else kernel_configs(options.arch))]
+    return parser
+
+
+def fill(configs: Sequence[Config], options: argparse.Namespace) -> int:
+    """Precompile or list ``configs``, and say what there is then; the exit status."""
     if options.list or options.out is None:
         for config in configs:
-            sys.stdout.write(config.arguments_text() + "\n")
+            text = config if isinstance(config, str) else config.arguments_text()
+            sys.stdout.write(f"{text}\n")
         return 0
     report = jitattn.precompile(
         configs, arch=options.arch, out=options.out, jobs=options.jobs, progress=False
@@ -43,6 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
     for failure in report.failures:
         sys.stdout.write(f"{failure}\n")
     return 1 if report.failures else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of("tests.gpu.bundle", __doc__)
+    parser.add_argument(
+        "--transfers", action="store_true", help="only what moves tokens and pages, makes tables"
+    )
+    options = parser.parse_args(arguments)
+    configs = [*every_config(), *(() if options.transfers else kernel_configs(options.arch))]
+    return fill(configs, options)
 
 
 if __name__ == "__main__":

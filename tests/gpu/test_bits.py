@@ -36,14 +36,16 @@ from tests.harness import (
     assert_same,
     attend,
     check,
+    check_placement,
+    check_variation,
     expected,
     extras,
     plan_of,
     planner_for,
     same_bits,
 )
-from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
-from tests.layouts import assert_same_through_every_table
+from tests.inputs import ROW_VIEWS, Inputs, make_inputs
+from tests.layouts import check_every_table
 
 LENGTHS = (4097, 1, 0, 16, 255, 12000, 33)
 
@@ -57,35 +59,19 @@ def bits_of(case: Case) -> tuple[Inputs, Result]:
 @pytest.mark.parametrize("window_left", [-1, 500])
 @pytest.mark.parametrize("case", TWINS, ids=str)
 def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool) -> None:
-    case = replace(
-        case,
-        page_table="shared",
-        lengths=LENGTHS,
-        window_left=window_left,
-        batch_invariant=batch_invariant,
-        rows="int32",
-    )
-    assert_same_through_every_table(*bits_of(case))
+    case = replace(case, lengths=LENGTHS)
+    check_every_table(case, DEVICE, window_left=window_left, batch_invariant=batch_invariant)
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_room_between_requests(case: Case) -> None:
     """Seeds place pages, tokens and the room that CSR and ragged requests don't use."""
-    case = replace(case, lengths=LENGTHS)
-    tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
-    for seed in (1, 2, 3):
-        assert_same(attend(make_inputs(replace(case, seed=seed), DEVICE, tokens)), want)
+    check_placement(replace(case, lengths=LENGTHS), DEVICE)
 
 
 @pytest.mark.parametrize("case", [D128, D128_PAGE_3, D256], ids=str)
 def test_page_placement(case: Case) -> None:
-    case = replace(case, lengths=LENGTHS)
-    tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
-    for seed in (1, 2, 3):
-        moved = make_inputs(replace(case, seed=seed), DEVICE, tokens)
-        assert_same(attend(moved), want)
+    check_placement(replace(case, lengths=LENGTHS), DEVICE)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -96,19 +82,12 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
     if cache == "twice" and case.page_table == "shared":
         pytest.skip("one tensor passed twice needs two rows of ids")
     case = replace(case, lengths=LENGTHS, num_kv_heads=1 if cache == "size_1" else 2)
-    tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
-    strange = replace(case, cache=cache, kv_layout=kv_layout)
-    assert_same(attend(make_inputs(strange, DEVICE, tokens)), want)
+    check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
 
 
 @pytest.mark.parametrize("view", ROW_VIEWS)
 def test_q_and_out_strides(view: str) -> None:
-    case = replace(D128, lengths=LENGTHS)
-    tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
-    strange = replace(case, q_view=view, out_view=view)
-    assert_same(attend(make_inputs(strange, DEVICE, tokens)), want)
+    check_variation(replace(D128, lengths=LENGTHS), DEVICE, q_view=view, out_view=view)
 
 
 @pytest.mark.parametrize("window_left", [-1, 100])

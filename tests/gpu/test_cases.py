@@ -29,12 +29,13 @@ from tests.gpu.device import DEVICE
 from tests.harness import (
     HIGH_PAGES,
     assert_dead_slots_do_not_count,
-    assert_dead_tokens_do_not_count,
     assert_same,
     attend,
     check,
+    check_head_stride,
+    check_high_pages,
+    check_left_tokens,
     expected,
-    move_to_high_pages,
     planner_for,
     target_rows,
     uniform,
@@ -76,16 +77,7 @@ def test_c02_two_requests_with_int64_lengths() -> None:
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_c04_one_kv_head(kv_layout: str, head_stride: int) -> None:
     case = replace(D64, num_kv_heads=1, lengths=(50, 16, 7), kv_layout=kv_layout)
-    inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    head = 1 if kv_layout == "HND" else 2
-    strange = []
-    for cache in inputs.cache:
-        strides = list(cache.stride())
-        strides[head] = head_stride
-        strange.append(cache.as_strided(cache.shape, strides))
-    inputs.cache = tuple(strange)
-    assert_same(attend(inputs), want)
+    check_head_stride(make_inputs(case, DEVICE), head_stride)
 
 
 @pytest.mark.parametrize("stride", [7, 2**40])
@@ -150,14 +142,9 @@ def large_case(batch_size: int) -> Case:
 @pytest.mark.parametrize("target", [3, 16, 31])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, naming: str) -> None:
     """The target is in the high page or in the low one after it."""
-    targets = [target] * len(HIGH_PAGES)
-    case = large_case(len(targets))
-    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    move_to_high_pages(inputs, large_pool, inputs.k, inputs.v)
-    if naming == "pair":
-        inputs.cache = large_pool.unbind(1)
-    out, _ = attend(inputs)
-    assert torch.equal(out, target_rows(inputs, targets))
+    case = replace(D128, group_size=4)
+    found = check_high_pages(case, target, None, large_pool, as_pair=naming == "pair")
+    assert found == len(HIGH_PAGES)
 
 
 def test_c07_few_pages_far_apart(large_pool: Tensor) -> None:
@@ -280,9 +267,7 @@ def test_c13_dead_slots(case: Case, poison: float) -> None:
 def test_c13_tokens_that_left_the_window(dead: range, poison: float) -> None:
     """(c) 4095 of 4352 keys are visible; the first, 257, shares page and tile with dead ones."""
     case = replace(D128_PAGE_32, lengths=(4352,), num_kv_heads=2)
-    inputs = make_inputs(case, DEVICE)  # without a window, so that every token is in the cache
-    inputs.case = replace(case, window_left=4094)
-    assert_dead_tokens_do_not_count(inputs, dead, poison)
+    check_left_tokens(case, dead, poison, DEVICE)
 
 
 # --- C15: sinks with a tiny window, and their dtype -----------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 import jitattn
 from tests.cases import D128, D128_CSR, D192X128, RAGGED, Case
 from tests.gpu.device import DEVICE
-from tests.harness import assert_same, attend, check, expected, planner_for
+from tests.harness import assert_same, attend, check, expected, planner_for, replayed
 from tests.inputs import Inputs, make_inputs
 from tests.transfers import (
     Copy,
@@ -222,15 +222,4 @@ def test_graphs_on_the_other_device() -> None:
     planner = planner_for(inputs.case, "cuda:1")
     want = attend(inputs)
     with torch.cuda.device(1):
-        plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
-        out, lse = inputs.new_out(), inputs.new_lse()
-        plan.run(inputs.q, kv, out=out, lse=lse)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            plan.refresh()
-            plan.run(inputs.q, kv, out=out, lse=lse)
-        out.fill_(7)
-        graph.replay()
-        torch.cuda.synchronize()
-    assert_same((out, lse), want)
+        assert_same(replayed(inputs, planner), want)

@@ -18,10 +18,12 @@ from tests.gpu.device import DEVICE
 from tests.harness import forbid_waiting, planner_for
 from tests.inputs import make_inputs
 from tests.transfers import (
+    SATURATIONS,
     Gather,
     assert_bits,
     check_gather,
     check_quantised_gather,
+    check_saturation,
     examples,
     gathers,
     quantised_cache,
@@ -71,6 +73,11 @@ def test_every_pair_of_types(kv_dtype: str, out_dtype: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "nvfp4"])
 def test_quantised_caches(name: str, out_dtype: str, scale: str | None) -> None:
     check_quantised_gather(name, out_dtype, scale, DEVICE)
+
+
+@pytest.mark.parametrize(("kv_dtype", "out_dtype"), SATURATIONS)
+def test_values_beyond_the_range_saturate(kv_dtype: str, out_dtype: str) -> None:
+    check_saturation(kv_dtype, out_dtype, DEVICE)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])

@@ -33,6 +33,8 @@ from tests.harness import (
     assert_same,
     attend,
     check,
+    check_placement,
+    check_variation,
     expected,
     extras,
     plan_of,
@@ -40,8 +42,8 @@ from tests.harness import (
     run_case,
     same_bits,
 )
-from tests.inputs import ROW_VIEWS, Inputs, make_inputs, random_tokens
-from tests.layouts import assert_same_through_every_table
+from tests.inputs import ROW_VIEWS, Inputs, make_inputs
+from tests.layouts import check_every_table
 from tests.queries import row_starts
 
 on_the_device = pytest.mark.skipif(DEVICE != "cuda", reason="the CPU refuses or has no graphs")
@@ -79,15 +81,7 @@ def test_where_the_kernels_take_over(q_len: int, group_size: int) -> None:
 @pytest.mark.parametrize("window_left", [-1, 500])
 @pytest.mark.parametrize("case", TWINS, ids=str)
 def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool) -> None:
-    case = of(
-        case,
-        page_table="shared",
-        window_left=window_left,
-        batch_invariant=batch_invariant,
-        rows="int32",
-    )
-    inputs = make_inputs(case, DEVICE)
-    assert_same_through_every_table(inputs, attend(inputs))
+    check_every_table(of(case), DEVICE, window_left=window_left, batch_invariant=batch_invariant)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -98,29 +92,17 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
     if cache == "twice" and case.page_table == "shared":
         pytest.skip("one tensor passed twice needs two rows of ids")
     case = of(case, num_kv_heads=1 if cache == "size_1" else 2)
-    tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
-    strange = replace(case, cache=cache, kv_layout=kv_layout)
-    assert_same(attend(make_inputs(strange, DEVICE, tokens)), want)
+    check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
 
 
 @pytest.mark.parametrize("case", [*EVERY_LAYOUT, D256, D512], ids=str)
 def test_placement(case: Case) -> None:
-    """Seeds place pages, tokens, strides of indptr, and room between requests."""
-    case = of(case, num_kv_heads=1)
-    tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
-    for seed in (1, 2, 3):
-        assert_same(attend(make_inputs(replace(case, seed=seed), DEVICE, tokens)), want)
+    check_placement(of(case, num_kv_heads=1), DEVICE)
 
 
 @pytest.mark.parametrize("view", ROW_VIEWS)
 def test_q_and_out_strides(view: str) -> None:
-    case = of(D128, spare_rows=3)
-    tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
-    strange = replace(case, q_view=view, out_view=view)
-    assert_same(attend(make_inputs(strange, DEVICE, tokens)), want)
+    check_variation(of(D128, spare_rows=3), DEVICE, q_view=view, out_view=view)
 
 
 def test_lse_strides() -> None:

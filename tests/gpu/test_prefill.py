@@ -37,16 +37,16 @@ from tests.cases import (
 )
 from tests.gpu.device import DEVICE
 from tests.harness import (
-    HIGH_PAGES,
     assert_dead_slots_do_not_count,
-    assert_dead_tokens_do_not_count,
     assert_same,
     attend,
     check,
     check_addresses,
+    check_head_stride,
+    check_high_pages,
+    check_left_tokens,
     expected,
     extras,
-    move_to_high_pages,
     plan_of,
     planner_for,
     uniform,
@@ -87,16 +87,8 @@ def test_c01_interleaved_pools(cache: str, target: int, q_len: int) -> None:
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_c04_one_kv_head(kv_layout: str, head_stride: int) -> None:
     case = of(D64, (5, 50), (70, 90), (1, 7))
-    inputs = make_inputs(replace(case, num_kv_heads=1, kv_layout=kv_layout), DEVICE)
-    want = attend(inputs)
-    head = 1 if kv_layout == "HND" else 2
-    strange = []
-    for cache in inputs.cache:
-        strides = list(cache.stride())
-        strides[head] = head_stride
-        strange.append(cache.as_strided(cache.shape, strides))
-    inputs.cache = tuple(strange)
-    assert_same(attend(inputs), want)
+    case = replace(case, num_kv_heads=1, kv_layout=kv_layout)
+    check_head_stride(make_inputs(case, DEVICE), head_stride)
 
 
 @pytest.mark.parametrize("q_len", [1, 5, 100])
@@ -120,11 +112,7 @@ def test_c04_one_request(q_len: int) -> None:
 @pytest.mark.parametrize("target", [3, 16])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
     """The target is in the high page or in the low one after it."""
-    targets = [target] * len(HIGH_PAGES)
-    case = replace(of(D128, *[(q_len, 32)] * len(targets)), num_kv_heads=8)
-    inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    move_to_high_pages(inputs, large_pool, inputs.k, inputs.v)
-    assert check_addresses(inputs, attend(inputs)[0], targets) > 0
+    assert check_high_pages(D128, target, q_len, large_pool) > 0
 
 
 # --- C08: garbage in unused table entries ---------------------------------------------------------
@@ -215,12 +203,10 @@ def test_c13_dead_slots(case: Case, q_len: int, window_left: int, poison: float)
 def test_c13_tokens_that_left_the_window(poison: float, q_len: int) -> None:
     """(c) The first key that the first row sees shares page and tile with dead ones."""
     case = replace(of(D128_PAGE_32, (q_len, 4352)), num_kv_heads=2)
-    inputs = make_inputs(case, DEVICE)  # without a window, so that every token is in the cache
-    inputs.case = replace(case, window_left=4094)
     first = max(0, 4352 - q_len - 4094)
     for dead in (range(first - 1, first), range(first), range(first // 32 * 32)):
         if first > 0:
-            assert_dead_tokens_do_not_count(inputs, dead, poison)
+            check_left_tokens(case, dead, poison, DEVICE)
 
 
 # --- C15: sinks with a tiny window, and their dtype -----------------------------------------------

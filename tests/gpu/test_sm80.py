@@ -6,7 +6,6 @@ many random examples of decode run, and as many of mixed batches.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,6 +36,7 @@ from tests.inputs import make_inputs
 pytest.importorskip("hypothesis")
 from tests import mixed_strategies, strategies
 from tests.gpu.make_ptx import ARCH, specs
+from tests.harness import assert_same, replayed
 from tests.mixed_strategies import SM80_VARIANTS
 from tests.strategies import NUM_SHARDS, Shards
 
@@ -112,18 +112,7 @@ def test_replays_and_invariant_batches(case: Case) -> None:
     inputs = make_inputs(case, DEVICE)
     want = attend(inputs)
     planner = planner_for(case, DEVICE)
-    plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), planner.bind(inputs.given)
-    out, lse = inputs.new_out(), inputs.new_lse()
-    plan.run(inputs.q, kv, out=out, lse=lse)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.refresh()
-        plan.run(inputs.q, kv, out=out, lse=lse)
-    out.fill_(math.nan)
-    graph.replay()
-    assert same_bits(out, want[0])
-    assert same_bits(lse, want[1])
+    assert_same(replayed(inputs, planner), want)
     few = attend(inputs, planner_for(case, DEVICE, num_sms=3))
     assert same_bits(few[0], want[0])
 

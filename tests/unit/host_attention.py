@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,35 +28,22 @@ from jitattn.spec import AttentionSpec, PageTable
 from jitattn.tiling import attention_tile_for
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeKernel
+from tests.unit.host_cuda import QUALIFIERS, TYPES, WORDS, library_of
 from tests.unit.test_schedule_model import Call, compile_for_host
 
 REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4")
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
-HOST = r"""
+HOST = (
+    QUALIFIERS
+    + WORDS
+    + r"""
 #include <ucontext.h>
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <vector>
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __grid_constant__
-#define __shared__ static
-using std::max;
-using std::min;
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct Index { unsigned x; };
 static Index blockIdx, gridDim;
 
@@ -127,14 +112,6 @@ inline bool __any_sync(unsigned, bool value) {
   return std::any_of(all.of, all.of + 32, [](bool x) { return x; });
 }
 inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
-inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
-template <typename To, typename From> To bits_of(From x) {
-  To y;
-  std::memcpy(&y, &x, sizeof y);
-  return y;
-}
-inline float __int_as_float(int32_t x) { return bits_of<float>(x); }
-inline uint32_t __float_as_uint(float x) { return bits_of<uint32_t>(x); }
 template <typename T> T __ldcg(const T* place) { return *place; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline int atomicMax(int* place, int value) {
@@ -149,13 +126,6 @@ inline int atomicCAS(int* place, int expected, int value) {
   if (old == expected) *place = value;
   return old;
 }
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
-  const uint64_t both = a | uint64_t(b) << 32;
-  uint32_t word = 0;
-  for (int i = 0; i < 4; ++i) word |= uint32_t(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return word;
-}
-
 constexpr int kSmem = 240 * 1024;
 alignas(1024) static uint8_t host_smem[kSmem];
 
@@ -365,61 +335,9 @@ struct Numbers {
     }
   }
 };
-struct Half : Numbers<Half> {
-  static constexpr int kMantissaBits = 10;
-  static float to_float(uint16_t x) { return bits_of<_Float16>(x); }
-  static uint16_t from_float(float x) { return bits_of<uint16_t>(static_cast<_Float16>(x)); }
-  static uint32_t from_halves(uint32_t word) { return word; }
-};
-struct BFloat16 : Numbers<BFloat16> {
-  static constexpr int kMantissaBits = 7;
-  static float to_float(uint16_t x) { return bits_of<float>(uint32_t(x) << 16); }
-  static uint16_t from_float(float x) {
-    const uint32_t bits = bits_of<uint32_t>(x);
-    return x == x ? bits + 0x7fff + (bits >> 16 & 1) >> 16 : 0x7fff;
-  }
-  static uint32_t from_halves(uint32_t word) {
-    return pack(Half::to_float(word), Half::to_float(word >> 16));
-  }
-};
-struct Float {
-  using Storage = float;
-  static float from_float(float x) { return x; }
-};
-enum class FloatCode : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
-inline float load_float(const void* base, int64_t i, FloatCode code) {
-  switch (code) {
-    case FloatCode::kFloat16: return Half::to_float(static_cast<const uint16_t*>(base)[i]);
-    case FloatCode::kBFloat16: return BFloat16::to_float(static_cast<const uint16_t*>(base)[i]);
-    case FloatCode::kFloat32: return static_cast<const float*>(base)[i];
-    default: return static_cast<const double*>(base)[i];
-  }
-}
-inline int64_t load_integer(const void* base, int64_t i, bool is_int64) {
-  return is_int64 ? static_cast<const int64_t*>(base)[i] : static_cast<const int32_t*>(base)[i];
-}
-// Types of caches, by a function of a byte.
-template <typename Type>
-struct Bytes {
-  using Storage = uint8_t;
-  static uint32_t at(uint32_t bytes, int i, int j) {
-    return Half::pack(Type::value(bytes >> 8 * i), Type::value(bytes >> 8 * j));
-  }
-  static uint2 to_halves(uint32_t b) { return {at(b, 0, 2), at(b, 1, 3)}; }
-  static uint2 to_pairs(uint32_t b) { return {at(b, 0, 1), at(b, 2, 3)}; }
-};
-struct Float8E4M3 : Bytes<Float8E4M3> {
-  static float value(uint8_t b) {
-    const float size = (b & 0x7f) == 0x7f ? NAN : Half::to_float((b & 0x7f) << 7) * 256.f;
-    return b & 0x80 ? -size : size;
-  }
-};
-struct Float8E5M2 : Bytes<Float8E5M2> {
-  static float value(uint8_t b) { return Half::to_float(b << 8); }
-};
-struct Int8 : Bytes<Int8> {
-  static float value(uint8_t b) { return int8_t(b); }
-};
+"""
+    + TYPES
+    + r"""
 struct Float4E2M1 { using Storage = uint8_t; };
 template <typename To, typename From> uint2 unpack_pairs(uint32_t bytes) {
   const uint2 halves = From::to_pairs(bytes);
@@ -434,6 +352,7 @@ template <typename To, typename From> uint2 unpack(uint32_t bytes) {
 }
 }  // namespace jitattn
 """
+)
 # Products of warpgroups, which are done at once.
 WARPGROUPS = r"""
 namespace cutlass::arch {
@@ -554,9 +473,6 @@ extern "C" void call(Kernel* function, const void* params, int grid, int num_thr
 @functools.cache
 def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++, to run kernels on the CPU")
     folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     source = render(spec, arch)
@@ -568,14 +484,7 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
     text = "\n".join((HOST, *headers, WARPGROUPS, source, CALL))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    path, library = folder / "kernel.cpp", folder / "kernel.so"
-    path.write_text(text)
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
-    done = subprocess.run(
-        [compiler, *options, "-o", library, path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(library))
+    return library_of(text, folder / "kernel.cpp")
 
 
 SMEM = "uint8_t* smem = host_smem;"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,115 +20,34 @@ from jitattn.driver import Launch
 from jitattn.render import TEMPLATES, environment
 from jitattn.spec import GatherSpec, KernelSpec
 from jitattn.tiling import CopyPagesTile, GatherTile, TableTile, Tile
+from tests.unit.host_cuda import (
+    CONVERSIONS,
+    PAIRS,
+    QUALIFIERS,
+    THREADS,
+    TYPES,
+    WORDS,
+    library_of,
+)
 
 MODULES = (batches, gather, page_copies, tables)
 REAL_HEADERS = (
     *("operands", "request_rows", "page_list", "gather_params", "copy_params", "table_params"),
+    "convert",
 )
-HOST = """
-#include <algorithm>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
-#include <mutex>
-#include <thread>
-#include <vector>
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __grid_constant__
-#define __shared__ static
+HOST = f"""
 constexpr int kBlock = NUM_THREADS;
-struct Index { int x = 0; };
-thread_local Index threadIdx;
+{QUALIFIERS}{WORDS}{THREADS}
 static Index blockIdx, gridDim;
-struct Barrier {
-  std::mutex mutex;
-  std::condition_variable changed;
-  int waiting = 0, phase = 0;
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    const int entered = phase;
-    if (++waiting == kBlock) {
-      waiting = 0, ++phase;
-      changed.notify_all();
-    }
-    changed.wait(lock, [&] { return phase != entered; });
-  }
-};
-static Barrier barrier;
-inline void __syncthreads() { if (kBlock > 1) barrier.wait(); }
-template <typename T> T __shfl_up_sync(unsigned, T value, int) { return value; }
-template <typename T> T __shfl_xor_sync(unsigned, T value, int) { return value; }
-inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
-using std::min;
-using std::max;
-struct uint2 { uint32_t x, y; };
-struct uint4 { uint32_t x, y, z, w; };
-inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
-inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
-namespace jitattn {
+template <typename T> T __shfl_up_sync(unsigned, T value, int) {{ return value; }}
+template <typename T> T __shfl_xor_sync(unsigned, T value, int) {{ return value; }}
+namespace jitattn {{
 constexpr int kWarpSize = 1;
 constexpr int32_t kInt32Max = 0x7fffffff;
-inline void launch_dependents() {}
-inline void wait_for_previous_kernel() {}
-inline int64_t load_integer(const void* base, int64_t element, bool is_int64) {
-  return is_int64 ? static_cast<const int64_t*>(base)[element]
-                  : static_cast<const int32_t*>(base)[element];
-}
-inline void split(uint32_t word, uint16_t& low, uint16_t& high) { low = word, high = word >> 16; }
-template <typename A, typename B> constexpr bool kIsSame = false;
-template <typename A> constexpr bool kIsSame<A, A> = true;
-struct Half {
-  using Storage = uint16_t;
-  static float to_float(uint16_t bits) { _Float16 x; std::memcpy(&x, &bits, 2); return x; }
-  static uint16_t from_float(float value) {
-    const _Float16 x = value; uint16_t bits; std::memcpy(&bits, &x, 2); return bits;
-  }
-  static uint32_t pack(float low, float high) {
-    return from_float(low) | uint32_t(from_float(high)) << 16;
-  }
-};
-struct BFloat16 {
-  using Storage = uint16_t;
-  static float to_float(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
-  static uint16_t from_float(float value) {
-    const uint32_t bits = __float_as_uint(value);
-    return value == value ? bits + 0x7fff + (bits >> 16 & 1) >> 16 : 0x7fff;
-  }
-  static uint32_t pack(float low, float high) {
-    return from_float(low) | uint32_t(from_float(high)) << 16;
-  }
-};
-struct Float { using Storage = float; };
-struct Int8 { using Storage = uint8_t; };
-struct Float8E5M2 {
-  using Storage = uint8_t;
-  static uint2 to_halves(uint32_t b) { return {b << 8 & 0xff00ff00u, b & 0xff00ff00u}; }
-};
-struct Float8E4M3 {
-  using Storage = uint8_t;
-  static uint32_t half(uint32_t byte) {
-    const uint32_t sign = (byte & 0x80) << 8;
-    if ((byte & 0x7f) == 0x7f) return sign | 0x7fff;
-    uint16_t bits = (byte & 0x7f) << 7;
-    _Float16 x; std::memcpy(&x, &bits, 2);
-    x *= _Float16(256); std::memcpy(&bits, &x, 2);
-    return sign | bits;
-  }
-  static uint2 to_halves(uint32_t b) {
-    return {half(b & 255) | half(b >> 16 & 255) << 16, half(b >> 8 & 255) | half(b >> 24) << 16};
-  }
-};
-struct Float4E2M1 { using Storage = uint8_t; static constexpr int kBlockDims = 16; };
-inline float e4m3_to_float(uint32_t b) { return Half::to_float(Float8E4M3::half(b)); }
-inline float int8_to_float(uint32_t b) { return int8_t(b); }
-inline float e2m1_to_float(uint32_t code) {
-  static const float values[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
-  return code & 8 ? -values[code & 7] : values[code & 7];
-}
-}  // namespace jitattn
+inline void launch_dependents() {{}}
+inline void wait_for_previous_kernel() {{}}
+{PAIRS}{TYPES}{CONVERSIONS}
+}}  // namespace jitattn
 """
 CALL = """
 extern "C" void call(const jitattn::PARAMS* params, int grid) {
@@ -156,9 +73,6 @@ PARAMS = {
 @functools.cache
 def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler, to run kernels on the CPU")
     folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     tile = host_tile(spec, num_threads)._asdict()
     source = environment().get_template(spec.template).render(spec.context() | tile)
@@ -166,14 +80,7 @@ def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     call = CALL.replace("PARAMS", PARAMS[spec.family]).replace("SYMBOL", spec.symbol)
     text = "\n".join((HOST.replace("NUM_THREADS", str(num_threads)), *headers, source, call))
     text = re.sub(r"#include \"|#pragma|#line", r"// \g<0>", text)
-    path, library = folder / "kernel.cpp", folder / "kernel.so"
-    path.write_text(text)
-    options = ["-std=c++17", "-O1", "-pthread", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
-    done = subprocess.run(
-        [compiler, *options, "-o", library, path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    return library_of(text, folder / "kernel.cpp")
 
 
 def host_tile(spec: KernelSpec, num_threads: int) -> Tile:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import jitattn
 from tests.cases import E4M3, NVFP4, of
 from tests.harness import attend, check, check_addresses, expected
 from tests.inputs import address_probe, make_inputs
@@ -90,3 +91,27 @@ def test_a_nan_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     want[0, 2:, 48:64] = True
     assert torch.equal(is_nan, want)
     assert bool(torch.isfinite(lse).all())
+
+
+@pytest.mark.parametrize("arch", [None, "sm_80", "sm_90a"])
+@pytest.mark.parametrize("q_len", [1, 70])
+def test_outputs_saturate(q_len: int, arch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond float16 is its largest number, on the reference backend (None), too."""
+    arguments = {
+        **{"num_qo_heads": 2, "num_kv_heads": 1, "q_dtype": "float16", "kv_dtype": "int8"},
+        "page_size": 5,  # no boxes
+    }
+    if arch is None:
+        planner = jitattn.AttentionPlanner(**arguments, device="cpu")
+    else:
+        planner = HostCuda(monkeypatch, arch).planner(**arguments)
+    cache = torch.full((20, 2, 5, 1, 128), 127, dtype=torch.int8)
+    cache[:, 1, ..., 64:] = -127
+    table = jitattn.BlockTable(torch.arange(20, dtype=torch.int32)[None])
+    lens, starts = (torch.tensor(n, dtype=torch.int32) for n in ([100], [0, q_len]))
+    plan = planner.plan(table, lens, starts, max_q_len=q_len)
+    q = torch.zeros(q_len, 2, 128, dtype=torch.float16)
+    out = plan.run(q, planner.bind(cache, v_scale=1e4))
+    want = torch.full_like(q, 65504.0)
+    want[..., 64:] = -65504.0
+    assert torch.equal(out, want)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import tarfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,11 @@ from bench.cases import BASELINE, CASES, GROUPS, RIVALS, ragged_lens, select
 from bench.ceilings import Ceilings
 from bench.contenders import VARIANTS, Contender, JitAttn, Prepared, SkipError, all_variants
 from bench.rivals import _causal_mask, all_rivals
-from bench.timing import Call, L2Policy, Timing, summarize
+from bench.timing import L2Policy, Timing, summarize
 from bench.workloads import Batch, Case, make_batch, num_copies
 from jitattn.config import PlannerConfig
 from jitattn.support import check_config
+from tests.unit.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")
 SMALL = Case(
@@ -155,23 +156,6 @@ def test_error_is_infinite_where_something_was_not_written() -> None:
     assert oracle.relative_error(half_written, expected) == math.inf
 
 
-class _CountingTimer:
-    """Runs what it is given and says that each call takes a second."""
-
-    def samples(self, call: Call) -> list[float]:
-        call()
-        return [1.0, 1.0]
-
-    def capture(self, plan: Call | None, runs: Sequence[Call], num_runs: int) -> Call:
-        def replay() -> None:
-            if plan is not None:
-                plan()
-            for i in range(num_runs):
-                runs[i % len(runs)]()
-
-        return replay
-
-
 class _Wrong:
     """Writes zeros."""
 
@@ -214,7 +198,7 @@ def results(request: pytest.FixtureRequest) -> list[Result]:
     num_runs = 4 if request.param == "graph" else 1
     method = Method(request.param, num_runs, rounds=2)
     batch = make_batch(SMALL, 2, CPU)
-    timer = _CountingTimer()
+    timer = CountingTimer()
     return bench_case(batch, contenders, method, timer)  # type: ignore[arg-type]
 
 

@@ -32,9 +32,10 @@ from bench.prefill_contenders import (
     sampled_rows,
     with_page_size,
 )
-from bench.timing import Call, L2Policy, Timing
+from bench.timing import L2Policy, Timing
 from bench.turns import Method, Result
 from jitattn.support import check_config
+from tests.unit.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")
 TINY = PrefillCase("tiny", (70, 1), (90, 40), num_qo_heads=4, num_kv_heads=2, head_dim=32)
@@ -46,23 +47,6 @@ KINDS: dict[str, dict[str, object]] = {
     "sinks": {"window_left": 11, "use_sinks": True},
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
 }
-
-
-class CountingTimer:
-    """Runs what it is given and says that each call takes a second."""
-
-    def samples(self, call: Call) -> list[float]:
-        call()
-        return [1.0, 1.0]
-
-    def capture(self, plan: Call | None, runs: Sequence[Call], num_runs: int) -> Call:
-        def replay() -> None:
-            if plan is not None:
-                plan()
-            for i in range(num_runs):
-                runs[i % len(runs)]()
-
-        return replay
 
 
 def kind_of_case(kind: str, case: PrefillCase = TINY) -> PrefillCase:
@@ -373,7 +357,7 @@ def test_modules_that_fa3_needs() -> None:
 def test_each_module_is_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[Sequence[str]] = []
 
-    def remember(command: Sequence[str], *, end: float) -> int:
+    def remember(command: Sequence[str], **_: object) -> int:
         commands.append(command)
         return 0
 

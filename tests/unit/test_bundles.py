@@ -177,7 +177,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path, arch: str | list[str
 def test_no_configuration_and_no_job_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration is given"):
         precompile.precompile([], arch="sm_90a", out=tmp_path)
-    with pytest.raises(ValueError, match="jobs=0: expected 1 or more"):
+    with pytest.raises(ValueError, match="jobs is 0: expected at least 1"):
         run(tmp_path, jobs=0)
 
 

@@ -245,6 +245,13 @@ def overlapping(tensor: Tensor) -> Tensor:
     return tensor.new_zeros(1).expand(tensor.shape)
 
 
+def moved_by(arguments: dict[str, object], num_tokens: int) -> tuple[Tensor, dict[str, object]]:
+    """A q and an out that lies behind it by so many tokens, or ahead."""
+    wide = queries(B + 1)
+    q, out = (wide[:-1], wide[1:]) if num_tokens > 0 else (wide[1:], wide[:-1])
+    return q, arguments | {"out": out}
+
+
 Change = Callable[[Tensor, dict[str, object]], tuple[Tensor, dict[str, object]]]
 
 BAD: dict[str, tuple[Change, str]] = {
@@ -261,8 +268,13 @@ BAD: dict[str, tuple[Change, str]] = {
     "out_scale": (lambda q, a: (q, a | {"out_scale": 1.0}), "out_scale"),
     "sinks": (lambda q, a: (q, a | {"sinks": torch.zeros(HQ)}), "sinks"),
     "custom_mask": (lambda q, a: (q, a | {"custom_mask": q}), "custom_mask"),
-    "out is q": (lambda q, a: (q, a | {"out": q}), "out is q"),
-    "out begins where q does": (lambda q, a: (q, a | {"out": q.view(B, HQ, D)}), "out is q"),
+    "out is q": (lambda q, a: (q, a | {"out": q}), "out shares memory with q"),
+    "out begins where q does": (
+        lambda q, a: (q, a | {"out": q.view(B, HQ, D)}),
+        "out shares memory with q",
+    ),
+    "out begins in q": (lambda q, a: moved_by(a, 1), "out shares memory with q"),
+    "q begins in out": (lambda q, a: moved_by(a, -1), "out shares memory with q"),
     "out of another dtype": (lambda q, a: (q, a | {"out": a["out"].float()}), "out has dtype"),
     "out on another device": (lambda q, a: (q, a | {"out": a["out"].to("meta")}), "out is on"),
     "out with more tokens": (lambda q, a: (q, a | {"out": queries(B + 1)}), "out has shape"),
@@ -374,6 +386,18 @@ def test_a_recogniser_knows_what_lies_alike(
     )
     assert not any(lie_alike(other, out) for other in others)
     assert not any(lie_alike(q, other) for other in (out.contiguous(), out.double(), q, None))
+
+
+def test_q_and_out_may_be_columns_of_one_tensor(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    plan, kv = planner.plan(table(), LENS), planner.bind(cache())
+    for _ in range(4):
+        wide = torch.zeros(B, 2 * HQ, D, dtype=torch.bfloat16)
+        for q, out in ((wide[:, :HQ], wide[:, HQ:]), (wide[:, HQ:], wide[:, :HQ])):
+            assert plan.run(q, kv, out=out) is out
+        with pytest.raises(ValueError, match="out shares memory with q"):
+            plan.run(wide[:, :HQ], kv, out=wide[:, 1 : HQ + 1])
+    assert len(cuda.launches) == 1 + 8
 
 
 def test_outputs_must_fit_the_q_of_their_call(cuda: FakeCuda) -> None:

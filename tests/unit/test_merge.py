@@ -70,6 +70,16 @@ def test_shapes(shape: tuple[int, int, int], device: str) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_what_does_not_fit_saturates(dtype: str, device: str) -> None:
+    outs, lses = states(2, dtype, device)
+    outs[:] = math.inf
+    lses[:] = 0.0
+    out, _ = jitattn.merge_states(outs, lses)
+    assert bool((out == torch.finfo(out.dtype).max).all())
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("filler", [0.0, math.nan, math.inf])
 def test_an_empty_state_changes_no_bit(filler: float, dtype: str, device: str) -> None:
     outs, lses = states(3, dtype, device)

@@ -6,29 +6,22 @@ The row tiles of 8 and 16 load splits in other numbers, and must give the same b
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from jitattn.sources import TEMPLATES
+from tests.unit.host_cuda import QUALIFIERS, WORDS, library_of
 
 DIM = 8
-HOST = """
-#include <cmath>
-#include <cstdint>
-#define __device__
-#define __forceinline__ inline
+HOST = (
+    QUALIFIERS
+    + WORDS
+    + """
 using std::isinf;
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 template <typename T> T __ldcg(const T* p) { return *p; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
 namespace jitattn {
 constexpr int kMergeSplits = SPLITS, kMergeLoads = LOADS, kValueDim = 8;
 struct AttentionParams { const float2* partial_sums; const float* partials; };
@@ -43,6 +36,7 @@ inline float4 fma(float4 a, float b, float4 c) {
   return {fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w)};
 }
 """
+)
 CALL = """
 }  // namespace jitattn
 extern "C" void call(const float2* sums, const float* parts, int num_splits, int dim, float* out) {
@@ -67,26 +61,18 @@ def merged_splits() -> str:
 @pytest.fixture(scope="module")
 def merge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Merge]:
     """Compile the template for so many splits and loads at a time."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler, to run the merge on the CPU")
     folder = tmp_path_factory.mktemp("merge")
 
     def compiled(splits: int, loads: int) -> Merge:
         source = folder / f"merge_{splits}_{loads}.cpp"
         host = HOST.replace("SPLITS", str(splits)).replace("LOADS", str(loads))
-        source.write_text(host + merged_splits() + CALL)
-        library = source.with_suffix(".so")
-        # Without contraction: the order of sums is what is compared.
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
-        subprocess.run([compiler, *flags, "-o", library, source], check=True)
-        return caller(library)
+        return caller(library_of(host + merged_splits() + CALL, source))
 
     return compiled
 
 
-def caller(library: Path) -> Merge:
-    function = ctypes.CDLL(str(library)).call
+def caller(library: ctypes.CDLL) -> Merge:
+    function = library.call
 
     def merge(sums: Tensor, parts: Tensor) -> Tensor:
         """Maximum, sum and columns from [num_splits, 2] and [num_splits, DIM]."""

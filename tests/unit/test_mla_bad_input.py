@@ -305,7 +305,7 @@ def test_ragged_tensors_have_no_pages() -> None:
 
 def test_out_over_a_query_is_refused() -> None:
     q_nope = bf16(B, H, RANK)
-    with pytest.raises(ValueError, match="out is q_nope"):
+    with pytest.raises(ValueError, match="out shares memory with q_nope"):
         Call(q_nope=q_nope, run={"out": q_nope})()
 
 

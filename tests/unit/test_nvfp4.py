@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from jitattn.params import ATTENTION_OFFSET, BlockScales
 from jitattn.sources import TEMPLATES
 from tests.unit import fake_cuda
 from tests.unit.host_attention import HOST
+from tests.unit.host_cuda import library_of
 
 D_DATA, D_SCALES = 64, 8  # of 128 elements
 
@@ -200,15 +199,8 @@ extern "C" void convert(int is_half, uint32_t word, uint32_t scale, float* value
 @pytest.mark.parametrize("is_half", [True, False], ids=["fp16", "bf16"])
 def test_every_code_under_every_scale(is_half: bool, tmp_path: Path) -> None:
     """In each place of a word, to the bit, NaN and signs of zeros included."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++, to run the conversions on the CPU")
     header = re.sub("#include|#pragma", "//", (TEMPLATES / "include/jitattn/nvfp4.cuh").read_text())
-    source, library = tmp_path / "nvfp4.cpp", tmp_path / "nvfp4.so"
-    source.write_text(HOST + header + CONVERT)
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
-    subprocess.run([compiler, *flags, "-o", library, source], check=True)
-    functions = ctypes.CDLL(str(library))
+    functions = library_of(HOST + header + CONVERT, tmp_path / "nvfp4.cpp")
     convert, in_order = functions.convert, functions.in_order
     in_order.restype = ctypes.c_bool
     codes = torch.arange(16).repeat(8, 1)

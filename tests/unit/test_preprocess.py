@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "K upon V": (
         {"kv_cache": torch.zeros(4, 1, 16, 2, 32).bfloat16().expand(-1, 2, -1, -1, -1)},
-        "K and V in the same memory",
+        "kv_cache's K shares memory with kv_cache's V",
     ),
     "no row": (
         {"pages": jitattn.BlockTable(TABLE, rows=torch.tensor([0, -1]))},
@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "overlap": (
         {"qkv": WIDE[:, :256], "q_out": WIDE[:, 192:].view(4, 4, 32)},
-        "q_out shares memory with v",
+        "q_out shares memory with qkv's v",
     ),
 }
 

@@ -1,7 +1,7 @@
 """The kernel of ``preprocess_qkv`` on the CPU: its own source and its own launches, without a card.
 
 Everything from the public arguments to the kernel's last store is the real thing but for the
-driver, and for PTX, which tests/host_kernel.py says in C++.
+driver, and for PTX, which tests/unit/host_cuda.py says in C++.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn import preprocess_call, preprocess_cuda
+from jitattn import preprocess_cuda
 from jitattn.driver import Launch
 from jitattn.spec import PreprocessSpec
-from tests.host_kernel import HostKernel, host_kernel
 from tests.token_cases import TokenCase, compare, make_token_inputs
+from tests.unit.host_preprocess import HostKernel, host_kernel
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def launched(
     monkeypatch.setattr(preprocess_cuda, "_kernel", kernel)
     monkeypatch.setattr(preprocess_cuda, "device_facts", lambda index: SimpleNamespace(num_sms=1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(preprocess_call, "check_values", lambda call: None)
+    monkeypatch.setattr("jitattn.preprocess.check_values", lambda call: None)
     preprocess_cuda._memory.families.clear()
     yield specs
     preprocess_cuda._memory.families.clear()

@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.sources import TEMPLATES
+from tests.unit.host_cuda import CONVERSIONS, PAIRS, QUALIFIERS, TYPES, WORDS, library_of
 
 FP8 = {"float8_e4m3fn": (448.0, 0x7E), "float8_e5m2": (57344.0, 0x7B)}
 
@@ -227,48 +225,7 @@ def test_quantized_kv_refuses(others: dict[str, object], match: str) -> None:
 
 # --- the kernels' header --------------------------------------------------------------------------
 
-HOST = """
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#define __device__
-#define __forceinline__ inline
-template <typename To, typename From> To bits_of(From value) {
-  To result;
-  std::memcpy(&result, &value, sizeof result);
-  return result;
-}
-inline uint32_t __float_as_uint(float value) { return bits_of<uint32_t>(value); }
-inline float __uint_as_float(uint32_t bits) { return bits_of<float>(bits); }
-inline int __float2int_rn(float value) { return std::lrint(value); }
-using std::isnan;
-namespace jitattn {
-constexpr int kArch = 800;  // where no instruction converts
-struct uint2 { uint32_t x, y; };
-struct Half {
-  static float to_float(uint16_t bits) { return bits_of<_Float16>(bits); }
-  static uint16_t from(float value) { return bits_of<uint16_t>(static_cast<_Float16>(value)); }
-  static uint32_t pack(float low, float high) { return from(low) | uint32_t(from(high)) << 16; }
-};
-struct BFloat16 {};
-struct Float8E4M3 {
-  static uint2 to_halves(uint32_t byte) {
-    const uint32_t magnitude = byte & 0x7f;
-    const float value = Half::to_float(magnitude << 7) * 256.f;
-    const uint16_t bits = magnitude == 0x7f ? 0x7fff : Half::from(value);
-    return {bits | (byte & 0x80) << 8, 0};
-  }
-};
-struct Float8E5M2 {
-  static uint2 to_halves(uint32_t byte) { return {byte << 8 & 0xff00, 0}; }
-};
-struct Int8 {};
-uint32_t cvt_f16x2(float low, float high);
-uint32_t cvt_bf16x2(float low, float high);
-uint32_t cvt_e4m3x2(float low, float high);
-uint32_t cvt_e5m2x2(float low, float high);
-}  // namespace jitattn
-"""
+HOST = f"{QUALIFIERS}{WORDS}namespace jitattn {{{PAIRS}{TYPES}{CONVERSIONS}}}"
 CALL = """
 using namespace jitattn;
 extern "C" void convert(int type, const float* values, int64_t count, uint32_t* out) {
@@ -295,17 +252,10 @@ TYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "e2m1", "block scale"]
 
 @pytest.fixture(scope="module")
 def header(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler, to run the conversions on the CPU")
     text = (TEMPLATES / "include/jitattn/convert.cuh").read_text()
     kept = [line for line in text.splitlines() if not line.startswith(("#include", "#pragma"))]
-    source: Path = tmp_path_factory.mktemp("convert") / "convert.cpp"
-    source.write_text(HOST + "\n".join(kept) + CALL)
-    library = source.with_suffix(".so")
-    flags = ["-std=c++17", "-O1", "-msse2", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", library, source], check=True)
-    loaded = ctypes.CDLL(str(library))
+    source = tmp_path_factory.mktemp("convert") / "convert.cpp"
+    loaded = library_of(HOST + "\n".join(kept) + CALL, source)
     loaded.to_float.restype = ctypes.c_float
     return loaded
 

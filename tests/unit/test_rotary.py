@@ -6,8 +6,6 @@ import copy
 import ctypes
 import math
 import pickle
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +20,8 @@ import jitattn
 from jitattn.preprocess_reference import rotate
 from jitattn.rotary import turns_of
 from jitattn.sources import TEMPLATES
-from tests.host_kernel import HOST_HEADERS
+from tests.unit.host_cuda import library_of
+from tests.unit.host_preprocess import HOST_HEADERS
 
 TRAINED = 8192
 LLAMA3 = {
@@ -225,6 +224,18 @@ def test_models_that_pair_neighbours() -> None:
     assert jitattn.Rope.from_hf_config(HEADS, interleaved=True).interleaved
 
 
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"rope_interleave": "no"}, "rope_interleave is a str"),
+        ({"rope_scaling": {"type": "default", "mrope_interleaved": 0}}, "mrope_interleaved is a"),
+    ],
+)
+def test_flags_of_configurations(extra: dict[str, Any], match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        jitattn.Rope.from_hf_config(HEADS | extra)
+
+
 def test_three_positions() -> None:
     section = [16, 24, 24]
     old = HEADS | {"rope_scaling": {"type": "mrope", "mrope_section": section}}
@@ -288,21 +299,13 @@ extern "C" void call(const int64_t* positions, const uint64_t* turns, int64_t co
 @pytest.fixture(scope="module")
 def cos_sin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, Tensor], Tensor]:
     """The kernels' header, compiled for the CPU: [count, 2] of positions and frequencies."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler, to compute angles on the CPU")
     folder: Path = tmp_path_factory.mktemp("rotary")
     (folder / "jitattn").mkdir()
     for name, text in HOST_HEADERS.items():
         (folder / f"jitattn/{name}.cuh").write_text("#define JITATTN_LANES 1\n" + text)
     header = (TEMPLATES / "include/jitattn/rotary.cuh").read_text()
     (folder / "jitattn/rotary.cuh").write_text(header)
-    source = folder / "rotary.cpp"
-    source.write_text(CALL)
-    library = source.with_suffix(".so")
-    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, *flags, "-I", folder, "-o", library, source], check=True)
-    function = ctypes.CDLL(str(library)).call
+    function = library_of(CALL, folder / "rotary.cpp", f"-I{folder}", standard="c++20").call
 
     def call(positions: Tensor, inv_freq: Tensor) -> Tensor:
         turns = torch.tensor([turns_of(f) for f in inv_freq.tolist()])

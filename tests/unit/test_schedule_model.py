@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitattn.cuda_plan import _MAX_ROUNDS, _MIN_SLOT_COST, _MIN_SPLIT_TOKENS, _UNIT_COST
 from jitattn.params import Schedule, ScheduleParams
+from jitattn.recipes import _MAX_ROUNDS, _MIN_SLOT_COST, _MIN_SPLIT_TOKENS, _UNIT_COST
 from tests.cases import Case
 from tests.gpu.test_claims import IN_ROUNDS
 from tests.unit import fake_cuda
+from tests.unit.host_cuda import QUALIFIERS, THREADS, WORDS, library_of
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 SOURCE = (TEMPLATES / "schedule.cu.jinja").read_text()
@@ -237,44 +236,15 @@ def test_even_units_get_whole_slots(most: int, num_units: int, cost: int) -> Non
 # --- the template on the host ---------------------------------------------------------------------
 
 # A thread is a warp. What else the template includes is of no device.
-HOST = """
-#include <condition_variable>
-#include <cstdint>
-#include <mutex>
-#include <thread>
-#include <vector>
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __grid_constant__
-#define __shared__ static
+HOST = f"""
 constexpr int kBlock = $(num_threads);
-struct Index { int x = 0; };
-thread_local Index threadIdx;
-struct Barrier {
-  std::mutex mutex;
-  std::condition_variable changed;
-  int waiting = 0, phase = 0;
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    const int entered = phase;
-    if (++waiting == kBlock) {
-      waiting = 0, ++phase;
-      changed.notify_all();
-    }
-    changed.wait(lock, [&] { return phase != entered; });
-  }
-} barrier;
-inline void __syncthreads() { if (kBlock > 1) barrier.wait(); }
-inline void __threadfence() {}
-inline uint32_t __reduce_max_sync(unsigned, uint32_t value) { return value; }
-inline int64_t __shfl_up_sync(unsigned, int64_t value, int) { return value; }
-inline int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
-inline int32_t max(int32_t a, int32_t b) { return a < b ? b : a; }
-namespace jitattn {
+{QUALIFIERS}{WORDS}{THREADS}
+inline void __threadfence() {{}}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {{ return value; }}
+inline int64_t __shfl_up_sync(unsigned, int64_t value, int) {{ return value; }}
+namespace jitattn {{
 constexpr int kWarpSize = 1;
-inline void wait_for_previous_kernel() {}
+inline void wait_for_previous_kernel() {{}}
 """
 CALL = """
 extern "C" void call(const jitattn::ScheduleParams* params) {
@@ -356,9 +326,6 @@ def on_threads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def compile_for_host(folder: Path, num_threads: int) -> Call:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler, to run the schedule kernel on the CPU")
     types = (TEMPLATES / "include/jitattn/types.cuh").read_text()
     load_integer = types[types.index("__device__ __forceinline__ int64_t load_integer") :]
     headers = [
@@ -370,15 +337,7 @@ def compile_for_host(folder: Path, num_threads: int) -> Call:
     parts = (HOST, load_integer, *headers, SOURCE, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
     text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
-    source, library = folder / "schedule.cpp", folder / "schedule.so"
-    source.write_text(text)
-    done = subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-pthread", "-shared", "-fPIC", "-o", library, source],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return Call(ctypes.CDLL(str(library)))
+    return Call(library_of(text, folder / "schedule.cpp"))
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,10 @@ def test_text_files_end_with_one_newline() -> None:
 
 
 # Whose functions are captured, but for those that define.
-CAPTURED = ("batches", "gather", "page_copies", "prepared", "preprocess_cuda", "tables")
+CAPTURED = (
+    *("batches", "gather", "gather_call", "page_copies", "prepared", "preprocess_cuda"),
+    *("preprocess_params", "tables"),
+)
 
 
 def test_captured_functions_assign_no_numbers_to_elements() -> None:

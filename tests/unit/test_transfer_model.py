@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from tests.transfers import (
+    SATURATIONS,
     Copy,
     Gather,
     Slots,
@@ -19,6 +20,7 @@ from tests.transfers import (
     check_copy,
     check_gather,
     check_quantised_gather,
+    check_saturation,
     copies,
     examples,
     gathers,
@@ -44,6 +46,10 @@ class TestKernels:
         self, name: str, out_dtype: str, scale: str | None
     ) -> None:
         check_quantised_gather(name, out_dtype, scale, "cpu")
+
+    @pytest.mark.parametrize(("kv_dtype", "out_dtype"), SATURATIONS)
+    def test_gathers_saturate(self, kv_dtype: str, out_dtype: str) -> None:
+        check_saturation(kv_dtype, out_dtype, "cpu")
 
     @examples(120)
     @given(copies())

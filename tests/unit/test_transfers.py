@@ -7,6 +7,7 @@ from hypothesis import given
 
 from tests.cases import Case
 from tests.transfers import (
+    SATURATIONS,
     Copy,
     Gather,
     Slots,
@@ -17,6 +18,7 @@ from tests.transfers import (
     check_copy,
     check_gather,
     check_quantised_gather,
+    check_saturation,
     copies,
     examples,
     gathers,
@@ -37,6 +39,11 @@ def test_gathers(example: Gather) -> None:
 @pytest.mark.parametrize("name", ["int8", "nvfp4"])
 def test_gathers_of_quantised_caches(name: str, out_dtype: str, scale: str | None) -> None:
     check_quantised_gather(name, out_dtype, scale, "cpu")
+
+
+@pytest.mark.parametrize(("kv_dtype", "out_dtype"), SATURATIONS)
+def test_gathers_saturate(kv_dtype: str, out_dtype: str) -> None:
+    check_saturation(kv_dtype, out_dtype, "cpu")
 
 
 @examples(150)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn import gather
+from jitattn import gather, tables
 from tests.unit.host_kernels import use_host_kernels
 
 Call = Callable[[], object]
@@ -105,7 +105,7 @@ GATHERS: dict[str, tuple[Call, str]] = {
         gathered(out=(*outs(13), torch.zeros(3, dtype=torch.int64))),
         r"out\[2\] has dtype int64",
     ),
-    "one out for both": (gathered(out=(outs(13)[0],) * 2), r"out\[1\] is where out\[0\] is"),
+    "one out for both": (gathered(out=(outs(13)[0],) * 2), r"out\[0\] shares memory with out\[1\]"),
     "a huge length": (gathered(lens=ints(2**40, 1, dtype=torch.int64)), "at most 2147483647"),
     "a bound layout": (gathered(bound(), kv_layout="HND"), "kv_layout is 'HND'"),
     "a scale of a bound cache": (gathered(bound(), k_scale=1.0), "a bound cache has its own"),
@@ -327,6 +327,14 @@ CONVERSIONS: dict[str, tuple[Call, str]] = {
         "request 0: the slots",
     ),
 }
+
+
+def test_slots_past_int32_are_none_on_a_device() -> None:
+    """Where nothing can be refused they would come back as slots of other pages."""
+    largest = 2**31 // 3 - 1
+    found = tables._slots_of_pages(ints([largest, largest + 1, 2**31 - 1, 0, -1]), 3)
+    want = [*range(3 * largest, 3 * largest + 3), *[-1] * 6, 0, 1, 2, *[-1] * 3]
+    assert found.tolist() == [want]
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

@@ -16,9 +16,10 @@ import jitattn
 from jitattn import attention_kernels, cuda_backend, support, tensor_maps
 from jitattn.config import PlannerConfig
 from jitattn.cuda_backend import KernelSet
-from jitattn.cuda_plan import CudaPlan, Recipe
+from jitattn.cuda_plan import CudaPlan
 from jitattn.driver import DeviceFacts
 from jitattn.params import ScheduleParams
+from jitattn.recipes import Recipe
 from jitattn.spec import DecodeSpec, KernelSpec, Loader
 from jitattn.tiling import decode_tile_for
 from tests.unit import fake_cuda

@@ -66,10 +66,8 @@ __device__ __forceinline__ uint32_t to_e2m1(float value) {
 // Two numbers as neighbours: a word of 16-bit types, the low half of one of 8-bit types.
 template <typename Type>
 __device__ __forceinline__ uint32_t pack_saturated(float low, float high) {
-  if constexpr (kIsSame<Type, Half>) {
-    return cvt_f16x2(low, high);
-  } else if constexpr (kIsSame<Type, BFloat16>) {
-    return cvt_bf16x2(low, high);
+  if constexpr (kIsSame<Type, Half> || kIsSame<Type, BFloat16>) {
+    return Type::pack(low, high);
   } else if constexpr (kIsSame<Type, Float8E4M3>) {
     if constexpr (kArch >= 890) return cvt_e4m3x2(low, high);
     return to_e4m3(low) | to_e4m3(high) << 8;

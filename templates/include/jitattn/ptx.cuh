@@ -345,18 +345,6 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return y;
 }
 
-// Two floats as 16-bit ones, to the nearest, saturated; NaN stays one. `low` lands in the low half.
-__device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
-  uint32_t word;
-  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-__device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
-  uint32_t word;
-  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-
 // Two floats as 8-bit ones, to the nearest, saturated; NaN is 0x7f. `low` lands in the low byte. Of
 // compute capability 8.9 and up.
 __device__ __forceinline__ uint32_t cvt_e4m3x2(float low, float high) {

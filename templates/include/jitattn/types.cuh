@@ -1,4 +1,6 @@
 // Element types as raw bits: storage, conversion to and from float, and the product they have.
+// A float becomes the nearest number of a type, ties to even, and the largest finite one where none
+// is near enough, infinities included; NaN stays NaN. Definition: jitattn/quantization.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"
@@ -24,14 +26,12 @@ struct Half {
     return value;
   }
   static __device__ __forceinline__ uint16_t from_float(float value) {
-    uint16_t bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
+    return static_cast<uint16_t>(pack(value, 0.f));
   }
   // `low` lands in the low half of the word.
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t word;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
   }
   static __device__ __forceinline__ uint32_t from_halves(uint32_t word) { return word; }
@@ -62,14 +62,17 @@ struct BFloat16 {
   }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
   }
-  // Of two Half in a word; exact for what has few bits.
+  // Of two Half in a word; exact for what has few bits, infinities too.
   static __device__ __forceinline__ uint32_t from_halves(uint32_t word) {
     uint16_t low, high;
     split(word, low, high);
-    return pack(Half::to_float(low), Half::to_float(high));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+        : "=r"(word)
+        : "f"(Half::to_float(high)), "f"(Half::to_float(low)));
+    return word;
   }
   static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
     uint32_t word;
@@ -89,7 +92,10 @@ struct BFloat16 {
 struct Float {
   using Storage = float;
   static __device__ __forceinline__ float to_float(float value) { return value; }
-  static __device__ __forceinline__ float from_float(float value) { return value; }
+  static __device__ __forceinline__ float from_float(float value) {
+    constexpr float kLargest = 3.40282347e38f;
+    return value > kLargest ? kLargest : value < -kLargest ? -kLargest : value;
+  }
 };
 
 // Codes of the types a caller may choose at launch. Twin: jitattn/params.py.

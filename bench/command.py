@@ -1,0 +1,102 @@
+"""What bench_decode and bench_prefill have in common: options, records and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from bench import records
+from bench.timing import L2Policy
+from bench.turns import Method, Result
+
+
+class Named(Protocol):
+    """A case of a group."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def group(self) -> str: ...
+
+
+def result_record(
+    kind: str,
+    result: Result,
+    case: Named,
+    method: Method,
+    l2: L2Policy,
+    env: Mapping[str, object],
+    facts: Mapping[str, object],
+    rates: Callable[[float], Mapping[str, object]],
+) -> dict[str, object]:
+    """Return the JSON record of one result: ``facts`` of its case, ``rates`` of its median."""
+    figures: dict[str, object] = {}
+    if result.timing is not None:
+        figures = {**dataclasses.asdict(result.timing), **rates(result.timing.median_s)}
+    return records.record(
+        kind,
+        env,
+        case=case.name,
+        group=case.group,
+        contender=result.contender,
+        status=result.status,
+        reason=result.reason,
+        method=method.kind,
+        num_runs=method.num_runs,
+        l2_policy=l2.value,
+        error=result.error,
+        **facts,
+        **figures,
+        **result.facts,
+    )
+
+
+def parse(
+    argv: Sequence[str] | None,
+    *,
+    program: str,
+    description: str | None,
+    names: Sequence[str],
+    select: Callable[[str], object],
+    runs: int,
+    named_only: Collection[str] = (),
+) -> argparse.Namespace:
+    """Return the options of a comparison of the contenders ``names``.
+
+    Those ``named_only`` run where they are asked for. ``select`` raises ValueError for cases that
+    aren't there.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = ",".join(name for name in names if name not in named_only)
+    but = f"all but {', '.join(named_only)}" if named_only else "all"
+    add = parser.add_argument
+    add("--cases", default="figures", help="groups and name patterns, comma-separated")
+    add("--contenders", default=default, help=f"of {','.join(names)}; default: {but}")
+    add("--method", choices=("auto", "graph", "events"), default="auto")
+    add("--runs", type=int, default=runs, help="runs inside a graph")
+    add("--rounds", type=int, default=3, help="turns of every contender")
+    add("--repeats", type=int, default=20, help="timed calls a turn")
+    add("--l2", type=L2Policy, default=L2Policy.WRITE, help="write, read or keep")
+    add("--table", action="store_true", help="print the tables at the end")
+    add("--json", type=Path, help="file to which records are appended")
+    options = parser.parse_args(argv)
+    if unknown := set(options.contenders.split(",")) - set(names):
+        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    try:
+        select(options.cases)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def status_of(results: Iterable[Sequence[Result]]) -> int:
+    """Return the exit status: 1 when an output was wrong."""
+    return int(any(result.status == "wrong" for of_case in results for result in of_case))

@@ -1,0 +1,34 @@
+"""Numbers and flags that callers give, checked; torch-free."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+INT32_MAX = 2**31 - 1
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return a flag.
+
+    Raises:
+        TypeError: it is no bool: ``"no"`` is true, too.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a bool")
+    return value
+
+
+def check_count(name: str, value: object, *, least: int = 1, most: int | None = None) -> int:
+    """Return a count as an int.
+
+    Raises:
+        TypeError: it is no integer, or a bool.
+        ValueError: it is less than ``least`` or more than ``most``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
+    count = int(value)
+    if count < least or (most is not None and count > most):
+        wanted = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} is {count}: expected {wanted}")
+    return count

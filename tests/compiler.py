@@ -1,0 +1,48 @@
+"""A kernel through the compiler, as builds compile it, and what it is then."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jitattn import nvrtc
+from jitattn.build import headers_of
+from jitattn.explain import disassembler
+from jitattn.render import render
+from jitattn.spec import KernelSpec
+
+
+def compile_kernel(spec: KernelSpec, arch: str) -> nvrtc.Compiled:
+    source = render(spec, arch)
+    return nvrtc.compile_cubin(
+        source,
+        name=f"{spec.symbol}.cu",
+        headers=headers_of(source),
+        options=nvrtc.options(arch),
+    )
+
+
+def nvdisasm() -> Path:
+    found = disassembler()
+    if found is None:
+        pytest.skip("needs the wheel nvidia-cuda-nvdisasm")
+    return found
+
+
+def instructions(cubin: bytes, folder: Path) -> list[str]:
+    """The instructions of a cubin in order, without predicates: ``"WARPSYNC 0xffffffff"``."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    done = subprocess.run(
+        [nvdisasm(), "-c", path], capture_output=True, text=True, check=True, encoding="utf-8"
+    )
+    line = r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;"
+    return re.findall(line, done.stdout, re.MULTILINE)
+
+
+def opcodes(cubin: bytes, folder: Path) -> list[str]:
+    """The opcodes of a cubin in order, as nvdisasm names them: ``"HMMA.16816.F32.BF16"``."""
+    return [instruction.partition(" ")[0] for instruction in instructions(cubin, folder)]
