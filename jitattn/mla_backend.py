@@ -40,7 +40,8 @@ class LatentKernel(AttentionKernel):
         """Load the one that merges."""
         if self._merge is None:
             kernel = self.pending.result()
-            symbol = f"{kernel.symbol}_merge"
+            assert isinstance(kernel.spec, MLASpec)
+            symbol = kernel.spec.merge_symbol
             self._merge = load_kernel(kernel.cubin, symbol, self._device_index, 0)
         return self._merge
 

@@ -168,6 +168,15 @@ class MLASpec(AttentionSpec):
         parts += ["scales"] * self.has_scales
         return "_".join(parts)
 
+    @property
+    def merge_symbol(self) -> str:
+        """Name of the kernel that merges what this one leaves in parts."""
+        return f"{self.symbol}_merge"
+
+    def context(self) -> dict[str, object]:
+        """The template variables of this spec: its fields and both symbols."""
+        return super().context() | {"merge_symbol": self.merge_symbol}
+
 
 class ScheduleSpec(Value):
     """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""

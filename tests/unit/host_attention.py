@@ -113,7 +113,6 @@ inline bool __any_sync(unsigned, bool value) {
 }
 inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
 template <typename T> T __ldcg(const T* place) { return *place; }
-inline float __fmul_rn(float a, float b) { return a * b; }
 inline int atomicMax(int* place, int value) {
   const int old = *place;
   *place = std::max(old, value);
