@@ -288,7 +288,7 @@ def test_random_mixed_batches() -> None:
     from tests.mixed_strategies import VARIANTS, examples
     from tests.strategies import NUM_SHARDS, Shards
 
-    assert len(VARIANTS) <= 70
+    assert len(VARIANTS) <= 80
     shards = Shards(examples(), "cpu", num_examples=12 * NUM_SHARDS)
     shards.run(1)
     assert shards.num_run >= 12
