@@ -561,6 +561,6 @@ def _tokens_of(ids: Tensor, lens: Tensor, page_size: int) -> TokenTable:
 def _slots_of_pages(ids: Tensor, page_size: int) -> Tensor:
     """Return int32 [batch_size, width * page_size]; -1 where a page is none, or beyond int32."""
     places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
-    is_page = (ids >= 0) & (ids < 2**31 // page_size)
+    is_page = (ids >= 0) & (ids <= 2**31 // page_size - 1)  # a bound in int32
     slots = ids[:, :, None] * page_size + places
     return slots.where(is_page[:, :, None], -1).flatten(1)

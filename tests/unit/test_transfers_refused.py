@@ -335,6 +335,7 @@ def test_slots_past_int32_are_none_on_a_device() -> None:
     found = tables._slots_of_pages(ints([largest, largest + 1, 2**31 - 1, 0, -1]), 3)
     want = [*range(3 * largest, 3 * largest + 3), *[-1] * 6, 0, 1, 2, *[-1] * 3]
     assert found.tolist() == [want]
+    assert tables._slots_of_pages(ints([2**31 - 1, -1, 0]), 1).tolist() == [[2**31 - 1, -1, 0]]
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
