@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
+from jitattn.mla_config import MLAConfig
 from jitattn.pages import Pages
 from tests.harness import Expected, check_rounded
 
@@ -461,4 +462,50 @@ def cases(draw: st.DrawFn) -> MLACase:
         lengths_dtype=draw(st.sampled_from(["int32", "int64"])),
         q_view=draw(st.sampled_from(["contiguous", "joint", "heads_outside"])),
         seed=draw(st.integers(0, 1000)),
+    )
+
+
+# --- the cases of a card --------------------------------------------------------------------------
+
+# Splits, whole units, empty and short requests; a prefill beside decodes.
+LONG = (4097, 64, 0, 1, 700, 63, -1)
+MIXED_LONG = (1, 2, 1, 0, 150, 63, 2)
+ON_A_CARD = MLACase(page_size=16, lengths=LONG, q_lens=MIXED_LONG, spare_rows=3)
+
+
+def gpu_cases() -> list[MLACase]:
+    """What tests/gpu/test_mla.py compares with `expected`."""
+    base = ON_A_CARD
+    found = [replace(base, form=form, page_table=table) for form in FORMS for table in TABLES]
+    found += [
+        replace(base, form=form, layout=layout, page_table="separate", scale=scale)
+        for form in FORMS
+        for layout in LAYOUTS
+        if layout != "odd" or form != "fp8_rows"
+        for scale in (("1d",) if form in ("fp8_one", "fp8_pair", "fp8_mixed") else (None,))
+    ]
+    for page_size in (1, 2, 7, 8, 32, 64, 100, 128):
+        found += [replace(base, page_size=page_size, num_heads=n) for n in (16, 128)]
+    found += [replace(base, num_heads=n, q_lens=None) for n in (1, 5, 32, 64, 65, 128)]
+    found += [replace(base, num_heads=n, q_lens=(4, 4, 1, 3, 4, 2, 4)) for n in (16, 128)]
+    for rank, rope in ((256, 32), (256, 64), (512, 32)):
+        found.append(replace(base, kv_lora_rank=rank, qk_rope_head_dim=rope))
+    found += [
+        replace(base, dtype="float16", out_dtype="float32", num_heads=40),
+        replace(base, form="fp8_rows", num_heads=128),
+        replace(base, form="fp8_mixed", num_heads=33, scale="0d"),
+        replace(base, causal=False, q_view="joint"),
+        replace(base, sm_scale=-0.05, q_view="heads_outside", rows="int64"),
+        replace(base, lengths=(17000,), q_lens=None, num_heads=16),
+        replace(base, lengths=(9000,), q_lens=None, num_heads=128),
+        replace(base, lengths=(800,), q_lens=(600,), num_heads=128, spare_rows=0),
+        replace(base, lengths=tuple(range(1, 1025, 8)), q_lens=None, lengths_dtype="int64"),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def gpu_configs() -> list[MLAConfig]:
+    """The arguments of the planners of `gpu_cases`, for a bundle."""
+    return list(
+        dict.fromkeys(MLAConfig.from_arguments(case.planner_arguments()) for case in gpu_cases())
     )

@@ -18,6 +18,7 @@ from jitattn.bundles import Config
 from jitattn.support import ARCHITECTURES
 from jitattn.transfer_config import every_config
 from tests.cases import kernel_configs
+from tests.mla import gpu_configs
 
 
 def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -55,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--transfers", action="store_true", help="only what moves tokens and pages, makes tables"
     )
     options = parser.parse_args(arguments)
-    configs = [*every_config(), *(() if options.transfers else kernel_configs(options.arch))]
+    configs = [*every_config()]
+    if not options.transfers:
+        configs += (*kernel_configs(options.arch), *gpu_configs())
     return fill(configs, options)
 
 
