@@ -1,0 +1,233 @@
+"""What kernels take: caches of layers, and tables of sequences: ``LayerView``, ``TableMaker``.
+
+Tables are made on the host, and on a card copied to it; page ids of all layers of a group are
+computed where the table is. A capture has no such copies: fill ``out`` before a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jitattn.errors import KVCacheError
+from jitattn.kv.engine import Engine
+from jitattn.kv.layout import Layout, Place
+from jitattn.kv.mode import PageIndexMode
+from jitattn.kv.sequence import KVSequence
+from jitattn.kv.state import Scratch, State
+from jitattn.kv.storage import KVCache
+from jitattn.kv.tables import Ids, make_entries, spread_entries
+from jitattn.pages import BlockTable, check_tensor
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Active(Protocol):
+    """The manager, as far as tables are concerned."""
+
+    def active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
+        """Return their states, or raise KVCacheError."""
+
+
+class TableMaker:
+    """Writes page ids of sequences into tensors."""
+
+    def __init__(self, manager: Active, engine: Engine, device: torch.device) -> None:
+        """Made by a manager."""
+        self._manager = manager
+        self._engine = engine
+        self._layout: Layout = engine.layout
+        self._device = device
+        # For each group, for each pool: pages of a slot, and each layer's place in group and slot.
+        self._pools: list[list[tuple[int, list[int], list[int]]]] = [
+            [self._layers_of(group.layer_ids, pool) for pool in range(len(counts))]
+            for group, counts in zip(self._layout.groups, self._layout.pool_layers, strict=True)
+        ]
+
+    def _layers_of(self, layer_ids: Sequence[int], pool: int) -> tuple[int, list[int], list[int]]:
+        places = [self._layout.places[layer_id] for layer_id in layer_ids]
+        indexes = [i for i, place in enumerate(places) if place.pool == pool]
+        return places[indexes[0]].num_layers, indexes, [places[i].offset for i in indexes]
+
+    def all_layers(self, seqs: Sequence[KVSequence], group: int, out: Tensor | None) -> Tensor:
+        """Return PER_LAYER ids of all layers, int32 [layers, batch_size, width]."""
+        states = self._manager.active_states(seqs)
+        num_layers = len(self._layout.groups[group].layer_ids)
+        shape = (num_layers, len(states), self._width(states))
+        if out is None:
+            out = torch.empty(shape, dtype=torch.int32, device=self._device)
+        else:
+            self._check_out(out, shape)
+        slots = self._slots(states, group, out.shape[-1])
+        scratches = self._scratches(states, group)
+        for size, indexes, offsets in self._pools[group]:
+            entries = make_entries(slots, size, scratches)
+            tables = [out[i, : len(states)] for i in indexes]
+            self._spread(entries, size, offsets, tables, has_scratch=bool(scratches))
+        return out
+
+    def one_layer(
+        self, seqs: Sequence[KVSequence], place: Place, rows: object, out: Tensor | None, *,
+        is_per_layer: bool,
+    ) -> BlockTable:  # fmt: skip
+        """Return the table of a layer, or of all layers of its group in SHARED mode."""
+        states = self._manager.active_states(seqs)
+        scratches = self._scratches(states, place.group)
+        if scratches and not is_per_layer:
+            state = states[scratches[0][0]]
+            raise KVCacheError(
+                f"sequence {state.id} has scratch blocks in group {place.group}, which SHARED "
+                "tables can't list: take PER_LAYER, or declare its history first"
+            )
+        where = None if rows is None else self._rows(rows, len(states))
+        num_rows = len(states) if where is None else 1 + max(where.tolist(), default=-1)
+        shape = (num_rows, self._width(states))
+        if out is None:
+            out = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        else:
+            self._check_out(out, shape)
+        slots = self._slots(states, place.group, out.shape[-1])
+        target = out[: len(states)] if where is None else out.new_empty(slots.shape)
+        size, offset = (place.num_layers, place.offset) if is_per_layer else (1, 0)
+        entries = make_entries(slots, size, scratches if is_per_layer else ())
+        self._spread(entries, size, [offset], [target], has_scratch=bool(scratches))
+        if where is None:
+            return BlockTable(out)
+        where = where.to(self._device)
+        out[where.long()] = target
+        return BlockTable(out, rows=where)
+
+    def _width(self, states: Sequence[State]) -> int:
+        """Return the blocks of the longest; a table has at least one."""
+        counts = self._engine.ledger.num_blocks[[state.row for state in states]]
+        return max(1, int(counts.max(initial=0)))
+
+    def _slots(self, states: Sequence[State], group: int, width: int) -> Ids:
+        ids = self._engine.ledger.ids[group]
+        rows = [state.row for state in states]
+        if width <= ids.shape[1]:
+            return ids[rows, :width]
+        slots = np.full((len(rows), width), -1, np.int32)
+        slots[:, : ids.shape[1]] = ids[rows]
+        return slots
+
+    def _scratches(self, states: Sequence[State], group: int) -> list[tuple[int, Scratch]]:
+        found = []
+        for i, state in enumerate(states):
+            scratch = state.scratch[group]
+            if scratch is not None:
+                found.append((i, scratch))
+        return found
+
+    def _spread(
+        self, entries: Ids, size: int, offsets: list[int], tables: list[Tensor], *,
+        has_scratch: bool,
+    ) -> None:  # fmt: skip
+        if self._device.type == "cpu":
+            arrays = [table.numpy() for table in tables]
+            spread_entries(entries, size, offsets, arrays, has_scratch=has_scratch)
+            return
+        here = torch.from_numpy(entries).pin_memory().to(self._device, non_blocking=True)
+        spread_on_device(here, size, offsets, tables)
+
+    def _check_out(self, out: Tensor, shape: Sequence[int]) -> None:
+        check_tensor("out", out, (torch.int32,))
+        least = list(shape)
+        fits = out.dim() == len(least) and all(
+            has >= needs for has, needs in zip(out.shape, least, strict=True)
+        )
+        if not fits or (len(least) == 3 and out.shape[0] != least[0]):
+            raise ValueError(f"out has shape {list(out.shape)}: expected at least {least}")
+        if out.device != self._device:
+            raise ValueError(f"out is on {out.device}: expected {self._device}")
+
+    def _rows(self, rows: object, count: int) -> Tensor:
+        given = rows if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.int32)
+        check_tensor("rows", given, _INTEGERS)
+        if given.shape != (count,):
+            raise ValueError(f"rows has shape {list(given.shape)}: expected [{count}]")
+        listed = given.tolist()
+        if len(set(listed)) < count or min(listed, default=0) < 0:
+            raise ValueError(f"rows is {listed}: expected different rows, from 0")
+        return given
+
+
+def spread_on_device(
+    entries: Tensor, size: int, offsets: Sequence[int], tables: Sequence[Tensor]
+) -> None:
+    """Write the page ids of layers, at ``offsets`` in a slot, into one tensor each.
+
+    Twin: ``tables.spread_entries``, which says what entries are.
+    """
+    turns = entries % size
+    begins = entries - turns
+    is_none = entries < 0
+    for offset, table in zip(offsets, tables, strict=True):
+        torch.add(begins, (turns + offset) % size, out=table)
+        table.masked_fill_(is_none, -1)
+
+
+class LayerView:
+    """The cache of a layer, and tables for it. They are for each other alone.
+
+    Attributes:
+        layer_id: the layer.
+        mode: how ids count.
+    """
+
+    __slots__ = ("_cache", "_maker", "_place", "layer_id", "mode")
+
+    def __init__(
+        self, place: Place, mode: PageIndexMode, maker: TableMaker, cache: KVCache | None
+    ) -> None:
+        """Made by a manager."""
+        self.layer_id = place.layer.layer_id
+        self.mode = mode
+        self._place = place
+        self._maker = maker
+        self._cache = cache
+
+    def __repr__(self) -> str:
+        """Show the layer and the mode."""
+        return f"LayerView({self.layer_id}, {self.mode.value})"
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """What ``AttentionPlanner.bind`` takes: views of the pool, nothing is copied.
+
+        [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before tokens), a pair of
+        such tensors without the second dimension where K and V differ, or a ``QuantizedKV``.
+
+        Raises:
+            KVCacheError: the manager has no storage.
+        """
+        if self._cache is None:
+            raise KVCacheError("the manager has no storage: it was made with device=None")
+        return self._cache
+
+    def block_table(
+        self,
+        seqs: Sequence[KVSequence],
+        *,
+        rows: object = None,
+        out: Tensor | None = None,
+    ) -> BlockTable:
+        """Return the pages of sequences, those of scratch included.
+
+        Args:
+            seqs: active sequences of the manager.
+            rows: the row of each in the table, integers [batch_size], all different; None is 0, 1,
+                and so on. Other rows stay as they are, and are -1 in a new table.
+            out: int32 [at least as many rows, at least as wide], written in place, so that a
+                captured kernel reads it again. None is a new one.
+
+        Raises:
+            KVCacheError: a closed, suspended or foreign sequence; in SHARED mode, one with scratch.
+            TypeError, ValueError: ``rows`` or ``out`` doesn't fit.
+        """
+        is_per_layer = self.mode is PageIndexMode.PER_LAYER
+        return self._maker.one_layer(seqs, self._place, rows, out, is_per_layer=is_per_layer)
