@@ -267,15 +267,12 @@ class Engine:
             start, stop = scratch = self._scratch_after(state, group, capacity, history)
             num_old = len(pages)
             gone = [
-                block
-                for blocks in (
-                    range(state.first_blocks[group], min(first, num_old)),
-                    range(max(start, first), min(stop, num_old)),
-                    range(max(num_new, first), num_old),
-                )
-                for block in blocks
-                if pages[block] is not None
+                *range(state.first_blocks[group], min(first, num_old)),
+                *range(max(start, first), min(stop, num_old)),
+                *range(max(num_new, first), num_old),
             ]
+            if gone:
+                gone = sorted({block for block in gone if pages[block] is not None})
             new = [b for b in range(max(num_old, first), num_new) if not start <= b < stop]
             copies = [
                 block
@@ -345,18 +342,20 @@ class Engine:
 
     def _release(self, state: State, group: int, change: Change) -> None:
         """Give up pages, the last first, so that no block outlasts one before it."""
+        state.first_blocks[group] = change.first_block
+        scratch = state.scratch[group]
+        if not change.releases and scratch is None:
+            return
         pages = state.pages[group]
         ids = self.ledger.ids[group]
-        for block in sorted(change.releases, reverse=True):
+        for block in reversed(change.releases):
             page = pages[block]
             assert page is not None
             page.locks -= 1
             page.pool.settle(page)
             pages[block] = None
             ids[state.row, block] = -1
-        state.first_blocks[group] = change.first_block
         surplus = -self._more_scratch(state, group, change)
-        scratch = state.scratch[group]
         if scratch is not None:
             kept = len(scratch.slot_ids) - max(surplus, 0)
             self._pool_of[group].device.free(scratch.slot_ids[kept:])
@@ -365,15 +364,16 @@ class Engine:
     def _grow(self, state: State, group: int, change: Change) -> list[Page]:
         """Get the pages of a group; return those that were copied."""
         pool, pages = self._pool_of[group], state.pages[group]
-        more = self._more_scratch(state, group, change)
         start, stop = change.scratch
-        if start == stop:
-            state.scratch[group] = None
-        elif more >= 0:
-            old = state.scratch[group]
+        old = state.scratch[group]
+        state.scratch[group] = None
+        if start != stop:
             kept = () if old is None else old.slot_ids
+            more = self.layout.num_scratch_slots(group, stop - start) - len(kept)
             state.scratch[group] = Scratch(start, stop, (*kept, *pool.take(more)))
         blocks = change.copies + change.new
+        if not blocks:
+            return []
         slots = pool.take(len(blocks))
         sources = []
         if change.new:
@@ -398,14 +398,11 @@ class Engine:
                 del pages[num_blocks:]
             else:
                 pages.extend([None] * (num_blocks - len(pages)))
-        ledger.next_stale[row] = min(
-            (
-                (first + 1) * size + window
-                for first, window in zip(state.first_blocks, self._windows, strict=True)
-                if window >= 0
-            ),
-            default=NEVER,
-        )
+        next_stale: int = NEVER
+        for first, window in zip(state.first_blocks, self._windows, strict=True):
+            if window >= 0:
+                next_stale = min(next_stale, (first + 1) * size + window)
+        ledger.next_stale[row] = next_stale
         ledger.is_slow[row] = state.is_stopped or state.has_scratch
 
     def _copy(self) -> None:
@@ -442,14 +439,14 @@ class Engine:
         # More than enough spares the first of two looks.
         blocks = (-(-capacity // self._page_size) - len(state.pages[0]) + 1) * len(self._windows)
         has_room = all(blocks <= pool.device.num_free for pool in self.pools)
-        if state.has_scratch or not has_room:
-            changes = self._changes(state, capacity, history)
-            if not self._fits(state, changes):
-                return False
+        if (state.reuse_scratch or not has_room) and not self._fits(
+            state, self._changes(state, capacity, history)
+        ):
+            return False
         if not state.is_stopped:
             self._append(state, tokens)
-        grown = self.set_lengths(state, capacity, history)
-        assert grown, "committing frees slots and takes none"
+        # Committing takes no slots, so what was found before holds; which pages it is may not.
+        self._apply(state, self._changes(state, capacity, history), capacity, history)
         return True
 
     def _append(self, state: State, tokens: Tokens) -> None:

@@ -467,13 +467,13 @@ class KVCacheManager:
             KVCacheError: one that isn't.
         """
         self.check_open()
-        states = []
-        active = Status.ACTIVE
+        states: list[State] = []
+        append, active = states.append, Status.ACTIVE
         for seq in seqs:
             if not isinstance(seq, KVSequence):
                 raise TypeError(f"seqs has a {type(seq).__name__}: expected KVSequence")
             state = seq._state
-            states.append(state)
+            append(state)
             if state.status is not active or seq._manager is not self:
                 whose = "of another manager" if seq._manager is not self else state.status.value
                 raise KVCacheError(f"sequence {state.id} is {whose}")
@@ -490,20 +490,21 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _as_lists(new_tokens: object, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return all tokens, one sequence after the other, and how many each has."""
-    if isinstance(new_tokens, (list, tuple)) and any(
-        not isinstance(tokens, Integral) for tokens in new_tokens
-    ):
+    try:
+        array = np.asarray(new_tokens)
+    except ValueError:  # rows of different lengths
+        array = None
+    if array is None or array.dtype == object:
+        if not isinstance(new_tokens, (list, tuple)):
+            raise TypeError(f"new_tokens is a {type(new_tokens).__name__}: expected lists")
         lists = [as_int64(np.atleast_1d(np.asarray(tokens))) for tokens in new_tokens]
         counts = np.array([len(tokens) for tokens in lists], np.int64)
         flat = np.concatenate([*lists, _NO_TOKENS])
-    else:
-        array = np.asarray(new_tokens)
-        if array.ndim not in (1, 2):
-            raise ValueError(
-                f"new_tokens has shape {list(array.shape)}: expected one row a sequence"
-            )
+    elif array.ndim in (1, 2):
         counts = np.full(len(array), 1 if array.ndim == 1 else array.shape[1], np.int64)
         flat = as_int64(array.reshape(-1))
+    else:
+        raise ValueError(f"new_tokens has shape {list(array.shape)}: expected a row a sequence")
     if len(counts) != count:
         raise ValueError(f"new_tokens has {len(counts)} rows: seqs has {count}")
     return flat, counts

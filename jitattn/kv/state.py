@@ -70,7 +70,7 @@ class State:
     @property
     def has_scratch(self) -> bool:
         """Whether a group has scratch blocks, with or without slots."""
-        return any(scratch is not None for scratch in self.scratch)
+        return self.scratch.count(None) < len(self.scratch)
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Change:
     """What new lengths mean for the pages of one group.
 
     Attributes:
-        releases: blocks whose pages go.
+        releases: blocks whose pages go, rising.
         new: blocks that get pages.
         copies: blocks whose pages others have, too, and that are about to be written.
         scratch: (start, stop) of the scratch blocks; the same twice is none.

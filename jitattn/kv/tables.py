@@ -37,14 +37,14 @@ def spread_entries(
     entries: Ids, num_layers: int, offsets: Sequence[int], out: Iterable[Ids], *, has_scratch: bool
 ) -> None:
     """Write the page ids of layers, at ``offsets`` in a slot, into one array of ``out`` each."""
+    none = entries >> 31  # all bits where there is no page: or'ed with any id, -1
     if not has_scratch:
         for offset, table in zip(offsets, out, strict=True):
             np.add(entries, np.int32(offset), out=table)
-            np.maximum(table, -1, out=table)
+            np.bitwise_or(table, none, out=table)
         return
     turns = entries % np.int32(num_layers)
     begins = entries - turns
-    is_none = entries < 0
     for offset, table in zip(offsets, out, strict=True):
         np.add(begins, (turns + np.int32(offset)) % np.int32(num_layers), out=table)
-        table[is_none] = -1
+        np.bitwise_or(table, none, out=table)

@@ -66,8 +66,9 @@ class TableMaker:
         scratches = self._scratches(states, group)
         for size, indexes, offsets in self._pools[group]:
             entries = make_entries(slots, size, scratches)
-            tables = [out[i, : len(states)] for i in indexes]
-            self._spread(entries, size, offsets, tables, has_scratch=bool(scratches))
+            self._spread(
+                entries, size, offsets, out[:, : len(states)], indexes, has_scratch=bool(scratches)
+            )
         return out
 
     def one_layer(
@@ -94,7 +95,7 @@ class TableMaker:
         target = out[: len(states)] if where is None else out.new_empty(slots.shape)
         size, offset = (place.num_layers, place.offset) if is_per_layer else (1, 0)
         entries = make_entries(slots, size, scratches if is_per_layer else ())
-        self._spread(entries, size, [offset], [target], has_scratch=bool(scratches))
+        self._spread(entries, size, [offset], target[None], [0], has_scratch=bool(scratches))
         if where is None:
             return BlockTable(out)
         where = where.to(self._device)
@@ -124,15 +125,23 @@ class TableMaker:
         return found
 
     def _spread(
-        self, entries: Ids, size: int, offsets: list[int], tables: list[Tensor], *,
+        self,
+        entries: Ids,
+        size: int,
+        offsets: list[int],
+        tables: Tensor,
+        indexes: list[int],
+        *,
         has_scratch: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Write the page ids of layers, at ``offsets`` in a slot, into ``tables[indexes]``."""
         if self._device.type == "cpu":
-            arrays = [table.numpy() for table in tables]
-            spread_entries(entries, size, offsets, arrays, has_scratch=has_scratch)
+            array = tables.numpy()
+            out = [array[i] for i in indexes]
+            spread_entries(entries, size, offsets, out, has_scratch=has_scratch)
             return
         here = torch.from_numpy(entries).pin_memory().to(self._device, non_blocking=True)
-        spread_on_device(here, size, offsets, tables)
+        spread_on_device(here, size, offsets, [tables[i] for i in indexes])
 
     def _check_out(self, out: Tensor, shape: Sequence[int]) -> None:
         check_tensor("out", out, (torch.int32,))
