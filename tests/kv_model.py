@@ -1,7 +1,7 @@
 """A naive model of the page manager, which writes what it should hold and reads it back.
 
-Every token's K and V are numbers that depend on the layer and on all tokens up to it, so that a page
-of other tokens, a stale one, one overwritten or one copied too late is seen when it is read. The
+Every token's K and V are numbers that depend on the layer and on all tokens up to it, so that a
+page of other tokens, a stale one, one overwritten or copied too late is seen when it is read. The
 model shares no code with the manager: what is visible follows from lengths and windows alone.
 """
 
@@ -57,9 +57,7 @@ class Twin:
 
 def shapes(windows: list[int], heads: list[int]) -> list[LayerConfig]:
     return [
-        LayerConfig(
-            layer_id=i, num_kv_heads=h, head_dim=1, dtype="float32", window_left=window
-        )
+        LayerConfig(layer_id=i, num_kv_heads=h, head_dim=1, dtype="float32", window_left=window)
         for i, (window, h) in enumerate(zip(windows, heads, strict=True))
     ]
 
@@ -114,7 +112,7 @@ class Model:
         names = [
             "create", "create", "resume", "resume", "step", "step", "step", "step", "advance",
             "advance", "advance", "grow", "fork", "suspend", "rewind", "stop", "close", "close",
-            "pin", "unpin", "misuse", "declare",
+            "pin", "unpin", "misuse", "declare", "declare", "catch_up", "catch_up",
         ]  # fmt: skip
         name = rng.choice(names)
         if rng.random() < 0.004:
@@ -139,7 +137,7 @@ class Model:
             base = rng.choice(self.reusable[-12:])
             prompt = base[: rng.randrange(len(base) + 1)]
         prompt = prompt + self.new_tokens(rng, rng.randrange(self.page_size * 3))
-        switch = rng.choice([None, False]) if self.config.reuse_scratch else None
+        switch = rng.choice([None, None, None, False]) if self.config.reuse_scratch else None
         seq = self.manager.create_sequence(
             prompt, priority=rng.choice([0, 35, 35, 100]), reuse_scratch=switch
         )
@@ -219,7 +217,7 @@ class Model:
             return False
         if not twin.inputs:
             if twin.capacity == twin.history and not self.resize(
-                twin, twin.history + 1 + rng.randrange(self.page_size * 6), twin.history
+                twin, twin.history + 1 + rng.randrange(self.page_size * 10), twin.history
             ):
                 return False
             self.run(twin, self.new_tokens(rng, twin.capacity - twin.history))
@@ -231,6 +229,8 @@ class Model:
     def run(self, twin: Twin, inputs: list[int]) -> None:
         """What the kernels of a step do: layer by layer write the inputs and read what is seen."""
         twin.inputs = inputs
+        if any(map(twin.seq.scratch, self.manager.layer_groups)):
+            self.counts["scratch"] = self.counts.get("scratch", 0) + 1
         mode = PageIndexMode.PER_LAYER
         if twin.seq.supports_index_mode(PageIndexMode.SHARED) and len(inputs) % 2:
             mode = PageIndexMode.SHARED
@@ -265,9 +265,9 @@ class Model:
         return True
 
     def declare(self, rng: random.Random) -> bool:
-        """Let the history pass inputs that are not committed; they never are."""
+        """Let the history pass inputs that are not committed yet."""
         twin = self.pick(rng, active=True)
-        if twin is None or not twin.inputs or twin.is_stopped or rng.random() < 0.7:
+        if twin is None or not twin.inputs or twin.is_stopped:
             return False
         before = self.snapshot(twin)
         try:
@@ -277,6 +277,34 @@ class Model:
             return False
         twin.tokens += twin.inputs
         twin.inputs = []
+        return True
+
+    def catch_up(self, rng: random.Random) -> bool:
+        """Commit what was declared history before."""
+        late = [t for t in self.twins if t.is_active and t.committed < t.history]
+        late = [t for t in late if not t.is_stopped]
+        if not late:
+            return False
+        twin = rng.choice(late)
+        before = self.snapshot(twin)
+        new = twin.tokens[twin.committed : twin.committed + rng.randrange(1, 4)]
+        try:
+            if rng.random() < 0.5:
+                twin.seq.commit(new)
+            else:
+                (grown,) = self.manager.advance([twin.seq], [new])
+                if not grown:
+                    assert self.snapshot(twin) == before
+                    return False
+                if twin.capacity == twin.history:
+                    twin.capacity += 1
+                    twin.inputs = []
+        except KVCacheError:
+            assert twin.has_scratch
+            assert self.snapshot(twin) == before
+            return False
+        twin.committed += len(new)
+        self.reusable.append(twin.tokens[: twin.committed])
         return True
 
     def advance(self, rng: random.Random) -> bool:
@@ -381,7 +409,9 @@ class Model:
             return False
         blocks = [b for b, i in enumerate(twin.seq.base_page_ids(group)) if i >= 0]
         ids = twin.seq.pin(group)
-        full = [i for i, b in zip(ids, blocks, strict=True) if (b + 1) * self.page_size <= twin.history]
+        full = [
+            i for i, b in zip(ids, blocks, strict=True) if (b + 1) * self.page_size <= twin.history
+        ]
         layer = group.layer_ids[0]
         cache = self.caches[layer, PageIndexMode.SHARED]
         twin.pins[group.index] = [(int(i), cache[i].copy()) for i in full]
@@ -432,7 +462,7 @@ class Model:
         try:
             rng.choice(wrongs)()
         except KVCacheError as error:
-            assert str(seq.id) in str(error) or "twice" in str(error)  # noqa: PT017
+            assert str(seq.id) in str(error) or "twice" in str(error)
         else:
             raise AssertionError("not refused")
         assert self.snapshot(twin) == before
@@ -460,9 +490,7 @@ class Model:
             return (pages, which, places, slice(None), 0)
         return (pages, which, slice(None), places, 0)
 
-    def write(
-        self, twin: Twin, layer: LayerConfig, mode: PageIndexMode, sums: list[int]
-    ) -> None:
+    def write(self, twin: Twin, layer: LayerConfig, mode: PageIndexMode, sums: list[int]) -> None:
         table = self.table(twin, layer.layer_id, mode)
         pages, places = self.where(table, twin.history, twin.capacity)
         values = self.values(layer, sums, twin.history, twin.capacity)

@@ -112,30 +112,37 @@ def _pools_of(
     return sorted(by_size.items(), key=lambda pool: -pool[0] * len(pool[1]))
 
 
-def split_bytes(layout: Layout, num_bytes: int, typical_len: int) -> list[int]:
-    """Return how many slots of each set ``num_bytes`` hold, by what a typical sequence takes.
+def split_bytes(layout: Layout, num_bytes: int, typical_len: int, *, least: int) -> list[int]:
+    """Return how many slots of each set ``num_bytes`` hold.
 
-    The sequence has ``typical_len`` tokens of history and one more.
+    Each set has ``least`` slots for each group that takes from it, or none at all where these don't
+    fit; what is left is split by what a sequence takes that has ``typical_len`` tokens of history
+    and one more.
     """
     weights = [0] * len(layout.slot_bytes)
+    counts = [0] * len(layout.slot_bytes)
     for group, slots in zip(layout.groups, layout.slots_of, strict=True):
         first = stale_end(typical_len, group.window_left, layout.page_size)
         blocks = typical_len // layout.page_size + 1 - first
         weights[slots] += blocks * sum(layout.slot_bytes[slots])
-    total = sum(weights)
+        counts[slots] += least
+    sizes = [sum(each) for each in layout.slot_bytes]
+    left = num_bytes - sum(count * size for count, size in zip(counts, sizes, strict=True))
+    if left < 0:
+        return [0] * len(sizes)
     return [
-        num_bytes * weight // total // sum(sizes)
-        for weight, sizes in zip(weights, layout.slot_bytes, strict=True)
+        count + left * weight // sum(weights) // size
+        for count, weight, size in zip(counts, weights, sizes, strict=True)
     ]
 
 
 def check_slots(layout: Layout, counts: Sequence[int], gpu_bytes: int) -> None:
     """Raise ValueError unless every set has a slot, and the ids of pages fit 32 bits."""
-    for sizes, count in zip(layout.slot_bytes, counts, strict=True):
+    for count in counts:
         if count < 1:
             raise ValueError(
-                f"gpu_bytes is {gpu_bytes}: too little for a slot of {sum(sizes)} bytes in each "
-                f"of {len(counts)} sets of slots"
+                f"gpu_bytes is {gpu_bytes}: too little for one slot of each group of layers, which "
+                f"have {' and '.join(str(sum(each)) for each in layout.slot_bytes)} bytes"
             )
     for place in layout.places.values():
         if counts[place.slots] * place.num_layers > _INT32_MAX:

@@ -132,8 +132,8 @@ class KVCacheManager:
         if not isinstance(config, KVCacheConfig):
             raise TypeError(f"config is a {type(config).__name__}: expected a KVCacheConfig")
         layout = make_layout(config)
-        counts = split_bytes(layout, config.gpu_bytes, config.typical_len)
-        host_counts = split_bytes(layout, config.host_bytes, config.typical_len)
+        counts = split_bytes(layout, config.gpu_bytes, config.typical_len, least=1)
+        host_counts = split_bytes(layout, config.host_bytes, config.typical_len, least=0)
         check_slots(layout, counts, config.gpu_bytes)
         self.config = config
         self.layer_groups = layout.groups
