@@ -322,7 +322,8 @@ class KVCacheManager:
                 kv_layout=self.config.kv_layout,
                 is_per_layer=mode is PageIndexMode.PER_LAYER,
             )
-        return LayerView(place, mode, self._tables(), cache)
+        has_scratch = self.config.reuse_scratch and place.layer.window_left >= 0
+        return LayerView(place, mode, self._tables(), cache, has_scratch=has_scratch)
 
     def block_tables(
         self, seqs: Sequence[KVSequence], group: LayerGroup | int, *, out: Tensor | None = None

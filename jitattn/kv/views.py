@@ -7,6 +7,7 @@ computed where the table is. A capture has no such copies: fill ``out`` before a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,9 +22,32 @@ from jitattn.kv.sequence import KVSequence
 from jitattn.kv.state import Scratch, State
 from jitattn.kv.storage import KVCache
 from jitattn.kv.tables import Ids, make_entries, spread_entries
-from jitattn.pages import BlockTable, check_tensor
+from jitattn.pages import BlockTable, ViewTable, check_tensor, mark_view
+from jitattn.quantization import QuantizedKV
 
 _INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class ViewKey:
+    """Caches and tables with equal keys are for each other.
+
+    Attributes:
+        maker: what makes the tables, one for each manager.
+        mode: how ids count.
+        index: the layer, or in SHARED mode the group.
+        has_scratch: whether tables may list scratch.
+    """
+
+    maker: object
+    mode: PageIndexMode
+    index: int
+    has_scratch: bool
+
+    def __str__(self) -> str:
+        """Name the mode and the layer or group."""
+        what = "layer" if self.mode is PageIndexMode.PER_LAYER else "the layers of group"
+        return f"the {self.mode.name} view of {what} {self.index} of a page manager"
 
 
 class Active(Protocol):
@@ -73,9 +97,10 @@ class TableMaker:
 
     def one_layer(
         self, seqs: Sequence[KVSequence], place: Place, rows: object, out: Tensor | None, *,
-        is_per_layer: bool,
+        view: ViewKey,
     ) -> BlockTable:  # fmt: skip
         """Return the table of a layer, or of all layers of its group in SHARED mode."""
+        is_per_layer = view.mode is PageIndexMode.PER_LAYER
         states = self._manager.active_states(seqs)
         scratches = self._scratches(states, place.group)
         if scratches and not is_per_layer:
@@ -97,10 +122,10 @@ class TableMaker:
         entries = make_entries(slots, size, scratches if is_per_layer else ())
         self._spread(entries, size, [offset], target[None], [0], has_scratch=bool(scratches))
         if where is None:
-            return BlockTable(out)
+            return ViewTable(out, view=view)
         where = where.to(self._device)
         out[where.long()] = target
-        return BlockTable(out, rows=where)
+        return ViewTable(out, rows=where, view=view)
 
     def _width(self, states: Sequence[State]) -> int:
         """Return the blocks of the longest; a table has at least one."""
@@ -188,12 +213,24 @@ class LayerView:
         mode: how ids count.
     """
 
-    __slots__ = ("_cache", "_maker", "_place", "layer_id", "mode")
+    __slots__ = ("_cache", "_key", "_maker", "_place", "layer_id", "mode")
 
     def __init__(
-        self, place: Place, mode: PageIndexMode, maker: TableMaker, cache: KVCache | None
+        self,
+        place: Place,
+        mode: PageIndexMode,
+        maker: TableMaker,
+        cache: KVCache | None,
+        *,
+        has_scratch: bool,
     ) -> None:
         """Made by a manager."""
+        is_per_layer = mode is PageIndexMode.PER_LAYER
+        index = place.layer.layer_id if is_per_layer else place.group
+        self._key = ViewKey(maker, mode, index, has_scratch and is_per_layer)
+        if cache is not None:
+            first = cache[0] if isinstance(cache, tuple) else cache
+            mark_view(first.k if isinstance(first, QuantizedKV) else first, self._key)
         self.layer_id = place.layer.layer_id
         self.mode = mode
         self._place = place
@@ -238,5 +275,4 @@ class LayerView:
             KVCacheError: a closed, suspended or foreign sequence; in SHARED mode, one with scratch.
             TypeError, ValueError: ``rows`` or ``out`` doesn't fit.
         """
-        is_per_layer = self.mode is PageIndexMode.PER_LAYER
-        return self._maker.one_layer(seqs, self._place, rows, out, is_per_layer=is_per_layer)
+        return self._maker.one_layer(seqs, self._place, rows, out, view=self._key)

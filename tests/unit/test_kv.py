@@ -992,3 +992,54 @@ def test_views_are_what_planners_take(
 def test_a_view_is_made_once() -> None:
     manager = make(layers(-1), device="cpu")
     assert manager.layer_view(0, SHARED) is manager.layer_view(0, PageIndexMode("shared"))
+
+
+def test_a_view_s_cache_and_table_are_for_each_other() -> None:
+    manager = make(layers(7, 7, -1), reuse_scratch=True, slots=40, typical_len=16, device="cpu")
+    other = make(layers(7, 7, -1), reuse_scratch=True, slots=40, typical_len=16, device="cpu")
+    for region in (*manager.regions(0), *manager.regions(1), *other.regions(0)):
+        region.memory.zero_()
+    seq = start(manager, range(6))
+    planner = jitattn.AttentionPlanner(
+        num_qo_heads=1, num_kv_heads=1, head_dim=16, page_size=4, window_left=7, device="cpu"
+    )
+    views = {(i, mode): manager.layer_view(i, mode) for i in (0, 1, 2) for mode in PageIndexMode}
+    q = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
+    lens = torch.tensor([6])
+    allowed = set()
+    for of_cache, cache in views.items():
+        kv = planner.bind(cache.kv_cache)
+        for of_table, view in views.items():
+            table = view.block_table([seq])
+            plan = planner.plan(table, lens)
+            try:
+                plan.run(q, kv)
+                jitattn.append_kv(q, q, cache.kv_cache, pages=table, seq_lens=lens)
+            except ValueError as error:
+                assert "pages is a table for the" in str(error)
+                with pytest.raises(ValueError, match="pages is a table for the"):
+                    jitattn.append_kv(q, q, cache.kv_cache, pages=table, seq_lens=lens)
+            else:
+                allowed.add((of_cache, of_table))
+    same = {(key, key) for key in views}
+    # One table serves all layers of a group.
+    assert allowed == same | {((i, SHARED), (1 - i, SHARED)) for i in (0, 1)}
+    table = views[0, SHARED].block_table([seq])
+    with pytest.raises(ValueError, match="pages is a table for the SHARED view of the layers of"):
+        planner.plan(table, lens).run(q, other.layer_view(0, SHARED).kv_cache)
+    # Tables from elsewhere are the caller's business.
+    plain = jitattn.BlockTable(views[0, SHARED].block_table([seq]).table)
+    planner.plan(plain, lens).run(q, views[0, SHARED].kv_cache)
+
+
+def test_early_kv_is_refused_for_scratch() -> None:
+    planner = jitattn.AttentionPlanner(
+        num_qo_heads=1, num_kv_heads=1, head_dim=16, page_size=4, early_kv=True, device="cpu"
+    )
+    with_scratch = make(layers(7, -1), reuse_scratch=True, slots=40, device="cpu")
+    with pytest.raises(ValueError, match="early_kv=True"):
+        planner.bind(with_scratch.layer_view(0, PER_LAYER).kv_cache)
+    planner.bind(with_scratch.layer_view(0, SHARED).kv_cache)
+    planner.bind(with_scratch.layer_view(1, PER_LAYER).kv_cache)
+    without = make(layers(7, -1), slots=40, device="cpu")
+    planner.bind(without.layer_view(0, PER_LAYER).kv_cache)
