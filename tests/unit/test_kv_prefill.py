@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kv_serving import HEAD_DIM, prefill_and_decode, windowed_manager, windowed_planner
+from tests.kv_serving import (
+    HEAD_DIM,
+    Pressure,
+    prefill_and_decode,
+    windowed_manager,
+    windowed_planner,
+)
 
 
 def chunks_of(lengths: list[int]) -> list[torch.Tensor]:
@@ -51,3 +57,8 @@ def test_chunks_with_scratch_have_the_bits_of_those_without(
     for given, expected in zip(shared, plain, strict=True):
         assert not given.isnan().any()
         assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_under_pressure_is_that_of_a_contiguous_cache(seed: int) -> None:
+    Pressure("cpu", seed, slots=60, host_slots=20).run(40)
