@@ -263,32 +263,31 @@ class Engine:
         written = history // size if capacity > history else num_new
         changes = []
         for group, pages in enumerate(state.pages):
-            first = stale_end(history, self._windows[group], size)
-            start, stop = scratch = self._scratch_after(state, group, capacity, history)
-            num_old = len(pages)
-            gone = [
-                *range(state.first_blocks[group], min(first, num_old)),
-                *range(max(start, first), min(stop, num_old)),
-                *range(max(num_new, first), num_old),
-            ]
-            if gone:
-                gone = sorted({block for block in gone if pages[block] is not None})
-            new = [b for b in range(max(num_old, first), num_new) if not start <= b < stop]
+            window, num_old = self._windows[group], len(pages)
+            first, start, stop = 0, 0, 0
+            if window >= 0:
+                first = stale_end(history, window, size)
+                if state.reuse_scratch:
+                    start, stop = self._scratch_after(state, group, capacity, history)
+            gone: list[int] = []
+            if first > state.first_blocks[group] or num_new < num_old or start < stop:
+                gone = _blocks_that_go(state, group, first, num_new, start, stop)
+            new: list[int] = []
+            if num_new > num_old:
+                new = [b for b in range(max(num_old, first), num_new) if not start <= b < stop]
             copies = [
                 block
                 for block in range(max(written, first), min(num_old, num_new))
                 if not start <= block < stop and not _may_write(state, pages[block])
             ]
-            changes.append(Change(gone, new, copies, scratch, first))
+            changes.append(Change(gone, new, copies, (start, stop), first))
         return changes
 
     def _scratch_after(
         self, state: State, group: int, capacity: int, history: int
     ) -> tuple[int, int]:
-        """Return the scratch blocks of a group at these lengths, which were checked."""
+        """Return the scratch blocks of a windowed group at these lengths, which were checked."""
         window, size = self._windows[group], self._page_size
-        if window < 0 or not state.reuse_scratch:
-            return 0, 0
         old = state.scratch[group]
         if old is not None and stale_end(history, window, size) < old.stop:
             # The step with scratch may have run, and its history is still to be declared.
@@ -513,6 +512,20 @@ class Engine:
         self.tree.clear()
         for state in self.states.values():
             state.is_cut = True
+
+
+def _blocks_that_go(
+    state: State, group: int, first: int, num_new: int, start: int, stop: int
+) -> list[int]:
+    """Return the blocks with pages that are before ``first``, scratch, or after the last one."""
+    pages = state.pages[group]
+    num_old = len(pages)
+    blocks = {
+        *range(state.first_blocks[group], min(first, num_old)),
+        *range(max(start, first), min(stop, num_old)),
+        *range(max(num_new, first), num_old),
+    }
+    return sorted(block for block in blocks if pages[block] is not None)
 
 
 def _may_write(state: State, page: Page | None) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -62,3 +65,19 @@ def test_chunks_with_scratch_have_the_bits_of_those_without(
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_under_pressure_is_that_of_a_contiguous_cache(seed: int) -> None:
     Pressure("cpu", seed, slots=60, host_slots=20).run(40)
+
+
+@pytest.mark.parametrize(("windows", "gpu_bytes"), [([-1, -1], 180_000), ([15, 15, -1], 160_000)])
+def test_the_reference_scheduler(
+    windows: list[int], gpu_bytes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers all requests with fewer pages than they need together."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/serve.py"))
+    answers = example["serve"]("test", windows, gpu_bytes=gpu_bytes, reuse_scratch=True)
+    asked = example["make_requests"](6)
+    assert [len(tokens) for tokens in answers] == [len(r.tokens) + r.num_wanted for r in asked]
+    for tokens, request in zip(answers, asked, strict=True):
+        assert tokens[: len(request.tokens)] == request.tokens
+    said = capsys.readouterr().out
+    assert " 0 suspensions" not in said
+    assert "tokens/s" in said
