@@ -6,6 +6,8 @@ a manager with storage, and one that makes tables, imports it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jitattn.errors import KVCacheError
 from jitattn.kv.config import KVCacheConfig, LayerConfig
 from jitattn.kv.layout import LayerGroup
@@ -14,6 +16,9 @@ from jitattn.kv.mode import PageIndexMode
 from jitattn.kv.sequence import KVSequence
 from jitattn.kv.state import Scratch
 
+if TYPE_CHECKING:
+    from jitattn.kv.views import LayerView
+
 __all__ = [
     "KVCacheConfig",
     "KVCacheError",
@@ -21,9 +26,19 @@ __all__ = [
     "KVSequence",
     "LayerConfig",
     "LayerGroup",
+    "LayerView",
     "PageIndexMode",
     "PoolStats",
     "Region",
     "Scratch",
     "Stats",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torch when it is used."""
+    if name == "LayerView":
+        from jitattn.kv.views import LayerView
+
+        return LayerView
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

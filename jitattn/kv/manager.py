@@ -179,7 +179,7 @@ class KVCacheManager:
             TypeError, ValueError: an argument that doesn't fit, or ``reuse_scratch=True`` where
                 the configuration has none.
         """
-        self.check_open()
+        self._check_open()
         tokens = _NO_TOKENS if prompt is None else as_int64(prompt)
         if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise TypeError(f"priority is {priority!r}: expected an integer")
@@ -218,7 +218,7 @@ class KVCacheManager:
                 tokens than its capacity has; nothing has changed then.
             TypeError, ValueError: the other arguments don't fit.
         """
-        states = self.active_states(seqs)
+        states = self._active_states(seqs)
         flat, counts = _as_lists(new_tokens, len(states))
         if isinstance(num_inputs, bool) or not isinstance(num_inputs, Integral):
             raise TypeError(f"num_inputs is {num_inputs!r}: expected an integer")
@@ -301,7 +301,7 @@ class KVCacheManager:
             KVCacheError: the manager is closed.
             ValueError: no such layer, or no mode.
         """
-        self.check_open()
+        self._check_open()
         if layer_id not in self._layout.places:
             raise ValueError(f"layer_id is {layer_id!r}: the manager has no such layer")
         mode = PageIndexMode(mode)
@@ -343,7 +343,7 @@ class KVCacheManager:
             KVCacheError: a closed, suspended or foreign sequence.
             TypeError, ValueError: ``out`` or ``group`` doesn't fit.
         """
-        return self._tables().all_layers(seqs, self.group_index(group), out)
+        return self._tables().all_layers(seqs, self._group_index(group), out)
 
     def _tables(self) -> TableMaker:
         if self._table_maker is None:
@@ -357,7 +357,7 @@ class KVCacheManager:
 
     def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
         """Say whether tables of ``mode`` can list all sequences; None: each has to be asked."""
-        self.check_open()
+        self._check_open()
         if PageIndexMode(mode) is PageIndexMode.SHARED and self.config.reuse_scratch:
             return None
         return True
@@ -369,8 +369,8 @@ class KVCacheManager:
             KVCacheError: the manager is closed or has no storage.
             ValueError: no such group.
         """
-        self.check_open()
-        index = self.group_index(group)
+        self._check_open()
+        index = self._group_index(group)
         if self._storage is None:
             raise KVCacheError("the manager has no storage: it was made with device=None")
         pools = self._storage.pools[self._layout.slots_of[index]]
@@ -395,7 +395,7 @@ class KVCacheManager:
 
     def stats(self) -> Stats:
         """Return what there is and what has been done."""
-        self.check_open()
+        self._check_open()
         engine = self._engine
         pools = []
         for sizes, pool in zip(self._layout.slot_bytes, engine.pools, strict=True):
@@ -421,7 +421,7 @@ class KVCacheManager:
 
         Open sequences keep their pages; what they commit from now on isn't found either.
         """
-        self.check_open()
+        self._check_open()
         self._engine.clear()
 
     def close(self) -> None:
@@ -430,7 +430,7 @@ class KVCacheManager:
         Raises:
             KVCacheError: a sequence is open or has pinned pages, or it is closed already.
         """
-        self.check_open()
+        self._check_open()
         if self._engine.states:
             ids = sorted(self._engine.states)
             raise KVCacheError(f"sequences {ids} are open: close them first")
@@ -443,12 +443,12 @@ class KVCacheManager:
 
     # --- checks
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raise KVCacheError once it is closed."""
         if self._is_closed:
             raise KVCacheError("the manager is closed")
 
-    def group_index(self, group: LayerGroup | int) -> int:
+    def _group_index(self, group: LayerGroup | int) -> int:
         """Return the index of a group, given itself or that."""
         if isinstance(group, LayerGroup):
             if group.index < len(self.layer_groups) and self.layer_groups[group.index] == group:
@@ -461,13 +461,13 @@ class KVCacheManager:
             return int(group)
         raise ValueError(f"group is {group!r}: the manager has {len(self.layer_groups)} groups")
 
-    def active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
+    def _active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
         """Return the states of sequences that are its own, open and active.
 
         Raises:
             KVCacheError: one that isn't.
         """
-        self.check_open()
+        self._check_open()
         states: list[State] = []
         append, active = states.append, Status.ACTIVE
         for seq in seqs:

@@ -18,10 +18,10 @@ from jitattn.kv.state import Scratch, State, Status
 class Manager(Protocol):
     """What a sequence asks its manager."""
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raise once the manager is closed."""
 
-    def group_index(self, group: LayerGroup | int) -> int:
+    def _group_index(self, group: LayerGroup | int) -> int:
         """Return the index of a group."""
 
 
@@ -92,7 +92,7 @@ class KVSequence:
         None is there before the window, in scratch, and while the sequence is suspended.
         """
         state = self._open()
-        index = self._manager.group_index(group)
+        index = self._manager._group_index(group)
         ledger = self._engine.ledger
         ids: NDArray[np.int32] = ledger.ids[index][state.row, : ledger.num_blocks[state.row]]
         return ids.copy()
@@ -100,7 +100,7 @@ class KVSequence:
     def scratch(self, group: LayerGroup | int) -> Scratch | None:
         """Return the scratch blocks and slots of a group, if it has any now."""
         state = self._open()
-        scratch = state.scratch[self._manager.group_index(group)]
+        scratch = state.scratch[self._manager._group_index(group)]
         return scratch if state.status is Status.ACTIVE else None
 
     def supports_index_mode(self, mode: PageIndexMode) -> bool:
@@ -250,7 +250,7 @@ class KVSequence:
             KVCacheError: it is not active, or the group is pinned already.
         """
         state = self._active("pin")
-        index = self._manager.group_index(group)
+        index = self._manager._group_index(group)
         if index in state.pins:
             raise KVCacheError(f"sequence {state.id} has pinned group {index} already")
         self._engine.pin(state, index)
@@ -262,8 +262,8 @@ class KVSequence:
         Raises:
             KVCacheError: the group is not pinned.
         """
-        self._manager.check_open()
-        index = self._manager.group_index(group)
+        self._manager._check_open()
+        index = self._manager._group_index(group)
         if index not in self._state.pins:
             raise KVCacheError(f"sequence {self._state.id} has not pinned group {index}")
         self._engine.unpin(self._state, index)
@@ -271,7 +271,7 @@ class KVSequence:
     # --- what it may do
 
     def _open(self) -> State:
-        self._manager.check_open()
+        self._manager._check_open()
         if self._state.status is Status.CLOSED:
             raise KVCacheError(f"sequence {self._state.id} is closed")
         return self._state

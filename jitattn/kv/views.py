@@ -53,7 +53,7 @@ class ViewKey:
 class Active(Protocol):
     """The manager, as far as tables are concerned."""
 
-    def active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
+    def _active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
         """Return their states, or raise KVCacheError."""
 
 
@@ -66,6 +66,7 @@ class TableMaker:
         self._engine = engine
         self._layout: Layout = engine.layout
         self._device = device
+        self._offsets: dict[tuple[int, ...], Tensor] = {}
         # For each group, for each pool: pages of a slot, and each layer's place in group and slot.
         self._pools: list[list[tuple[int, list[int], list[int]]]] = [
             [self._layers_of(group.layer_ids, pool) for pool in range(len(counts))]
@@ -79,7 +80,7 @@ class TableMaker:
 
     def all_layers(self, seqs: Sequence[KVSequence], group: int, out: Tensor | None) -> Tensor:
         """Return PER_LAYER ids of all layers, int32 [layers, batch_size, width]."""
-        states = self._manager.active_states(seqs)
+        states = self._manager._active_states(seqs)
         num_layers = len(self._layout.groups[group].layer_ids)
         shape = (num_layers, len(states), self._width(states))
         if out is None:
@@ -101,7 +102,7 @@ class TableMaker:
     ) -> BlockTable:  # fmt: skip
         """Return the table of a layer, or of all layers of its group in SHARED mode."""
         is_per_layer = view.mode is PageIndexMode.PER_LAYER
-        states = self._manager.active_states(seqs)
+        states = self._manager._active_states(seqs)
         scratches = self._scratches(states, place.group)
         if scratches and not is_per_layer:
             state = states[scratches[0][0]]
@@ -166,7 +167,18 @@ class TableMaker:
             spread_entries(entries, size, offsets, out, has_scratch=has_scratch)
             return
         here = torch.from_numpy(entries).pin_memory().to(self._device, non_blocking=True)
-        spread_on_device(here, size, offsets, [tables[i] for i in indexes])
+        ids = spread_on_device(here, size, self._offsets_on_device(offsets))
+        if len(indexes) == tables.shape[0]:
+            tables.copy_(ids)
+        else:
+            for index, table in zip(indexes, ids, strict=True):
+                tables[index].copy_(table)
+
+    def _offsets_on_device(self, offsets: Sequence[int]) -> Tensor:
+        key = tuple(offsets)
+        if key not in self._offsets:
+            self._offsets[key] = torch.tensor(key, dtype=torch.int32).to(self._device)
+        return self._offsets[key]
 
     def _check_out(self, out: Tensor, shape: Sequence[int]) -> None:
         check_tensor("out", out, (torch.int32,))
@@ -190,19 +202,15 @@ class TableMaker:
         return given
 
 
-def spread_on_device(
-    entries: Tensor, size: int, offsets: Sequence[int], tables: Sequence[Tensor]
-) -> None:
-    """Write the page ids of layers, at ``offsets`` in a slot, into one tensor each.
+def spread_on_device(entries: Tensor, size: int, offsets: Tensor) -> Tensor:
+    """Return the page ids of layers, at ``offsets`` in a slot, [layers, batch_size, width].
 
-    Twin: ``tables.spread_entries``, which says what entries are.
+    A few launches however many layers there are. Twin: ``tables.spread_entries``, which says what
+    entries are.
     """
     turns = entries % size
-    begins = entries - turns
-    is_none = entries < 0
-    for offset, table in zip(offsets, tables, strict=True):
-        torch.add(begins, (turns + offset) % size, out=table)
-        table.masked_fill_(is_none, -1)
+    ids = (turns + offsets[:, None, None]).remainder_(size).add_(entries - turns)
+    return ids.masked_fill_(entries < 0, -1)
 
 
 class LayerView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import jitattn
+import jitattn.kv
 from jitattn.kv import (
     KVCacheConfig,
     KVCacheError,
@@ -84,7 +86,7 @@ def test_importing_it_imports_no_torch() -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys; from jitattn.kv import *\n"
+        "import sys; from jitattn.kv import KVCacheConfig, KVCacheManager, LayerConfig\n"
         "m = KVCacheManager(KVCacheConfig(page_size=4, gpu_bytes=1 << 20, "
         "layers=[LayerConfig(layer_id=0, num_kv_heads=1, head_dim=16)]))\n"
         "s = m.create_sequence(); s.resume(); assert s.resize(9); s.commit(range(9)); s.close()\n"
@@ -912,8 +914,8 @@ def test_tables_are_the_formula() -> None:
 
 def test_ids_on_a_device_are_those_of_the_host() -> None:
     entries = torch.tensor([[0, 3, 7, -1, 12], [-1, -5, 2, 1, 8]], dtype=torch.int32)
-    out = torch.empty(4, 2, 5, dtype=torch.int32)
-    spread_on_device(entries, 5, [0, 1, 3, 4], list(out))
+    out = spread_on_device(entries, 5, torch.tensor([0, 1, 3, 4], dtype=torch.int32))
+    assert out.dtype is torch.int32
     for table, offset in zip(out.tolist(), [0, 1, 3, 4], strict=True):
         for row, given in zip(table, entries.tolist(), strict=True):
             assert row == [-1 if e < 0 else e - e % 5 + (e + offset) % 5 for e in given]
@@ -1043,3 +1045,12 @@ def test_early_kv_is_refused_for_scratch() -> None:
     planner.bind(with_scratch.layer_view(1, PER_LAYER).kv_cache)
     without = make(layers(7, -1), slots=40, device="cpu")
     planner.bind(without.layer_view(0, PER_LAYER).kv_cache)
+
+
+def test_what_is_public_has_docstrings() -> None:
+    for name in jitattn.kv.__all__:
+        value = getattr(jitattn.kv, name)
+        assert inspect.getdoc(value), name
+        for member_name, member in vars(value).items():
+            if inspect.isfunction(member) and not member_name.startswith("_"):
+                assert inspect.getdoc(member), f"{name}.{member_name}"
