@@ -435,6 +435,11 @@ class Engine:
             old[0] + len(tokens) if state.is_stopped else max(old[0], self._after(state, tokens))
         )
         capacity = max(old[1], history + num_inputs)
+        if self._only_evicts(state, tokens, old, capacity):
+            self._append(state, tokens)
+            self._evict(state, history)
+            self._set_lengths(state, int(self.ledger.committed[row]), history, capacity)
+            return True
         # More than enough spares the first of two looks.
         blocks = (-(-capacity // self._page_size) - len(state.pages[0]) + 1) * len(self._windows)
         has_room = all(blocks <= pool.device.num_free for pool in self.pools)
@@ -447,6 +452,28 @@ class Engine:
         # Committing takes no slots, so what was found before holds; which pages it is may not.
         self._apply(state, self._changes(state, capacity, history), capacity, history)
         return True
+
+    def _only_evicts(
+        self, state: State, tokens: Tokens, old: tuple[int, int], capacity: int
+    ) -> bool:
+        """Whether a step fills no block, needs no page and has no scratch."""
+        size = self._page_size
+        return (
+            not state.reuse_scratch
+            and not state.is_stopped
+            and old[0] < old[1]  # the last page is one's own
+            and capacity <= len(state.pages[0]) * size
+            and int(self.ledger.committed[state.row]) % size + len(tokens) < size
+        )
+
+    def _evict(self, state: State, history: int) -> None:
+        """Give up the pages that have left a window."""
+        for group, window in enumerate(self._windows):
+            first = stale_end(history, window, self._page_size)
+            begin = state.first_blocks[group]
+            if first > begin:
+                gone = [b for b in range(begin, first) if state.pages[group][b] is not None]
+                self._release(state, group, Change(gone, [], [], (0, 0), first))
 
     def _append(self, state: State, tokens: Tokens) -> None:
         """Add to the committed tokens; blocks that they fill can be found from now on."""

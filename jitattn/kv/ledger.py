@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-NEVER = np.iinfo(np.int64).max
+NEVER = 2**62
 _INT64_COLUMNS = ("committed", "history", "capacity", "num_blocks", "next_stale")
 _BOOL_COLUMNS = ("is_active", "is_slow")
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jitattn.errors import KVCacheError
 from jitattn.kv.engine import Engine
-from jitattn.kv.layout import Layout, Place
+from jitattn.kv.layout import Layout, Place, stale_end
+from jitattn.kv.ledger import NEVER
 from jitattn.kv.mode import PageIndexMode
 from jitattn.kv.sequence import KVSequence
 from jitattn.kv.state import Scratch, State
@@ -89,12 +90,23 @@ class TableMaker:
             self._check_out(out, shape)
         slots = self._slots(states, group, out.shape[-1])
         scratches = self._scratches(states, group)
+        # No one has pages before this block.
+        first = self._first_block(states, group)
+        tables = out[:, : len(states)]
+        if self._device.type == "cpu":
+            tables[..., :first].numpy()[...] = -1  # torch would wake threads for it
+        else:
+            tables[..., :first].fill_(-1)
+        tables = tables[..., first:]
         for size, indexes, offsets in self._pools[group]:
-            entries = make_entries(slots, size, scratches)
-            self._spread(
-                entries, size, offsets, out[:, : len(states)], indexes, has_scratch=bool(scratches)
-            )
+            entries = make_entries(slots, size, scratches)[:, first:]
+            self._spread(entries, size, offsets, tables, indexes, has_scratch=bool(scratches))
         return out
+
+    def _first_block(self, states: Sequence[State], group: int) -> int:
+        history = self._engine.ledger.history[[state.row for state in states]]
+        window = self._layout.groups[group].window_left
+        return stale_end(int(history.min(initial=NEVER)), window, self._layout.page_size)
 
     def one_layer(
         self, seqs: Sequence[KVSequence], place: Place, rows: object, out: Tensor | None, *,
@@ -166,7 +178,11 @@ class TableMaker:
             out = [array[i] for i in indexes]
             spread_entries(entries, size, offsets, out, has_scratch=has_scratch)
             return
-        here = torch.from_numpy(entries).pin_memory().to(self._device, non_blocking=True)
+        here = (
+            torch.from_numpy(np.ascontiguousarray(entries))
+            .pin_memory()
+            .to(self._device, non_blocking=True)
+        )
         ids = spread_on_device(here, size, self._offsets_on_device(offsets))
         if len(indexes) == tables.shape[0]:
             tables.copy_(ids)
