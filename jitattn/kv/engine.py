@@ -435,7 +435,7 @@ class Engine:
             old[0] + len(tokens) if state.is_stopped else max(old[0], self._after(state, tokens))
         )
         capacity = max(old[1], history + num_inputs)
-        if self._only_evicts(state, tokens, old, capacity):
+        if self._only_evicts(state, old, capacity):
             self._append(state, tokens)
             self._evict(state, history)
             self._set_lengths(state, int(self.ledger.committed[row]), history, capacity)
@@ -453,17 +453,13 @@ class Engine:
         self._apply(state, self._changes(state, capacity, history), capacity, history)
         return True
 
-    def _only_evicts(
-        self, state: State, tokens: Tokens, old: tuple[int, int], capacity: int
-    ) -> bool:
-        """Whether a step fills no block, needs no page and has no scratch."""
-        size = self._page_size
+    def _only_evicts(self, state: State, old: tuple[int, int], capacity: int) -> bool:
+        """Whether a step from ``old`` history and capacity needs no page and has no scratch."""
         return (
             not state.reuse_scratch
             and not state.is_stopped
             and old[0] < old[1]  # the last page is one's own
-            and capacity <= len(state.pages[0]) * size
-            and int(self.ledger.committed[state.row]) % size + len(tokens) < size
+            and capacity <= len(state.pages[0]) * self._page_size
         )
 
     def _evict(self, state: State, history: int) -> None:

@@ -635,6 +635,30 @@ def test_what_nobody_has_goes_to_the_host_too() -> None:
     assert manager.stats().dropped_pages == 1
 
 
+def test_the_host_keeps_what_is_worth_more() -> None:
+    manager = make(layers(-1), slots=2, host_slots=1)
+    start(manager, range(4), priority=100).close()
+    seq = manager.create_sequence()
+    assert seq.resume()
+    assert seq.resize(8)  # the block goes to the host
+    seq.close()
+    assert found(manager, range(4)) == 4
+    start(manager, range(50, 54), priority=0).close()
+    seq = manager.create_sequence()
+    assert seq.resume()
+    assert seq.resize(8)
+    assert (found(manager, range(4)), found(manager, range(50, 54))) == (4, 0)
+    # One that is held goes there whatever that costs.
+    seq.close()
+    held = start(manager, range(70, 74), priority=0)
+    held.suspend()
+    other = manager.create_sequence()
+    assert other.resume()
+    assert other.resize(8)
+    assert found(manager, range(4)) == 0
+    assert manager.stats().pools[0].host_held == 1
+
+
 def test_pinned_pages_stay() -> None:
     manager = make(layers(3), slots=4, device="cpu")
     seq = start(manager, range(8))
@@ -672,6 +696,18 @@ def test_forks_share_pages_and_copy_the_last_one_once() -> None:
     assert len(set(ids[:, 2].tolist())) == 4
     assert manager.stats().copied_pages == 3  # the parent goes on in place
     assert used(manager) == [2 + 4]
+
+
+def test_a_fork_that_only_catches_up_copies_before_it_writes() -> None:
+    manager = make(layers(-1))
+    parent = start(manager, range(3))
+    assert parent.resize(6, 6)
+    child = parent.fork()
+    shared = child.base_page_ids(0).tolist()
+    assert manager.advance([child], [3]) == [True]
+    assert (child.num_committed_tokens, child.history_len, child.capacity) == (4, 6, 7)
+    assert child.base_page_ids(0)[1] != shared[1]
+    assert child.base_page_ids(0)[0] == shared[0]
 
 
 def test_a_fork_of_a_running_step_has_its_history_alone() -> None:
@@ -910,6 +946,22 @@ def test_tables_are_the_formula() -> None:
         view = manager.layer_view(layer_id, PER_LAYER)
         assert view.block_table(seqs).table.tolist() == tables[index].tolist()
         assert repr(view) == f"LayerView({layer_id}, per_layer)"
+
+
+def test_tables_of_windows_that_stand_apart() -> None:
+    manager = make(layers(7, 7, 7))
+    seqs = [start(manager, range(n, 2 * n)) for n in (60, 5, 33)]
+    out = torch.full((3, 4, 20), 77, dtype=torch.int32)
+    for tables in (manager.block_tables(seqs, 0, out=out), manager.block_tables(seqs, 0)):
+        for layer in range(3):
+            for row, seq in enumerate(seqs):
+                ids = seq.base_page_ids(0)
+                wanted = np.where(ids < 0, -1, 3 * ids + layer).tolist()
+                assert tables[layer, row].tolist() == wanted + [-1] * (
+                    tables.shape[2] - len(wanted)
+                )
+    assert (out[:, 3] == 77).all()
+    assert manager.block_tables([], 0).shape == (3, 0, 1)
 
 
 def test_ids_on_a_device_are_those_of_the_host() -> None:
