@@ -176,9 +176,11 @@ def plot(path: Path) -> None:
                 axes.bar(i + side, full, 0.36, color="#999999")
                 color = "#D55E00" if reuse_scratch else "#0072B2"
                 axes.bar(i + side, windowed, 0.36, bottom=full, color=color)
+                whole = full + windowed
+                axes.text(i + side, whole, f"{whole:.1f}", ha="center", va="bottom", fontsize=8)
         labels = [f"{_tokens(p)}, chunks {_tokens(c)}" for p, c in shown]
         axes.set_xticks(range(len(shown)), labels, fontsize=8)
-        axes.set_yscale("log")
+        axes.margins(y=0.12)
         axes.set_title(model.name, fontsize=10)
         axes.set_ylabel("GiB at the peak")
     panels[0].bar(0, 0, color="#999999", label="layers that keep all")
