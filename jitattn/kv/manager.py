@@ -260,7 +260,7 @@ class KVCacheManager:
             if begin + count > int(capacity[i]):
                 raise KVCacheError(
                     f"sequence {state.id} can't advance by {count} tokens after {begin}: its "
-                    f"capacity is {int(capacity[i])}"
+                    f"capacity is {int(capacity[i])} (an advance by none makes room)"
                 )
             new = max(begin + count, int(history[i]))
             self._engine.check_lengths(state, max(int(capacity[i]), new + inputs), new)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import jitattn
 from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig, PageIndexMode
 from tests.kv_serving import (
     HEAD_DIM,
@@ -82,7 +83,7 @@ def test_pages_return_from_the_host_in_the_order_of_the_stream() -> None:
     slot_bytes = sum(layers[0].part_bytes(32))
     manager = KVCacheManager(
         KVCacheConfig(
-            page_size=32, gpu_bytes=64 * slot_bytes, host_bytes=64 * slot_bytes, layers=layers
+            page_size=32, gpu_bytes=64 * slot_bytes, host_bytes=200 * slot_bytes, layers=layers
         ),
         device="cuda",
     )
@@ -101,3 +102,43 @@ def test_pages_return_from_the_host_in_the_order_of_the_stream() -> None:
             seq.suspend()
     stats = manager.stats()
     assert min(stats.offloaded_pages, stats.reloaded_pages) > 500
+
+
+def test_a_replay_reads_tables_that_were_written_in_place() -> None:
+    manager = windowed_manager(
+        2, window_left=20, page_size=8, slots=40, device="cuda", reuse_scratch=False
+    )
+    for region in manager.regions(0):
+        region.memory.zero_()
+    planner = windowed_planner(20, 8, "cuda")
+    view = manager.layer_view(1, PageIndexMode.SHARED)
+    seq = manager.create_sequence()
+    assert seq.resume()
+    assert seq.resize(1)
+    table = torch.full((1, 16), -1, dtype=torch.int32, device="cuda")
+    seq_lens = torch.ones(1, dtype=torch.int32, device="cuda")
+    q, k, v = torch.randn(3, 1, 1, HEAD_DIM, device="cuda").bfloat16()
+    pages = view.block_table([seq], out=table)
+
+    def write(replayed: bool) -> torch.Tensor:
+        jitattn.append_kv(k, v, view.kv_cache, pages=pages, seq_lens=seq_lens)
+        if replayed:
+            plan.refresh()
+        out = (plan if replayed else planner.plan(pages, seq_lens)).run(q, view.kv_cache)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    plan = planner.plan(pages, seq_lens)
+    write(replayed=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = write(replayed=True)
+    for position in range(40):
+        view.block_table([seq], out=table)
+        seq_lens.fill_(position + 1)
+        k.normal_()
+        v.normal_()
+        graph.replay()
+        assert torch.equal(captured, write(replayed=False))
+        assert manager.advance([seq], [position]) == [True]
