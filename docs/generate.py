@@ -16,15 +16,19 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import jitattn
-from jitattn import cli, knobs, support
+from jitattn import cli, knobs, kv, support
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other classes are made by jitattn, and their constructors are its own business.
 _CONSTRUCTED = {
     "AttentionPlanner",
     "BlockTable",
+    "KVCacheConfig",
+    "KVCacheManager",
+    "LayerConfig",
     "MLAPlanner",
     "QuantizedKV",
     "Rope",
@@ -112,15 +116,23 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
 
 
 def api_page() -> str:
-    """Return docs/api.md, from the docstrings of ``jitattn.__all__``."""
+    """Return docs/api.md, from the docstrings of what ``jitattn`` and ``jitattn.kv`` export."""
     parts = [f"# API\n\n{NOTE}\n\nEverything below is imported from `jitattn`.\n"]
-    for name in sorted(jitattn.__all__, key=str.lower):
-        value = getattr(jitattn, name)
+    parts += _sections(jitattn)
+    parts.append("# Page manager\n\nEverything below is imported from `jitattn.kv`.\n")
+    parts += _sections(kv)
+    return "\n".join(parts)
+
+
+def _sections(module: ModuleType) -> list[str]:
+    parts = []
+    for name in sorted(module.__all__, key=str.lower):
+        value = getattr(module, name)
         if inspect.isclass(value):
             parts.append(_class_section(name, value))
         elif callable(value):
             parts.append(f"## {name}\n\n{_signature(name, value)}\n{_docstring(value)}\n")
-    return "\n".join(parts)
+    return parts
 
 
 def _class_section(name: str, cls: type) -> str:
@@ -153,11 +165,11 @@ def _members(cls: type) -> dict[str, object]:
 
 
 def _is_public(cls: type) -> bool:
-    return cls.__name__ in jitattn.__all__
+    return cls.__name__ in (*jitattn.__all__, *kv.__all__)
 
 
 def _fields(cls: type) -> str:
-    if not dataclasses.is_dataclass(cls):
+    if not dataclasses.is_dataclass(cls) or "Attributes:" in (cls.__doc__ or ""):
         return ""
     texts = _attribute_docstrings(cls)
     lines = [

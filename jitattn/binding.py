@@ -102,6 +102,7 @@ class BoundCache:
         "v",
         "v_at",
         "v_scale",
+        "view",
     )
 
     def __init__(
@@ -117,6 +118,7 @@ class BoundCache:
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
         block_scales: tuple[CacheView, CacheView] | None = None,
+        view: object = None,
     ) -> None:
         """Made by ``AttentionPlanner.bind``, with the planner's own ``config`` and ``device``."""
         self.config = config
@@ -129,6 +131,8 @@ class BoundCache:
         self.k_scale = k_scale
         self.v_scale = v_scale
         self.block_scales = block_scales
+        # Of a page manager's cache, which tables it is for.
+        self.view = view
         # One object for the caches of a planner that differ in addresses and scales only.
         self.kind = kind
         # These say where K and V are now: the memory of a tensor may move.

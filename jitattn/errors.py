@@ -8,6 +8,7 @@ JitAttnError
   + KernelNotFoundError       JIT is off and no cache holds the kernel         (also LookupError)
   + CacheError                a cache or bundle that must not be used            (also OSError)
   + DriverError               the CUDA driver refused a call                     (also RuntimeError)
+  + KVCacheError              the page manager was misused                       (also RuntimeError)
 
 Each of them survives pickling, since precompilation reports failures from worker processes.
 """
@@ -102,3 +103,7 @@ class CacheError(JitAttnError, OSError):
 
 class DriverError(JitAttnError, RuntimeError):
     """The CUDA driver refused a call."""
+
+
+class KVCacheError(JitAttnError, RuntimeError):
+    """The page manager was misused: a closed sequence, a shrinking history, a second close."""

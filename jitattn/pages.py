@@ -90,6 +90,21 @@ class BlockTable(_Fixed):
         return min(self.table.shape[-1] * page_size, MAX_KV_LEN)
 
 
+class ViewTable(BlockTable):
+    """A block table whose ids count in caches of one view: those of a page manager.
+
+    Attributes:
+        view: what a cache has that the table is for, as ``view_of`` finds it; None is any.
+    """
+
+    __slots__ = ("view",)
+
+    def __init__(self, table: Tensor, *, rows: Tensor | None = None, view: object = None) -> None:
+        """Hold them; nothing is copied."""
+        super().__init__(table, rows=rows)
+        self.view = view
+
+
 class TokenTable(_Fixed):
     """The slot of every token: a request-to-token pool. Layout "token".
 
@@ -236,6 +251,27 @@ class RaggedKV(_Fixed):
 
 
 Pages = BlockTable | TokenTable | CsrPages | RaggedKV
+
+
+_VIEW = "jitattn_view"
+
+
+def mark_view(tensor: Tensor, view: object) -> None:
+    """Note on the first tensor of a cache which tables it is for."""
+    setattr(tensor, _VIEW, view)
+
+
+def view_of(kv_cache: object) -> object:
+    """Return what a page manager noted on a cache; None where it comes from elsewhere."""
+    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
+    return getattr(getattr(first, "k", first), _VIEW, None)
+
+
+def check_view(pages: object, view: object) -> None:
+    """Raise ValueError where a table counts pages otherwise than the cache of ``view``."""
+    wanted = getattr(pages, "view", None)
+    if wanted is not None and view is not None and wanted != view:
+        raise ValueError(f"pages is a table for {wanted}: the cache is of {view}")
 
 
 def check_indptr(name: str, indptr: Tensor) -> None:

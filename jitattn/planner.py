@@ -32,6 +32,8 @@ from jitattn.pages import (
     Pages,
     check_device,
     check_tensor,
+    check_view,
+    view_of,
 )
 from jitattn.planning import (
     Q_VECTOR,
@@ -198,7 +200,13 @@ class AttentionPlanner(_Arguments):
                 kernels, tensor_maps = self._kernels.bind_blocks(blocks)
             else:
                 kernels, tensor_maps = self._kernels.bind(k, v)
-        kind: object = (kernels, k.strides, v.strides)
+        view = view_of(kv_cache)
+        if self.config.early_kv and getattr(view, "has_scratch", False):
+            raise ValueError(
+                f"kv_cache is of {view}, where layers write scratch pages that earlier layers have "
+                "read: a planner with early_kv=True can't read them before its predecessor ends"
+            )
+        kind: object = (kernels, k.strides, v.strides, view)
         if self.config.page_table == "ragged":
             kind = object()  # its tokens are counted, and few come twice
         else:
@@ -214,6 +222,7 @@ class AttentionPlanner(_Arguments):
             k_scale=scales[0],
             v_scale=scales[1],
             block_scales=None if blocks is None else (blocks.k_scales, blocks.v_scales),
+            view=view,
         )
 
     def plan(
@@ -348,6 +357,8 @@ class Plan(PlanBase):
         ):  # not bound by this planner
             kv = self._bound(kv)
         pages = self._batch.pages if pages is None else self._checked_pages(pages)
+        if kv.view is not None:
+            check_view(pages, kv.view)
         out, out_layout = self._new_out(q) if out is None else self._checked_out(out, q)
         lse_layout = NO_LAYOUT
         if lse is not None or return_lse:

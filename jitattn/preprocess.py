@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jitattn.pages import Pages
+from jitattn.pages import Pages, ViewTable, check_view, view_of
 from jitattn.preprocess_call import Arguments, QkvParts, check
 from jitattn.preprocess_reference import preprocess as preprocess_by_definition
 from jitattn.preprocess_values import check_values
@@ -148,6 +148,8 @@ def append_kv(
 
 
 def _preprocess(arguments: Arguments, first: object) -> Tensor | None:
+    if isinstance(arguments.pages, ViewTable):
+        check_view(arguments.pages, view_of(arguments.kv_cache))
     if not isinstance(first, Tensor) or not first.is_cuda:
         call = check(arguments)
         check_values(call)

@@ -26,6 +26,7 @@ LOG = """decode.cu.jinja(38): error: identifier "oops" is undefined
         (errors.KernelNotFoundError, LookupError),
         (errors.CacheError, OSError),
         (errors.DriverError, RuntimeError),
+        (errors.KVCacheError, RuntimeError),
         (errors.TemplateError, Exception),
     ],
 )

@@ -113,6 +113,15 @@ DOORS = {
     "rich": {"cli", "demo", "bundles"},
 }
 
+# The page manager, downwards; it may import these of the package, and nothing there imports it.
+KV_ORDER = (
+    "config", "mode", "layout", "slots", "pool", "tree", "state", "ledger", "tables", "engine",
+    "storage", "sequence", "views", "manager", "__init__",
+)  # fmt: skip
+KV_BELOW = {"errors", "config", "pages", "page_copies", "quantization"}
+KV_TORCH = {"storage", "views", "manager"}  # the last where a manager has storage
+KV_MODULES = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "kv").glob("*.py")}
+
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
 
 
@@ -149,6 +158,26 @@ def test_imports_point_down(module: str) -> None:
             assert chain.index(imported) < chain.index(module), f"{module} imports {imported}"
         else:
             assert LAYER_OF[imported] < LAYER_OF[module], f"{module} imports {imported}"
+
+
+def test_the_page_manager_has_its_order() -> None:
+    assert set(KV_MODULES) == set(KV_ORDER)
+    for module, tree in KV_MODULES.items():
+        names = set(imports(tree))
+        assert ("torch" in names) <= (module in KV_TORCH), module
+        for name in names:
+            parts = name.split(".")
+            if parts[:2] == ["jitattn", "kv"] and len(parts) == 3:
+                assert KV_ORDER.index(parts[2]) < KV_ORDER.index(module), f"{module} imports {name}"
+            elif parts[0] == "jitattn" and len(parts) == 2 and parts[1] != "kv":
+                assert parts[1] in KV_BELOW, f"{module} imports {name}"
+
+
+def test_nothing_imports_the_page_manager() -> None:
+    users = {
+        m for m, tree in MODULES.items() if any(n.startswith("jitattn.kv") for n in imports(tree))
+    }
+    assert users == set()
 
 
 def test_no_public_name_is_also_a_module() -> None:

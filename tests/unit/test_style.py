@@ -17,7 +17,7 @@ import pytest
 import jitattn
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jitattn").glob("*.py"))}
+PACKAGE = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jitattn").rglob("*.py"))}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # docs/glossary.md gives the word to use instead.
@@ -151,7 +151,7 @@ def test_text_files_end_with_one_newline() -> None:
             "*.md",
             "*.toml",
             "*.txt",
-            "jitattn/*.py",
+            "jitattn/**/*.py",
             "templates/**/*",
             "tests/**/*.py",
         )

@@ -1,0 +1,162 @@
+"""What a page manager is made of: ``KVCacheConfig`` and its ``LayerConfig``s. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from jitattn.config import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_PRIORITY = 35
+MAX_PRIORITY = 100
+_NVFP4_BLOCK = 16
+_BITS = {
+    "float16": 16,
+    "bfloat16": 16,
+    "float32": 32,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int8": 8,
+    "uint8": 8,
+    "nvfp4": 4,
+}
+
+
+def _check_int(name: str, value: object, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    if value < low:
+        raise ValueError(f"{name} is {value}: expected at least {low}")
+    return int(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerConfig:
+    """The cache of one attention layer.
+
+    Attributes:
+        layer_id: the caller's number for it, unique.
+        num_kv_heads: heads of K and V.
+        head_dim: elements of a head of K.
+        dtype: of K and V, a torch dtype or its name; "nvfp4" has block scales besides.
+        window_left: earlier tokens that a query sees besides itself; -1 is all. Pages that no later
+            query can see are given back.
+        head_dim_vo: elements of a head of V; None is ``head_dim``.
+    """
+
+    layer_id: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype | str = "bfloat16"
+    window_left: int = -1
+    head_dim_vo: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields and keep the dtype as its name.
+
+        Raises:
+            TypeError, ValueError: a field that doesn't fit.
+        """
+        name = f"layer {self.layer_id}: "
+        _check_int("layer_id", self.layer_id, 0)
+        _check_int(f"{name}num_kv_heads", self.num_kv_heads, 1)
+        _check_int(f"{name}head_dim", self.head_dim, 1)
+        _check_int(f"{name}head_dim_vo", self.dim_vo, 1)
+        _check_int(f"{name}window_left", self.window_left, -1)
+        dtype = dtype_name(self.dtype)
+        if dtype not in _BITS:
+            raise ValueError(f"{name}dtype is {dtype}: expected one of {', '.join(_BITS)}")
+        object.__setattr__(self, "dtype", dtype)
+        if dtype == "nvfp4" and (self.head_dim % _NVFP4_BLOCK or self.dim_vo % _NVFP4_BLOCK):
+            raise ValueError(
+                f"{name}head dims are {self.head_dim} and {self.dim_vo}: nvfp4 takes multiples "
+                f"of {_NVFP4_BLOCK}"
+            )
+
+    @property
+    def dim_vo(self) -> int:
+        """Elements of a head of V."""
+        return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+
+    def part_bytes(self, page_size: int) -> tuple[int, ...]:
+        """Return the bytes of what lies in a page of this layer, one part after the other.
+
+        K and V, and for nvfp4 the block scales of K and of V.
+        """
+        rows = page_size * self.num_kv_heads
+        dims = (self.head_dim, self.dim_vo)
+        data = tuple(rows * dim * _BITS[str(self.dtype)] // 8 for dim in dims)
+        if self.dtype != "nvfp4":
+            return data
+        return (*data, *(rows * dim // _NVFP4_BLOCK for dim in dims))
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of what a tensor of it has as elements; of nvfp4, bytes."""
+        return max(_BITS[str(self.dtype)] // 8, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCacheConfig:
+    """The layers of a model, and the memory for their pages.
+
+    Attributes:
+        page_size: tokens of a page.
+        gpu_bytes: memory for pages on the device (on the CPU: in the first tier).
+        layers: the attention layers, any order.
+        host_bytes: memory for pages that have left the device; 0 is none.
+        reuse_scratch: let the pages of a prompt that no later query can see share slots between
+            layers (windowed layers only). A sequence can do without.
+        max_rewind_len: of a step with scratch, how many of its last tokens may be taken back.
+        kv_layout: "NHD" (token, head) or "HND": the order of a page's dimensions.
+        typical_len: tokens of a typical sequence: groups of layers whose slots differ share the
+            memory in proportion to what such a sequence takes.
+    """
+
+    page_size: int
+    gpu_bytes: int
+    layers: Sequence[LayerConfig]
+    host_bytes: int = 0
+    reuse_scratch: bool = False
+    max_rewind_len: int = 0
+    kv_layout: str = "NHD"
+    typical_len: int = 2048
+
+    def __post_init__(self) -> None:
+        """Check the fields and keep the layers as a tuple.
+
+        Raises:
+            TypeError, ValueError: a field that doesn't fit.
+        """
+        _check_int("page_size", self.page_size, 1)
+        _check_int("gpu_bytes", self.gpu_bytes, 1)
+        _check_int("host_bytes", self.host_bytes, 0)
+        _check_int("max_rewind_len", self.max_rewind_len, 0)
+        _check_int("typical_len", self.typical_len, 1)
+        if not isinstance(self.reuse_scratch, bool):
+            raise TypeError(f"reuse_scratch is {self.reuse_scratch!r}: expected True or False")
+        if self.kv_layout not in ("NHD", "HND"):
+            raise ValueError(f"kv_layout is {self.kv_layout!r}: expected 'NHD' or 'HND'")
+        layers = tuple(self.layers)
+        object.__setattr__(self, "layers", layers)
+        if not layers:
+            raise ValueError("layers is empty: expected at least one LayerConfig")
+        seen: set[int] = set()
+        for layer in layers:
+            if not isinstance(layer, LayerConfig):
+                raise TypeError(f"layers has a {type(layer).__name__}: expected LayerConfig")
+            if layer.layer_id in seen:
+                raise ValueError(f"layers has layer_id {layer.layer_id} twice")
+            seen.add(layer.layer_id)
+            self._check_items(layer)
+
+    def _check_items(self, layer: LayerConfig) -> None:
+        page_bytes = sum(layer.part_bytes(self.page_size))
+        odd = [n for n in layer.part_bytes(self.page_size) if n % layer.item_bytes]
+        if odd or page_bytes == 0 or (layer.dtype == "nvfp4" and page_bytes % 2):
+            raise ValueError(f"layer {layer.layer_id} has pages of {page_bytes} bytes")

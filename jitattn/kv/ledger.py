@@ -1,0 +1,79 @@
+"""Lengths and page ids of all open sequences, a row each, so that many are read at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+NEVER = 2**62
+_INT64_COLUMNS = ("committed", "history", "capacity", "num_blocks", "next_stale")
+_BOOL_COLUMNS = ("is_active", "is_slow")
+
+
+class Ledger:
+    """A table whose rows are sequences.
+
+    Attributes:
+        committed: tokens that are final.
+        history: tokens without a query in the next step.
+        capacity: tokens that there are pages for.
+        num_blocks: pages of a group that these tokens take, those it no longer has included.
+        next_stale: the history at which a group loses its next page.
+        is_active: whether its pages are on the device and stay there.
+        is_slow: whether a step of it has to look at more than lengths.
+        tail: the committed tokens of the last block that isn't full, [rows, page_size].
+        ids: for each group int32 [rows, width], the slot of each block; -1 is none.
+    """
+
+    committed: NDArray[np.int64]
+    history: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    num_blocks: NDArray[np.int64]
+    next_stale: NDArray[np.int64]
+    is_active: NDArray[np.bool_]
+    is_slow: NDArray[np.bool_]
+
+    def __init__(self, num_groups: int, page_size: int) -> None:
+        """Begin with no rows taken."""
+        for name in _INT64_COLUMNS:
+            setattr(self, name, np.zeros(0, np.int64))
+        for name in _BOOL_COLUMNS:
+            setattr(self, name, np.zeros(0, np.bool_))
+        self.tail = np.zeros((0, page_size), np.int64)
+        self.ids = [np.full((0, 16), -1, np.int32) for _ in range(num_groups)]
+        self._free: list[int] = []
+
+    def add(self) -> int:
+        """Take a row, whose ids are -1."""
+        if not self._free:
+            self._grow_rows(max(16, 2 * len(self.committed)))
+        return self._free.pop()
+
+    def remove(self, row: int) -> None:
+        """Give a row back."""
+        self.is_active[row] = False
+        for ids in self.ids:
+            ids[row] = -1
+        self._free.append(row)
+
+    def widen(self, num_blocks: int) -> None:
+        """Have room for the ids of so many blocks."""
+        width = self.ids[0].shape[1]
+        if num_blocks > width:
+            width = max(num_blocks, width + width // 2)
+            for group, ids in enumerate(self.ids):
+                wider = np.full((len(ids), width), -1, np.int32)
+                wider[:, : ids.shape[1]] = ids
+                self.ids[group] = wider
+
+    def _grow_rows(self, count: int) -> None:
+        old = len(self.committed)
+        more = count - old
+        for name in (*_INT64_COLUMNS, *_BOOL_COLUMNS, "tail"):
+            column = getattr(self, name)
+            blank = np.zeros((more, *column.shape[1:]), column.dtype)
+            setattr(self, name, np.concatenate([column, blank]))
+        for group, ids in enumerate(self.ids):
+            blank_ids = np.full((more, ids.shape[1]), -1, np.int32)
+            self.ids[group] = np.concatenate([ids, blank_ids])
+        self._free.extend(range(count - 1, old - 1, -1))

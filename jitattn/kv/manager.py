@@ -1,0 +1,511 @@
+"""Pages of all layers for all requests: ``KVCacheManager``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jitattn.errors import KVCacheError
+from jitattn.kv.config import DEFAULT_PRIORITY, MAX_PRIORITY, KVCacheConfig
+from jitattn.kv.engine import Engine, as_int64
+from jitattn.kv.layout import LayerGroup, check_slots, make_layout, split_bytes
+from jitattn.kv.mode import PageIndexMode
+from jitattn.kv.sequence import KVSequence
+from jitattn.kv.state import State, Status
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from jitattn.kv.storage import Storage
+    from jitattn.kv.views import LayerView, TableMaker
+
+_NO_TOKENS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """One set of slots.
+
+    Attributes:
+        slot_bytes: bytes of a slot, all pools together.
+        total: slots on the device.
+        used: of them, those of active sequences, scratch and pins.
+        held: those of suspended sequences alone.
+        reusable: those that only later sequences may want.
+        free: the others.
+        peak: the most that were not free at a time.
+        host_total: slots on the host.
+        host_held: of them, those of suspended sequences.
+        host_reusable: those that only later sequences may want.
+    """
+
+    slot_bytes: int
+    total: int
+    used: int
+    held: int
+    reusable: int
+    free: int
+    peak: int
+    host_total: int
+    host_held: int
+    host_reusable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a manager has, and has done.
+
+    Attributes:
+        pools: each set of slots.
+        num_sequences: open ones.
+        prompt_tokens: of the prompts that sequences were made with.
+        reused_tokens: those of them that were there already.
+        copied_pages: copies before a write, and so on: blocks of a group.
+        offloaded_pages: blocks that went to the host.
+        reloaded_pages: blocks that came back.
+        dropped_pages: blocks that no one had and that were lost for want of room.
+    """
+
+    pools: tuple[PoolStats, ...]
+    num_sequences: int
+    prompt_tokens: int
+    reused_tokens: int
+    copied_pages: int
+    offloaded_pages: int
+    reloaded_pages: int
+    dropped_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where the slots of a group lie in one pool.
+
+    Layer ``layer_ids[i]`` has the bytes from ``begins[i]`` on of each slot, ``page_bytes`` of them:
+    K, V and, of nvfp4, their block scales, one after the other.
+
+    Attributes:
+        memory: uint8 [num_slots, slot_bytes], contiguous.
+        slot_bytes: from a slot to the next.
+        layer_ids: the layers that the pool has pages of.
+        begins: where in a slot each begins.
+        page_bytes: bytes of each.
+        part_bytes: of each, the bytes of its parts.
+    """
+
+    memory: Tensor
+    slot_bytes: int
+    layer_ids: tuple[int, ...]
+    begins: tuple[int, ...]
+    page_bytes: int
+    part_bytes: tuple[tuple[int, ...], ...]
+
+
+class KVCacheManager:
+    """The pages of a model's layers, given to requests and taken back.
+
+    For one thread at a time. On a CUDA device all copies are ordered on the stream that is current
+    when a method is called; give it the stream that runs the model.
+
+    Attributes:
+        config: what it was made of.
+        layer_groups: layers that share pages' comings and goings.
+    """
+
+    def __init__(
+        self, config: KVCacheConfig, *, device: torch.device | str | int | None = None
+    ) -> None:
+        """Allocate all memory.
+
+        Args:
+            config: layers and sizes.
+            device: "cpu", a CUDA device, or None: no storage, for planning.
+
+        Raises:
+            TypeError, ValueError: ``config`` is something else, or ``gpu_bytes`` is too little.
+        """
+        if not isinstance(config, KVCacheConfig):
+            raise TypeError(f"config is a {type(config).__name__}: expected a KVCacheConfig")
+        layout = make_layout(config)
+        counts = split_bytes(layout, config.gpu_bytes, config.typical_len, least=1)
+        host_counts = split_bytes(layout, config.host_bytes, config.typical_len, least=0)
+        check_slots(layout, counts, config.gpu_bytes)
+        self.config = config
+        self.layer_groups = layout.groups
+        self._layout = layout
+        self._storage: Storage | None = None
+        if device is not None:
+            import torch
+
+            from jitattn.kv.storage import Storage
+            from jitattn.pages import check_supported
+
+            where = _with_index(torch.device(device))
+            check_supported(where)
+            self._storage = Storage(layout, counts, host_counts, where)
+        self._engine = Engine(config, layout, counts, host_counts, self._storage)
+        self._views: dict[tuple[int, PageIndexMode], LayerView] = {}
+        self._table_maker: TableMaker | None = None
+        self._is_closed = False
+
+    # --- sequences
+
+    def create_sequence(
+        self,
+        prompt: object = None,
+        *,
+        priority: int = DEFAULT_PRIORITY,
+        reuse_scratch: bool | None = None,
+        reuse_scope: str = "",
+    ) -> KVSequence:
+        """Begin a suspended sequence, with the longest prefix of its prompt that there is.
+
+        Its three lengths are the tokens of that prefix. Leave out the prompt's last token where
+        its logits are wanted: what is found is not computed again.
+
+        Args:
+            prompt: integers, [n], in any container; None is no prompt.
+            priority: 0 to 100, of its pages: those of lower ones are evicted first.
+            reuse_scratch: whether its steps have scratch; None is the configuration's.
+            reuse_scope: only sequences of one scope share pages; for adapters and tenants.
+
+        Raises:
+            KVCacheError: the manager is closed.
+            TypeError, ValueError: an argument that doesn't fit, or ``reuse_scratch=True`` where
+                the configuration has none.
+        """
+        self._check_open()
+        tokens = _NO_TOKENS if prompt is None else as_int64(prompt)
+        if isinstance(priority, bool) or not isinstance(priority, Integral):
+            raise TypeError(f"priority is {priority!r}: expected an integer")
+        if not 0 <= priority <= MAX_PRIORITY:
+            raise ValueError(f"priority is {priority}: expected 0 to {MAX_PRIORITY}")
+        if reuse_scratch is not None and not isinstance(reuse_scratch, bool):
+            raise TypeError(f"reuse_scratch is {reuse_scratch!r}: expected True, False or None")
+        if reuse_scratch and not self.config.reuse_scratch:
+            raise ValueError("reuse_scratch=True: the manager was made with reuse_scratch=False")
+        if not isinstance(reuse_scope, str):
+            raise TypeError(f"reuse_scope is {reuse_scope!r}: expected a string")
+        has_scratch = self.config.reuse_scratch if reuse_scratch is None else reuse_scratch
+        state = self._engine.create(tokens, int(priority), has_scratch, reuse_scope)
+        return KVSequence(self, self._engine, state)
+
+    def advance(
+        self, seqs: Sequence[KVSequence], new_tokens: object, *, num_inputs: int = 1
+    ) -> list[bool]:
+        """Commit what a step has computed and make room for the next one, for many sequences.
+
+        Of each sequence, in order: its new tokens are committed (of one that has stopped
+        committing, history grows by as many), pages leave the window, and the capacity grows to
+        ``num_inputs`` tokens after the history, if it isn't there yet.
+
+        Args:
+            seqs: active sequences, each once.
+            new_tokens: for each its tokens: integers [batch_size] or [batch_size, n], or a list of
+                lists.
+            num_inputs: tokens of each sequence in the next step.
+
+        Returns:
+            For each whether there was room. Of one without, nothing has changed.
+
+        Raises:
+            KVCacheError: a closed, suspended or foreign sequence, one that is there twice, or more
+                tokens than its capacity has; nothing has changed then.
+            TypeError, ValueError: the other arguments don't fit.
+        """
+        states = self._active_states(seqs)
+        flat, counts = _as_lists(new_tokens, len(states))
+        if isinstance(num_inputs, bool) or not isinstance(num_inputs, Integral):
+            raise TypeError(f"num_inputs is {num_inputs!r}: expected an integer")
+        if num_inputs < 1:
+            raise ValueError(f"num_inputs is {num_inputs}: expected at least 1")
+        rows = np.fromiter((state.row for state in states), np.int64, len(states))
+        if len(np.unique(rows)) < len(rows):
+            raise KVCacheError("seqs has a sequence twice")
+        is_slow = self._look(states, rows, counts, int(num_inputs))
+        self._advance_fast(rows, flat, counts, ~is_slow, int(num_inputs))
+        grown = [True] * len(states)
+        slow = np.flatnonzero(is_slow).tolist()
+        ends = np.cumsum(counts) if slow else counts
+        for i in slow:
+            tokens = flat[ends[i] - counts[i] : ends[i]]
+            grown[i] = self._engine.advance(states[i], tokens, int(num_inputs))
+        return grown
+
+    def _look(
+        self, states: list[State], rows: NDArray[np.int64], counts: NDArray[np.int64], inputs: int
+    ) -> NDArray[np.bool_]:
+        """Check what all are to do, and return which of them have to look at their pages."""
+        ledger, size = self._engine.ledger, self.config.page_size
+        committed, history = ledger.committed[rows], ledger.history[rows]
+        capacity = ledger.capacity[rows]
+        after = committed + counts
+        reach = np.maximum(history, after)
+        capacity_after = np.maximum(capacity, reach + inputs)
+        is_slow: NDArray[np.bool_] = (
+            ledger.is_slow[rows]
+            | (capacity == history)  # its last page may be another's, too
+            | (capacity_after > ledger.num_blocks[rows] * size)
+            | (after // size > committed // size)
+            | (reach >= ledger.next_stale[rows])
+        )
+        for i in np.flatnonzero((after > capacity) | ledger.is_slow[rows]).tolist():
+            state, count = states[i], int(counts[i])
+            begin = int(history[i] if state.is_stopped else committed[i])
+            if begin + count > int(capacity[i]):
+                raise KVCacheError(
+                    f"sequence {state.id} can't advance by {count} tokens after {begin}: its "
+                    f"capacity is {int(capacity[i])} (an advance by none makes room)"
+                )
+            new = max(begin + count, int(history[i]))
+            self._engine.check_lengths(state, max(int(capacity[i]), new + inputs), new)
+        return is_slow
+
+    def _advance_fast(
+        self,
+        rows: NDArray[np.int64],
+        flat: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        chosen: NDArray[np.bool_],
+        inputs: int,
+    ) -> None:
+        """Move lengths of sequences whose pages stay as they are."""
+        ledger = self._engine.ledger
+        own = np.repeat(chosen, counts)
+        rows_of, begins = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
+        at = ledger.committed[rows_of] + np.arange(len(flat)) - begins
+        ledger.tail[rows_of[own], at[own] % self.config.page_size] = flat[own]
+        rows, counts = rows[chosen], counts[chosen]
+        committed = ledger.committed[rows] + counts
+        history = np.maximum(ledger.history[rows], committed)
+        ledger.committed[rows] = committed
+        ledger.history[rows] = history
+        ledger.capacity[rows] = np.maximum(ledger.capacity[rows], history + inputs)
+
+    # --- what kernels take
+
+    def layer_view(self, layer_id: int, mode: PageIndexMode) -> LayerView:
+        """Return the cache of a layer and the maker of its tables, which are for each other.
+
+        Args:
+            layer_id: the layer.
+            mode: SHARED: ids are slots, and the cache begins at the layer's own page. PER_LAYER:
+                ids count the pages of all layers, and tables can list scratch.
+
+        Raises:
+            KVCacheError: the manager is closed.
+            ValueError: no such layer, or no mode.
+        """
+        self._check_open()
+        if layer_id not in self._layout.places:
+            raise ValueError(f"layer_id is {layer_id!r}: the manager has no such layer")
+        mode = PageIndexMode(mode)
+        key = layer_id, mode
+        if key not in self._views:
+            self._views[key] = self._make_view(layer_id, mode)
+        return self._views[key]
+
+    def _make_view(self, layer_id: int, mode: PageIndexMode) -> LayerView:
+        from jitattn.kv.views import LayerView
+
+        place = self._layout.places[layer_id]
+        cache = None
+        if self._storage is not None:
+            cache = self._storage.view(
+                place,
+                page_size=self.config.page_size,
+                kv_layout=self.config.kv_layout,
+                is_per_layer=mode is PageIndexMode.PER_LAYER,
+            )
+        has_scratch = self.config.reuse_scratch and place.layer.window_left >= 0
+        return LayerView(place, mode, self._tables(), cache, has_scratch=has_scratch)
+
+    def block_tables(
+        self, seqs: Sequence[KVSequence], group: LayerGroup | int, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return PER_LAYER tables of all layers of a group, in the order of ``layer_ids``.
+
+        Args:
+            seqs: active sequences.
+            group: of ``layer_groups``, or its index.
+            out: int32 [layers, at least batch_size, at least as wide], written in place.
+
+        Returns:
+            int32 [layers, batch_size, width], each a table for ``BlockTable``; -1 is no page. On
+            the device of the manager; on the CPU without storage.
+
+        Raises:
+            KVCacheError: a closed, suspended or foreign sequence.
+            TypeError, ValueError: ``out`` or ``group`` doesn't fit.
+        """
+        return self._tables().all_layers(seqs, self._group_index(group), out)
+
+    def _tables(self) -> TableMaker:
+        if self._table_maker is None:
+            import torch
+
+            from jitattn.kv.views import TableMaker
+
+            device = torch.device("cpu") if self._storage is None else self._storage.device
+            self._table_maker = TableMaker(self, self._engine, device)
+        return self._table_maker
+
+    def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
+        """Say whether tables of ``mode`` can list all sequences; None: each has to be asked."""
+        self._check_open()
+        if PageIndexMode(mode) is PageIndexMode.SHARED and self.config.reuse_scratch:
+            return None
+        return True
+
+    def regions(self, group: LayerGroup | int) -> tuple[Region, ...]:
+        """Return where the slots of a group lie, for transfers: a region for each pool.
+
+        Raises:
+            KVCacheError: the manager is closed or has no storage.
+            ValueError: no such group.
+        """
+        self._check_open()
+        index = self._group_index(group)
+        if self._storage is None:
+            raise KVCacheError("the manager has no storage: it was made with device=None")
+        pools = self._storage.pools[self._layout.slots_of[index]]
+        return tuple(self._region(index, number, pool) for number, pool in enumerate(pools))
+
+    def _region(self, group: int, number: int, memory: Tensor) -> Region:
+        places = [
+            place
+            for place in self._layout.places.values()
+            if place.group == group and place.pool == number
+        ]
+        return Region(
+            memory=memory,
+            slot_bytes=memory.shape[1],
+            layer_ids=tuple(place.layer.layer_id for place in places),
+            begins=tuple(place.offset * place.page_bytes for place in places),
+            page_bytes=places[0].page_bytes,
+            part_bytes=tuple(p.layer.part_bytes(self.config.page_size) for p in places),
+        )
+
+    # --- the whole
+
+    def stats(self) -> Stats:
+        """Return what there is and what has been done."""
+        self._check_open()
+        engine = self._engine
+        pools = []
+        for sizes, pool in zip(self._layout.slot_bytes, engine.pools, strict=True):
+            device, host = pool.device, pool.host
+            held, reusable, free = pool.held.size, pool.droppable.size, device.num_free
+            on_host = host.total - host.num_free - pool.on_host.size
+            pools.append(
+                PoolStats(
+                    slot_bytes=sum(sizes), total=device.total, held=held, reusable=reusable,
+                    used=device.total - free - held - reusable, free=free, peak=device.peak,
+                    host_total=host.total, host_held=on_host, host_reusable=pool.on_host.size,
+                )
+            )  # fmt: skip
+        return Stats(
+            pools=tuple(pools),
+            num_sequences=len(engine.states),
+            dropped_pages=sum(pool.num_dropped for pool in engine.pools),
+            **engine.counts,
+        )
+
+    def clear_reusable(self) -> None:
+        """Let nothing that was computed so far be found again, such as after new weights.
+
+        Open sequences keep their pages; what they commit from now on isn't found either.
+        """
+        self._check_open()
+        self._engine.clear()
+
+    def close(self) -> None:
+        """Give all memory back.
+
+        Raises:
+            KVCacheError: a sequence is open or has pinned pages, or it is closed already.
+        """
+        self._check_open()
+        if self._engine.states:
+            ids = sorted(self._engine.states)
+            raise KVCacheError(f"sequences {ids} are open: close them first")
+        if any(pool.num_locked for pool in self._engine.pools):
+            raise KVCacheError("pages of a closed sequence are pinned: unpin them first")
+        self._is_closed = True
+        self._storage = None
+        self._views.clear()
+        self._table_maker = None
+
+    # --- checks
+
+    def _check_open(self) -> None:
+        """Raise KVCacheError once it is closed."""
+        if self._is_closed:
+            raise KVCacheError("the manager is closed")
+
+    def _group_index(self, group: LayerGroup | int) -> int:
+        """Return the index of a group, given itself or that."""
+        if isinstance(group, LayerGroup):
+            if group.index < len(self.layer_groups) and self.layer_groups[group.index] == group:
+                return group.index
+        elif (
+            isinstance(group, Integral)
+            and not isinstance(group, bool)
+            and 0 <= group < len(self.layer_groups)
+        ):
+            return int(group)
+        raise ValueError(f"group is {group!r}: the manager has {len(self.layer_groups)} groups")
+
+    def _active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
+        """Return the states of sequences that are its own, open and active.
+
+        Raises:
+            KVCacheError: one that isn't.
+        """
+        self._check_open()
+        states: list[State] = []
+        append, active = states.append, Status.ACTIVE
+        for seq in seqs:
+            if not isinstance(seq, KVSequence):
+                raise TypeError(f"seqs has a {type(seq).__name__}: expected KVSequence")
+            state = seq._state
+            append(state)
+            if state.status is not active or seq._manager is not self:
+                whose = "of another manager" if seq._manager is not self else state.status.value
+                raise KVCacheError(f"sequence {state.id} is {whose}")
+        return states
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _as_lists(new_tokens: object, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return all tokens, one sequence after the other, and how many each has."""
+    try:
+        array = np.asarray(new_tokens)
+    except ValueError:  # rows of different lengths
+        array = None
+    if array is None or array.dtype == object:
+        if not isinstance(new_tokens, (list, tuple)):
+            raise TypeError(f"new_tokens is a {type(new_tokens).__name__}: expected lists")
+        lists = [as_int64(np.atleast_1d(np.asarray(tokens))) for tokens in new_tokens]
+        counts = np.array([len(tokens) for tokens in lists], np.int64)
+        flat = np.concatenate([*lists, _NO_TOKENS])
+    elif array.ndim in (1, 2):
+        counts = np.full(len(array), 1 if array.ndim == 1 else array.shape[1], np.int64)
+        flat = as_int64(array.reshape(-1))
+    else:
+        raise ValueError(f"new_tokens has shape {list(array.shape)}: expected a row a sequence")
+    if len(counts) != count:
+        raise ValueError(f"new_tokens has {len(counts)} rows: seqs has {count}")
+    return flat, counts

@@ -1,0 +1,291 @@
+"""A request of the page manager, as its user sees it: ``KVSequence``."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jitattn.errors import KVCacheError
+from jitattn.kv.engine import Engine, as_int64
+from jitattn.kv.layout import LayerGroup
+from jitattn.kv.mode import PageIndexMode
+from jitattn.kv.state import Scratch, State, Status
+
+
+class Manager(Protocol):
+    """What a sequence asks its manager."""
+
+    def _check_open(self) -> None:
+        """Raise once the manager is closed."""
+
+    def _group_index(self, group: LayerGroup | int) -> int:
+        """Return the index of a group."""
+
+
+class KVSequence:
+    """A request: its tokens in order, and the pages that hold them.
+
+    ``num_committed_tokens <= history_len <= capacity``: committed tokens are final and can be found
+    by later sequences; the history has no query in the next step; the capacity has room for the
+    tokens of the next step, which are [history_len, capacity).
+
+    A sequence is suspended, active or closed. Made by ``KVCacheManager.create_sequence``; for one
+    thread at a time, like its manager.
+    """
+
+    __slots__ = ("_engine", "_manager", "_state")
+
+    def __init__(self, manager: Manager, engine: Engine, state: State) -> None:
+        """Made by a manager or by ``fork``."""
+        self._manager = manager
+        self._engine = engine
+        self._state = state
+
+    def __repr__(self) -> str:
+        """Show the number, the status and the lengths."""
+        state = self._state
+        if state.status is Status.CLOSED:
+            return f"KVSequence({state.id}, closed)"
+        return (
+            f"KVSequence({state.id}, {state.status.value}, committed={self.num_committed_tokens}, "
+            f"history={self.history_len}, capacity={self.capacity})"
+        )
+
+    # --- reading
+
+    @property
+    def id(self) -> int:
+        """Its number, which no other sequence of the manager has."""
+        return self._state.id
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its pages are on the device, and stay there."""
+        return self._state.status is Status.ACTIVE
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self._state.status is Status.CLOSED
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Tokens that are final."""
+        return int(self._engine.ledger.committed[self._open().row])
+
+    @property
+    def history_len(self) -> int:
+        """Tokens that have no query in the next step."""
+        return int(self._engine.ledger.history[self._open().row])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return int(self._engine.ledger.capacity[self._open().row])
+
+    def base_page_ids(self, group: LayerGroup | int) -> NDArray[np.int32]:
+        """Return the slot of each block, int32 [num_pages]; -1 where there is none.
+
+        None is there before the window, in scratch, and while the sequence is suspended.
+        """
+        state = self._open()
+        index = self._manager._group_index(group)
+        ledger = self._engine.ledger
+        ids: NDArray[np.int32] = ledger.ids[index][state.row, : ledger.num_blocks[state.row]]
+        return ids.copy()
+
+    def scratch(self, group: LayerGroup | int) -> Scratch | None:
+        """Return the scratch blocks and slots of a group, if it has any now."""
+        state = self._open()
+        scratch = state.scratch[self._manager._group_index(group)]
+        return scratch if state.status is Status.ACTIVE else None
+
+    def supports_index_mode(self, mode: PageIndexMode) -> bool:
+        """Say whether tables of ``mode`` can list its pages as they are now."""
+        state = self._open()
+        if PageIndexMode(mode) is PageIndexMode.PER_LAYER:
+            return True
+        return not (state.status is Status.ACTIVE and state.has_scratch)
+
+    # --- running and sleeping
+
+    def resume(self) -> bool:
+        """Bring its pages to the device and keep them there.
+
+        Returns:
+            False where there is no room; nothing has changed then.
+
+        Raises:
+            KVCacheError: it is not suspended.
+        """
+        state = self._open()
+        if state.status is Status.ACTIVE:
+            raise KVCacheError(f"sequence {state.id} is active already: resume one suspended")
+        return self._engine.resume(state)
+
+    def suspend(self) -> None:
+        """Let its pages go to the host when others need the room, and its scratch now.
+
+        A step with scratch that has run and whose history isn't declared has to run again.
+
+        Raises:
+            KVCacheError: it is not active.
+        """
+        self._engine.suspend(self._active("suspend"))
+
+    def close(self) -> None:
+        """End it. What it committed can be found by later sequences while there is room.
+
+        Raises:
+            KVCacheError: it is closed already.
+        """
+        self._engine.close(self._open())
+
+    def fork(self) -> KVSequence:
+        """Return a sequence with the same history, as active as this one.
+
+        Pages are shared. The last one, where it isn't full, is copied for the one of the two that
+        didn't have it first, when that one makes room for its next token. Its capacity is the
+        history: the tokens of this one's next step are not its own.
+        """
+        return KVSequence(self._manager, self._engine, self._engine.fork(self._open()))
+
+    # --- lengths
+
+    def resize(self, capacity: int | None, history_len: int | None = None) -> bool:
+        """Set both lengths at once, and let pages come and go accordingly.
+
+        Args:
+            capacity: tokens that there is to be room for; None leaves it.
+            history_len: tokens without a query in the next step; None leaves it.
+
+        Returns:
+            False where there is no room; nothing has changed then.
+
+        Raises:
+            KVCacheError: it is not active, the history shrinks or exceeds the capacity, or pages
+                are needed that scratch has taken the place of.
+        """
+        state = self._active("resize")
+        old = self.history_len, self.capacity
+        history = old[0] if history_len is None else _integer("history_len", history_len)
+        capacity = old[1] if capacity is None else _integer("capacity", capacity)
+        if history < old[0]:
+            raise KVCacheError(
+                f"sequence {state.id} has a history of {old[0]} tokens, which can't shrink to "
+                f"{history}"
+            )
+        if capacity < history:
+            raise KVCacheError(
+                f"sequence {state.id}: a capacity of {capacity} tokens is less than the history "
+                f"of {history}"
+            )
+        self._engine.check_lengths(state, capacity, history)
+        return self._engine.set_lengths(state, capacity, history)
+
+    def commit(self, tokens: object) -> None:
+        """Say which tokens follow the committed ones: their K and V are written, and are final.
+
+        Blocks that become full can be found by later sequences. History follows.
+
+        Args:
+            tokens: integers, [n]: a list, an array or a tensor on the CPU.
+
+        Raises:
+            KVCacheError: it is not active, has stopped committing, or there are more tokens than
+                capacity.
+            TypeError, ValueError: ``tokens`` is something else.
+        """
+        state = self._active("commit to")
+        array = as_int64(tokens)
+        committed, capacity = self.num_committed_tokens, self.capacity
+        if state.is_stopped:
+            raise KVCacheError(f"sequence {state.id} has stopped committing at {committed} tokens")
+        after = committed + len(array)
+        if after > capacity:
+            raise KVCacheError(
+                f"sequence {state.id} can't commit {len(array)} tokens after {committed}: its "
+                f"capacity is {capacity}"
+            )
+        self._engine.check_lengths(state, capacity, max(self.history_len, after))
+        self._engine.commit(state, array)
+
+    def rewind(self, n: int) -> None:
+        """Take back the last ``n`` tokens of the capacity, such as drafts that were refused.
+
+        Raises:
+            KVCacheError: it is not active, fewer tokens come after the history, or, after a step
+                with scratch, ``n`` exceeds ``max_rewind_len``.
+        """
+        state = self._active("rewind")
+        count = _integer("n", n)
+        history, capacity = self.history_len, self.capacity
+        if capacity - count < history:
+            raise KVCacheError(
+                f"sequence {state.id} can't rewind {count} tokens: {capacity - history} of its "
+                f"{capacity} come after the history"
+            )
+        self._engine.check_lengths(state, capacity - count, history)
+        self._engine.set_lengths(state, capacity - count, history)
+
+    def stop_committing(self) -> None:
+        """Commit no more. A last block that isn't full can be found from now on, too."""
+        self._engine.stop(self._open())
+
+    # --- transfers
+
+    def pin(self, group: LayerGroup | int) -> NDArray[np.int32]:
+        """Keep the pages that a group has now where they are, until ``unpin``.
+
+        They stay as they are while the window moves on, and when the sequence is suspended or
+        closed, so that they can be read by others meanwhile. Scratch is not among them.
+
+        Returns:
+            Their slots, int32; ``KVCacheManager.regions`` says where those lie.
+
+        Raises:
+            KVCacheError: it is not active, or the group is pinned already.
+        """
+        state = self._active("pin")
+        index = self._manager._group_index(group)
+        if index in state.pins:
+            raise KVCacheError(f"sequence {state.id} has pinned group {index} already")
+        self._engine.pin(state, index)
+        return np.array([page.slot for page in state.pins[index]], np.int32)
+
+    def unpin(self, group: LayerGroup | int) -> None:
+        """Let the pinned pages of a group go their way; the sequence may be closed.
+
+        Raises:
+            KVCacheError: the group is not pinned.
+        """
+        self._manager._check_open()
+        index = self._manager._group_index(group)
+        if index not in self._state.pins:
+            raise KVCacheError(f"sequence {self._state.id} has not pinned group {index}")
+        self._engine.unpin(self._state, index)
+
+    # --- what it may do
+
+    def _open(self) -> State:
+        self._manager._check_open()
+        if self._state.status is Status.CLOSED:
+            raise KVCacheError(f"sequence {self._state.id} is closed")
+        return self._state
+
+    def _active(self, what: str) -> State:
+        state = self._open()
+        if state.status is not Status.ACTIVE:
+            raise KVCacheError(f"can't {what} sequence {state.id}: it is suspended")
+        return state
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    if value < 0:
+        raise ValueError(f"{name} is {value}: expected 0 or more")
+    return int(value)

@@ -1,0 +1,302 @@
+"""What kernels take: caches of layers, and tables of sequences: ``LayerView``, ``TableMaker``.
+
+Tables are made on the host, and on a card copied to it; page ids of all layers of a group are
+computed where the table is. A capture has no such copies: fill ``out`` before a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jitattn.errors import KVCacheError
+from jitattn.kv.engine import Engine
+from jitattn.kv.layout import Layout, Place, stale_end
+from jitattn.kv.ledger import NEVER
+from jitattn.kv.mode import PageIndexMode
+from jitattn.kv.sequence import KVSequence
+from jitattn.kv.state import Scratch, State
+from jitattn.kv.storage import KVCache
+from jitattn.kv.tables import Ids, make_entries, spread_entries
+from jitattn.pages import BlockTable, ViewTable, check_tensor, mark_view
+from jitattn.quantization import QuantizedKV
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class ViewKey:
+    """Caches and tables with equal keys are for each other.
+
+    Attributes:
+        maker: what makes the tables, one for each manager.
+        mode: how ids count.
+        index: the layer, or in SHARED mode the group.
+        has_scratch: whether tables may list scratch.
+    """
+
+    maker: object
+    mode: PageIndexMode
+    index: int
+    has_scratch: bool
+
+    def __str__(self) -> str:
+        """Name the mode and the layer or group."""
+        what = "layer" if self.mode is PageIndexMode.PER_LAYER else "the layers of group"
+        return f"the {self.mode.name} view of {what} {self.index} of a page manager"
+
+
+class Active(Protocol):
+    """The manager, as far as tables are concerned."""
+
+    def _active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
+        """Return their states, or raise KVCacheError."""
+
+
+class TableMaker:
+    """Writes page ids of sequences into tensors."""
+
+    def __init__(self, manager: Active, engine: Engine, device: torch.device) -> None:
+        """Made by a manager."""
+        self._manager = manager
+        self._engine = engine
+        self._layout: Layout = engine.layout
+        self._device = device
+        self._offsets: dict[tuple[int, ...], Tensor] = {}
+        # For each group, for each pool: pages of a slot, and each layer's place in group and slot.
+        self._pools: list[list[tuple[int, list[int], list[int]]]] = [
+            [self._layers_of(group.layer_ids, pool) for pool in range(len(counts))]
+            for group, counts in zip(self._layout.groups, self._layout.pool_layers, strict=True)
+        ]
+
+    def _layers_of(self, layer_ids: Sequence[int], pool: int) -> tuple[int, list[int], list[int]]:
+        places = [self._layout.places[layer_id] for layer_id in layer_ids]
+        indexes = [i for i, place in enumerate(places) if place.pool == pool]
+        return places[indexes[0]].num_layers, indexes, [places[i].offset for i in indexes]
+
+    def all_layers(self, seqs: Sequence[KVSequence], group: int, out: Tensor | None) -> Tensor:
+        """Return PER_LAYER ids of all layers, int32 [layers, batch_size, width]."""
+        states = self._manager._active_states(seqs)
+        num_layers = len(self._layout.groups[group].layer_ids)
+        shape = (num_layers, len(states), self._width(states))
+        if out is None:
+            out = torch.empty(shape, dtype=torch.int32, device=self._device)
+        else:
+            self._check_out(out, shape)
+        slots = self._slots(states, group, out.shape[-1])
+        scratches = self._scratches(states, group)
+        # No one has pages before this block.
+        first = self._first_block(states, group)
+        tables = out[:, : len(states)]
+        if self._device.type == "cpu":
+            tables[..., :first].numpy()[...] = -1  # torch would wake threads for it
+        else:
+            tables[..., :first].fill_(-1)
+        tables = tables[..., first:]
+        for size, indexes, offsets in self._pools[group]:
+            entries = make_entries(slots, size, scratches)[:, first:]
+            self._spread(entries, size, offsets, tables, indexes, has_scratch=bool(scratches))
+        return out
+
+    def _first_block(self, states: Sequence[State], group: int) -> int:
+        history = self._engine.ledger.history[[state.row for state in states]]
+        window = self._layout.groups[group].window_left
+        return stale_end(int(history.min(initial=NEVER)), window, self._layout.page_size)
+
+    def one_layer(
+        self, seqs: Sequence[KVSequence], place: Place, rows: object, out: Tensor | None, *,
+        view: ViewKey,
+    ) -> BlockTable:  # fmt: skip
+        """Return the table of a layer, or of all layers of its group in SHARED mode."""
+        is_per_layer = view.mode is PageIndexMode.PER_LAYER
+        states = self._manager._active_states(seqs)
+        scratches = self._scratches(states, place.group)
+        if scratches and not is_per_layer:
+            state = states[scratches[0][0]]
+            raise KVCacheError(
+                f"sequence {state.id} has scratch blocks in group {place.group}, which SHARED "
+                "tables can't list: take PER_LAYER, or declare its history first"
+            )
+        where = None if rows is None else self._rows(rows, len(states))
+        num_rows = len(states) if where is None else 1 + max(where.tolist(), default=-1)
+        shape = (num_rows, self._width(states))
+        if out is None:
+            out = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        else:
+            self._check_out(out, shape)
+        slots = self._slots(states, place.group, out.shape[-1])
+        target = out[: len(states)] if where is None else out.new_empty(slots.shape)
+        size, offset = (place.num_layers, place.offset) if is_per_layer else (1, 0)
+        entries = make_entries(slots, size, scratches if is_per_layer else ())
+        self._spread(entries, size, [offset], target[None], [0], has_scratch=bool(scratches))
+        if where is None:
+            return ViewTable(out, view=view)
+        where = where.to(self._device)
+        out[where.long()] = target
+        return ViewTable(out, rows=where, view=view)
+
+    def _width(self, states: Sequence[State]) -> int:
+        """Return the blocks of the longest; a table has at least one."""
+        counts = self._engine.ledger.num_blocks[[state.row for state in states]]
+        return max(1, int(counts.max(initial=0)))
+
+    def _slots(self, states: Sequence[State], group: int, width: int) -> Ids:
+        ids = self._engine.ledger.ids[group]
+        rows = [state.row for state in states]
+        if width <= ids.shape[1]:
+            return ids[rows, :width]
+        slots = np.full((len(rows), width), -1, np.int32)
+        slots[:, : ids.shape[1]] = ids[rows]
+        return slots
+
+    def _scratches(self, states: Sequence[State], group: int) -> list[tuple[int, Scratch]]:
+        found = []
+        for i, state in enumerate(states):
+            scratch = state.scratch[group]
+            if scratch is not None:
+                found.append((i, scratch))
+        return found
+
+    def _spread(
+        self,
+        entries: Ids,
+        size: int,
+        offsets: list[int],
+        tables: Tensor,
+        indexes: list[int],
+        *,
+        has_scratch: bool,
+    ) -> None:
+        """Write the page ids of layers, at ``offsets`` in a slot, into ``tables[indexes]``."""
+        if self._device.type == "cpu":
+            array = tables.numpy()
+            out = [array[i] for i in indexes]
+            spread_entries(entries, size, offsets, out, has_scratch=has_scratch)
+            return
+        here = (
+            torch.from_numpy(np.ascontiguousarray(entries))
+            .pin_memory()
+            .to(self._device, non_blocking=True)
+        )
+        ids = spread_on_device(here, size, self._offsets_on_device(offsets))
+        if len(indexes) == tables.shape[0]:
+            tables.copy_(ids)
+        else:
+            for index, table in zip(indexes, ids, strict=True):
+                tables[index].copy_(table)
+
+    def _offsets_on_device(self, offsets: Sequence[int]) -> Tensor:
+        key = tuple(offsets)
+        if key not in self._offsets:
+            self._offsets[key] = torch.tensor(key, dtype=torch.int32).to(self._device)
+        return self._offsets[key]
+
+    def _check_out(self, out: Tensor, shape: Sequence[int]) -> None:
+        check_tensor("out", out, (torch.int32,))
+        least = list(shape)
+        fits = out.dim() == len(least) and all(
+            has >= needs for has, needs in zip(out.shape, least, strict=True)
+        )
+        if not fits or (len(least) == 3 and out.shape[0] != least[0]):
+            raise ValueError(f"out has shape {list(out.shape)}: expected at least {least}")
+        if out.device != self._device:
+            raise ValueError(f"out is on {out.device}: expected {self._device}")
+
+    def _rows(self, rows: object, count: int) -> Tensor:
+        given = rows if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.int32)
+        check_tensor("rows", given, _INTEGERS)
+        if given.shape != (count,):
+            raise ValueError(f"rows has shape {list(given.shape)}: expected [{count}]")
+        listed = given.tolist()
+        if len(set(listed)) < count or min(listed, default=0) < 0:
+            raise ValueError(f"rows is {listed}: expected different rows, from 0")
+        return given
+
+
+def spread_on_device(entries: Tensor, size: int, offsets: Tensor) -> Tensor:
+    """Return the page ids of layers, at ``offsets`` in a slot, [layers, batch_size, width].
+
+    A few launches however many layers there are. Twin: ``tables.spread_entries``, which says what
+    entries are.
+    """
+    turns = entries % size
+    ids = (turns + offsets[:, None, None]).remainder_(size).add_(entries - turns)
+    return ids.masked_fill_(entries < 0, -1)
+
+
+class LayerView:
+    """The cache of a layer, and tables for it. They are for each other alone.
+
+    Attributes:
+        layer_id: the layer.
+        mode: how ids count.
+    """
+
+    __slots__ = ("_cache", "_key", "_maker", "_place", "layer_id", "mode")
+
+    def __init__(
+        self,
+        place: Place,
+        mode: PageIndexMode,
+        maker: TableMaker,
+        cache: KVCache | None,
+        *,
+        has_scratch: bool,
+    ) -> None:
+        """Made by a manager."""
+        is_per_layer = mode is PageIndexMode.PER_LAYER
+        index = place.layer.layer_id if is_per_layer else place.group
+        self._key = ViewKey(maker, mode, index, has_scratch and is_per_layer)
+        if cache is not None:
+            first = cache[0] if isinstance(cache, tuple) else cache
+            mark_view(first.k if isinstance(first, QuantizedKV) else first, self._key)
+        self.layer_id = place.layer.layer_id
+        self.mode = mode
+        self._place = place
+        self._maker = maker
+        self._cache = cache
+
+    def __repr__(self) -> str:
+        """Show the layer and the mode."""
+        return f"LayerView({self.layer_id}, {self.mode.value})"
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """What ``AttentionPlanner.bind`` takes: views of the pool, nothing is copied.
+
+        [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before tokens), a pair of
+        such tensors without the second dimension where K and V differ, or a ``QuantizedKV``.
+
+        Raises:
+            KVCacheError: the manager has no storage.
+        """
+        if self._cache is None:
+            raise KVCacheError("the manager has no storage: it was made with device=None")
+        return self._cache
+
+    def block_table(
+        self,
+        seqs: Sequence[KVSequence],
+        *,
+        rows: object = None,
+        out: Tensor | None = None,
+    ) -> BlockTable:
+        """Return the pages of sequences, those of scratch included.
+
+        Args:
+            seqs: active sequences of the manager.
+            rows: the row of each in the table, integers [batch_size], all different; None is 0, 1,
+                and so on. Other rows stay as they are, and are -1 in a new table.
+            out: int32 [at least as many rows, at least as wide], written in place, so that a
+                captured kernel reads it again. None is a new one.
+
+        Raises:
+            KVCacheError: a closed, suspended or foreign sequence; in SHARED mode, one with scratch.
+            TypeError, ValueError: ``rows`` or ``out`` doesn't fit.
+        """
+        return self._maker.one_layer(seqs, self._place, rows, out, view=self._key)
