@@ -17,9 +17,11 @@ from jitattn.checks import check_page_ids, check_queries
 from jitattn.errors import ConfigError
 from jitattn.mla_cache import BoundMLACache, MLACall, bind_cache
 from jitattn.mla_config import MLAConfig
+from jitattn.overlap import refuse_shared_bytes
 from jitattn.pages import Pages, check_tensor
 from jitattn.planning import Q_VECTOR, Backend, PlanBase, PlannerBase, is_capturing, make_readable
 from jitattn.reference_backend import MLAReferencePlan
+from jitattn.scalars import check_flag
 from jitattn.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -220,12 +222,18 @@ class MLAPlan(PlanBase):
 
         Defined by: jitattn/mla_reference.py::latent_attention.
         """
+        check_flag("return_lse", return_lse)
         self._refuse(q_scale=q_scale, out_scale=out_scale)
         planner = self._planner
         self._check_queries(q_nope, q_pe)
         kv = self._bound(kv)
         pages = self._batch.pages if pages is None else self._checked_pages(pages)
-        out, out_layout = self._new_out(q_nope) if out is None else self._checked_out(out, q_nope)
+        if out is None:
+            out, out_layout = self._new_out(q_nope)
+        else:
+            out, out_layout = self._checked_out(out, q_nope)
+            if -out_layout.span < out.data_ptr() - q_pe.data_ptr() < self._pe_layout.span:
+                refuse_shared_bytes([("out", out)], [("q_pe", q_pe)])
         lse_layout = NO_LAYOUT
         if lse is not None or return_lse:
             lse, lse_layout = self._lse(lse)

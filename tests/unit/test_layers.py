@@ -39,6 +39,7 @@ CALLS = (
     "recipes",
     "cuda_plan",
     "cuda_backend",
+    "mla_backend",
     "merge",
     "prepared",
     "preprocess_cuda",

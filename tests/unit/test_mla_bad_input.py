@@ -272,6 +272,11 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "lse of another shape": (lambda: Call(run={"lse": torch.zeros(B, H + 1)}), r"lse.*\[2, 9\]"),
     "q_scale": (lambda: Call(run={"q_scale": 0.5}), "q_scale is given"),
     "out_scale": (lambda: Call(run={"out_scale": torch.tensor(0.5)}), "out_scale is given"),
+    "a word for return_lse": (lambda: Call(run={"return_lse": "no"}), "return_lse is a str"),
+    "out over q_pe": (
+        lambda: joint_out(),  # noqa: PLW0108 - defined below
+        "out shares memory with q_pe",
+    ),
     "pages of another layout": (
         lambda: Call(run={"pages": jitattn.BlockTable(int32(B, 2, WIDTH))}),
         "pages",
@@ -283,6 +288,11 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "raw tensor for pages": (lambda: Call(run={"pages": int32(B, WIDTH)}), "pages is a Tensor"),
     "an id beyond the cache": (lambda: Call(table=int32(B, WIDTH) + 6), "the entry 6 for kv"),
 }
+
+
+def joint_out() -> Call:
+    joint = bf16(B, H, RANK + ROPE)
+    return Call(q_pe=joint[..., RANK:], run={"out": joint[..., ROPE:]})
 
 
 @pytest.mark.parametrize("name", CALLS)
