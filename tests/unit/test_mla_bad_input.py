@@ -274,7 +274,7 @@ CALLS: dict[str, tuple[Callable[[], Call], str]] = {
     "out_scale": (lambda: Call(run={"out_scale": torch.tensor(0.5)}), "out_scale is given"),
     "a word for return_lse": (lambda: Call(run={"return_lse": "no"}), "return_lse is a str"),
     "out over q_pe": (
-        lambda: joint_out(),  # noqa: PLW0108 - defined below
+        lambda: joint_out(),
         "out shares memory with q_pe",
     ),
     "pages of another layout": (
