@@ -72,12 +72,17 @@ class KernelSet:
         part_type: what launches one of them.
         wide_rows: the row tile of the wide kernel; 0 where there is none.
         max_splits: the most splits of a request that a batch-invariant plan makes.
+        unit_cost, min_slot_cost: what a visit to a unit costs a CTA, and the least that is worth a
+            CTA, in tiles.
     """
 
     params_types: ClassVar[Mapping[PageTable, type[ctypes.Structure]]] = KERNEL_PARAMS
     part_type: ClassVar[type[Part]] = Part
     # More and shorter splits balance better and merge longer.
     max_splits: ClassVar[int] = 16
+    # Measured: docs/perf-log.md.
+    unit_cost: ClassVar[int] = 1
+    min_slot_cost: ClassVar[int] = 1
 
     config: AttentionArguments
 

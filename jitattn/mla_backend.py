@@ -100,6 +100,10 @@ class MLAKernels(KernelSet):
     part_type = MLAPart
     # Partial rows are wide.
     max_splits = 8
+    # Predicted, not measured: Q takes as long to bring as two tiles, and a row's splits are merged
+    # eight at a time, each eight taking as long as a tile.
+    unit_cost = 2
+    min_slot_cost = 4
 
     config: MLAConfig
 

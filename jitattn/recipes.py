@@ -36,12 +36,8 @@ _LOG2E = math.log2(math.e)
 # The least that a split of a batch-invariant schedule holds.
 _MIN_SPLIT_TOKENS = 512
 
-# What a visit to a unit costs a CTA, and the least that is worth a CTA, in tiles. Measured:
-# docs/perf-log.md.
-_UNIT_COST = 1
 # Rounds of slots: those after the first even out what the first leaves uneven, and are halved.
 _MAX_ROUNDS = 6
-_MIN_SLOT_COST = 1
 
 
 AttentionArguments = PlannerConfig | MLAConfig
@@ -112,13 +108,13 @@ class Recipe:
         decode_rows = kernel.row_tile
         if is_prefill:
             decode_rows = kernels.wide_rows or kernels.kernels.decode.row_tile
-        schedule = self._schedule_params(decode_rows)
+        schedule = self._schedule_params(kernels, decode_rows)
         schedule.max_splits = max_splits
         schedule.round_slots, schedule.max_rounds = round_slots, max_rounds
         schedule.num_ctas, schedule.num_head_blocks = self.grid, num_head_blocks
         self.schedule_params = bytes(schedule)
 
-    def _schedule_params(self, decode_rows: int) -> ScheduleParams:
+    def _schedule_params(self, kernels: KernelSet, decode_rows: int) -> ScheduleParams:
         config, tile_tokens = self.config, self.kernel.tile.tile_tokens
         return ScheduleParams(
             is_causal=config.causal,
@@ -127,8 +123,8 @@ class Recipe:
             decode_rows=decode_rows,
             prefill_rows=self.kernel.row_tile if self.is_prefill else 0,
             tile_tokens=tile_tokens,
-            unit_cost=_UNIT_COST,
-            min_slot_cost=_MIN_SLOT_COST,
+            unit_cost=kernels.unit_cost,
+            min_slot_cost=kernels.min_slot_cost,
             min_split_tiles=max(1, _MIN_SPLIT_TOKENS // tile_tokens),
             entry_tokens=config.page_size or 1,
         )
