@@ -19,12 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from jitattn.cuda_backend import KernelSet
 from jitattn.params import Schedule, ScheduleParams
-from jitattn.recipes import _MAX_ROUNDS, _MIN_SLOT_COST, _MIN_SPLIT_TOKENS, _UNIT_COST
+from jitattn.recipes import _MAX_ROUNDS, _MIN_SPLIT_TOKENS
 from tests.cases import Case
 from tests.gpu.test_claims import IN_ROUNDS
 from tests.unit import fake_cuda
 from tests.unit.host_cuda import QUALIFIERS, THREADS, WORDS, library_of
+
+_UNIT_COST, _MIN_SLOT_COST = KernelSet.unit_cost, KernelSet.min_slot_cost
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 SOURCE = (TEMPLATES / "schedule.cu.jinja").read_text()
