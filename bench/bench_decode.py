@@ -118,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[tuple[Case, list[Result]]] = []
     for case in cases:
         method = choose_method(case, options.method, limits.read, options.runs, options.rounds)
-        copies = num_copies(case, l2_bytes(device), options.runs) if method.num_runs > 1 else 1
+        copies = (
+            num_copies(case.kv_bytes, l2_bytes(device), options.runs) if method.num_runs > 1 else 1
+        )
         batch = make_batch(case, copies, device)
         results = bench_case(batch, _of_group(chosen, case), method, timer)
         del batch

@@ -12,15 +12,12 @@ as one run between two events, its plan made before.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from bench import command, prefill_report, records, report
-from bench.cases import BASELINE
 from bench.prefill_cases import PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import (
     Inputs,
@@ -29,83 +26,18 @@ from bench.prefill_contenders import (
     all_prefill_contenders,
     make_inputs,
 )
-from bench.timing import GRAPH_BELOW_S, L2Flush, L2Policy, Timer, l2_bytes, summarize
-from bench.turns import Entry, Method, Result, WrongError, check, set_up, take_turns, version_of
+from bench.timing import L2Flush, L2Policy, Timer, l2_bytes
+from bench.turns import Method, Result, choose_method, compare, version_of
 from bench.workloads import num_copies
 
 _NAMED_ONLY = ("fa2",)  # the slowest, and its modules take long to compile
-
-
-def choose_method(case: PrefillCase, kind: str, num_runs: int, rounds: int) -> Method:
-    """Return how to time ``case``.
-
-    Args:
-        case: the case.
-        kind: "graph", "events", or "auto": a graph where the floor is under 100 us.
-        num_runs: runs inside a graph.
-        rounds: turns of every contender.
-    """
-    if kind == "auto":
-        kind = "graph" if case.floor_s < GRAPH_BELOW_S else "events"
-    return Method(kind, num_runs if kind == "graph" else 1, rounds)
 
 
 def bench_case(
     inputs: Inputs, contenders: Sequence[PrefillContender], method: Method, timer: Timer
 ) -> list[Result]:
     """Check every contender, time those that are right, in turns, and check them again."""
-    oracle = PrefillOracle(inputs)
-    entries = [set_up(contender, inputs, method, timer, oracle) for contender in contenders]
-    take_turns(entries, method, timer)
-    alone = _time_alone(entries, method, timer) if method.kind == "graph" else {}
-    results = [_finish(entry, oracle, timer) for entry in entries]
-    outs = {entry.result.contender: entry.prepared.outs for entry in entries if entry.prepared}
-    return [
-        dataclasses.replace(result, facts={**result.facts, **_more_facts(result, alone, outs)})
-        for result in results
-    ]
-
-
-def _more_facts(
-    result: Result, alone: Mapping[str, Sequence[float]], outs: Mapping[str, Tensor]
-) -> dict[str, object]:
-    """Return what is known beside the method's own figure."""
-    name = result.contender
-    facts: dict[str, object] = {}
-    if result.timing and name in alone:
-        facts["event_median_s"] = summarize(alone[name]).median_s
-    is_variant = name.startswith("jitattn-") and name != BASELINE
-    if result.timing and is_variant and BASELINE in outs:
-        facts["same_bits_as_shared"] = torch.equal(outs[name], outs[BASELINE])
-    return facts
-
-
-def _time_alone(entries: Sequence[Entry], method: Method, timer: Timer) -> dict[str, list[float]]:
-    """Return the seconds of single runs between events, of those that graphs are timed of."""
-    alone = [
-        Entry(entry.result, entry.prepared, entry.prepared.runs[0])
-        for entry in entries
-        if entry.prepared is not None
-    ]
-    take_turns(alone, dataclasses.replace(method, kind="events", num_runs=1), timer)
-    return {entry.result.contender: entry.samples for entry in alone}
-
-
-def _finish(entry: Entry, oracle: PrefillOracle, timer: Timer) -> Result:
-    """Check once more, since a rival that reuses its plan may have skipped work, and sum up."""
-    result, prepared, call = entry.result, entry.prepared, entry.call
-    if prepared is None or call is None:
-        return result
-    try:
-        error = check(prepared, [call], oracle)
-    except WrongError as reason:
-        return dataclasses.replace(result, status="wrong", reason=f"after it was timed: {reason}")
-    facts = dict(result.facts)
-    if prepared.plan is not None:
-        facts["plan_s"] = summarize(timer.samples(prepared.plan)).median_s
-    error = max(error, result.error or 0.0)
-    timing = summarize(entry.samples)
-    return dataclasses.replace(result, timing=timing, error=error, facts=facts)
+    return compare(inputs, contenders, method, timer, PrefillOracle(inputs))
 
 
 def to_record(
@@ -142,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
     rows: list[tuple[PrefillCase, list[Result]]] = []
     for case in select_prefill(options.cases):
-        method = choose_method(case, options.method, options.runs, options.rounds)
-        cache_bytes = l2_bytes(device)
-        copies = num_copies(case.pages(), cache_bytes, options.runs) if method.num_runs > 1 else 1
+        method = choose_method(case.floor_s, options.method, options.runs, options.rounds)
+        copies = 1
+        if method.num_runs > 1:
+            copies = num_copies(case.pages().kv_bytes, l2_bytes(device), options.runs)
         inputs = make_inputs(case, device, copies=copies)
         results = bench_case(inputs, _of_group(chosen, case), method, timer)
         del inputs

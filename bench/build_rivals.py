@@ -2,6 +2,7 @@
 
     python -m bench.build_rivals --cases figures --contenders fa2-tc,xqa --jobs 8
     python -m bench.build_rivals --prefill figures,more --jobs 8
+    python -m bench.build_rivals --mla figures,forms --limit 300
     python -m bench.build_rivals --tokens --limit 500
 
 FlashInfer compiles a module on its first call: 9 to 80 s each, one after the other, on a card that
@@ -27,12 +28,14 @@ import torch
 
 from bench.bench_preprocess import FlashInferTokens, build_module
 from bench.cases import CASES, GROUPS, Group, select
+from bench.mla_cases import MLA_CASES, MLA_GROUPS, MLACase, select_mla
+from bench.mla_contenders import all_mla_contenders, make_mla_inputs
 from bench.prefill_cases import PREFILL_CASES, PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import all_prefill_contenders, make_inputs
 from bench.rivals import all_rivals
 from bench.workloads import Case, make_batch
 
-AnyCase = TypeVar("AnyCase", Case, PrefillCase)
+AnyCase = TypeVar("AnyCase", Case, PrefillCase, MLACase)
 CaseOf = TypeVar("CaseOf", contravariant=True)
 
 
@@ -76,6 +79,14 @@ def build_prefill(rival_name: str, case_name: str) -> None:
     torch.cuda.synchronize()
 
 
+def build_mla(rival_name: str, case_name: str) -> None:
+    """Compile one module of a rival of latent attention."""
+    rival = next(rival for rival in all_mla_contenders() if rival.name == rival_name)
+    case = next(case for case in MLA_CASES if case.name == case_name)
+    rival.prepare(make_mla_inputs(case.tiny(), torch.device("cuda"))).runs[0]()
+    torch.cuda.synchronize()
+
+
 def build_tokens(module: str) -> None:
     """Compile one module of the rival of bench_preprocess."""
     build_module(module, torch.device("cuda"))
@@ -88,12 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.one:
         if options.tokens:
             build_tokens(options.one[1])
+        elif options.mla:
+            build_mla(*options.one)
         else:
             (build_prefill if options.prefill else build)(*options.one)
         return 0
     end = None if options.limit is None else time.monotonic() + options.limit
     commands = [["--one", *pair] for pair in _decode_modules(options)]
     commands += [["--prefill", "one", "--one", *pair] for pair in _prefill_modules(options)]
+    commands += [["--mla", "one", "--one", *pair] for pair in _mla_modules(options)]
     commands += [["--tokens", "--one", *pair] for pair in _token_modules(options)]
     with ThreadPoolExecutor(options.jobs) as pool:
         statuses = list(pool.map(functools.partial(_build_apart, end=end), commands))
@@ -108,13 +122,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cases", help="of bench_decode; figures, unless another is given")
     parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
+    parser.add_argument("--mla", metavar="CASES", help="of bench_mla")
     parser.add_argument("--tokens", action="store_true", help="of bench_preprocess")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="kills what isn't done then")
     parser.add_argument("--contenders", help="names; default: all, of prefill all but fa2")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--one", nargs=2, metavar=("RIVAL", "CASE"), help="only this, here")
     options = parser.parse_args(argv)
-    if options.cases is None and options.prefill is None and not options.tokens:
+    if options.cases is options.prefill is options.mla is None and not options.tokens:
         options.cases = "figures"
     return options
 
@@ -132,6 +147,13 @@ def _prefill_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
     names = options.contenders or "flashinfer-fa3"
     wanted = [rival for rival in all_prefill_contenders() if _is_wanted(rival.name, names)]
     return modules(select_prefill(options.prefill), wanted, PREFILL_GROUPS)
+
+
+def _mla_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
+    if options.mla is None:
+        return []
+    rivals = [rival for rival in all_mla_contenders() if _is_wanted(rival.name, options.contenders)]
+    return modules(select_mla(options.mla), rivals, MLA_GROUPS)
 
 
 def _token_modules(options: argparse.Namespace) -> list[tuple[str, str]]:

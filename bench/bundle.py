@@ -3,6 +3,7 @@
     python -m bench.bundle --cases figures -o bundle-bench
     JITATTN_PRECOMPILED=$PWD/bundle-bench JITATTN_JIT=0 python -m bench.bench_decode --cases figures
     python -m bench.bundle --prefill figures,more -o bundle-bench
+    python -m bench.bundle --mla figures,heads,ragged,pages,forms,queries,layouts -o bundle-bench
 
 Needs no GPU. Cases that jitattn doesn't support yet are left out.
 """
@@ -10,7 +11,7 @@ Needs no GPU. Cases that jitattn doesn't support yet are left out.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ import jitattn
 from bench.bench_dispatch import CASE as DISPATCH_CASE
 from bench.cases import GROUPS, select
 from bench.contenders import VARIANTS, JitAttn
+from bench.mla_cases import MLA_GROUPS, MLACase, select_mla
+from bench.mla_contenders import MLA_WAYS, JitAttnMLA
 from bench.prefill_cases import (
     PREFILL_GROUPS,
     PrefillArguments,
@@ -27,7 +30,7 @@ from bench.prefill_cases import (
 from bench.prefill_contenders import WAYS, JitAttnPrefill
 from bench.workloads import Case, PlannerArguments
 
-Arguments = TypeVar("Arguments", PlannerArguments, PrefillArguments)
+Arguments = TypeVar("Arguments", bound=Mapping[str, object])
 
 
 def configurations(cases: Sequence[Case], arch: str) -> list[PlannerArguments]:
@@ -53,6 +56,17 @@ def prefill_configurations(cases: Sequence[PrefillCase], arch: str) -> list[Pref
     return _supported(wanted, arch)
 
 
+def mla_configurations(cases: Sequence[MLACase], arch: str) -> list[dict[str, object]]:
+    """Return likewise what the planners of latent attention are given."""
+    wanted = [
+        {"planner": "mla", **way.planner_arguments(case)}
+        for case in cases
+        for name, way in MLA_WAYS.items()
+        if JitAttnMLA(name).name in MLA_GROUPS[case.group].contenders
+    ]
+    return _supported(wanted, arch)
+
+
 def _supported(wanted: Sequence[Arguments], arch: str) -> list[Arguments]:
     return [
         arguments
@@ -68,24 +82,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cases", help="of bench_decode; figures, unless --prefill is given")
+    parser.add_argument("--cases", help="of bench_decode; figures, unless another is given")
     parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
+    parser.add_argument("--mla", metavar="CASES", help="of bench_mla")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args(argv)
-    if options.cases is None and options.prefill is None:
+    if options.cases is options.prefill is options.mla is None:
         options.cases = "figures"
+    report = jitattn.precompile(_chosen(options), options.arch, options.out)
+    for failure in report.failures:
+        print(failure)
+    print(f"{options.out}: {report.compiled} compiled, {report.reused} there already")
+    return int(bool(report.failures))
+
+
+def _chosen(options: argparse.Namespace) -> list[dict[str, object]]:
     chosen: list[dict[str, object]] = []
     if options.cases is not None:
         chosen += [dict(a) for a in configurations(select(options.cases), options.arch)]
     if options.prefill is not None:
         cases = select_prefill(options.prefill)
         chosen += [dict(a) for a in prefill_configurations(cases, options.arch)]
-    report = jitattn.precompile(chosen, options.arch, options.out)
-    for failure in report.failures:
-        print(failure)
-    print(f"{options.out}: {report.compiled} compiled, {report.reused} there already")
-    return int(bool(report.failures))
+    if options.mla is not None:
+        chosen += mla_configurations(select_mla(options.mla), options.arch)
+    return chosen
 
 
 if __name__ == "__main__":

@@ -29,6 +29,17 @@ class Ceilings:
     read_method: str
 
 
+@dataclass(frozen=True)
+class TensorCeilings(Ceilings):
+    """Those and the operations per second of one device.
+
+    Attributes:
+        product: of a product of two large bfloat16 matrices.
+    """
+
+    product: float
+
+
 def measure(device: torch.device, *, num_bytes: int = _COPY_BYTES, repeats: int = 15) -> Ceilings:
     """Time a copy and streaming reads of ``num_bytes`` without any code of jitattn's."""
     timer = Timer(L2Flush(L2Policy.KEEP, device), repeats=repeats)
@@ -43,6 +54,21 @@ def measure(device: torch.device, *, num_bytes: int = _COPY_BYTES, repeats: int 
             reads[f"triton {block} x {steps}"] = summarize(timer.samples(call)).median_s
     best = min(reads, key=lambda name: reads[name])
     return Ceilings(copy=2 * num_bytes / copy_s, read=num_bytes / reads[best], read_method=best)
+
+
+def measure_tensor(device: torch.device, *, size: int = 8192, repeats: int = 15) -> TensorCeilings:
+    """Measure those, and time torch's product of two ``size`` x ``size`` bfloat16 matrices."""
+    limits = measure(device)
+    timer = Timer(L2Flush(L2Policy.KEEP, device), repeats=repeats)
+    a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(a)
+    seconds = summarize(timer.samples(lambda: torch.mm(a, b, out=out))).median_s
+    return TensorCeilings(
+        copy=limits.copy,
+        read=limits.read,
+        read_method=limits.read_method,
+        product=2 * size**3 / seconds,
+    )
 
 
 def _time_copy(timer: Timer, source: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What bench_decode and bench_prefill have in common: options, records and the exit status."""
+"""What benches of attention have in common: options, records and the exit status."""
 
 from __future__ import annotations
 

@@ -3,14 +3,16 @@
 #
 #   bench/gpu_run.sh [options of bench_decode]
 #   BENCH=prefill bench/gpu_run.sh [options of bench_prefill]
+#   BENCH=mla bench/gpu_run.sh [options of bench_mla]
 #
 # Reads   .peer/*.txz          rivals, extracted to $SITE (default /tmp/site); see bench/README.md
 #         .peer/modules-*.tar  FlashInfer modules of an earlier run, used as they are
 #         .whl/*.whl           Python packages that the machine lacks, if any
-# Writes  $OUT (default /tmp/bench-out): decode.jsonl or prefill.jsonl, log.txt, and modules-*.tar when
+# Writes  $OUT (default /tmp/bench-out): $BENCH.jsonl, log.txt, and modules-*.tar when
 #         FlashInfer compiled something that was not carried; put those into .peer/ next time.
 # Other variables (JITATTN_PRECOMPILED, JITATTN_JIT, JITATTN_BENCH_COMMIT) pass through.
-# JOBS: modules compiled at once. BUILD=0: compile nothing ahead.
+# JOBS: modules compiled at once. LIMIT: seconds after which those that aren't done are killed.
+# BUILD=0: compile nothing ahead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 BENCH=${BENCH:-decode} OUT=${OUT:-/tmp/bench-out} SITE=${SITE:-/tmp/site}
@@ -28,19 +30,19 @@ fi
 
 # The options that decide what is compiled go to build_rivals, too.
 select=()
-[[ $BENCH != prefill ]] || select=(--prefill figures)
+[[ $BENCH == decode ]] || select=("--$BENCH" figures)
 for ((i = 1; i <= $#; i++)); do
   case ${!i} in
     --cases | --contenders) next=$((i + 1)); option="${!i}=${!next}" ;;
     --cases=* | --contenders=*) option=${!i} ;;
     *) continue ;;
   esac
-  [[ $BENCH != prefill ]] || option=${option/#--cases=/--prefill=}
+  [[ $BENCH == decode ]] || option=${option/#--cases=/--$BENCH=}
   select+=("$option")
 done
 if [[ ${BUILD:-1} == 1 ]]; then
   SECONDS=0
-  python3 -m bench.build_rivals "${select[@]}" --jobs "${JOBS:-8}" || true
+  python3 -m bench.build_rivals "${select[@]}" --jobs "${JOBS:-8}" ${LIMIT:+--limit "$LIMIT"} || true
   echo "rivals compiled in $SECONDS s"
 fi
 

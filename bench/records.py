@@ -53,7 +53,7 @@ def record(kind: str, env: Mapping[str, object], **facts: object) -> dict[str, o
     """Return one measurement as it is stored.
 
     Args:
-        kind: which bench wrote it: "decode", "prefill", "gather", "compile", "import",
+        kind: which bench wrote it: "decode", "prefill", "mla", "gather", "compile", "import",
             "dispatch" or "manager".
         env: see `environment`.
         **facts: the figures; seconds end in ``_s``, microseconds in ``_us``.

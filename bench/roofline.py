@@ -2,10 +2,12 @@
 
     python -m bench.roofline bench/results/*.jsonl -o docs/images/roofline.svg
     python -m bench.roofline --prefill bench/results/*.jsonl -o docs/images/prefill.svg
+    python -m bench.roofline --mla bench/results/*.jsonl -o docs/images/mla.svg
 
 Reads what `bench_decode --json` wrote and takes the cases with rivals of the newest commit that was
 measured on a card. The two lines are what that card reached in a copy and in a streaming read.
-With `--prefill` it plots TFLOP/s of what `bench_prefill --json` wrote.
+With `--prefill` it plots TFLOP/s of what `bench_prefill --json` wrote, with `--mla` how much of the
+floor's speed what `bench_mla --json` wrote reaches.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench import prefill_plot
+from bench import case_plot
 from bench.cases import BASELINE, RIVALS
 
 # Colours of Okabe and Ito, which colour-blind people tell apart; shapes say the same.
@@ -196,10 +198,11 @@ def _short(name: str) -> str:
     return name
 
 
-def _figure(paths: Sequence[Path], *, is_prefill: bool) -> Figure | None:
-    if is_prefill:
-        cards = prefill_plot.newest(load(paths, "prefill"))
-        return prefill_plot.draw(cards) if cards else None
+def _figure(paths: Sequence[Path], kind: str) -> Figure | None:
+    if kind != "decode":
+        plot = case_plot.PREFILL if kind == "prefill" else case_plot.MLA
+        cards = plot.newest(load(paths, kind))
+        return plot.draw(cards) if cards else None
     runs = newest_runs(load(paths))
     return draw(runs) if runs else None
 
@@ -213,9 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("-o", "--out", type=Path, required=True, help="its ending is the format")
-    parser.add_argument("--prefill", action="store_true", help="plot the prefill records")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, what in {"prefill": "prefill", "mla": "latent attention's"}.items():
+        add, text = kinds.add_argument, f"plot {what} records"
+        add(f"--{kind}", dest="kind", action="store_const", const=kind, default="decode", help=text)
     options = parser.parse_args(argv)
-    figure = _figure(options.records, is_prefill=options.prefill)
+    figure = _figure(options.records, options.kind)
     if figure is None:
         print("no such figures of rivals in these files")
         return 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from bench.cases import BASELINE
 from bench.contenders import Prepared, SkipError
-from bench.timing import Call, Timer, Timing
+from bench.timing import GRAPH_BELOW_S, Call, Timer, Timing, summarize
 
 Subject = TypeVar("Subject", contravariant=True)
 
@@ -138,3 +141,78 @@ def take_turns(entries: Sequence[Entry], method: Method, timer: Timer) -> None:
             if entry.call is not None:
                 samples = timer.samples(entry.call)
                 entry.samples += [seconds / method.num_runs for seconds in samples]
+
+
+def choose_method(floor_s: float, kind: str, num_runs: int, rounds: int) -> Method:
+    """Return how to time a case.
+
+    Args:
+        floor_s: seconds that nobody stays under.
+        kind: "graph", "events", or "auto": a graph where the floor is under 100 us.
+        num_runs: runs inside a graph.
+        rounds: turns of every contender.
+    """
+    if kind == "auto":
+        kind = "graph" if floor_s < GRAPH_BELOW_S else "events"
+    return Method(kind, num_runs if kind == "graph" else 1, rounds)
+
+
+def compare(
+    subject: Subject,
+    contenders: Sequence[Competitor[Subject]],
+    method: Method,
+    timer: Timer,
+    oracle: Checker,
+) -> list[Result]:
+    """Check every contender, time those that are right, in turns, and check them again."""
+    entries = [set_up(contender, subject, method, timer, oracle) for contender in contenders]
+    take_turns(entries, method, timer)
+    alone = _time_alone(entries, method, timer) if method.kind == "graph" else {}
+    results = [_finish(entry, oracle, timer) for entry in entries]
+    outs = {entry.result.contender: entry.prepared.outs for entry in entries if entry.prepared}
+    return [
+        dataclasses.replace(result, facts={**result.facts, **_more_facts(result, alone, outs)})
+        for result in results
+    ]
+
+
+def _more_facts(
+    result: Result, alone: Mapping[str, Sequence[float]], outs: Mapping[str, Tensor]
+) -> dict[str, object]:
+    """Return what is known beside the method's own figure."""
+    name = result.contender
+    facts: dict[str, object] = {}
+    if result.timing and name in alone:
+        facts["event_median_s"] = summarize(alone[name]).median_s
+    is_variant = name.startswith("jitattn-") and name != BASELINE
+    if result.timing and is_variant and BASELINE in outs:
+        facts["same_bits_as_shared"] = torch.equal(outs[name], outs[BASELINE])
+    return facts
+
+
+def _time_alone(entries: Sequence[Entry], method: Method, timer: Timer) -> dict[str, list[float]]:
+    """Return the seconds of single runs between events, of those that graphs are timed of."""
+    alone = [
+        Entry(entry.result, entry.prepared, entry.prepared.runs[0])
+        for entry in entries
+        if entry.prepared is not None
+    ]
+    take_turns(alone, dataclasses.replace(method, kind="events", num_runs=1), timer)
+    return {entry.result.contender: entry.samples for entry in alone}
+
+
+def _finish(entry: Entry, oracle: Checker, timer: Timer) -> Result:
+    """Check once more, since a rival that reuses its plan may have skipped work, and sum up."""
+    result, prepared, call = entry.result, entry.prepared, entry.call
+    if prepared is None or call is None:
+        return result
+    try:
+        error = check(prepared, [call], oracle)
+    except WrongError as reason:
+        return dataclasses.replace(result, status="wrong", reason=f"after it was timed: {reason}")
+    facts = dict(result.facts)
+    if prepared.plan is not None:
+        facts["plan_s"] = summarize(timer.samples(prepared.plan)).median_s
+    error = max(error, result.error or 0.0)
+    timing = summarize(entry.samples)
+    return dataclasses.replace(result, timing=timing, error=error, facts=facts)

@@ -133,9 +133,15 @@ class Case:
         return dataclasses.replace(self, seq_lens=(max(2 * self.page_size, 2 * self.q_len),))
 
 
-def num_copies(case: Case, cache_bytes: int, num_runs: int) -> int:
-    """Return how many pools a graph of ``num_runs`` needs so that none is still in the L2 cache."""
-    wanted = -(-4 * cache_bytes // case.kv_bytes)
+def num_copies(kv_bytes: int, cache_bytes: int, num_runs: int) -> int:
+    """Return how many pools a graph of ``num_runs`` needs so that none is still in the L2 cache.
+
+    Args:
+        kv_bytes: what a run reads of a pool.
+        cache_bytes: of the L2 cache.
+        num_runs: runs of the graph.
+    """
+    wanted = -(-4 * cache_bytes // kv_bytes)
     return max(1, min(wanted, num_runs))
 
 

@@ -56,7 +56,7 @@ def test_groups_name_contenders_that_exist() -> None:
 
 def test_pools_of_a_run_are_small() -> None:
     for case in CASES:
-        copies = num_copies(case, 60 << 20, 32) if case.floor_s(3e12) < 100e-6 else 1
+        copies = num_copies(case.kv_bytes, 60 << 20, 32) if case.floor_s(3e12) < 100e-6 else 1
         pool = case.num_pages * case.page_size * case.token_bytes
         assert copies * pool < 6e9, case.name  # rivals and variants hold copies of them
 
@@ -102,7 +102,7 @@ def test_select_by_group_and_pattern_keeps_the_order() -> None:
 @pytest.mark.parametrize(("batch", "copies"), [("B1x8k", 7), ("B64x8k", 1), ("B1x1k", 32)])
 def test_copies_exceed_the_cache_four_times(batch: str, copies: int) -> None:
     (case,) = select(f"{batch}-h32_8-d128-p16")
-    assert num_copies(case, 52 << 20, 32) == copies
+    assert num_copies(case.kv_bytes, 52 << 20, 32) == copies
 
 
 def test_batch_has_every_page_once_and_lengths_that_agree() -> None:

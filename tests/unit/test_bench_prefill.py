@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench import bench_prefill, build_rivals, bundle, prefill_contenders, prefill_report, records
 from bench.bench_error import errors_of
-from bench.bench_prefill import choose_method, to_record
+from bench.bench_prefill import to_record
 from bench.cases import BASELINE
 from bench.contenders import Prepared, SkipError
 from bench.prefill_cases import PREFILL_CASES, PREFILL_GROUPS, PrefillCase, select_prefill
@@ -33,7 +33,7 @@ from bench.prefill_contenders import (
     with_page_size,
 )
 from bench.timing import L2Policy, Timing
-from bench.turns import Method, Result
+from bench.turns import Method, Result, choose_method
 from jitattn.support import check_config
 from tests.unit.counting_timer import CountingTimer
 
@@ -102,10 +102,11 @@ def test_every_case_is_supported(case: PrefillCase) -> None:
 
 
 def test_method_depends_on_the_case_alone() -> None:
-    graphs = [c.name for c in PREFILL_CASES if choose_method(c, "auto", 16, 3).kind == "graph"]
+    methods = {c.name: choose_method(c.floor_s, "auto", 16, 3).kind for c in PREFILL_CASES}
+    graphs = [name for name, kind in methods.items() if kind == "graph"]
     assert graphs == ["1x1k"]
-    assert choose_method(TINY, "auto", 16, 3) == Method("graph", 16, 3)
-    assert choose_method(TINY, "events", 16, 3) == Method("events", 1, 3)
+    assert choose_method(TINY.floor_s, "auto", 16, 3) == Method("graph", 16, 3)
+    assert choose_method(TINY.floor_s, "events", 16, 3) == Method("events", 1, 3)
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 13, 128, 16_384])

@@ -1,7 +1,8 @@
-"""The plots of decode and prefill figures, from the records that are committed."""
+"""The plots of figures, most of them from the records that are committed."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +12,7 @@ from bench.cases import RIVALS
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed; it is in the bench extra")
 
-from bench import prefill_plot, roofline
+from bench import case_plot, roofline
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench/results").glob("*.jsonl"))
 
@@ -82,6 +83,27 @@ def test_prefill_records_make_a_picture(tmp_path: Path) -> None:
         assert word in text
 
 
+def test_mla_records_make_a_picture(tmp_path: Path) -> None:
+    names = ("B1x4k-h16-p64", "B64x4k-h128-p64", "gone")
+    made = [
+        fake(
+            name, contender, "1 08:00", kind="mla", status="timed", group=group, floor_fraction=0.5
+        )
+        for name, group in zip(names, ("figures", "figures", "layouts"), strict=True)
+        for contender in ("fa2", "flashinfer-fa3", "jitattn-shared")
+    ]
+    records = tmp_path / "mla.jsonl"
+    records.write_text("".join(json.dumps(record) + "\n" for record in made))
+    path = tmp_path / "mla.svg"
+    assert roofline.main(["--mla", str(records), "-o", str(path)]) == 0
+    text = "".join(ElementTree.parse(path).getroot().itertext())
+    for word in ("Latent attention on H100", *names[:2], "FlashInfer fa3", "% of what"):
+        assert word in text
+    assert "gone" not in text
+    assert "FlashAttention-3" not in text
+    assert [case_plot.MLA.figure(record) for record in made] == [50.0] * 9
+
+
 def test_last_prefill_figures_of_the_newest_commit_count() -> None:
     records = [
         fake("8x2k", "fa3-paged", "1 08:00", group="figures", tflop_per_s=1.0),
@@ -90,6 +112,6 @@ def test_last_prefill_figures_of_the_newest_commit_count() -> None:
         fake("8x2k", "jitattn-shared", "2 09:00", group="figures", tflop_per_s=4.0),
         fake("8x2k", "jitattn-shared", "2 10:00", group="layouts", tflop_per_s=5.0),
     ]
-    cards = prefill_plot.newest(records)
+    cards = case_plot.PREFILL.newest(records)
     assert [r["tflop_per_s"] for r in cards["H100"]] == [3.0, 4.0]
-    assert prefill_plot.newest(records[-1:]) == {}
+    assert case_plot.PREFILL.newest(records[-1:]) == {}
