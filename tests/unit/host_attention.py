@@ -52,6 +52,7 @@ HOST = r"""
 #define __shared__ static
 using std::max;
 using std::min;
+inline int64_t max(int64_t a, long long b) { return std::max<int64_t>(a, b); }  // one type there
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { uint32_t x, y; };
@@ -195,16 +196,24 @@ inline void cp_async_wait_all() {
   cp_async_wait<0>();
 }
 // Barriers, by the places that stand for them.
-struct Phases { int count, pending; uint32_t parity; };
+struct Phases { int count, pending; uint32_t parity; int bytes; };
 static std::map<uint32_t, Phases> phases;
-inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0}; }
+inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0, 0}; }
+inline void end_if_over(Phases& now) {
+  if (now.pending == 0 && now.bytes == 0) now.pending = now.count, now.parity ^= 1;
+}
 inline void mbarrier_arrive(uint32_t barrier) {
-  Phases& now = phases.at(barrier);
-  if (--now.pending == 0) now.pending = now.count, now.parity ^= 1;
+  --phases.at(barrier).pending;
+  end_if_over(phases.at(barrier));
 }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (phases.at(barrier).parity == parity) yield();
 }
+inline void mbarrier_expect(uint32_t barrier, int bytes) {
+  phases.at(barrier).bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+inline void mbarrier_inval(uint32_t barrier) { phases.erase(barrier); }
 inline void fence_mbarrier_init() {}
 static Barrier named_barriers[16];
 template <int kThreads> void sync_threads(int barrier) { named_barriers[barrier].wait(kThreads); }
@@ -217,6 +226,38 @@ inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 inline void prefetch_tensor_map(const void*) {}
 inline void fence_before_boxes() {}
+inline bool elect_one() {
+  __syncwarp();
+  return lane() == 0;
+}
+// As fake_cuda.py encodes it.
+struct FakeMap {
+  uint64_t pointer, item_bytes, dims[5], strides[4];
+  uint32_t box[5];
+};
+// A box with the 128-byte swizzle, which is there at once.
+inline void copy_box(uint32_t smem, const void* from, uint32_t barrier, int32_t token,
+                     int32_t segment, int32_t head, int32_t page) {
+  const FakeMap& map = *static_cast<const FakeMap*>(from);
+  const uint32_t row_bytes = map.item_bytes * map.box[0], *box = map.box;
+  if (row_bytes != 128 || box[3] != 1 || box[4] != 1) std::abort();
+  for (uint32_t row = 0; row < box[1] * box[2]; ++row) {
+    const uint64_t t = token + row % box[1], s = segment + row / box[1];
+    const bool exists = t < map.dims[1] && s < map.dims[2] && head < map.dims[3] &&
+                        page < map.dims[4] && page >= 0;
+    const auto* source = reinterpret_cast<const uint8_t*>(map.pointer) + t * map.strides[0] +
+                         s * map.strides[1] + head * map.strides[2] + page * map.strides[3];
+    for (int vector = 0; vector < 8; ++vector) {
+      const uint32_t place = smem + row * 128 + vector * 16;
+      uint8_t* target = at(place ^ (place >> 7 & 7) << 4, 16);
+      if (exists) std::memcpy(target, source + vector * 16, 16);
+      else std::memset(target, 0, 16);
+    }
+  }
+  Phases& now = phases.at(barrier);
+  now.bytes -= box[1] * box[2] * row_bytes;
+  end_if_over(now);
+}
 inline void prefetch_line(const void*) {}
 inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomicAdd(place, value); }
 template <typename T> uint4 load_16(const T* source) {
