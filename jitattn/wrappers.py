@@ -42,7 +42,7 @@ _STAND_INS = {
 }
 _INCLUDE = re.compile(r'#\s*include\s*[<"]([^">]+)[">]')
 _PRODUCT = re.compile(
-    r"^template <[^>]*>\s*struct (MMA_\w+)\s*\{.*?^\};\n", re.MULTILINE | re.DOTALL
+    r"^(?:template <[^>]*>\s*)?struct (MMA_\w+)\s*\{.*?^\};\n", re.MULTILINE | re.DOTALL
 )
 _NAME = re.compile(r"\bMMA_\w+")
 

@@ -44,6 +44,7 @@ HOST = (
 #include <tuple>
 #include <utility>
 #include <vector>
+inline int64_t max(int64_t a, long long b) { return std::max<int64_t>(a, b); }  // one type there
 struct Index { unsigned x; };
 static Index blockIdx, gridDim;
 
@@ -172,56 +173,24 @@ inline void cp_async_wait_all() {
   cp_async_wait<0>();
 }
 // Barriers, by the places that stand for them.
-struct Phases {
-  int count, pending, bytes;
-  uint32_t parity;
-
-  void finish() {
-    if (pending == 0 && bytes == 0) pending = count, parity ^= 1;
-  }
-};
+struct Phases { int count, pending; uint32_t parity; int bytes; };
 static std::map<uint32_t, Phases> phases;
 inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0, 0}; }
-inline void mbarrier_expect(uint32_t barrier, int bytes) {
-  Phases& now = phases.at(barrier);
-  --now.pending, now.bytes += bytes;
-  now.finish();
+inline void end_if_over(Phases& now) {
+  if (now.pending == 0 && now.bytes == 0) now.pending = now.count, now.parity ^= 1;
 }
-inline void mbarrier_arrive(uint32_t barrier) { mbarrier_expect(barrier, 0); }
-inline bool elect_one() { return lane() == 0; }
-// A tensor map as fake_cuda.py writes it.
-struct Map {
-  uint64_t pointer, item_bytes, sizes[5], strides[4];
-  uint32_t box[5];
-};
-inline void copy_box(uint32_t smem, const void* map, uint32_t barrier, int token, int segment,
-                     int head, int page) {
-  Map it;
-  std::memcpy(&it, map, sizeof it);
-  const int row_bytes = it.box[0] * it.item_bytes;
-  if (row_bytes != 128 || smem % 1024) std::abort();
-  for (int s = 0; s < it.box[2]; ++s) {
-    for (int t = 0; t < it.box[1]; ++t) {
-      const bool exists = token + t < it.sizes[1] && segment + s < it.sizes[2] && page >= 0 &&
-                          page < it.sizes[4];
-      const auto* row = reinterpret_cast<const uint8_t*>(it.pointer) +
-                        (token + t) * it.strides[0] + (segment + s) * it.strides[1] +
-                        head * it.strides[2] + page * it.strides[3];
-      const uint32_t place = smem + (s * it.box[1] + t) * 128;
-      for (int v = 0; v < 8; ++v) {
-        uint8_t* vector = at(place + (v ^ place / 128 % 8) * 16, 16);
-        if (exists) std::memcpy(vector, row + v * 16, 16);
-        else std::memset(vector, 0, 16);
-      }
-    }
-  }
-  Phases& now = phases.at(barrier);
-  now.bytes -= it.box[1] * it.box[2] * row_bytes;
-  now.finish();
+inline void mbarrier_arrive(uint32_t barrier) {
+  --phases.at(barrier).pending;
+  end_if_over(phases.at(barrier));
 }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (phases.at(barrier).parity == parity) yield();
 }
+inline void mbarrier_expect(uint32_t barrier, int bytes) {
+  phases.at(barrier).bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+inline void mbarrier_inval(uint32_t barrier) { phases.erase(barrier); }
 inline void fence_mbarrier_init() {}
 static Barrier named_barriers[16];
 template <int kThreads> void sync_threads(int barrier) { named_barriers[barrier].wait(kThreads); }
@@ -234,6 +203,38 @@ inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 inline void prefetch_tensor_map(const void*) {}
 inline void fence_before_boxes() {}
+inline bool elect_one() {
+  __syncwarp();
+  return lane() == 0;
+}
+// As fake_cuda.py encodes it.
+struct FakeMap {
+  uint64_t pointer, item_bytes, dims[5], strides[4];
+  uint32_t box[5];
+};
+// A box with the 128-byte swizzle, which is there at once.
+inline void copy_box(uint32_t smem, const void* from, uint32_t barrier, int32_t token,
+                     int32_t segment, int32_t head, int32_t page) {
+  const FakeMap& map = *static_cast<const FakeMap*>(from);
+  const uint32_t row_bytes = map.item_bytes * map.box[0], *box = map.box;
+  if (row_bytes != 128 || box[3] != 1 || box[4] != 1) std::abort();
+  for (uint32_t row = 0; row < box[1] * box[2]; ++row) {
+    const uint64_t t = token + row % box[1], s = segment + row / box[1];
+    const bool exists = t < map.dims[1] && s < map.dims[2] && head < map.dims[3] &&
+                        page < map.dims[4] && page >= 0;
+    const auto* source = reinterpret_cast<const uint8_t*>(map.pointer) + t * map.strides[0] +
+                         s * map.strides[1] + head * map.strides[2] + page * map.strides[3];
+    for (int vector = 0; vector < 8; ++vector) {
+      const uint32_t place = smem + row * 128 + vector * 16;
+      uint8_t* target = at(place ^ (place >> 7 & 7) << 4, 16);
+      if (exists) std::memcpy(target, source + vector * 16, 16);
+      else std::memset(target, 0, 16);
+    }
+  }
+  Phases& now = phases.at(barrier);
+  now.bytes -= box[1] * box[2] * row_bytes;
+  end_if_over(now);
+}
 inline void prefetch_line(const void*) {}
 inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomicAdd(place, value); }
 template <typename T> uint4 load_16(const T* source) {
