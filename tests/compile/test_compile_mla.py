@@ -14,7 +14,8 @@ from jitattn.mla_config import MLAConfig
 from jitattn.spec import Loader, MLASpec
 from jitattn.support import ARCHITECTURES
 from jitattn.tiling import SMEM_LIMIT, LatentTile, LatentWarpgroupTile, latent_tile_for
-from tests.compile.test_compile_all import Job, compile_job, opcodes
+from tests.compile.test_compile_all import Job
+from tests.compiler import compile_kernel, opcodes
 
 HOPPER = (
     "num_heads=128",
@@ -42,7 +43,7 @@ KIB = 1024
 def test_kernel(job: Job, tmp_path: Path) -> None:
     spec = job.spec
     assert isinstance(spec, MLASpec)
-    tile, result = latent_tile_for(spec, job.arch), compile_job(job)
+    tile, result = latent_tile_for(spec, job.arch), compile_kernel(spec, job.arch)
     for symbol, smem_bytes in ((spec.symbol, tile.smem_bytes), (f"{spec.symbol}_merge", 0)):
         resources = resources_of(result.cubin, symbol, job.arch)
         assert resources.spill_bytes == 0
