@@ -59,6 +59,22 @@ def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a"))
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", ["boxes", "vectors", "not causal"])
+def test_warpgroups_in_any_order(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a", seed))
+
+
+def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one tile and of many, one after the other, and merges in the kernel itself."""
+    case = replace(BASE, lengths=(1300, 70, 600), page_size=128, num_heads=4)
+    run(case, HostCuda(monkeypatch, "sm_90a", seed=1), batch_invariant=True)
+
+
+def test_warps_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(PORTABLE["mixed"], HostCuda(monkeypatch, "sm_80", seed=1))
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_batch_invariant(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request has the same bits alone, beside others, and in another place."""
