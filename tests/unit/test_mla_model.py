@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import jitattn
 from tests.harness import same_bits
 from tests.mla import FORMS, MLACase, check_kernel, make_inputs
 from tests.unit.host_attention import HostCuda
@@ -73,6 +74,32 @@ def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warps_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     run(PORTABLE["mixed"], HostCuda(monkeypatch, "sm_80", seed=1))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_many_split_requests(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every CTA that merges has the same list of them, whichever warp is the first."""
+    lengths = (*[0] * 30, 700, 2, *[0] * 30, 900)
+    case = replace(BASE, lengths=lengths, page_size=128, num_heads=4)
+    for seed in range(1, 4):
+        run(case, HostCuda(monkeypatch, arch, seed))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_splits_of_a_table_that_allows_less(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are NaN, and stay so when the splits of others are merged."""
+    case = replace(BASE, lengths=(700, 70), page_table="csr", page_size=128, num_heads=4)
+    inputs = make_inputs(case)
+    assert inputs.indptr is not None
+    planner = HostCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
+    plan, kv = inputs.plan(planner), planner.bind(inputs.kv)
+    plan.run(inputs.q_nope, inputs.q_pe, kv)
+    fewer = inputs.indptr.clone()
+    fewer[1:] -= 2
+    pages = jitattn.CsrPages(fewer, inputs.table)
+    out, lse = plan.run(inputs.q_nope, inputs.q_pe, kv, pages=pages, return_lse=True)
+    assert bool(out[0].isnan().all())
+    assert bool(lse[0].isnan().all())
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
