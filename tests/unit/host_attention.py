@@ -639,14 +639,17 @@ def schedule_on_host() -> Call:
 class HostCuda:
     """A CUDA backend whose kernels run on the CPU, of an architecture."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str, seed: int = 0) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, arch: str, seed: int = 0, num_sms: int = 4
+    ) -> None:
         """Put it in the place of the driver; launches are random by a seed."""
         self.arch = arch
         self.seed = seed
         self.fake = fake_cuda.install(monkeypatch)
         self.specs: dict[str, AttentionSpec] = {}
         self.ran: list[str] = []
-        facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms=4, max_smem_bytes=232448)
+        self.grids: list[tuple[str, int]] = []
+        facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms, max_smem_bytes=232448)
         monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
         monkeypatch.setattr(driver, "_launch_function", lambda: self.launch)
 
@@ -693,6 +696,7 @@ class HostCuda:
         if self.seed:
             self.seed += 1
         random = self.seed * 0x9E3779B1 & 0xFFFFFFFF
+        self.grids.append((kernel.symbol, shape.grid_x))
         library.call.restype = ctypes.c_char_p
         shape = shape.grid_x, shape.block_x
         fault = library.call(function, ctypes.c_void_p(at), *shape, ctypes.c_uint32(random))
