@@ -51,11 +51,13 @@ class LatentKernel(AttentionKernel):
 class MLAPart(Part):
     """A kernel of a plan of an ``MLAPlanner``: ``Part``, with what rope parts add."""
 
-    __slots__ = ("_merge_launches", "_pe_layout")
+    __slots__ = ("_merge_grid", "_merge_launches", "_pe_layout")
 
     def __init__(self, recipe: Recipe, *arguments: Any) -> None:
         super().__init__(recipe, *arguments)
         self._pe_layout = NO_LAYOUT
+        # As many as `num_sms` allows, where it is given: each CTA may be on an SM of its own.
+        self._merge_grid = self._grid * (1 if recipe.config.num_sms else _MERGE_CTAS)
         self._merge_launches: dict[AttentionKernel, Launch] = {}
 
     def launches_of(self, kernels: BoundKernels) -> tuple[Launch, ...]:
@@ -65,7 +67,7 @@ class MLAPart(Part):
         if merge is None:
             assert isinstance(kernel, LatentKernel)
             threads = kernel.tile.value_dim // 4
-            merge = Launch(kernel.load_merge(), self._params, _MERGE_CTAS * self._grid, threads)
+            merge = Launch(kernel.load_merge(), self._params, self._merge_grid, threads)
             self._merge_launches[kernel] = merge
         return self.launch_of(kernels), merge
 

@@ -4,6 +4,11 @@ The lanes of a CTA are coroutines, which meet where a warp or the CTA does; CTAs
 other. Instructions that the host hasn't are written anew here; the templates and the headers of
 their arithmetic are the real ones. Shared memory begins full of NaN, and copies to it land when
 they are waited for.
+
+With a seed the order of lanes is random, some warps run far ahead of others, and what is under way
+happens as late as it may: boxes land when nobody expects them, products read and write when they
+are waited for. Until then NaN stands where they write. What a launch does wrong whatever comes of
+it, a wait without end or a product that reads past its fence, fails the test.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ HOST = (
 #include <ucontext.h>
 #include <cstdlib>
 #include <deque>
+#include <functional>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -56,22 +62,42 @@ struct Lane {
   bool is_done = false;
   std::deque<std::vector<Copy>> groups;
   std::vector<Copy> open;
+  uint64_t seen = 0;  // events, when it began to wait
+  std::deque<std::vector<std::function<void()>>> products;
+  std::vector<std::function<void()>> issued;
+  struct Accumulator { int pending = 0; std::vector<float> values; };
+  std::map<float*, Accumulator> accumulators;
+  std::vector<uint32_t> unfenced;  // words of shared memory that it wrote since its last fence
 };
 static std::vector<Lane> lanes;
 static Lane* current;
 static ucontext_t host;
+static uint32_t seed;           // 0: everything happens at once, and lanes take turns
+static const char* fault;       // what a launch did wrong
+static uint64_t events = 1;     // after each, somebody's wait may be over
+static std::vector<std::function<void()>> boxes;  // under way
 #define threadIdx (current->index)
-inline void yield() { swapcontext(&current->context, &host); }
+inline uint32_t draw(uint32_t count) {
+  seed ^= seed << 13, seed ^= seed >> 17, seed ^= seed << 5;
+  return seed % count;
+}
+inline void yield() {
+  current->seen = events;
+  swapcontext(&current->context, &host);
+}
 
 struct Barrier {
-  unsigned waiting = 0, phase = 0;
+  unsigned waiting = 0, phase = 0, expected = 0;
+  bool arrive(unsigned count) {
+    if (waiting > 0 && count != expected) fault = "a barrier is met with different counts";
+    expected = count;
+    if (++waiting < count) return false;
+    waiting = 0, ++phase, ++events;
+    return true;
+  }
   void wait(unsigned count) {
     const unsigned entered = phase;
-    if (++waiting == count) {
-      waiting = 0, ++phase;
-      return;
-    }
-    while (phase == entered) yield();
+    if (!arrive(count)) while (phase == entered) yield();
   }
 };
 static Barrier cta_barrier;
@@ -113,6 +139,13 @@ inline bool __any_sync(unsigned, bool value) {
   return std::any_of(all.of, all.of + 32, [](bool x) { return x; });
 }
 inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  const Given<bool> all(value);
+  uint32_t votes = 0;
+  for (int i = 0; i < 32; ++i) votes |= uint32_t(all.of[i]) << i;
+  return votes;
+}
+inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 template <typename T> T __ldcg(const T* place) { return *place; }
 inline int atomicMax(int* place, int value) {
   const int old = *place;
@@ -142,9 +175,27 @@ inline uint8_t* at(uint32_t smem, int size) {
   if (smem % size || smem + size > kSmem) std::abort();
   return host_smem + smem;
 }
+// Who wrote a word in the way that products and boxes need a fence to know of: a lane + 1.
+static uint16_t writers[kSmem / 4];
+inline uint8_t* written(uint32_t smem, int size) {
+  uint8_t* place = at(smem, size);
+  if (!seed) return place;
+  for (uint32_t word = smem / 4; word < (smem + size + 3) / 4; ++word) {
+    writers[word] = threadIdx.x + 1;
+    current->unfenced.push_back(word);
+  }
+  return place;
+}
+inline void fence_before_boxes() {
+  for (uint32_t word : current->unfenced) {
+    if (writers[word] == threadIdx.x + 1) writers[word] = 0;
+  }
+  current->unfenced.clear();
+}
 inline void copy_later(uint32_t smem, const void* source, int size, bool valid) {
   if (valid && reinterpret_cast<uintptr_t>(source) % size) std::abort();
-  at(smem, size);
+  uint8_t* place = at(smem, size);
+  if (seed) std::memset(place, 0xff, size);
   current->open.push_back({smem, static_cast<const uint8_t*>(source), size, valid});
 }
 template <int kFetchBytes> void cp_async_16(uint32_t smem, const void* source, bool valid) {
@@ -161,7 +212,7 @@ inline void cp_async_commit() {
 template <int kPending> void cp_async_wait() {
   while (current->groups.size() > kPending) {
     for (const Copy& copy : current->groups.front()) {
-      uint8_t* place = at(copy.smem, copy.size);
+      uint8_t* place = written(copy.smem, copy.size);
       if (copy.valid) std::memcpy(place, copy.source, copy.size);
       else std::memset(place, 0, copy.size);
     }
@@ -173,68 +224,82 @@ inline void cp_async_wait_all() {
   cp_async_wait<0>();
 }
 // Barriers, by the places that stand for them.
-struct Phases { int count, pending; uint32_t parity; int bytes; };
+struct Phases {
+  int count, pending, bytes;
+  uint32_t parity;
+
+  void finish() {
+    if (pending < 0) fault = "more arrive than a barrier counts";
+    if (pending == 0 && bytes == 0) pending = count, parity ^= 1, ++events;
+  }
+};
 static std::map<uint32_t, Phases> phases;
 inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0, 0}; }
-inline void end_if_over(Phases& now) {
-  if (now.pending == 0 && now.bytes == 0) now.pending = now.count, now.parity ^= 1;
+inline void mbarrier_expect(uint32_t barrier, int bytes) {
+  Phases& now = phases.at(barrier);
+  --now.pending, now.bytes += bytes;
+  now.finish();
 }
-inline void mbarrier_arrive(uint32_t barrier) {
-  --phases.at(barrier).pending;
-  end_if_over(phases.at(barrier));
+inline void mbarrier_arrive(uint32_t barrier) { mbarrier_expect(barrier, 0); }
+inline void mbarrier_inval(uint32_t barrier) { phases.erase(barrier); }
+inline bool elect_one() {
+  __syncwarp();
+  return lane() == 0;
+}
+// A tensor map as fake_cuda.py writes it.
+struct Map {
+  uint64_t pointer, item_bytes, sizes[5], strides[4];
+  uint32_t box[5];
+};
+inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, int token, int segment,
+                     int head, int page) {
+  const int row_bytes = it.box[0] * it.item_bytes;
+  if (row_bytes != 128 || smem % 1024) std::abort();
+  for (int s = 0; s < it.box[2]; ++s) {
+    for (int t = 0; t < it.box[1]; ++t) {
+      const bool exists = token + t < it.sizes[1] && segment + s < it.sizes[2] && page >= 0 &&
+                          page < it.sizes[4];
+      const auto* row = reinterpret_cast<const uint8_t*>(it.pointer) +
+                        (token + t) * it.strides[0] + (segment + s) * it.strides[1] +
+                        head * it.strides[2] + page * it.strides[3];
+      const uint32_t place = smem + (s * it.box[1] + t) * 128;
+      for (int v = 0; v < 8; ++v) {
+        uint8_t* vector = at(place + (v ^ place / 128 % 8) * 16, 16);
+        if (exists) std::memcpy(vector, row + v * 16, 16);
+        else std::memset(vector, 0, 16);
+      }
+    }
+  }
+  Phases& now = phases.at(barrier);
+  now.bytes -= it.box[1] * it.box[2] * row_bytes;
+  now.finish();
+}
+inline void copy_box(uint32_t smem, const void* map, uint32_t barrier, int token, int segment,
+                     int head, int page) {
+  Map it;
+  std::memcpy(&it, map, sizeof it);
+  const auto land = [=] { land_box(smem, it, barrier, token, segment, head, page); };
+  if (!seed) return land();
+  const int size = it.box[1] * it.box[2] * 128;
+  for (uint32_t word = smem / 4; word < (smem + size) / 4; ++word) {
+    if (writers[word]) fault = "a box overwrites what was written without a fence";
+  }
+  std::memset(at(smem, 128), 0xff, size);
+  boxes.push_back(land);
 }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (phases.at(barrier).parity == parity) yield();
 }
-inline void mbarrier_expect(uint32_t barrier, int bytes) {
-  phases.at(barrier).bytes += bytes;
-  mbarrier_arrive(barrier);
-}
-inline void mbarrier_inval(uint32_t barrier) { phases.erase(barrier); }
 inline void fence_mbarrier_init() {}
 static Barrier named_barriers[16];
 template <int kThreads> void sync_threads(int barrier) { named_barriers[barrier].wait(kThreads); }
 template <int kThreads> void arrive_threads(int barrier) {
-  Barrier& one = named_barriers[barrier];
-  if (++one.waiting == kThreads) one.waiting = 0, ++one.phase;
+  named_barriers[barrier].arrive(kThreads);
 }
 inline void require_now(float) {}
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 inline void prefetch_tensor_map(const void*) {}
-inline void fence_before_boxes() {}
-inline bool elect_one() {
-  __syncwarp();
-  return lane() == 0;
-}
-// As fake_cuda.py encodes it.
-struct FakeMap {
-  uint64_t pointer, item_bytes, dims[5], strides[4];
-  uint32_t box[5];
-};
-// A box with the 128-byte swizzle, which is there at once.
-inline void copy_box(uint32_t smem, const void* from, uint32_t barrier, int32_t token,
-                     int32_t segment, int32_t head, int32_t page) {
-  const FakeMap& map = *static_cast<const FakeMap*>(from);
-  const uint32_t row_bytes = map.item_bytes * map.box[0], *box = map.box;
-  if (row_bytes != 128 || box[3] != 1 || box[4] != 1) std::abort();
-  for (uint32_t row = 0; row < box[1] * box[2]; ++row) {
-    const uint64_t t = token + row % box[1], s = segment + row / box[1];
-    const bool exists = t < map.dims[1] && s < map.dims[2] && head < map.dims[3] &&
-                        page < map.dims[4] && page >= 0;
-    const auto* source = reinterpret_cast<const uint8_t*>(map.pointer) + t * map.strides[0] +
-                         s * map.strides[1] + head * map.strides[2] + page * map.strides[3];
-    for (int vector = 0; vector < 8; ++vector) {
-      const uint32_t place = smem + row * 128 + vector * 16;
-      uint8_t* target = at(place ^ (place >> 7 & 7) << 4, 16);
-      if (exists) std::memcpy(target, source + vector * 16, 16);
-      else std::memset(target, 0, 16);
-    }
-  }
-  Phases& now = phases.at(barrier);
-  now.bytes -= box[1] * box[2] * row_bytes;
-  end_if_over(now);
-}
 inline void prefetch_line(const void*) {}
 inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomicAdd(place, value); }
 template <typename T> uint4 load_16(const T* source) {
@@ -248,16 +313,16 @@ inline uint2 load_8(const void* source) {
   std::memcpy(&words, source, 8);
   return words;
 }
-inline void st_shared_byte(uint32_t smem, uint32_t value) { *at(smem, 1) = value; }
+inline void st_shared_byte(uint32_t smem, uint32_t value) { *written(smem, 1) = value; }
 inline uint32_t ld_shared_byte(uint32_t smem) { return *at(smem, 1); }
 inline uint32_t ld_shared_4(uint32_t smem) {
   uint32_t word;
   std::memcpy(&word, at(smem, 4), 4);
   return word;
 }
-inline void st_shared_4(uint32_t smem, uint32_t value) { std::memcpy(at(smem, 4), &value, 4); }
-inline void st_shared_8(uint32_t smem, uint2 value) { std::memcpy(at(smem, 8), &value, 8); }
-inline void st_shared_16(uint32_t smem, uint4 value) { std::memcpy(at(smem, 16), &value, 16); }
+inline void st_shared_4(uint32_t smem, uint32_t value) { std::memcpy(written(smem, 4), &value, 4); }
+inline void st_shared_8(uint32_t smem, uint2 value) { std::memcpy(written(smem, 8), &value, 8); }
+inline void st_shared_16(uint32_t smem, uint4 value) { std::memcpy(written(smem, 16), &value, 16); }
 // Matrix `m` of an ldmatrix, of the lane's two elements.
 inline uint32_t matrix(const Given<uint32_t>& places, int m, bool is_transposed) {
   const int g = lane() / 4, t = lane() % 4;
@@ -353,16 +418,46 @@ template <typename To, typename From> uint2 unpack(uint32_t bytes) {
 }  // namespace jitattn
 """
 )
-# Products of warpgroups, which are done at once.
+# Products of warpgroups, which are done at once, or with a seed when they are waited for.
 WARPGROUPS = r"""
 namespace cutlass::arch {
 template <int kRegisters> void warpgroup_reg_dealloc() {}
 template <int kRegisters> void warpgroup_reg_alloc() {}
 }  // namespace cutlass::arch
 namespace cute {
-inline void warpgroup_arrive() {}
-inline void warpgroup_commit_batch() {}
-template <int kPending> void warpgroup_wait() {}
+// A warp's lanes are together at each of these instructions.
+inline void meet() { if (seed) __syncwarp(); }
+inline void finish_products(int pending) {
+  while (current->products.size() > pending) {
+    for (const auto& product : current->products.front()) product();
+    current->products.pop_front();
+  }
+}
+// Begins a product that has its sums in `d`, where nobody finds them until it is done.
+template <typename Run> void begin_product(const std::vector<float*>& d, Run run) {
+  if (!seed) return run();
+  Lane::Accumulator& sums = current->accumulators[d[0]];
+  if (sums.pending++ == 0) {
+    for (float* place : d) sums.values.push_back(*place), *place = NAN;
+  }
+  current->issued.push_back([=, &sums] {
+    for (int i = 0; i < sums.values.size(); ++i) *d[i] = sums.values[i];
+    sums.values.clear();
+    run();
+    if (--sums.pending == 0) current->accumulators.erase(d[0]);
+  });
+}
+inline void warpgroup_arrive() { meet(); }
+inline void warpgroup_commit_batch() {
+  if (!seed) return;
+  current->products.push_back(std::move(current->issued));
+  current->issued.clear();
+  if (draw(4) == 0) finish_products(0);
+}
+template <int kPending> void warpgroup_wait() {
+  finish_products(kPending);
+  meet();
+}
 inline void warpgroup_fence_operand(float&) {}
 namespace SM90::GMMA {
 enum class Major { K, MN };
@@ -374,7 +469,9 @@ template <typename Type> float element(uint64_t matrix, int row, int along) {
   const uint32_t place =
       begin + row / 8 * step + row % 8 * 128 + along / 64 * leap + along % 64 * 2;
   uint16_t bits;
-  std::memcpy(&bits, jitattn::at(place ^ (place >> 7 & 7) << 4, 2), 2);
+  const uint32_t swizzled = place ^ (place >> 7 & 7) << 4;
+  if (jitattn::writers[swizzled / 4]) fault = "a product reads what was written without a fence";
+  std::memcpy(&bits, jitattn::at(swizzled, 2), 2);
   return Type::to_float(bits);
 }
 template <typename Type, Major kB, typename A>
@@ -398,8 +495,10 @@ template <typename Type, Major kA, Major kB> struct SharedByShared {
   template <typename Tuple, size_t... I>
   static void run(uint64_t a, uint64_t b, Tuple all, std::index_sequence<I...>) {
     const int first = warp() % 4 * 16;
-    multiply<Type, kB>([&](int row, int k) { return element<Type>(a, first + row, k); }, b,
-                       {&std::get<I>(all)...}, std::get<sizeof...(I)>(all) == ScaleOut::One);
+    const auto left = [=](int row, int k) { return element<Type>(a, first + row, k); };
+    const std::vector<float*> d = {&std::get<I>(all)...};
+    const bool adds = std::get<sizeof...(I)>(all) == ScaleOut::One;
+    begin_product(d, [=] { multiply<Type, kB>(left, b, d, adds); });
   }
 };
 template <typename Type, Major kA, Major kB> struct RegistersByShared {
@@ -412,13 +511,14 @@ template <typename Type, Major kA, Major kB> struct RegistersByShared {
   template <typename Tuple, size_t... I>
   static void run(uint4 mine, uint64_t b, Tuple all, std::index_sequence<I...>) {
     const Given<uint4> given(mine);
-    const auto a = [&](int row, int k) {
+    const auto a = [=](int row, int k) {
       const uint4& x = given.of[row % 8 * 4 + k % 8 / 2];
       const uint32_t word = row < 8 ? (k < 8 ? x.x : x.z) : (k < 8 ? x.y : x.w);
       return k % 2 ? Type::high(word) : Type::low(word);
     };
-    multiply<Type, kB>(a, b, {&std::get<I>(all)...},
-                       std::get<sizeof...(I)>(all) == ScaleOut::One);
+    const std::vector<float*> d = {&std::get<I>(all)...};
+    const bool adds = std::get<sizeof...(I)>(all) == ScaleOut::One;
+    begin_product(d, [=] { multiply<Type, kB>(a, b, d, adds); });
   }
 };
 }  // namespace SM90::GMMA
@@ -434,38 +534,82 @@ static void run_lane() {
   yield();
 }
 extern "C" int64_t params_size() { return sizeof host_params; }
-extern "C" void call(Kernel* function, const void* params, int grid, int num_threads) {
-  kernel = function;
+static void begin_cta(int num_threads) {
+  std::memset(host_smem, 0xff, sizeof host_smem);
+  std::memset(jitattn::writers, 0, sizeof jitattn::writers);
+  jitattn::phases.clear();
+  boxes.clear();
+  cta_barrier = {};
+  for (Barrier& barrier : warp_barriers) barrier = {};
+  for (Barrier& barrier : jitattn::named_barriers) barrier = {};
+  for (int i = 0; i < num_threads; ++i) {
+    Lane& one = lanes[i];
+    std::vector<char> stack = std::move(one.stack);
+    one = {};
+    one.index.x = i;
+    one.stack = std::move(stack);
+    one.stack.resize(256 * 1024);
+    getcontext(&one.context);
+    one.context.uc_stack.ss_sp = one.stack.data();
+    one.context.uc_stack.ss_size = one.stack.size();
+    one.context.uc_link = nullptr;
+    makecontext(&one.context, run_lane, 0);
+  }
+}
+// Lanes of a warp that can go on do so; says whether any could.
+static bool run_warp(int warp) {
+  bool is_running = false;
+  const int first = seed ? draw(32) : 0;
+  for (int i = 0; i < 32; ++i) {
+    Lane& one = lanes[warp * 32 + (first + i) % 32];
+    if (one.is_done || one.seen == events) continue;
+    is_running = true;
+    current = &one;
+    swapcontext(&host, &one.context);
+    if (one.is_done) ++events;
+  }
+  return is_running;
+}
+static void run_cta(int num_warps) {
+  std::vector<int> rates(num_warps, 1);
+  int num_idle = 0;
+  for (uint64_t round = 0; !fault; ++round) {
+    if (seed && round % 512 == 0) {
+      // A warp goes on in one of so many rounds; those of a warpgroup alike.
+      for (int w = 0; w < num_warps; ++w) rates[w] = w % 4 ? rates[w - w % 4] : 1 << draw(8);
+    }
+    bool is_running = false;
+    const int first = seed ? draw(num_warps) : 0;
+    for (int i = 0; i < num_warps; ++i) {
+      const int w = (first + i) % num_warps;
+      if (rates[w] > 1 && draw(rates[w])) continue;
+      is_running |= run_warp(w);
+    }
+    if (!boxes.empty() && draw(8) == 0) {
+      std::swap(boxes[draw(boxes.size())], boxes.back());
+      boxes.back()();
+      boxes.pop_back();
+      is_running = true;
+    }
+    num_idle = is_running ? 0 : num_idle + 1;
+    if (num_idle < (seed ? 4096 : 1)) continue;
+    for (const Lane& one : lanes) {
+      if (!one.is_done) fault = "a wait has no end";
+    }
+    return;
+  }
+}
+extern "C" const char* call(Kernel* function, const void* params, int grid, int num_threads,
+                            uint32_t random) {
+  kernel = function, seed = random, fault = nullptr;
   std::memcpy(host_params, params, sizeof host_params);
   gridDim.x = grid;
   lanes = std::vector<Lane>(num_threads);
-  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-    std::memset(host_smem, 0xff, sizeof host_smem);
-    jitattn::phases.clear();
-    for (Barrier& barrier : jitattn::named_barriers) barrier = {};
-    for (int i = 0; i < num_threads; ++i) {
-      Lane& one = lanes[i];
-      one.index.x = i;
-      one.stack.resize(256 * 1024);
-      one.is_done = false;
-      one.groups.clear();
-      one.open.clear();
-      getcontext(&one.context);
-      one.context.uc_stack.ss_sp = one.stack.data();
-      one.context.uc_stack.ss_size = one.stack.size();
-      one.context.uc_link = nullptr;
-      makecontext(&one.context, run_lane, 0);
-    }
-    for (bool is_done = false; !is_done;) {
-      is_done = true;
-      for (Lane& one : lanes) {
-        if (one.is_done) continue;
-        is_done = false;
-        current = &one;
-        swapcontext(&host, &one.context);
-      }
-    }
+  for (blockIdx.x = 0; blockIdx.x < grid && !fault; ++blockIdx.x) {
+    begin_cta(num_threads);
+    run_cta(num_threads / 32);
   }
+  return fault;
 }
 """
 
@@ -500,13 +644,17 @@ def schedule_on_host() -> Call:
 class HostCuda:
     """A CUDA backend whose kernels run on the CPU, of an architecture."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-        """Put it in the place of the driver."""
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, arch: str, seed: int = 0, num_sms: int = 4
+    ) -> None:
+        """Put it in the place of the driver; launches are random by a seed."""
         self.arch = arch
+        self.seed = seed
         self.fake = fake_cuda.install(monkeypatch)
         self.specs: dict[str, AttentionSpec] = {}
         self.ran: list[str] = []
-        facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms=4, max_smem_bytes=232448)
+        self.grids: list[tuple[str, int]] = []
+        facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms, max_smem_bytes=232448)
         monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
         monkeypatch.setattr(driver, "_launch_function", lambda: self.launch)
 
@@ -550,5 +698,12 @@ class HostCuda:
         library = compiled(spec, self.arch)
         assert library.params_size() == ctypes.sizeof(self.params)
         function = ctypes.cast(library[kernel.symbol], ctypes.c_void_p)
-        library.call(function, ctypes.c_void_p(at), shape.grid_x, shape.block_x)
+        if self.seed:
+            self.seed += 1
+        random = self.seed * 0x9E3779B1 & 0xFFFFFFFF
+        self.grids.append((kernel.symbol, shape.grid_x))
+        library.call.restype = ctypes.c_char_p
+        shape = shape.grid_x, shape.block_x
+        fault = library.call(function, ctypes.c_void_p(at), *shape, ctypes.c_uint32(random))
+        assert fault is None, (kernel.symbol, fault.decode())
         return 0

@@ -66,6 +66,14 @@ def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert "prefill" in {symbol.split("_")[1] for symbol in host.ran}
 
 
+@pytest.mark.parametrize("name", ["e4m3", "fp16"])
+def test_prefill_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = of(CASES[name], (140, 150), (40, 200), (20, 20))
+    inputs = make_inputs(case, "cpu")
+    planner = HostCuda(monkeypatch, "sm_90a", seed=1).planner(**case.planner_arguments())
+    check(case, *attend(inputs, planner), expected(inputs))
+
+
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_addresses(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out is one row of V, bit for bit."""

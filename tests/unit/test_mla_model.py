@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import jitattn
 from tests.harness import same_bits
 from tests.mla import FORMS, MLACase, check_kernel, make_inputs
 from tests.unit.host_attention import HostCuda
@@ -57,6 +58,55 @@ def test_products_of_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", WARPGROUPS)
 def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a"))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", ["boxes", "vectors", "not causal"])
+def test_warpgroups_in_any_order(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a", seed))
+
+
+def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one tile and of many, one after the other, and merges in the kernel itself."""
+    case = replace(BASE, lengths=(1300, 70, 600), page_size=128, num_heads=4)
+    run(case, HostCuda(monkeypatch, "sm_90a", seed=1), batch_invariant=True)
+
+
+def test_warps_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(PORTABLE["mixed"], HostCuda(monkeypatch, "sm_80", seed=1))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_many_split_requests(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every CTA that merges has the same list of them, whichever warp is the first."""
+    case = replace(BASE, lengths=(*[0] * 31, 600, 500), page_size=128, num_heads=4)
+    for seed in (1, 2):
+        run(case, HostCuda(monkeypatch, arch, seed=seed, num_sms=16))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_splits_of_a_table_that_allows_less(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are NaN, and stay so when the splits of others are merged."""
+    case = replace(BASE, lengths=(700, 70), page_table="csr", page_size=128, num_heads=4)
+    inputs = make_inputs(case)
+    assert inputs.indptr is not None
+    planner = HostCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
+    plan, kv = inputs.plan(planner), planner.bind(inputs.kv)
+    plan.run(inputs.q_nope, inputs.q_pe, kv)
+    fewer = inputs.indptr.clone()
+    fewer[1:] -= 2
+    pages = jitattn.CsrPages(fewer, inputs.table)
+    out, lse = plan.run(inputs.q_nope, inputs.q_pe, kv, pages=pages, return_lse=True)
+    assert bool(out[0].isnan().all())
+    assert bool(lse[0].isnan().all())
+
+
+def test_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs claim what is left, and those that merge are as few."""
+    host = HostCuda(monkeypatch, "sm_90a", seed=1)
+    case = replace(BASE, lengths=(100, 3), q_lens=(1, 2), page_size=128, num_heads=80)
+    run(case, host, num_sms=1)
+    assert {grid for _, grid in host.grids} == {1}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
