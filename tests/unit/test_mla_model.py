@@ -72,6 +72,12 @@ def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     run(case, HostCuda(monkeypatch, "sm_90a", seed=1), batch_invariant=True)
 
 
+def test_short_requests_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one tile each: a warpgroup may be a run ahead of the other."""
+    case = replace(BASE, lengths=(5, 60) * 10, page_size=128, num_heads=4)
+    run(case, HostCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
+
+
 def test_warps_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     run(PORTABLE["mixed"], HostCuda(monkeypatch, "sm_80", seed=1))
 
