@@ -43,8 +43,8 @@ KV_LAYOUTS = ("NHD", "HND")
 
 # Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
 TESTED_ON = {
-    "sm_80": "run from PTX: decode on H100 and H200, prefill on H200",
-    "sm_90a": "run on H100 and H200; NVFP4 caches compiled, not run",
+    "sm_80": "run from PTX, before the last changes: decode on H100 and H200, prefill on H200",
+    "sm_90a": "run on H100 and H200, before the last changes; NVFP4 caches compiled, not run",
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
 }
