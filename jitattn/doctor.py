@@ -29,6 +29,7 @@ _PACKAGES = (
     "nvidia-cutlass",
     "filelock",
     "jinja2",
+    "numpy",
     "platformdirs",
     "rich",
 )
@@ -40,8 +41,12 @@ _OPTIONAL = {
     "nvidia-cuda-nvrtc-cu12",
     "nvidia-cuda-nvdisasm",
     "nvidia-cutlass",
+    "numpy",
 }
-_PURPOSES = {"nvidia-cutlass": "to compile kernels with wgmma (prefill, compute capability 9.0)"}
+_PURPOSES = {
+    "nvidia-cutlass": "to compile kernels with wgmma (prefill, compute capability 9.0)",
+    "numpy": "for jitattn.kv",
+}
 # Worth a line only where it is installed, since most machines do without.
 _SILENT = {"nvidia-cuda-nvrtc-cu12"}
 
