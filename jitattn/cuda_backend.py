@@ -36,8 +36,6 @@ from jitattn.spec import (
 from jitattn.tensor_maps import Box, TensorMaps, box_of
 from jitattn.tiling import (
     DecodeTile,
-    LatentTile,
-    LatentWarpgroupTile,
     attention_tile_for,
     tile_for,
 )
@@ -121,13 +119,19 @@ class KernelSet:
 
         And the tensor maps of K and V, if the decode kernel's loader uses some.
         """
-        is_aligned, maps = k.is_vector_aligned and v.is_vector_aligned, None
-        if is_aligned and self._takes_maps:
-            try:
-                maps = TensorMaps(k, v, self._boxes)
-            except ValueError:
-                is_aligned = False  # any strides will do for the plain loader
+        is_aligned, maps = self._maps_of(k, v)
         return self._kernels_for(self._specs_of_loader(is_aligned=is_aligned)), maps
+
+    def _maps_of(self, k: CacheView, v: CacheView) -> tuple[bool, TensorMaps | None]:
+        """Return whether the loader of aligned caches suits K and V, and the maps that it uses."""
+        if not (k.is_vector_aligned and v.is_vector_aligned):
+            return False, None
+        if not self._takes_maps:
+            return True, None
+        try:
+            return True, TensorMaps(k, v, self._boxes)
+        except ValueError:
+            return False, None  # any strides will do for the plain loader
 
     def bind_blocks(self, caches: BlockCaches) -> tuple[BoundKernels, BlockArguments]:
         """Return the same of an NVFP4 cache, with what its launches say of the scales of blocks."""
@@ -299,8 +303,8 @@ class KernelSet:
 
     def _attention_kernel(self, spec: PlannedSpec, pending: Pending) -> AttentionKernel:
         tile = attention_tile_for(spec, self.arch)
-        rows = tile if isinstance(spec, PrefillSpec) else spec
-        assert not isinstance(rows, DecodeTile | LatentTile | LatentWarpgroupTile)
+        rows = spec if isinstance(spec, DecodeSpec) else tile
+        assert not isinstance(rows, DecodeTile)
         return AttentionKernel(pending, tile, rows.row_tile, self.facts.index)
 
 

@@ -114,12 +114,7 @@ class MLAKernels(KernelSet):
 
         And the tensor maps of latents and rope parts, if their loader uses some.
         """
-        is_aligned, maps = kv.is_vector_aligned, None
-        if is_aligned and self._takes_maps:
-            try:
-                maps = TensorMaps(kv.latent.as_cache(), kv.rope.as_cache(), self._boxes)
-            except ValueError:
-                is_aligned = False  # any strides will do for the plain loader
+        is_aligned, maps = self._maps_of(kv.latent.as_cache(), kv.rope.as_cache())
         spec = next(
             spec
             for spec in self._attention_specs()

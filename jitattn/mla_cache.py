@@ -20,8 +20,6 @@ from jitattn.config import QUANTISED_DTYPES
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.pages import Pages, check_device, check_tensor
 
-VECTOR_BYTES = 16
-"""That kernels copy at a time where rows allow it."""
 _SCALE_BYTES = 4  # of a float32
 
 
@@ -39,13 +37,6 @@ class RowsView:
     def as_cache(self) -> CacheView:
         """Return the same as K or V of one head."""
         return CacheView(self.tensor.unsqueeze(2), self.page_stride, self.token_stride, 0)
-
-    @property
-    def is_vector_aligned(self) -> bool:
-        """Whether every row starts at a multiple of 16 bytes."""
-        size = self.tensor.element_size()
-        offsets = self.tensor.data_ptr(), self.page_stride * size, self.token_stride * size
-        return all(offset % VECTOR_BYTES == 0 for offset in offsets)
 
 
 class BoundMLACache:
@@ -123,11 +114,6 @@ class BoundMLACache:
     def v(self) -> RowsView:
         """The rope parts."""
         return self.rope
-
-    @property
-    def is_vector_aligned(self) -> bool:
-        """Whether all rows start at multiples of 16 bytes."""
-        return self.latent.is_vector_aligned and self.rope.is_vector_aligned
 
     @property
     def pools(self) -> Mapping[str, int]:

@@ -88,7 +88,7 @@ class DecodeTile(NamedTuple):
 
 
 class PrefillTile(NamedTuple):
-    """The shape of a prefill CTA; fields as in ``DecodeTile``."""
+    """The shape of a CTA of prefill or latent attention; fields as in ``DecodeTile``."""
 
     num_warps: int
     tile_tokens: int
@@ -97,7 +97,7 @@ class PrefillTile(NamedTuple):
     ctas_per_sm: int
     value_dim: int
     smem_bytes: int
-    row_tile: int  # query rows of a CTA: 16 a warp
+    row_tile: int  # query rows of a CTA
     merge_splits: int
     merge_loads: int = 0
     box_tokens: int = 0
@@ -110,7 +110,7 @@ class PrefillTile(NamedTuple):
 
 
 class WarpgroupTile(NamedTuple):
-    """The shape of a prefill CTA whose warpgroups compute together; fields as in ``DecodeTile``.
+    """The same of a CTA whose warpgroups compute together.
 
     ``num_producers`` warpgroups that ``num_warps`` doesn't count bring Q, K and V.
     """
@@ -123,7 +123,7 @@ class WarpgroupTile(NamedTuple):
     ctas_per_sm: int
     value_dim: int
     smem_bytes: int
-    row_tile: int  # query rows of a CTA: 64 a warpgroup
+    row_tile: int
     merge_rows: int  # that a thread merges at a time
     merge_splits: int
     merge_loads: int
@@ -131,51 +131,6 @@ class WarpgroupTile(NamedTuple):
     key_box_columns: int  # of K that a tensor map brings at a time; 0: all
     num_producers: int
     producer_registers: int  # of a thread that brings, and of one that computes
-    consumer_registers: int
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * self.num_warps + 128 * self.num_producers
-
-
-class LatentTile(NamedTuple):
-    """The shape of a CTA of latent attention; fields as in ``DecodeTile``."""
-
-    num_warps: int
-    tile_tokens: int
-    num_stages: int
-    shares_tiles: bool
-    ctas_per_sm: int
-    value_dim: int
-    smem_bytes: int
-    merge_splits: int
-    merge_loads: int
-    box_tokens: int = 0
-    key_box_columns: int = 0
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * self.num_warps
-
-
-class LatentWarpgroupTile(NamedTuple):
-    """The same of a CTA whose warpgroups compute together; fields as in ``WarpgroupTile``."""
-
-    num_warps: int
-    tile_tokens: int
-    num_stages: int
-    shares_tiles: bool
-    ctas_per_sm: int
-    value_dim: int
-    smem_bytes: int
-    merge_splits: int
-    merge_loads: int
-    box_tokens: int
-    key_box_columns: int
-    num_producers: int
-    producer_registers: int
     consumer_registers: int
 
     @property
@@ -235,8 +190,7 @@ class TableTile(NamedTuple):
     smem_bytes: int = 0
 
 
-LatentTiles = LatentTile | LatentWarpgroupTile
-AttentionTile = DecodeTile | PrefillTile | WarpgroupTile | LatentTiles
+AttentionTile = DecodeTile | PrefillTile | WarpgroupTile
 TransferTile = GatherTile | CopyPagesTile | TableTile
 Tile = AttentionTile | ScheduleTile | MergeTile | PreprocessTile | TransferTile
 
@@ -329,25 +283,28 @@ def takes_latent_boxes(spec: MLASpec, arch: str) -> bool:
     )
 
 
-def latent_tile_for(spec: MLASpec, arch: str) -> LatentTiles:
+def latent_tile_for(spec: MLASpec, arch: str) -> PrefillTile | WarpgroupTile:
     """Return the tile of latent attention."""
     if _has_latent_warpgroups(spec.q_dtype, spec.kv_dtype, arch):
         return _latent_warpgroup_tile(spec)
     return _latent_tile(spec, arch)
 
 
-def _latent_warpgroup_tile(spec: MLASpec) -> LatentWarpgroupTile:
+def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     tile_tokens, num_stages, row_tile = 64, 2, 64
     # A rope part has a segment to itself.
     row_bytes = spec.kv_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
-    return LatentWarpgroupTile(
+    return WarpgroupTile(
         num_warps=8,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
+        num_query_stages=1,
         shares_tiles=True,
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,
         smem_bytes=(num_stages * tile_tokens + row_tile) * row_bytes,
+        row_tile=row_tile,
+        merge_rows=1,
         merge_splits=8,
         merge_loads=4,
         # Pages of other sizes are not brought in boxes.
@@ -359,7 +316,7 @@ def _latent_warpgroup_tile(spec: MLASpec) -> LatentWarpgroupTile:
     )
 
 
-def _latent_tile(spec: MLASpec, arch: str) -> LatentTile:
+def _latent_tile(spec: MLASpec, arch: str) -> PrefillTile:
     # Four warps for each 16 tokens.
     tile_tokens = 32
     rope_dim = spec.head_dim - spec.head_dim_vo
@@ -373,7 +330,7 @@ def _latent_tile(spec: MLASpec, arch: str) -> LatentTile:
     room = SMEM_LIMIT[arch] - _LATENT_STATIC_BYTES - score_bytes
     # One is consumed, and the others are under way.
     num_stages = min(room // (tile_tokens * token_bytes), 4)
-    return LatentTile(
+    return PrefillTile(
         num_warps=tile_tokens // 16 * 4,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
@@ -381,6 +338,7 @@ def _latent_tile(spec: MLASpec, arch: str) -> LatentTile:
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,
         smem_bytes=num_stages * tile_tokens * token_bytes + score_bytes,
+        row_tile=spec.row_tile,
         merge_splits=8,
         merge_loads=4,
     )
@@ -390,7 +348,7 @@ def template_for(spec: KernelSpec, arch: str) -> str:
     """Return the template of ``spec`` on ``arch``."""
     if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, arch):
         return "prefill_wgmma.cu.jinja"
-    if isinstance(spec, MLASpec) and isinstance(latent_tile_for(spec, arch), LatentWarpgroupTile):
+    if isinstance(spec, MLASpec) and isinstance(latent_tile_for(spec, arch), WarpgroupTile):
         return "mla_wgmma.cu.jinja"
     return spec.template
 

@@ -14,7 +14,7 @@ from jitattn.cubin import resources_of
 from jitattn.mla_config import MLAConfig
 from jitattn.spec import Loader, MLASpec
 from jitattn.support import ARCHITECTURES
-from jitattn.tiling import SMEM_LIMIT, LatentTile, LatentWarpgroupTile, latent_tile_for
+from jitattn.tiling import SMEM_LIMIT, PrefillTile, WarpgroupTile, latent_tile_for
 from tests.compile.test_compile_all import Job
 from tests.compiler import compile_kernel, opcodes
 
@@ -57,7 +57,7 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
         (".BF16" in op) == (spec.q_dtype == "bfloat16") for ops in products.values() for op in ops
     )
     steps, tokens = spec.head_dim // 16, tile.tile_tokens
-    if isinstance(tile, LatentWarpgroupTile):
+    if isinstance(tile, WarpgroupTile):
         assert len(products["HGMMA."]) == steps + tokens // 16
         assert not products["HMMA."]
         # Who computes waits for the registers that others give: a CTA must have begun with all.
@@ -65,7 +65,7 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
         kernel = resources_of(result.cubin, spec.symbol, job.arch)
         assert registers <= kernel.registers * (tile.num_threads // 128)
     else:
-        assert isinstance(tile, LatentTile)
+        assert isinstance(tile, PrefillTile)
         # Scores: four warps share the dims of 16 tokens. Output: eight warps share the columns.
         row_tiles, columns = spec.row_tile // 16, spec.head_dim_vo // tile.num_warps
         scores = 2 * row_tiles * (spec.head_dim_vo // 64 + 1)
