@@ -165,3 +165,15 @@ def test_streams_side_by_side() -> None:
     for (out, lse), (want_out, want_lse) in zip(found, wanted * 4, strict=True):
         assert same_bits(out, want_out)
         assert same_bits(lse, want_lse)
+
+
+def test_a_given_workspace_has_the_splits() -> None:
+    """In the room that was said before."""
+    case = replace(DECODE, lengths=(9000,), num_heads=16)
+    inputs, workspace = make_inputs(case, DEVICE), jitattn.Workspace(DEVICE)
+    arguments = case.planner_arguments() | {"workspace": workspace}
+    planner = jitattn.MLAPlanner(**arguments, device=DEVICE)  # type: ignore[arg-type]
+    said = planner.workspace_bytes(1)
+    check_kernel(inputs, *inputs.run(planner))
+    assert 0 < workspace.num_bytes <= said
+    assert bool(workspace.partials.any())
