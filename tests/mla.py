@@ -386,7 +386,7 @@ def expected_with_magnitude(inputs: MLAInputs) -> Expected:
         positions = kv_len - q_len + np.arange(q_len)
         seen = np.arange(kv_len)[None] <= (positions[:, None] if case.causal else kv_len)
         scores = case.sm_scale * np.einsum(
-            "rhd,kd->hrk", q[row : row + q_len], keys[key : key + kv_len]
+            "rhd,kd->hrk", q[row : row + q_len], keys[key : key + kv_len], optimize=True
         )
         weights = np.where(seen[None], np.exp(np.where(seen[None], scores, 0.0)), 0.0)
         total = weights.sum(axis=2)
@@ -394,8 +394,10 @@ def expected_with_magnitude(inputs: MLAInputs) -> Expected:
             lse[row : row + q_len] = np.log(total).T
         share = weights / np.where(total == 0.0, 1.0, total)[..., None]
         seen_values = values[key : key + kv_len]
-        out[row : row + q_len] = np.einsum("hrk,kd->rhd", share, seen_values)
-        magnitude[row : row + q_len] = np.einsum("hrk,kd->rhd", share, np.abs(seen_values))
+        out[row : row + q_len] = np.einsum("hrk,kd->rhd", share, seen_values, optimize=True)
+        magnitude[row : row + q_len] = np.einsum(
+            "hrk,kd->rhd", share, np.abs(seen_values), optimize=True
+        )
         row, key = row + q_len, key + kv_len
     return Expected(*map(torch.from_numpy, (out, lse, magnitude)))
 
