@@ -38,6 +38,7 @@ class MLACase:
     Attributes:
         form: one of `FORMS`.
         layout: how the cache's tensors lie, a key of `LAYOUTS`.
+        spare_rows: rows of q past the last request, which only offsets of queries allow.
         scale: the form of k_scale of an FP8 cache: None, "number", "0d" or "1d".
         q_view: how the queries lie: "contiguous", "joint" or "heads_outside".
     """
@@ -61,6 +62,12 @@ class MLACase:
     lengths_dtype: str = "int32"
     q_view: str = "contiguous"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.q_lens is None and self.spare_rows:
+            raise ValueError(
+                f"spare_rows is {self.spare_rows} without q_lens: q has a row for each request then"
+            )
 
     @property
     def is_fp8(self) -> bool:
@@ -473,11 +480,12 @@ def cases(draw: st.DrawFn) -> MLACase:
 LONG = (4097, 64, 0, 1, 700, 63, -1)
 MIXED_LONG = (1, 2, 1, 0, 150, 63, 2)
 ON_A_CARD = MLACase(page_size=16, lengths=LONG, q_lens=MIXED_LONG, spare_rows=3)
+DECODE_ON_A_CARD = replace(ON_A_CARD, q_lens=None, spare_rows=0)
 
 
 def gpu_cases() -> list[MLACase]:
     """What tests/gpu/test_mla.py compares with `expected`."""
-    base = ON_A_CARD
+    base, decode = ON_A_CARD, DECODE_ON_A_CARD
     found = [replace(base, form=form, page_table=table) for form in FORMS for table in TABLES]
     found += [
         replace(base, form=form, layout=layout, page_table="separate", scale=scale)
@@ -488,7 +496,7 @@ def gpu_cases() -> list[MLACase]:
     ]
     for page_size in (1, 2, 7, 8, 32, 64, 100, 128):
         found += [replace(base, page_size=page_size, num_heads=n) for n in (16, 128)]
-    found += [replace(base, num_heads=n, q_lens=None) for n in (1, 5, 32, 64, 65, 128)]
+    found += [replace(decode, num_heads=n) for n in (1, 5, 32, 64, 65, 128)]
     found += [replace(base, num_heads=n, q_lens=(4, 4, 1, 3, 4, 2, 4)) for n in (16, 128)]
     for rank, rope in ((256, 32), (256, 64), (512, 32)):
         found.append(replace(base, kv_lora_rank=rank, qk_rope_head_dim=rope))
@@ -498,10 +506,10 @@ def gpu_cases() -> list[MLACase]:
         replace(base, form="fp8_mixed", num_heads=33, scale="0d"),
         replace(base, causal=False, q_view="joint"),
         replace(base, sm_scale=-0.05, q_view="heads_outside", rows="int64"),
-        replace(base, lengths=(17000,), q_lens=None, num_heads=16),
-        replace(base, lengths=(9000,), q_lens=None, num_heads=128),
+        replace(decode, lengths=(17000,), num_heads=16),
+        replace(decode, lengths=(9000,), num_heads=128),
         replace(base, lengths=(800,), q_lens=(600,), num_heads=128, spare_rows=0),
-        replace(base, lengths=tuple(range(1, 1025, 8)), q_lens=None, lengths_dtype="int64"),
+        replace(decode, lengths=tuple(range(1, 1025, 8)), lengths_dtype="int64"),
     ]
     return list(dict.fromkeys(found))
 

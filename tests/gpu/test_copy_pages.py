@@ -99,7 +99,7 @@ def test_no_pairs() -> None:
 @pytest.mark.parametrize(
     ("pairs", "match"),
     [
-        ([[0, 1], [1, 2]], "same pool is a destination"),
+        ([[0, 1], [1, 2]], r"page 1 of src\[0\] is a destination, too"),
         ([[0, 1], [2, 1]], "destination twice"),
         ([[0, 9]], r"dst\[0\] has 9 pages"),
     ],

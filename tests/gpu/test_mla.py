@@ -12,6 +12,7 @@ import jitattn
 from tests.gpu.device import DEVICE
 from tests.harness import same_bits
 from tests.mla import (
+    DECODE_ON_A_CARD,
     LAYOUTS,
     ON_A_CARD,
     MLACase,
@@ -21,7 +22,7 @@ from tests.mla import (
     make_inputs,
 )
 
-DECODE = replace(ON_A_CARD, lengths=(1900, 70, 0, 600), q_lens=None, spare_rows=0)
+DECODE = replace(DECODE_ON_A_CARD, lengths=(1900, 70, 0, 600))
 HEADS = (16, 128)
 
 

@@ -74,6 +74,11 @@ def test_page_sizes(form: str, page_size: int) -> None:
     run_case(replace(MIXED, form=form, page_size=page_size, lengths=(129, 64, 1)))
 
 
+def test_cases_of_a_decode_batch_have_no_spare_rows() -> None:
+    with pytest.raises(ValueError, match="spare_rows is 2 without q_lens"):
+        replace(MIXED, q_lens=None)
+
+
 # --- the definition -------------------------------------------------------------------------------
 
 
