@@ -16,8 +16,27 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.mla_config import MLAConfig
+from jitattn.preprocess_config import PreprocessConfig
 
 PAGE_SIZE = 16
+NUM_HEADS = 16
+KV_LORA_RANK = 512
+QK_ROPE_HEAD_DIM = 64
+
+
+def gpu_configs() -> list[MLAConfig | PreprocessConfig]:
+    """What tests/gpu/test_deepseek.py launches, for a bundle: latents are K, and rope parts V."""
+    attention = MLAConfig(
+        num_heads=NUM_HEADS,
+        kv_lora_rank=KV_LORA_RANK,
+        qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+        page_size=PAGE_SIZE,
+    )
+    writer = PreprocessConfig(
+        head_dim=KV_LORA_RANK, head_dim_vo=QK_ROPE_HEAD_DIM, page_size=PAGE_SIZE, pairing="none"
+    )
+    return [attention, writer]
 
 
 def make_model(device: str, num_layers: int) -> Any:
@@ -30,11 +49,11 @@ def make_model(device: str, num_layers: int) -> Any:
         intermediate_size=512,
         moe_intermediate_size=128,
         num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
         q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
+        kv_lora_rank=KV_LORA_RANK,
+        qk_rope_head_dim=QK_ROPE_HEAD_DIM,
         qk_nope_head_dim=128,
         v_head_dim=128,
         n_routed_experts=4,
@@ -63,13 +82,15 @@ class Latents:
     @classmethod
     def of(cls, model: Any, num_requests: int, most_tokens: int) -> Latents:
         """Empty ones, whose pages are dealt at random."""
-        config, device = model.config, str(model.device)
+        device = str(model.device)
         pages = -(-most_tokens // PAGE_SIZE)
         ids = torch.randperm(num_requests * pages, dtype=torch.int32)
-        width = config.kv_lora_rank + config.qk_rope_head_dim
+        width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
         planner = jitattn.MLAPlanner(
             sm_scale=model.model.layers[0].self_attn.scaling,
-            num_heads=config.num_attention_heads,
+            num_heads=NUM_HEADS,
+            kv_lora_rank=KV_LORA_RANK,
+            qk_rope_head_dim=QK_ROPE_HEAD_DIM,
             page_size=PAGE_SIZE,
             device=device,
         )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.config import PlannerConfig
 from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig, PageIndexMode
+from jitattn.preprocess_config import PreprocessConfig
 
 HEAD_DIM = 16
+EXAMPLE = (127, 32)
+"""Window and page size of the worked example."""
+REPLAYED = (20, 8)
+"""The same of steps that are captured."""
 
 
 def windowed_manager(
@@ -79,11 +85,25 @@ def run_step(
     return x
 
 
-def windowed_planner(window_left: int, page_size: int, device: str) -> jitattn.AttentionPlanner:
-    return jitattn.AttentionPlanner(
+def planner_config(window_left: int, page_size: int) -> PlannerConfig:
+    return PlannerConfig(
         num_qo_heads=1, num_kv_heads=1, head_dim=HEAD_DIM, page_size=page_size,
-        window_left=window_left, batch_invariant=True, device=device,
+        window_left=window_left, batch_invariant=True,
     )  # fmt: skip
+
+
+def windowed_planner(window_left: int, page_size: int, device: str) -> jitattn.AttentionPlanner:
+    return jitattn.AttentionPlanner(**vars(planner_config(window_left, page_size)), device=device)
+
+
+def gpu_configs() -> list[PlannerConfig | PreprocessConfig]:
+    """What tests/gpu/test_kv.py launches besides copies and tables, for a bundle."""
+    shapes = [EXAMPLE, REPLAYED, *((window, Pressure.PAGE_SIZE) for window in Pressure.WINDOWS)]
+    writers = (
+        PreprocessConfig(head_dim=HEAD_DIM, page_size=page_size, pairing="none")
+        for _, page_size in shapes
+    )
+    return list(dict.fromkeys((*(planner_config(*shape) for shape in shapes), *writers)))
 
 
 def prefill_and_decode(
@@ -108,6 +128,93 @@ def prefill_and_decode(
         assert manager.advance([seq], [seq.history_len]) == [True]
     seq.close()
     return results, peak
+
+
+def check_worked_example(
+    device: str, scratch: Sequence[tuple[bool, int]], *, num_decoded: int
+) -> list[int]:
+    """A prompt of 1024 in 32 layers has the same bits however scratch is used; the peaks of slots.
+
+    Args:
+        device: of the manager.
+        scratch: reuse_scratch and max_rewind_len of each run.
+        num_decoded: tokens after the prompt.
+    """
+    window_left, page_size = EXAMPLE
+    planner = windowed_planner(window_left, page_size, device)
+    generator = torch.Generator().manual_seed(7)
+    chunk = torch.randn(1024, 3 * HEAD_DIM, generator=generator).bfloat16().to(device)
+    results, peaks = [], []
+    for reuse_scratch, max_rewind_len in scratch:
+        manager = windowed_manager(
+            32, window_left=window_left, page_size=page_size, slots=32, device=device,
+            reuse_scratch=reuse_scratch, max_rewind_len=max_rewind_len,
+        )  # fmt: skip
+        result, peak = prefill_and_decode(manager, planner, [chunk], num_decoded=num_decoded)
+        results.append(result)
+        peaks.append(peak)
+    for result in results:
+        for given, expected in zip(result, results[0], strict=True):
+            assert not given.isnan().any()
+            assert torch.equal(given, expected)
+    return peaks
+
+
+def captured(step: Callable[[], Tensor], device: str) -> Callable[[], Tensor]:
+    """Return what runs a step again: the graph of it, or the step itself on the CPU."""
+    if device == "cpu":
+        return step
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def check_tables_written_in_place(device: str) -> None:
+    """A captured step follows a sequence: it reads its table, length and tokens again."""
+    window_left, page_size = REPLAYED
+    manager = windowed_manager(
+        2, window_left=window_left, page_size=page_size, slots=40, device=device,
+        reuse_scratch=False,
+    )  # fmt: skip
+    for region in manager.regions(0):
+        region.memory.zero_()
+    planner = windowed_planner(window_left, page_size, device)
+    view = manager.layer_view(1, PageIndexMode.SHARED)
+    seq = manager.create_sequence()
+    assert seq.resume()
+    assert seq.resize(1)
+    table = torch.full((1, 16), -1, dtype=torch.int32, device=device)
+    seq_lens = torch.ones(1, dtype=torch.int32, device=device)
+    q, k, v = torch.randn(3, 1, 1, HEAD_DIM, device=device).bfloat16()
+    pages = view.block_table([seq], out=table)
+    plan = planner.plan(pages, seq_lens)
+
+    def attend(plan: jitattn.Plan) -> Tensor:
+        jitattn.append_kv(k, v, view.kv_cache, pages=pages, seq_lens=seq_lens)
+        out = plan.run(q, view.kv_cache)
+        assert isinstance(out, Tensor)
+        return out
+
+    def step() -> Tensor:
+        plan.refresh()
+        return attend(plan)
+
+    step()
+    replay = captured(step, device)
+    for position in range(40):
+        view.block_table([seq], out=table)
+        seq_lens.fill_(position + 1)
+        k.normal_()
+        v.normal_()
+        assert torch.equal(replay(), attend(planner.plan(pages, seq_lens)))
+        assert manager.advance([seq], [position]) == [True]
 
 
 class Pressure:

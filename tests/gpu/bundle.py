@@ -3,7 +3,7 @@
     python -m tests.gpu.bundle --arch sm_90a -o build/gpu-tests
     JITATTN_PRECOMPILED=build/gpu-tests JITATTN_JIT=0 python -m pytest tests/gpu
 
-Needs neither a GPU nor torch.
+Needs neither a GPU nor torch's CUDA build.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jitattn
 from jitattn.bundles import Config
 from jitattn.support import ARCHITECTURES
 from jitattn.transfer_config import every_config
+from tests import deepseek, kv_serving, mla
 from tests.cases import kernel_configs
-from tests.mla import gpu_configs
 
 
 def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -50,16 +50,23 @@ def fill(configs: Sequence[Config], options: argparse.Namespace) -> int:
     return 1 if report.failures else 0
 
 
+def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
+    """What the GPU tests ask for besides the kernels of tests/gpu/bundle_tokens.py."""
+    found: list[Config] = [*every_config()]
+    if not only_transfers:
+        found += kernel_configs(arch)
+        for module in (mla, kv_serving, deepseek):
+            found += module.gpu_configs()
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of("tests.gpu.bundle", __doc__)
     parser.add_argument(
         "--transfers", action="store_true", help="only what moves tokens and pages, makes tables"
     )
     options = parser.parse_args(arguments)
-    configs = [*every_config()]
-    if not options.transfers:
-        configs += (*kernel_configs(options.arch), *gpu_configs())
-    return fill(configs, options)
+    return fill(configs_of(options.arch, only_transfers=options.transfers), options)
 
 
 if __name__ == "__main__":

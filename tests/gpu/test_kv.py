@@ -7,35 +7,14 @@ import itertools
 import pytest
 import torch
 
-import jitattn
 from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig, PageIndexMode
-from tests.kv_serving import (
-    HEAD_DIM,
-    Pressure,
-    prefill_and_decode,
-    windowed_manager,
-    windowed_planner,
-)
+from tests.kv_serving import Pressure, check_tables_written_in_place, check_worked_example
 
 
 def test_the_worked_example() -> None:
     """Kernels that launch while their predecessor ends write what it has just read."""
-    planner = windowed_planner(127, 32, "cuda")
-    generator = torch.Generator().manual_seed(7)
-    chunk = torch.randn(1024, 3 * HEAD_DIM, generator=generator).bfloat16().cuda()
-    results, peaks = [], []
-    for reuse_scratch, max_rewind_len in ((False, 0), (True, 0), (True, 2), (True, 33)):
-        manager = windowed_manager(
-            32, window_left=127, page_size=32, slots=32, device="cuda",
-            reuse_scratch=reuse_scratch, max_rewind_len=max_rewind_len,
-        )  # fmt: skip
-        result, peak = prefill_and_decode(manager, planner, [chunk], num_decoded=3)
-        results.append(result)
-        peaks.append(peak)
-    assert peaks == [32, 5, 6, 6]
-    for result in results[1:]:
-        for given, expected in zip(result, results[0], strict=True):
-            assert torch.equal(given, expected)
+    scratch = ((False, 0), (True, 0), (True, 2), (True, 33))
+    assert check_worked_example("cuda", scratch, num_decoded=3) == [32, 5, 6, 6]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -105,40 +84,4 @@ def test_pages_return_from_the_host_in_the_order_of_the_stream() -> None:
 
 
 def test_a_replay_reads_tables_that_were_written_in_place() -> None:
-    manager = windowed_manager(
-        2, window_left=20, page_size=8, slots=40, device="cuda", reuse_scratch=False
-    )
-    for region in manager.regions(0):
-        region.memory.zero_()
-    planner = windowed_planner(20, 8, "cuda")
-    view = manager.layer_view(1, PageIndexMode.SHARED)
-    seq = manager.create_sequence()
-    assert seq.resume()
-    assert seq.resize(1)
-    table = torch.full((1, 16), -1, dtype=torch.int32, device="cuda")
-    seq_lens = torch.ones(1, dtype=torch.int32, device="cuda")
-    q, k, v = torch.randn(3, 1, 1, HEAD_DIM, device="cuda").bfloat16()
-    pages = view.block_table([seq], out=table)
-
-    def write(replayed: bool) -> torch.Tensor:
-        jitattn.append_kv(k, v, view.kv_cache, pages=pages, seq_lens=seq_lens)
-        if replayed:
-            plan.refresh()
-        out = (plan if replayed else planner.plan(pages, seq_lens)).run(q, view.kv_cache)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    plan = planner.plan(pages, seq_lens)
-    write(replayed=True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = write(replayed=True)
-    for position in range(40):
-        view.block_table([seq], out=table)
-        seq_lens.fill_(position + 1)
-        k.normal_()
-        v.normal_()
-        graph.replay()
-        assert torch.equal(captured, write(replayed=False))
-        assert manager.advance([seq], [position]) == [True]
+    check_tables_written_in_place("cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.usefixtures("bundled")
 def test_tokens_are_those_of_eager_attention() -> None:
     pytest.importorskip("transformers")
     from tests.deepseek import check_tokens

@@ -11,6 +11,8 @@ import torch
 from tests.kv_serving import (
     HEAD_DIM,
     Pressure,
+    check_tables_written_in_place,
+    check_worked_example,
     prefill_and_decode,
     windowed_manager,
     windowed_planner,
@@ -22,24 +24,11 @@ def chunks_of(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randn(n, 3 * HEAD_DIM, generator=generator).bfloat16() for n in lengths]
 
 
+@pytest.mark.usefixtures("bundled")
 def test_the_worked_example() -> None:
     """32 layers, prompt 1024, window_left 127, page 32: 32 slots, with scratch 5, or 6."""
-    planner = windowed_planner(127, 32, "cpu")
-    chunks = chunks_of([1024])
-    results, peaks = [], []
-    for reuse_scratch, max_rewind_len in ((False, 0), (True, 0), (True, 33)):
-        manager = windowed_manager(
-            32, window_left=127, page_size=32, slots=32, device="cpu",
-            reuse_scratch=reuse_scratch, max_rewind_len=max_rewind_len,
-        )  # fmt: skip
-        result, peak = prefill_and_decode(manager, planner, chunks, num_decoded=1)
-        results.append(result)
-        peaks.append(peak)
-    assert peaks == [32, 5, 6]
-    for result in results[1:]:
-        for given, expected in zip(result, results[0], strict=True):
-            assert not given.isnan().any()
-            assert torch.equal(given, expected)
+    scratch = ((False, 0), (True, 0), (True, 33))
+    assert check_worked_example("cpu", scratch, num_decoded=1) == [32, 5, 6]
 
 
 @pytest.mark.parametrize("lengths", [[24, 24, 24], [5, 40, 1, 30], [70]])
@@ -62,6 +51,12 @@ def test_chunks_with_scratch_have_the_bits_of_those_without(
         assert torch.equal(given, expected)
 
 
+@pytest.mark.usefixtures("bundled")
+def test_tables_are_read_again() -> None:
+    check_tables_written_in_place("cpu")
+
+
+@pytest.mark.usefixtures("bundled")
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_under_pressure_is_that_of_a_contiguous_cache(seed: int) -> None:
     Pressure("cpu", seed, slots=60, host_slots=20).run(40)
