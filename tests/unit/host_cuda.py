@@ -173,7 +173,9 @@ def library_of(text: str, source: Path, *options: str, standard: str = "c++17") 
         pytest.skip("needs a C++ compiler, to run kernels on the CPU")
     source.write_text(text)
     library = source.with_suffix(".so")
-    always = ["-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    # Else libraries share the statics of inline functions by name, whose sizes differ by kernel.
+    apart = ["-fno-gnu-unique"] if Path(compiler).name == "g++" else []
+    always = [*apart, "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
     done = subprocess.run(
         [compiler, f"-std={standard}", *always, *options, "-o", library, source],
         capture_output=True,
