@@ -1,4 +1,7 @@
-"""C22, scales that are accepted and ignored: what each form of a scale must do to out and lse."""
+"""What stored bytes stand for, and what each form of a scale must do to out and lse.
+
+C22 are scales that are accepted and ignored.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ from torch import Tensor
 
 from tests.cases import SCALES, Case, of
 from tests.harness import attend, same_bits
-from tests.inputs import Tokens, make_inputs, random_tokens, stored, uniform_probe, zeros_of
+from tests.inputs import (
+    Inputs,
+    Tokens,
+    make_inputs,
+    random_tokens,
+    stored,
+    uniform_probe,
+    zeros_of,
+)
 
 FORMS = [form for form in SCALES if form is not None]
 NUM_KV_HEADS, GROUP_SIZE = 4, 2
@@ -35,6 +46,33 @@ def of_query_heads(form: str, scales: Sequence[float], device: torch.device | st
     numbers = scales if form.startswith("heads") else scales[:1]
     each = torch.tensor(numbers, dtype=torch.float64, device=device).expand(NUM_KV_HEADS)
     return each.repeat_interleave(GROUP_SIZE)
+
+
+def codes(case: Case, which: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
+    """Numbers of a quantised cache by their bytes."""
+    numbers = torch.as_tensor(which, device=device).to(torch.uint8)
+    return numbers.view(getattr(torch, case.stored_dtype))
+
+
+def every_byte_of_v(
+    case: Case, q_len: int, device: torch.device | str, firsts: Sequence[int] = range(256)
+) -> tuple[Inputs, Tensor]:
+    """Requests of one key, and out, which is its row of V, bit for bit.
+
+    Outputs saturate: an infinite value is the largest number of their type, and NaN stays NaN.
+    ``firsts`` are the bytes that rows of V begin with; the others follow.
+    """
+    pairs = [(q_len, 1)] * len(firsts)
+    case = of(replace(case, num_kv_heads=1, scales=None, causal=False), *pairs)
+    q, k, v = uniform_probe(case, device)
+    request = torch.tensor(firsts, device=device)[:, None, None]
+    column = torch.arange(case.value_dim, device=device)
+    v = codes(case, (request + column).expand(v.shape) % 256, device)
+    dtype = getattr(torch, case.out_dtype or case.dtype)
+    largest = torch.finfo(dtype).max
+    rows = v.to(dtype).clamp(-largest, largest).repeat_interleave(q_len, 0)
+    want = rows.expand(-1, case.num_qo_heads, -1)
+    return make_inputs(case, device, (q, torch.zeros_like(k), v)), want
 
 
 def ones_probe(case: Case, device: torch.device | str) -> Tokens:

@@ -8,7 +8,6 @@ Values at large are in test_decode.py, test_mixed.py and the random examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -63,6 +62,8 @@ from tests.scales import (
     V_SCALES,
     check_k_scale,
     check_v_scale,
+    codes,
+    every_byte_of_v,
     of_query_heads,
     ones_probe,
     scale_of,
@@ -78,12 +79,6 @@ PAIRS = (
 on_the_device = pytest.mark.skipif(DEVICE != "cuda", reason="graphs are the device's")
 
 
-def codes(case: Case, which: Sequence[int] | Tensor) -> Tensor:
-    """FP8 numbers by their bytes."""
-    numbers = torch.as_tensor(which, device=DEVICE).to(torch.uint8)
-    return numbers.view(getattr(torch, case.stored_dtype))
-
-
 # --- what a byte stands for -----------------------------------------------------------------------
 
 
@@ -95,17 +90,8 @@ def test_every_byte(case: Case, q_len: int) -> None:
 
 
 def check_every_byte_of_v(case: Case, q_len: int) -> None:
-    """256 requests of one key: out is its row of V, bit for bit; NaN and Inf are not lost."""
-    case = of(replace(case, num_kv_heads=1, scales=None, causal=False), *[(q_len, 1)] * 256)
-    q, k, v = uniform_probe(case, DEVICE)
-    request = torch.arange(256, device=DEVICE)[:, None, None]
-    column = torch.arange(case.value_dim, device=DEVICE)
-    v = codes(case, (request + column).expand(v.shape) % 256)
-    out, _ = attend(make_inputs(case, DEVICE, (q, torch.zeros_like(k), v)))
-    want = v.to(out.dtype).repeat_interleave(q_len, 0).expand_as(out)
-    finite = torch.isfinite(want)
-    assert torch.equal(out[finite], want[finite])
-    assert bool((~torch.isfinite(out[~finite])).all())
+    inputs, want = every_byte_of_v(case, q_len, DEVICE)
+    torch.testing.assert_close(attend(inputs)[0], want, rtol=0, atol=0, equal_nan=True)
 
 
 def check_every_byte_of_k(case: Case, q_len: int) -> None:
@@ -114,7 +100,7 @@ def check_every_byte_of_k(case: Case, q_len: int) -> None:
     case = of(case, *[(q_len, 1)] * 256)
     q, k, v = uniform_probe(case, DEVICE)
     column = torch.arange(256, device=DEVICE) * 37 % case.head_dim
-    numbers = codes(case, range(256))
+    numbers = codes(case, range(256), DEVICE)
     k = k.float().fill_(0.0)
     k[torch.arange(256, device=DEVICE), 0, column] = numbers.float()
     weights = 1 + torch.arange(case.head_dim, device=DEVICE) % 128 / 128  # tell columns apart

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import jitattn
-from tests.cases import E4M3, NVFP4, of
+from tests.cases import E4M3, E5M2, NVFP4, Case, of
 from tests.harness import attend, check, check_addresses, expected
 from tests.inputs import address_probe, make_inputs
+from tests.scales import every_byte_of_v
 from tests.unit.host_attention import HostCuda
 
 PAIRS = ((1, 40), (1, 150), (3, 0), (2, 17), (40, 70), (1, 0))
@@ -99,6 +100,18 @@ def test_a_nan_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     want[0, 2:, 48:64] = True
     assert torch.equal(is_nan, want)
     assert bool(torch.isfinite(lse).all())
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("q_len", [1, 30])
+@pytest.mark.parametrize("family", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_every_byte(family: Case, q_len: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinite values saturate with the outputs that they are; NaN stays."""
+    case = replace(family, page_size=5)  # no boxes
+    inputs, want = every_byte_of_v(case, q_len, "cpu", range(0, 256, 51))
+    planner = HostCuda(monkeypatch, arch).planner(**inputs.case.planner_arguments())
+    out, _ = attend(inputs, planner)
+    torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("arch", [None, "sm_80", "sm_90a"])
