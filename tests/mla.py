@@ -379,13 +379,13 @@ def expected(inputs: MLAInputs) -> tuple[Tensor, Tensor]:
 
 
 def expected_with_magnitude(inputs: MLAInputs) -> Expected:
-    """The same and the sum of p * |v|, with all products of a request at once and a mask."""
+    """The same and the scales of errors, with all products of a request at once and a mask."""
     case = inputs.case
     q = np.concatenate([x.double().cpu().numpy() for x in (inputs.q_nope, inputs.q_pe)], axis=2)
     tokens = [x.double().cpu().numpy() for x in (inputs.latent, inputs.rope)]
     keys, values = np.concatenate(tokens, axis=1), tokens[0]
     out = np.zeros((q.shape[0], case.num_heads, case.kv_lora_rank))
-    magnitude = np.zeros_like(out)
+    magnitude, ceiling = np.zeros_like(out), np.zeros_like(out)
     lse = np.full((q.shape[0], case.num_heads), -np.inf)
     row = key = 0
     for q_len, length in zip(case.queries, case.lengths, strict=True):
@@ -405,8 +405,10 @@ def expected_with_magnitude(inputs: MLAInputs) -> Expected:
         magnitude[row : row + q_len] = np.einsum(
             "hrk,kd->rhd", share, np.abs(seen_values), optimize=True
         )
+        largest = share.max(axis=2, initial=0.0).T[..., None]
+        ceiling[row : row + q_len] = largest * (seen @ np.abs(seen_values))[:, None]
         row, key = row + q_len, key + kv_len
-    return Expected(*map(torch.from_numpy, (out, lse, magnitude)))
+    return Expected(*map(torch.from_numpy, (out, lse, magnitude, ceiling)))
 
 
 EPSILON = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-20}

@@ -14,7 +14,7 @@ import torch
 import jitattn
 from tests.cases import E4M3, E5M2, NVFP4, Case, of
 from tests.harness import attend, check, check_addresses, expected
-from tests.inputs import address_probe, make_inputs
+from tests.inputs import address_probe, make_inputs, random_tokens
 from tests.scales import every_byte_of_v
 from tests.unit.host_attention import HostCuda
 
@@ -73,6 +73,24 @@ def test_prefill_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     inputs = make_inputs(case, "cpu")
     planner = HostCuda(monkeypatch, "sm_90a", seed=1).planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_small_probabilities_of_float16(
+    q_len: int, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In most columns the keys of large probabilities have values of 0."""
+    case = of(replace(CASES["e4m3"], dtype="float16"), *[(q_len, 90)] * 4)
+    q, k, v = random_tokens(case, "cpu")
+    rng = torch.Generator().manual_seed(5)
+    v = torch.where(torch.rand(v.shape, generator=rng) < 0.05, v.float(), 0.0).to(v.dtype)
+    inputs = make_inputs(case, "cpu", (4 * q, k, v))
+    planner = HostCuda(monkeypatch, arch).planner(**case.planner_arguments())
+    out, lse = attend(inputs, planner)
+    want = expected(inputs)
+    check(case, out, lse, want)
+    assert bool(((want.out != 0) & (want.out.abs() < 2.0**-14)).any())
 
 
 @pytest.mark.parametrize("q_len", [1, 40])

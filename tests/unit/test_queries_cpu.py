@@ -58,7 +58,7 @@ def by_definition(inputs: Inputs) -> Expected:
     case = inputs.case
     shape = case.num_tokens, case.num_qo_heads
     out = torch.zeros((*shape, case.value_dim), dtype=torch.float64)
-    magnitude = torch.zeros_like(out)
+    magnitude, ceiling = torch.zeros_like(out), torch.zeros_like(out)
     lse = torch.full(shape, -math.inf, dtype=torch.float64)
     for request, kv_len in enumerate(case.lengths):
         start, stop = row_starts(case)[request : request + 2]
@@ -91,7 +91,8 @@ def by_definition(inputs: Inputs) -> Expected:
                     v = inputs.v[base + key, head // case.group_size].double()
                     out[row, head] += weight * v
                     magnitude[row, head] += weight * v.abs()
-    return Expected(out, lse, magnitude)
+                    ceiling[row, head] += math.exp(max(terms) - lse[row, head]) * v.abs()
+    return Expected(out, lse, magnitude, ceiling)
 
 
 def sink_of(inputs: Inputs, head: int) -> list[float]:
@@ -106,6 +107,11 @@ def assert_by_definition(case: Case) -> None:
     oracle = expected(inputs)
     torch.testing.assert_close(oracle.out, want.out, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(oracle.lse, want.lse, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(oracle.magnitude, want.magnitude, rtol=1e-10, atol=1e-12)
+    if oracle.ceiling is not None:
+        assert want.ceiling is not None
+        assert bool((oracle.ceiling >= want.ceiling * (1 - 1e-10)).all())
+        assert bool((oracle.ceiling <= want.ceiling * 2).all())
 
 
 @pytest.mark.parametrize("causal", [False, True])
