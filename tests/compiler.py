@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from jitattn import nvrtc
 from jitattn.build import headers_of
+from jitattn.errors import CompilerMissingError
 from jitattn.explain import disassembler
 from jitattn.render import render
 from jitattn.spec import KernelSpec
@@ -23,6 +25,16 @@ def compile_kernel(spec: KernelSpec, arch: str) -> nvrtc.Compiled:
         headers=headers_of(source),
         options=nvrtc.options(arch),
     )
+
+
+def skip_unless_compiled(specs: Iterable[KernelSpec], arch: str) -> None:
+    """Skip a test whose kernels can't be compiled here, for lack of a compiler or of headers."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for spec in specs:
+        try:
+            headers_of(render(spec, arch))
+        except CompilerMissingError as error:
+            pytest.skip(f"{spec.symbol}: {error}")
 
 
 def nvdisasm() -> Path:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.support import resolve
 from tests.cases import D128, D128_CSR, D192X128, RAGGED, Case
-from tests.gpu.device import DEVICE
+from tests.compiler import skip_unless_compiled
+from tests.gpu.device import DEVICE, arch_of_device
 from tests.harness import assert_same, attend, check, expected, planner_for, replayed
 from tests.inputs import Inputs, make_inputs
 from tests.transfers import (
@@ -185,7 +187,7 @@ sys.stdout.write(" ".join(info.origin for info in jitattn.build_info(planner)))
 def test_c28_e_visible_devices_and_a_shared_cache(tmp_path: Path) -> None:
     """A process that sees only the first card fills the cache; one with the second reads it."""
     if not os.environ.get("JITATTN_PRECOMPILED"):
-        pytest.importorskip("cuda.bindings.nvrtc")
+        skip_unless_compiled(resolve(D128.config(), arch_of_device()), arch_of_device())
     origins = []
     for visible in ("0", "1"):
         environ = os.environ | {

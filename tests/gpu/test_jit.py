@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import jitattn
-from jitattn.support import arch_for
+from jitattn.support import resolve
 from tests.cases import D128
-from tests.gpu.device import DEVICE
+from tests.compiler import skip_unless_compiled
+from tests.gpu.device import DEVICE, arch_of_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,8 +59,15 @@ def compute(script: str, **environ: str | None) -> dict[str, list[str]]:
     return json.loads(done.stdout)
 
 
+def needs_compiler() -> str:
+    """The architecture that kernels of D128 are compiled for, where they can be."""
+    arch = arch_of_device()
+    skip_unless_compiled(resolve(D128.config(), arch), arch)
+    return arch
+
+
 def test_first_use_compiles_and_the_next_process_loads(tmp_path: Path) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
+    needs_compiler()
     own = {"JITATTN_CACHE_DIR": str(tmp_path), "JITATTN_PRECOMPILED": None, "JITATTN_JIT": None}
     assert set(compute(COMPUTE, **own)["origins"]) == {"compiled"}
     assert list(tmp_path.rglob("*.cubin"))
@@ -70,7 +77,7 @@ def test_first_use_compiles_and_the_next_process_loads(tmp_path: Path) -> None:
 
 def test_a_process_that_only_decodes_leaves_the_prefill_kernel_too(tmp_path: Path) -> None:
     """It compiles in the background, and the process waits for it at its end."""
-    pytest.importorskip("cuda.bindings.nvrtc")
+    needs_compiler()
     own = {"JITATTN_CACHE_DIR": str(tmp_path), "JITATTN_PRECOMPILED": None, "JITATTN_JIT": None}
     decode = "from tests.cases import D128; from tests.harness import run_case\n"
     compute(decode + "run_case(D128, 'cuda'); print('{}')", **own)
@@ -80,9 +87,7 @@ def test_a_process_that_only_decodes_leaves_the_prefill_kernel_too(tmp_path: Pat
 def test_a_bundle_needs_no_compiler(tmp_path: Path) -> None:
     bundle = os.environ.get("JITATTN_PRECOMPILED")
     if not bundle:
-        arch = arch_for(*torch.cuda.get_device_capability())
-        assert arch is not None
-        bundle = str(tmp_path / "bundle")
+        arch, bundle = needs_compiler(), str(tmp_path / "bundle")
         jitattn.precompile([D128.config()], arch=arch, out=Path(bundle), progress=False)
     found = compute(
         BLOCK + COMPUTE,

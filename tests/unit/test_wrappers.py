@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -15,6 +16,9 @@ from jitattn.cache import KernelCache
 from jitattn.errors import CompilerMissingError
 from jitattn.knobs import Knobs
 from jitattn.spec import ScheduleSpec
+from jitattn.support import resolve
+from tests.cases import D128
+from tests.compiler import skip_unless_compiled
 
 SPEC = ScheduleSpec()
 ARCH = "sm_90a"
@@ -135,3 +139,19 @@ def test_compiling_one_without_the_package_says_what_to_install(tmp_path: Path) 
         build.build(SPEC, ARCH, Knobs(cache_dir=tmp_path / "cache"))
     with pytest.raises(CompilerMissingError, match="pip install 'nvidia-cutlass"):
         build.fill(SPEC, ARCH, tmp_path / "bundle")
+
+
+# ---------------------------------------------------------------------------- tests that compile
+
+
+@pytest.mark.usefixtures("missing")
+@pytest.mark.parametrize(("arch", "is_skipped"), [("sm_90a", True), ("sm_80", False)])
+def test_tests_of_kernels_that_need_it_are_skipped(arch: str, is_skipped: bool) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    why = None
+    try:
+        skip_unless_compiled(resolve(D128.config(), arch), arch)
+    except pytest.skip.Exception as skipped:
+        why = str(skipped)
+    assert (why is not None) == is_skipped
+    assert why is None or re.search("jitattn_prefill.*: nvidia-cutlass.* is missing", why)
