@@ -24,8 +24,8 @@ from jitattn.tiling import attention_tile_for
 _UNSCALED = Scale(1.0)
 
 
-# CTAs of the kernel that merges, for each of the other's: they are small.
-_MERGE_CTAS = 4
+# CTAs of the kernel that merges, for each of the other's: they are small, and wait for memory.
+_MERGE_CTAS = 8
 
 
 class LatentKernel(AttentionKernel):
@@ -102,10 +102,10 @@ class MLAKernels(KernelSet):
     part_type = MLAPart
     # Partial rows are wide.
     max_splits = 8
-    # Predicted, not measured: Q takes as long to bring as two tiles, and a row's splits are merged
-    # eight at a time, each eight taking as long as a tile.
+    # Measured: docs/perf-log.md. Q takes as long to bring as two tiles, and each eight splits of a
+    # row take as long to merge as a tile or two.
     unit_cost = 2
-    min_slot_cost = 4
+    min_slot_cost = 3
 
     config: MLAConfig
 

@@ -306,7 +306,7 @@ def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         row_tile=row_tile,
         merge_rows=1,
         merge_splits=8,
-        merge_loads=4,
+        merge_loads=0,
         # Pages of other sizes are not brought in boxes.
         box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
         key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
@@ -340,7 +340,7 @@ def _latent_tile(spec: MLASpec, arch: str) -> PrefillTile:
         smem_bytes=num_stages * tile_tokens * token_bytes + score_bytes,
         row_tile=spec.row_tile,
         merge_splits=8,
-        merge_loads=4,
+        merge_loads=0,
     )
 
 

@@ -290,6 +290,20 @@ inline void copy_box(uint32_t smem, const void* map, uint32_t barrier, int token
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   while (phases.at(barrier).parity == parity) yield();
 }
+inline void mbarrier_arrive_later(uint32_t barrier) {
+  std::vector<Copy> copies;
+  copies.swap(current->open);
+  const auto land = [=] {
+    for (const Copy& copy : copies) {
+      uint8_t* place = at(copy.smem, copy.size);
+      if (copy.valid) std::memcpy(place, copy.source, copy.size);
+      else std::memset(place, 0, copy.size);
+    }
+    mbarrier_arrive(barrier);
+  };
+  if (!seed) return land();
+  boxes.push_back(land);
+}
 inline void fence_mbarrier_init() {}
 static Barrier named_barriers[16];
 template <int kThreads> void sync_threads(int barrier) { named_barriers[barrier].wait(kThreads); }

@@ -119,7 +119,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Orders this thread's writes to shared memory before later copies of boxes to it.
+// Arrives when what this thread copies by cp_async has landed. Products read it after a fence of
+// their own threads, which the copies need not wait for.
+__device__ __forceinline__ void mbarrier_arrive_later(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Orders this thread's writes to shared memory, and those that it has waited for, before later
+// copies of boxes to it and products of it.
 __device__ __forceinline__ void fence_before_boxes() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
