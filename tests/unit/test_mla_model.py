@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import jitattn
+from jitattn.mla_backend import MLAKernels
+from jitattn.mla_config import MLAConfig
+from jitattn.tiling import latent_tile_for
 from tests.harness import same_bits
 from tests.mla import FORMS, MLACase, check_kernel, make_inputs
 from tests.unit.host_attention import HostCuda
@@ -88,6 +91,24 @@ def test_many_split_requests(arch: str, monkeypatch: pytest.MonkeyPatch) -> None
     case = replace(BASE, lengths=(*[0] * 31, 600, 500), page_size=128, num_heads=4)
     for seed in (1, 2):
         run(case, HostCuda(monkeypatch, arch, seed=seed, num_sms=16))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("kv_lora_rank", [256, 512])
+def test_many_splits_of_a_request(
+    arch: str, kv_lora_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps share them, beside a request of few."""
+    monkeypatch.setattr(MLAKernels, "min_slot_cost", 1)
+    case = replace(BASE, kv_lora_rank=kv_lora_rank, lengths=(170, 1090), num_heads=3)
+    run(case, HostCuda(monkeypatch, arch, seed=3, num_sms=24))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_batch_invariant_plans_have_few_splits(arch: str) -> None:
+    """So few that a row is merged in one order, wherever that is."""
+    for spec in MLAConfig().attention_specs(arch):
+        assert latent_tile_for(spec, arch).merge_splits >= MLAKernels.max_splits
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
