@@ -120,6 +120,8 @@ def test_kernel_follows_the_definition(
     for other in (
         replace(case, pairs=((1, 5), (1, 16), (1, 17), (1, 40)), extra_rows=0),
         replace(case, num_qo_heads=6, num_kv_heads=3, pairs=((33, 33), (0, 4), (15, 64))),
+        # Tokens whose number is that of their request, and others between.
+        replace(case, pairs=((0, 3), (1, 5), (1, 0), (2, 16), (1, 17), (0, 9), (1, 40), (1, 33))),
         replace(case, seed=case.seed + 2, wide_integers=not case.wide_integers),
     ):
         check_on_the_cpu(other, monkeypatch)
