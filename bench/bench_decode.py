@@ -84,7 +84,11 @@ def to_record(
 
     def rates(median_s: float) -> dict[str, object]:
         bandwidth = case.num_bytes / median_s
-        return {"gb_per_s": bandwidth / 1e9, "copy_fraction": bandwidth / limits.copy}
+        return {
+            "gb_per_s": bandwidth / 1e9,
+            "copy_fraction": bandwidth / limits.copy,
+            "read_fraction": bandwidth / limits.read,
+        }
 
     facts = {
         "num_bytes": case.num_bytes,

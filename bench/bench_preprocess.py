@@ -3,8 +3,10 @@
     python -m bench.bench_preprocess --json bench/results/preprocess.jsonl
 
 Every contender is captured in a graph, many runs over tensors that together exceed the L2 cache,
-and they take turns. jitattn's q, K and V are compared with its definition before; what is wrong or
-absent is reported and not timed.
+and they take turns. What they write of sampled tokens is compared with jitattn's definition before,
+and what a replay writes with eager calls, before and after; what is wrong or absent is reported and
+not timed. A rival does all that first in a process of its own: what it breaks there breaks no
+figure.
 
 FlashInfer compiles two modules at its first calls, for minutes: without it (`--contenders
 jitattn,copy`) all takes seconds, `bench.build_rivals --tokens` compiles ahead, and what compiles
@@ -16,151 +18,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
-import jitattn
 from bench import ceilings, records, report
 from bench.ceilings import Ceilings
 from bench.contenders import SkipError
-from bench.timing import L2Flush, L2Policy, Timer, Timing, l2_bytes, summarize
-from bench.token_workloads import (
-    HEAD_DIM,
-    NUM_KV_HEADS,
-    NUM_QO_HEADS,
-    WORKLOADS,
-    TokenBatch,
-    make_token_batch,
-    smaller,
-)
-
-BASE = 500000.0
-Run = Callable[[int], object]
-"""Runs on one of the copies of a batch."""
-
-
-class TokenContender(Protocol):
-    """Takes tokens in."""
-
-    name: str
-    modules: tuple[str, ...]
-    """What it compiles at its first calls."""
-
-    def prepare(self, batch: TokenBatch) -> Run:
-        """Return what is timed, or raise SkipError."""
-
-
-class JitAttnTokens:
-    """One launch."""
-
-    name, modules = "jitattn", ()
-
-    def prepare(self, batch: TokenBatch) -> Run:
-        pages = jitattn.BlockTable(batch.table)
-        rope = jitattn.Rope(HEAD_DIM, base=BASE)
-        places: dict[str, Any] = {
-            "pages": pages,
-            "seq_lens": batch.seq_lens,
-            "qo_indptr": batch.qo_indptr,
-            "k_scale": batch.k_scale,
-            "v_scale": batch.v_scale,
-        }
-
-        def preprocess(copy: int) -> object:
-            return jitattn.preprocess_qkv(
-                batch.qkv[copy],
-                batch.caches[copy % len(batch.caches)],
-                num_qo_heads=NUM_QO_HEADS,
-                num_kv_heads=NUM_KV_HEADS,
-                head_dim=HEAD_DIM,
-                rope=rope,
-                q_out=batch.q_out[copy],
-                **places,
-            )
-
-        def append(copy: int) -> object:
-            _, k, v = batch.heads(copy)
-            return jitattn.append_kv(k, v, batch.caches[copy % len(batch.caches)], **places)
-
-        return preprocess if batch.row.op == "preprocess" else append
-
-
-class Copy:
-    """A device-to-device copy that reads and writes as many bytes together."""
-
-    name, modules = "copy", ()
-
-    def prepare(self, batch: TokenBatch) -> Run:
-        size = batch.row.num_bytes // 2
-        device = batch.table.device
-        pairs = [torch.zeros((2, size), dtype=torch.uint8, device=device) for _ in batch.qkv]
-        return lambda copy: pairs[copy][1].copy_(pairs[copy][0])
-
-
-class FlashInferTokens:
-    """Rotary embedding in place, a quantisation where the cache has 8 bits, then the append."""
-
-    name, modules = "flashinfer", ("page", "rope")
-
-    def prepare(self, batch: TokenBatch) -> Run:
-        calls = self.calls(batch)
-        append, rotate = calls["page"], calls["rope"]
-
-        def preprocess(copy: int) -> object:
-            rotate(copy)
-            return append(copy)
-
-        return preprocess if batch.row.op == "preprocess" else append
-
-    def calls(self, batch: TokenBatch) -> dict[str, Run]:
-        """Return the calls, by the module that each compiles, or raise SkipError."""
-        try:
-            flashinfer = importlib.import_module("flashinfer")
-        except Exception as error:
-            raise SkipError(f"cannot be imported: {error}") from error
-        row, device = batch.row, batch.table.device
-        q_len = row.num_tokens // row.batch_size
-        requests = (torch.arange(row.num_tokens, device=device) // q_len).int()
-        width = batch.table.shape[1]
-        indptr = torch.arange(row.batch_size + 1, device=device).int() * width
-        indices = batch.table.flatten().contiguous()
-        last = torch.full((row.batch_size,), 16, dtype=torch.int32, device=device)
-        dtype = batch.caches[0][0].dtype
-
-        def append(copy: int) -> object:
-            _, k, v = batch.heads(copy)
-            if batch.k_scale is not None and batch.v_scale is not None:
-                k, v = (k / batch.k_scale).to(dtype), (v / batch.v_scale).to(dtype)
-            cache = batch.caches[copy % len(batch.caches)]
-            return flashinfer.append_paged_kv_cache(
-                *(k, v, requests, batch.positions, cache, indices, indptr, last), kv_layout="NHD"
-            )
-
-        def rotate(copy: int) -> object:
-            q, k, _ = batch.heads(copy)
-            return flashinfer.apply_rope_pos_ids_inplace(
-                q, k, batch.positions, interleave=False, rope_theta=BASE
-            )
-
-        return {"page": append, "rope": rotate}
-
-
-def all_token_contenders() -> list[TokenContender]:
-    """Return all that take tokens in; those that compile come last."""
-    return [JitAttnTokens(), Copy(), FlashInferTokens()]
-
-
-def build_module(module: str, device: torch.device) -> None:
-    """Have FlashInfer compile a module, by a small call of it."""
-    row = next(row for row in WORKLOADS if row.op == "preprocess")
-    FlashInferTokens().calls(make_token_batch(smaller(row), 1, device))[module](0)
+from bench.timing import Call, L2Flush, L2Policy, Timer, Timing, l2_bytes, summarize
+from bench.token_contenders import Check, TokenContender, all_token_contenders, calls_of
+from bench.token_workloads import WORKLOADS, TokenBatch, TokenWorkload, make_token_batch
+from bench.turns import WrongError
 
 
 @dataclass
@@ -173,67 +47,116 @@ class Row:
     timing: Timing | None = None
 
 
-def check_ours(row_batch: TokenBatch) -> None:
-    """Raise ValueError unless jitattn does what its definition says, on a smaller batch."""
-    device = row_batch.table.device
-    batch = make_token_batch(smaller(row_batch.row), 1, device)
-    want = make_token_batch(smaller(row_batch.row), 1, device)
-    for name in ("table", "seq_lens", "qo_indptr", "positions"):
-        setattr(want, name, getattr(batch, name).cpu())
-    want.qkv = [batch.qkv[0].cpu()]
-    want.q_out = [batch.q_out[0].cpu()]
-    want.caches = [tuple(side.cpu() for side in batch.caches[0])]  # type: ignore[list-item]
-    for one in (batch, want):
-        JitAttnTokens().prepare(one)(0)
-    compare(outputs(batch), outputs(want))
+@dataclass
+class Entry:
+    """A contender on its way through a row."""
+
+    row: Row
+    call: Call | None = None
+    runs: Sequence[Call] = ()
+    check: Check | None = None
+    samples: list[float] = field(default_factory=list)
+
+    def end(self, status: str, reason: str) -> None:
+        self.row, self.call = Row(self.row.contender, status, reason), None
 
 
-def outputs(batch: TokenBatch) -> list[Tensor]:
-    """Return q, K and V as they came out, as floats on the CPU."""
-    sides = [side.float().cpu() for side in batch.caches[0]]
-    return [batch.q_out[0].float().cpu(), *sides] if batch.row.op == "preprocess" else sides
-
-
-def compare(found: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    """Raise ValueError where some value is more than two steps of e4m3 from what is wanted."""
-    for a, b in zip(found, want, strict=True):
-        if bool(((a - b).abs() > 0.05 + 0.13 * b.abs()).any()):
-            raise ValueError(f"values differ by {float((a - b).abs().max())}")
-
-
-def measure(
-    batch: TokenBatch, contender: TokenContender, timer: Timer, num_runs: int
-) -> tuple[Row, Callable[[], object] | None]:
-    """Prepare a contender and capture it; whatever it raises becomes its result."""
+def measure(batch: TokenBatch, contender: TokenContender, timer: Timer, num_runs: int) -> Entry:
+    """Prepare, check and capture a contender; whatever it raises becomes its result."""
+    entry = Entry(Row(contender.name, "timed"))
     try:
-        if isinstance(contender, JitAttnTokens):
-            check_ours(batch)
         run = contender.prepare(batch)
-        for copy in range(batch.copies):
-            run(copy)
-        torch.cuda.synchronize()
-        calls = [lambda copy=copy: run(copy) for copy in range(batch.copies)]
-        return Row(contender.name, "timed"), timer.capture(None, calls, num_runs)
+        check = Check(contender, batch)
+        check.eager(run)
+        runs = calls_of(batch, run)
+        for call in runs:
+            call()
+        synchronize(batch.table.device)
+        replay = timer.capture(None, runs, num_runs)
+        check.graph(replay, runs, num_runs)
+        entry.call, entry.runs, entry.check = replay, runs, check
     except SkipError as reason:
-        return Row(contender.name, "skipped", str(reason)), None
+        entry.end("skipped", str(reason))
+    except WrongError as reason:
+        entry.end("wrong", str(reason))
     except Exception as reason:  # a rival may raise anything, and the others still have their turn
-        return Row(contender.name, "failed", f"{type(reason).__name__}: {reason}"), None
+        entry.end("failed", f"{type(reason).__name__}: {reason}")
+    return entry
 
 
 def bench_row(
-    batch: TokenBatch, contenders: Sequence[TokenContender], timer: Timer, num_runs: int, turns: int
+    batch: TokenBatch,
+    contenders: Sequence[TokenContender],
+    timer: Timer,
+    num_runs: int,
+    turns: int,
+    tried: Mapping[str, Row] | None = None,
 ) -> list[Row]:
-    """Time every contender on a batch, in turns."""
-    entries = [measure(batch, contender, timer, num_runs) for contender in contenders]
-    samples: dict[str, list[float]] = {row.contender: [] for row, _ in entries}
-    for _ in range(turns):
-        for row, call in entries:
-            if call is not None:
-                samples[row.contender] += [s / num_runs for s in timer.samples(call)]
-    return [
-        dataclasses.replace(row, timing=summarize(samples[row.contender])) if call else row
-        for row, call in entries
+    """Time every contender on a batch, in turns.
+
+    Args:
+        batch: the tensors.
+        contenders: who takes part.
+        timer: the clock.
+        num_runs: runs of a graph.
+        turns: of every contender.
+        tried: what came of those that were tried in a process of their own.
+    """
+    tried = tried or {}
+    entries = [
+        Entry(tried[one.name])
+        if tried.get(one.name, Row("", "timed")).status != "timed"
+        else measure(batch, one, timer, num_runs)
+        for one in contenders
     ]
+    for _ in range(turns):
+        for entry in entries:
+            take_turn(entry, timer, num_runs)
+    return [finish(entry, num_runs) for entry in entries]
+
+
+def take_turn(entry: Entry, timer: Timer, num_runs: int) -> None:
+    """Time some replays. Who raises is out; those before keep the figures that they have."""
+    if entry.call is None:
+        return
+    try:
+        entry.samples += [seconds / num_runs for seconds in timer.samples(entry.call)]
+    except Exception as reason:
+        if entry.samples and is_lost():  # whoever broke the device, this one has run
+            entry.call = None
+            entry.row.reason = f"the device was lost after some turns: {reason}"
+        else:
+            entry.end("failed", f"{type(reason).__name__}: {reason}")
+
+
+def finish(entry: Entry, num_runs: int) -> Row:
+    """Check a contender once more, and sum up."""
+    if entry.row.status != "timed":
+        return entry.row
+    if entry.call is not None and entry.check is not None:
+        try:
+            entry.check.graph(entry.call, entry.runs, num_runs)
+        except WrongError as reason:
+            return Row(entry.row.contender, "wrong", f"after it was timed: {reason}")
+        except Exception as reason:
+            if not is_lost():
+                raise
+            entry.row.reason = f"the device was lost after some turns: {reason}"
+    return dataclasses.replace(entry.row, timing=summarize(entry.samples))
+
+
+def is_lost() -> bool:
+    """Return whether the device takes no more work, as after an illegal access of memory."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def print_table(rows: Sequence[tuple[TokenBatch, list[Row]]], limits: Ceilings) -> None:
@@ -287,7 +210,7 @@ def to_record(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the rows; the exit status is 1 when jitattn's failed."""
+    """Run the rows; the exit status is 1 when jitattn's failed or anything was wrong."""
     options = _parse(argv)
     if not torch.cuda.is_available():
         print("bench_preprocess needs a CUDA device", file=sys.stderr)
@@ -295,39 +218,94 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     names = options.contenders.split(",")
     contenders = [one for one in all_token_contenders() if one.name in names]
+    rows = [row for row in WORKLOADS if row.name.startswith(tuple(options.rows.split(",")))]
+    timer = Timer(L2Flush(L2Policy.WRITE, device), repeats=options.repeats)
+    if options.attempt:
+        attempt(contenders, rows, timer, options)
+        return 0
     env = records.environment(
         {"flashinfer": _flashinfer_version()} if "flashinfer" in names else {}
     )
     limits = ceilings.measure(device)
     report.print_head(env, limits)
-    timer = Timer(L2Flush(L2Policy.WRITE, device), repeats=options.repeats)
     failed = False
     for some in passes(contenders):
+        tried = try_apart(some, options)
         done: list[tuple[TokenBatch, list[Row]]] = []
-        for row in WORKLOADS:
-            if not row.name.startswith(tuple(options.rows.split(","))):
-                continue
-            copies = max(2, min(64, 1 + 2 * l2_bytes(device) // row.num_bytes))
-            num_runs = max(options.runs, copies) if row.num_tokens < 1000 else 8
-            batch = make_token_batch(row, copies, device)
-            results = bench_row(batch, some, timer, num_runs, options.turns)
+        for row in rows:
+            batch, num_runs = make_row(row, options.runs, device)
+            of_row = {name: came[row.name] for name, came in tried.items()}
+            results = bench_row(batch, some, timer, num_runs, options.turns, of_row)
             records.append_json(
                 options.json, [to_record(batch, r, limits, num_runs, env) for r in results]
             )
             batch.qkv, batch.q_out, batch.caches = batch.qkv[:0], [], []
             done.append((batch, results))
+            if is_lost():
+                break
             torch.cuda.empty_cache()
         print_table(done, limits)
-        failed |= any(
-            r.status == "failed" for _, rs in done for r in rs if r.contender == "jitattn"
-        )
+        failed |= any(is_bad(result) for _, results in done for result in results)
+        if is_lost():
+            print("the device was lost: the rows after this one were not measured")
+            return 1
     return int(failed)
+
+
+def is_bad(result: Row) -> bool:
+    """Return whether a result makes the exit status 1."""
+    return result.status == "wrong" or (result.contender == "jitattn" and result.status == "failed")
+
+
+def make_row(row: TokenWorkload, runs: int, device: torch.device) -> tuple[TokenBatch, int]:
+    """Return a row's batch, whose copies exceed the L2 cache, and how many runs a graph holds."""
+    copies = max(2, min(64, 1 + 2 * l2_bytes(device) // row.num_bytes))
+    num_runs = max(runs, copies) if row.num_tokens < 1000 else 8
+    return make_token_batch(row, copies, device), num_runs
 
 
 def passes(contenders: Sequence[TokenContender]) -> list[list[TokenContender]]:
     """Return who is timed together: first those that compile nothing, then all, in turns."""
     ready = [contender for contender in contenders if not contender.modules]
     return [ready, [*contenders]] if 0 < len(ready) < len(contenders) else [[*contenders]]
+
+
+def attempt(
+    contenders: Sequence[TokenContender],
+    rows: Sequence[TokenWorkload],
+    timer: Timer,
+    options: argparse.Namespace,
+) -> None:
+    """Check contenders and time one replay; print what came of each row as a line of JSON."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for row in rows:
+        batch, num_runs = make_row(row, options.runs, device)
+        for result in bench_row(batch, contenders, timer, num_runs, turns=1):
+            line = {"row": row.name, "status": result.status, "reason": result.reason}
+            print(json.dumps(line), flush=True)
+        del batch
+        torch.cuda.empty_cache()
+
+
+def try_apart(
+    contenders: Sequence[TokenContender], options: argparse.Namespace
+) -> dict[str, dict[str, Row]]:
+    """Return what came of each rival on each row, in a process that it may break."""
+    tried = {}
+    for name in (contender.name for contender in contenders if contender.modules):
+        command = [sys.executable, "-m", "bench.bench_preprocess", "--attempt"]
+        command += ["--contenders", name, "--rows", options.rows, "--runs", str(options.runs)]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        last = done.stderr.strip().rpartition("\n")[2]
+        absent = f"a process of its own ended with {done.returncode} before this row: {last}"
+        rows = {row.name: Row(name, "failed", absent) for row in WORKLOADS}
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                came = json.loads(line)
+                rows[came["row"]] = Row(name, came["status"], came["reason"])
+        tried[name] = rows
+    return tried
 
 
 def _flashinfer_version() -> str:
@@ -351,6 +329,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--turns", type=int, default=3, help="turns of every contender")
     add("--repeats", type=int, default=20, help="timed calls a turn")
     add("--json", type=Path, help="file to which records are appended")
+    add("--attempt", action="store_true", help="only check, and print a line of JSON a row")
     options = parser.parse_args(argv)
     if unknown := set(options.contenders.split(",")) - set(everyone):
         parser.error(f"--contenders: {', '.join(sorted(unknown))}: expected {', '.join(everyone)}")

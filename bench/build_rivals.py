@@ -26,13 +26,13 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from bench.bench_preprocess import FlashInferTokens, build_module
 from bench.cases import CASES, GROUPS, Group, select
 from bench.mla_cases import MLA_CASES, MLA_GROUPS, MLACase, select_mla
 from bench.mla_contenders import all_mla_contenders, make_mla_inputs
 from bench.prefill_cases import PREFILL_CASES, PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import all_prefill_contenders, make_inputs
 from bench.rivals import all_rivals
+from bench.token_contenders import FlashInferTokens, build_module
 from bench.workloads import Case, make_batch
 
 AnyCase = TypeVar("AnyCase", Case, PrefillCase, MLACase)

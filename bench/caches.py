@@ -5,16 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from bench.workloads import Batch
+from jitattn import QuantizedKV
 
 _NUM_LAYERS = 4  # of a pool across layers; every layer but one lies idle
 _LAYER = 1
 
-Cache = Tensor | tuple[Tensor, Tensor]
+Cache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
 
 
 def whole(batch: Batch, copy: int) -> Cache:
     """Return the pool as the batch has it."""
-    return batch.kv[copy]
+    if batch.block_scales is None:
+        return batch.kv[copy]
+    (k, v), (k_scales, v_scales) = batch.kv[copy].unbind(1), batch.block_scales[copy].unbind(1)
+    return QuantizedKV(k, v, k_scales, v_scales)
 
 
 def separate(batch: Batch, copy: int) -> Cache:

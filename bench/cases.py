@@ -26,10 +26,12 @@ class Group:
     Attributes:
         title: of its table.
         contenders: names of those that are measured, in their order.
+        against: the case of the group whose time is divided by the others'; "": none.
     """
 
     title: str
     contenders: tuple[str, ...]
+    against: str = ""
 
     @property
     def has_rivals(self) -> bool:
@@ -62,6 +64,12 @@ GROUPS = {
     ),
     "invariant": Group("what batch_invariant costs", (BASELINE, "jitattn-invariant")),
     "chain": Group("32 layers in a graph, early_kv", (BASELINE, "jitattn-early-kv")),
+    # No rivals: XQA reads NVFP4 on compute capability 12 alone, FlashAttention-3 never; FlashInfer
+    # on tensor cores would, and has not been tried. Shares of the streaming read and the speed over
+    # that of e4m3 need none.
+    "nvfp4": Group(
+        "one cache in 16, 8 and 4 bits", (BASELINE,), against="B64x8k-h32_8-d128-p16-e4m3fn"
+    ),
 }
 
 
@@ -157,6 +165,10 @@ CASES = (
     _case("B256x1k", group="invariant"),
     _case("B64ragged", group="invariant"),
     _case("B32x4k", "32/32", group="invariant"),
+    *(
+        _case("B64x8k", kv_dtype=kv_dtype, group="nvfp4")
+        for kv_dtype in ("bfloat16", "float8_e4m3fn", "nvfp4")
+    ),
     _case("B1x1k", group="chain"),
     _case("B1x8k", group="chain"),
 )

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from bench.workloads import Batch
+from jitattn.quantization import dequantize_kv
 from jitattn.reference import attention, gather
 
-LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2}
+LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2, "nvfp4": 1e-2}
 """Largest relative error of a query token, by cache dtype. Rounding an output to bfloat16 costs
 2e-3; losing one of 8192 random keys 1e-2. Rivals quantise q and the probabilities to the cache's
-FP8."""
+FP8; nobody does with NVFP4, whose values are exact in bfloat16."""
 
 
 class Oracle:
@@ -42,13 +43,25 @@ class Oracle:
 def reference(batch: Batch, copy: int) -> Tensor:
     """Return [batch_size * q_len, num_qo_heads, head_dim] float64, a request at a time."""
     case = batch.case
-    caches = batch.tokens_first(copy)
     queries = batch.q[copy].view(case.batch_size, case.q_len, *batch.q.shape[2:])
     outs = []
     for q, length, pages in zip(queries, case.seq_lens, batch.block_table, strict=True):
-        k, v = (gather(cache, pages, length) for cache in caches)
+        k, v = _tokens(batch, copy, pages, length)
         outs.append(attend(q, k, v, window_left=case.window_left, sinks=batch.sinks))
     return torch.cat(outs)
+
+
+def _tokens(batch: Batch, copy: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return K and V of a request, [length, num_kv_heads, head_dim]; of NVFP4 its values."""
+    k, v = (gather(side, pages, length) for side in batch.tokens_first(copy))
+    blocks = batch.scales_first(copy)
+    if blocks is None:
+        return k, v
+    k_scales, v_scales = (gather(side, pages, length) for side in blocks)
+    return (
+        dequantize_kv(k, dtype="nvfp4", block_scales=k_scales),
+        dequantize_kv(v, dtype="nvfp4", block_scales=v_scales),
+    )
 
 
 def attend(

@@ -112,6 +112,9 @@ def _print_beside_rivals(group: str, rows: Rows, limits: Ceilings) -> None:
 
 def _print_variants(group: str, rows: Rows, limits: Ceilings) -> None:
     """Print microseconds and the time of each variant over the plain one's."""
+    if GROUPS[group].against:
+        _print_against(group, rows, limits)
+        return
     names = _names(rows)
     variants = [name for name in names if name != BASELINE]
     ratios = [f"{short(name)} / shared" for name in variants]
@@ -128,6 +131,25 @@ def _print_variants(group: str, rows: Rows, limits: Ceilings) -> None:
         medians = [times(results) for _, results in rows]
         costs = [ratio(each.get(name), each.get(BASELINE)) for each in medians]
         print_mean(f"{group}: {title}", costs)
+
+
+def _print_against(group: str, rows: Rows, limits: Ceilings) -> None:
+    """Print microseconds, the share of the streaming read, the speed as a multiple of a case's."""
+    names, against = _names(rows), GROUPS[group].against
+    other = next((best_ours_s(results) for case, results in rows if case.name == against), None)
+    columns = ("MB", "GB/s", "% copy", "% read", f"speed / {against}'s")
+    table = _table(f"{group}: {GROUPS[group].title}, us", names, columns)
+    for case, results in rows:
+        ours = best_ours_s(results)
+        share = ratio(case.floor_s(limits.read), ours)
+        table.add_row(
+            *_measured(case, results, names, limits),
+            f"{case.num_bytes / 1e6:.0f}",
+            *_bandwidth(case, ours, limits),
+            "-" if share is None else f"{100 * share:.1f}",
+            text(ratio(other, ours)),
+        )
+    console().print(table)
 
 
 def _table(title: str, names: Sequence[str], columns: Sequence[str]) -> Table:

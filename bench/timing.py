@@ -81,6 +81,22 @@ class L2Flush:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Replays a graph, and keeps the calls that it captured.
+
+    A graph knows addresses only. Tensors that nobody but a captured call has would be freed with
+    it, and their memory given to others, or back to the driver by the next capture.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    plan: Call | None
+    runs: tuple[Call, ...]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+@dataclass(frozen=True)
 class Timer:
     """Times calls on the current stream of the current CUDA device."""
 
@@ -112,7 +128,7 @@ class Timer:
                 plan()
             for i in range(num_runs):
                 runs[i % len(runs)]()
-        return graph.replay
+        return Replay(graph, plan, tuple(runs))
 
     def _warm_up(self, call: Call) -> None:
         end = time.perf_counter() + self.warm_up_s

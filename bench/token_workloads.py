@@ -34,7 +34,7 @@ class TokenWorkload:
     @property
     def written_bytes(self) -> int:
         """Of q in bf16, and of K and V as they are stored."""
-        item = getattr(torch, self.kv_dtype).itemsize
+        item: int = getattr(torch, self.kv_dtype).itemsize
         q_bytes = 2 * NUM_QO_HEADS if self.op == "preprocess" else 0
         return (q_bytes + item * 2 * NUM_KV_HEADS) * HEAD_DIM * self.num_tokens
 
@@ -78,6 +78,22 @@ class TokenBatch:
     @property
     def copies(self) -> int:
         return len(self.qkv)
+
+    @property
+    def requests(self) -> Tensor:
+        """The request of every token, [num_tokens]."""
+        q_len = self.row.num_tokens // self.row.batch_size
+        return torch.arange(self.row.num_tokens, device=self.table.device) // q_len
+
+    def cache(self, copy: int) -> tuple[Tensor, Tensor]:
+        """Return the K and V that a copy is written to."""
+        return self.caches[copy % len(self.caches)]
+
+    def slots(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the page of each of ``tokens``, and its place there."""
+        positions = self.positions[tokens].long()
+        page = self.table[self.requests[tokens], positions // PAGE_SIZE].long()
+        return page, positions % PAGE_SIZE
 
     def heads(self, copy: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of q, K and V."""

@@ -10,14 +10,17 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from jitattn.quantization import NVFP4_BLOCK, quantize_kv
+
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_PAGES_AT_ONCE = 4096  # that are quantised, since that takes several floats an element
 
 
 class PlannerArguments(TypedDict):
@@ -92,7 +95,11 @@ class Case:
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        return 2 * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.kv_dtype]
+        if self.kv_dtype == "nvfp4":  # two elements a byte, and a byte for the scale of 16
+            row = self.head_dim // 2 + self.head_dim // NVFP4_BLOCK
+        else:
+            row = self.head_dim * _ITEM_BYTES[self.kv_dtype]
+        return 2 * self.num_kv_heads * row
 
     @property
     def kv_bytes(self) -> int:
@@ -152,7 +159,7 @@ class Batch:
     Attributes:
         q: [num_copies, batch_size * q_len, num_qo_heads, head_dim].
         kv: [num_copies, num_pages, 2, page_size, num_kv_heads, head_dim], kv_dtype; with "HND"
-            heads come before the tokens of a page.
+            heads come before the tokens of a page. Of NVFP4 uint8 [.., head_dim / 2].
         block_table: [batch_size, max_pages_per_seq] int32; 0 past the last page. All pages wholly
             before a window are one page, as in an engine that has freed them.
         kv_indptr: [batch_size + 1] int32; offsets into kv_indices.
@@ -161,6 +168,7 @@ class Batch:
         seq_lens: [batch_size] int32.
         qo_indptr: [batch_size + 1] int32; rows of q that start each request.
         sinks: [num_qo_heads] float32, exact in bfloat16, or None.
+        block_scales: of NVFP4 like kv, float8_e4m3fn [.., head_dim / 16]; else None.
     """
 
     case: Case
@@ -173,6 +181,7 @@ class Batch:
     seq_lens: Tensor
     qo_indptr: Tensor
     sinks: Tensor | None
+    block_scales: Tensor | None = None
 
     @property
     def num_copies(self) -> int:
@@ -181,7 +190,13 @@ class Batch:
 
     def tokens_first(self, copy: int) -> tuple[Tensor, Tensor]:
         """Return K and V, each a view [num_pages, page_size, num_kv_heads, head_dim]."""
-        pool = self.kv[copy]
+        return self._tokens_first(self.kv[copy])
+
+    def scales_first(self, copy: int) -> tuple[Tensor, Tensor] | None:
+        """Return likewise the scales of their blocks; None where there are none."""
+        return None if self.block_scales is None else self._tokens_first(self.block_scales[copy])
+
+    def _tokens_first(self, pool: Tensor) -> tuple[Tensor, Tensor]:
         if self.case.kv_layout == "HND":
             pool = pool.transpose(-3, -2)
         return pool[:, 0], pool[:, 1]
@@ -207,10 +222,14 @@ def make_batch(case: Case, copies: int, device: torch.device, *, seed: int = 0) 
     table = _block_table(case, seed)
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def values(*shape: int, dtype: str) -> Tensor:
+    def values(*shape: int) -> Tensor:
         kind = getattr(torch, case.q_dtype)
-        data = torch.randn(shape, generator=generator, dtype=kind, device=device)
-        return data.to(getattr(torch, dtype))
+        return torch.randn(shape, generator=generator, dtype=kind, device=device)
+
+    def pools(*shape: int) -> tuple[Tensor, Tensor | None]:
+        if case.kv_dtype == "nvfp4":
+            return _nvfp4_pools(values, shape, device)
+        return values(*shape).to(getattr(torch, case.kv_dtype)), None
 
     def ints(data: Iterable[int]) -> Tensor:
         return torch.tensor(list(data), dtype=torch.int32, device=device)
@@ -219,10 +238,13 @@ def make_batch(case: Case, copies: int, device: torch.device, *, seed: int = 0) 
     page = page[::-1] if case.kv_layout == "HND" else page
     q_shape = (copies, case.batch_size * case.q_len, case.num_qo_heads, case.head_dim)
     rows = zip(table, case.pages_per_seq, strict=True)
+    q = values(*q_shape)
+    kv, block_scales = pools(copies, case.num_pages, 2, *page, case.head_dim)
     return Batch(
         case=case,
-        q=values(*q_shape, dtype=case.q_dtype),
-        kv=values(copies, case.num_pages, 2, *page, case.head_dim, dtype=case.kv_dtype),
+        q=q,
+        kv=kv,
+        block_scales=block_scales,
         block_table=table.to(device),
         kv_indptr=ints([0, *itertools.accumulate(case.pages_per_seq)]),
         kv_indices=torch.cat([row[:num_pages] for row, num_pages in rows]).to(device),
@@ -231,6 +253,23 @@ def make_batch(case: Case, copies: int, device: torch.device, *, seed: int = 0) 
         qo_indptr=ints(range(0, (case.batch_size + 1) * case.q_len, case.q_len)),
         sinks=_sinks(case, seed).to(device) if case.use_sinks else None,
     )
+
+
+def _nvfp4_pools(
+    values: Callable[..., Tensor], shape: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the numbers and the scales of pools of ``shape``, of ``values`` in NVFP4."""
+    kv = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=device)
+    scales = torch.empty(
+        (*shape[:-1], shape[-1] // NVFP4_BLOCK), dtype=torch.float8_e4m3fn, device=device
+    )
+    of_pages = kv.flatten(0, 1), scales.flatten(0, 1)
+    for start in range(0, len(of_pages[0]), _PAGES_AT_ONCE):
+        some = [part[start : start + _PAGES_AT_ONCE] for part in of_pages]
+        stored = quantize_kv(values(len(some[0]), *shape[2:]), "nvfp4")
+        for part, of_part in zip(some, stored, strict=True):
+            part.copy_(of_part)
+    return kv, scales
 
 
 def _block_table(case: Case, seed: int) -> Tensor:

@@ -31,6 +31,7 @@ from jitattn.params import (
     MASK_BOOL,
     MASK_PACKED,
     MASK_RAGGED,
+    AttentionParams,
     Schedule,
     ScheduleParams,
 )
@@ -47,6 +48,8 @@ _MAX_IDLE = 16
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
 _ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
+_SCALES = struct.Struct("PqfPqf")  # of K and V, which lie behind each other
+_SCALES_AT = ATTENTION_OFFSET + AttentionParams.k_scale.offset
 _FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
 
 
@@ -347,9 +350,12 @@ class Part:
 
     def write_scales(self, kv: BoundCache | BoundMLACache) -> None:
         """Write the scales of K and V into the parameters, if they are quantised."""
-        if kv.k_scale is not None and kv.v_scale is not None:
-            write_scale(self._attention.k_scale, kv.k_scale)
-            write_scale(self._attention.v_scale, kv.v_scale)
+        k, v = kv.k_scale, kv.v_scale
+        if k is not None and v is not None:
+            k_at = 0 if k.tensor is None else k.tensor.data_ptr()
+            v_at = 0 if v.tensor is None else v.tensor.data_ptr()
+            numbers = k_at, k.stride, k.value, v_at, v.stride, v.value
+            _SCALES.pack_into(self.raw, _SCALES_AT, *numbers)
 
     def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
         attention = self._attention

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -82,13 +86,13 @@ def preprocess_qkv(
     Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
     """
     # fmt: off
-    given = Arguments(
+    given = (
         qkv, kv_cache, pages, seq_lens, qo_indptr, slots, positions, position_delta, bias,
         q_norm, k_norm, q_out, q_scale, k_scale, v_scale, rope, norm_eps,
         num_qo_heads, num_kv_heads, head_dim, kv_layout, kv_dtype, zero_tail,
     )
     # fmt: on
-    q = _preprocess(given, qkv if isinstance(qkv, Tensor) else _first(qkv))
+    q = _preprocess(given, qkv if isinstance(qkv, Tensor) else _first(qkv), pages)
     assert q is not None
     return q
 
@@ -138,22 +142,29 @@ def append_kv(
     Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
     """
     # fmt: off
-    given = Arguments(
+    given = (
         (k, v), kv_cache, pages, seq_lens, qo_indptr, slots, None, None, None,
         None, None, None, None, k_scale, v_scale, None, 0.0,
         None, None, None, kv_layout, kv_dtype, zero_tail,
     )
     # fmt: on
-    _preprocess(given, k)
+    _preprocess(given, k, pages)
 
 
-def _preprocess(arguments: Arguments, first: object) -> Tensor | None:
-    if isinstance(arguments.pages, ViewTable):
-        check_view(arguments.pages, view_of(arguments.kv_cache))
+def _preprocess(given: tuple[Any, ...], first: object, pages: Pages | None) -> Tensor | None:
+    """Take ``given``, in the order of ``Arguments``, to the device of ``first``."""
+    if isinstance(pages, ViewTable):
+        check_view(pages, view_of(Arguments(*given).kv_cache))
     if not isinstance(first, Tensor) or not first.is_cuda:
-        call = check(arguments)
+        call = check(Arguments(*given))
         check_values(call)
         return preprocess_by_definition(call)
+    return _preprocess_of_cuda()(given)
+
+
+@functools.cache
+def _preprocess_of_cuda() -> Callable[[tuple[Any, ...]], Tensor | None]:
+    """Return what launches. An import takes half a microsecond each time that it is met."""
     from jitattn.preprocess_cuda import preprocess
 
-    return preprocess(arguments)
+    return preprocess

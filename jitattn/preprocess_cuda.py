@@ -1,11 +1,13 @@
 """``preprocess_qkv`` and ``append_kv`` on a CUDA device: kernels, and launches that are remembered.
 
 A model calls them once a layer, with tensors that lie like those of the layer before: such a call
-writes addresses into parameters that are there, and launches.
+writes addresses into parameters that are there, and launches. Where all of them have been before,
+as in the step before, it copies the parameters of that time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import struct
 import threading
@@ -47,13 +49,20 @@ from jitattn.tiling import preprocess_tile_for
 # once; fewer where that leaves SMs without work.
 _MAX_ROWS = 4
 _CTAS_PER_SM = 16
-# Layouts that are remembered of calls with arguments of the same kinds.
+# Kinds of arguments that are remembered, layouts of each, and addresses of each of those.
+_MAX_FAMILIES = 64
 _MAX_LAYOUTS = 64
+_MAX_IMAGES = 1024
 
 _SCALE = struct.Struct("Pqf")
 _TABLE = struct.Struct("2P")  # with which every page table begins
 # Arguments from here on are no tensors.
 _NUM_TENSOR_FIELDS = Arguments._fields.index("rope")
+_Q_OUT = Arguments._fields.index("q_out")
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+
+Given = tuple[Any, ...]
+"""What a caller gave, in the order of ``Arguments``, which take longer to make."""
 
 _kernels: dict[tuple[PreprocessSpec, int], LoadedKernel] = {}
 _lock = threading.Lock()
@@ -63,59 +72,70 @@ class _Memory(threading.local):
     """A thread's launches: they have parameters, which one thread at a time writes."""
 
     def __init__(self) -> None:
-        self.families: dict[object, _Family] = {}
+        self.families: list[_Family] = []  # the last one first
 
 
 _memory = _Memory()
 
 
-def preprocess(arguments: Arguments) -> Tensor | None:
+def preprocess(given: Given) -> Tensor | None:
     """Check, launch and return q; None where there is none.
 
     Raises:
         TypeError, ValueError: an argument doesn't fit.
     """
     # Tensors are recognised by how they lie, once the kinds of arguments and all others agree.
-    key = tuple(map(type, arguments)), arguments[_NUM_TENSOR_FIELDS:]
-    try:
-        family = _memory.families.get(key)
-    except TypeError:  # something has no hash
-        check(arguments)
-        raise
-    if family is None:
-        family = _Family(arguments)
-    tensors = family.tensors_of(arguments)
+    kinds, fixed = tuple(map(type, given)), given[_NUM_TENSOR_FIELDS:]
+    families = _memory.families
+    for i, family in enumerate(families):
+        # In this order: what is of the same kinds can be compared.
+        if family.kinds == kinds and family.fixed == fixed:
+            if i > 0:
+                families.insert(0, families.pop(i))
+            break
+    else:
+        family = _Family(given, kinds, fixed)
+    tensors = family.tensors_of(given)
     prepared = family.find(tensors)
     if prepared is None:
+        arguments = Arguments(*given)
         prepared = _Prepared(check(arguments), names_of(arguments), tensors)
         family.remember(prepared, tensors)
-        _memory.families[key] = family
-    return prepared.run(arguments, tensors)
+        if family not in families:
+            families.insert(0, family)
+            del families[_MAX_FAMILIES:]
+    return prepared.run(given, tensors)
 
 
 # --- what is remembered ---------------------------------------------------------------------------
 
 
 class _Family:
-    """Launches for arguments of the same kinds, by how their tensors lie."""
+    """Launches for arguments of the same kinds, by how their tensors lie.
 
-    def __init__(self, arguments: Arguments) -> None:
-        single = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
+    Attributes:
+        kinds: types of all arguments.
+        fixed: those that are no tensors.
+    """
+
+    __slots__ = ("_layouts", "_several", "_single", "fixed", "kinds")
+
+    def __init__(self, given: Given, kinds: tuple[type, ...], fixed: Given) -> None:
+        self.kinds, self.fixed = kinds, fixed
+        single = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
         self._single = _getter(single)
         # Arguments of a family are of the same types.
         self._several = [
-            (i, parts)
-            for i, value in enumerate(arguments)
-            if (parts := parts_of(type(value)))(value)
+            (i, parts) for i, value in enumerate(given) if (parts := parts_of(type(value)))(value)
         ]
         # By how many tensors there are: tables may have rows.
         self._layouts: dict[int, list[tuple[Callable[..., bool], _Prepared]]] = {}
 
-    def tensors_of(self, arguments: Arguments) -> list[Any]:
-        """Return the tensors of ``arguments``, in the order of ``names_of``."""
-        tensors = [*self._single(arguments)]
+    def tensors_of(self, given: Given) -> list[Any]:
+        """Return the tensors of ``given``, in the order of ``names_of``."""
+        tensors = [*self._single(given)]
         for i, parts in self._several:
-            tensors += parts(arguments[i])
+            tensors += parts(given[i])
         return tensors
 
     def find(self, tensors: list[Any]) -> _Prepared | None:
@@ -147,6 +167,9 @@ def _getter(indices: Sequence[int]) -> Callable[[Any], Any]:
 
 # --- a launch -------------------------------------------------------------------------------------
 
+_Image = tuple[Launch, bytes] | tuple[()]
+"""How to launch, and the bytes of all parameters; nothing where there are no tokens."""
+
 
 class _Prepared:
     """A launch for tensors that lie alike. Holds none of them."""
@@ -158,7 +181,9 @@ class _Prepared:
         self._new_shape = None if call.q is None or arguments.q_out is not None else call.q.shape
         self._dtype = call.k.dtype
         layout = None if arguments.pages is None else arguments.pages.layout
-        self._params = PREPROCESS_PARAMS[layout]()
+        kind = PREPROCESS_PARAMS[layout]
+        self._raw = bytearray(ctypes.sizeof(kind))
+        self._params = kind.from_buffer(self._raw)
         self._rope = rope  # owns what the parameters point to
         if rope is not None:
             write_rope(self._params.op, rope, call.device)
@@ -177,6 +202,13 @@ class _Prepared:
         behind = {at: count + number for number, at in enumerate(self._behind)}
         self._addresses = _getter([behind.get(at, at[0]) for at in found])
         self._scales = scales_of(call, names)
+        # Scales that are numbers come behind the pointers.
+        fields = Arguments._fields
+        self._numbers = [
+            fields.index(name)
+            for _, name, index, _ in self._scales
+            if index is None and getattr(arguments, name) is not None
+        ]
         self._can_be_aligned, self._aligned = alignment(call, places)
         # Both loaders' kernels, of which the addresses choose.
         self._specs = {
@@ -184,25 +216,41 @@ class _Prepared:
             False: spec_of(call, layout, Loader.PLAIN),
         }
         self._launches: dict[bool, Launch] = {}
+        # By pointers and numbers: how to launch for them, and the bytes of all parameters.
+        self._images: dict[Given, _Image] = {}
         self._apart = Apart(tensors, memory_pairs(names, arguments.pages))
         self._apart.learn([tensor.data_ptr() for tensor in tensors])
         self._verifies = knobs.load().check
 
-    def run(self, arguments: Arguments, tensors: list[Tensor]) -> Tensor | None:
+    def run(self, given: Given, tensors: list[Tensor]) -> Tensor | None:
         """Launch for other tensors, on the current stream of their device."""
         if self._verifies and not torch.cuda.is_current_stream_capturing():
-            verify(arguments)
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if not self._apart.holds(pointers):
-            check(arguments)  # which refuses those that share bytes
-            self._apart.learn(pointers)
-        out = arguments.q_out
+            verify(Arguments(*given))
+        pointers: list[Any] = [*map(_address, tensors)]
+        out: Tensor | None = given[_Q_OUT]
         if self._new_shape is not None:
             out = torch.empty(self._new_shape, dtype=self._dtype, device=self._device)
             pointers.append(out.data_ptr())
+        for i in self._numbers:
+            pointers.append(given[i])
+        image = self._images.get(tuple(pointers))
+        if image is None:
+            image = self._new_image(given, pointers)
+        if image:
+            launch, self._raw[:] = image
+            self._launch(launch)
+        return out
+
+    def _new_image(self, given: Given, pointers: list[Any]) -> _Image:
+        """Return the launch for these addresses and numbers, and its parameters."""
+        key, arguments = tuple(pointers), Arguments(*given)
+        if not self._apart.holds(pointers):
+            check(arguments)  # which refuses those that share bytes
+            self._apart.learn(pointers)
         if self._num_tokens == 0:
-            return out
+            return ()
         params = self._params
+        del pointers[len(pointers) - len(self._numbers) :]
         for i, offset in self._behind:
             pointers.append(pointers[i] + offset)
         self._pack(params, 0, *self._addresses(pointers))
@@ -213,13 +261,13 @@ class _Prepared:
             first, *more = self._table
             rows = pointers[more[0]] if more else 0
             _TABLE.pack_into(params, self._table_at, pointers[first], rows)
-        is_aligned = self._can_be_aligned
-        for i, mask in self._aligned:
-            if pointers[i] & mask:
-                is_aligned = False
-                break
-        self._launch(self._launches.get(is_aligned) or self._new_launch(is_aligned))
-        return out
+        is_aligned = self._can_be_aligned and not any(pointers[i] & m for i, m in self._aligned)
+        launch = self._launches.get(is_aligned) or self._new_launch(is_aligned)
+        if len(self._images) >= _MAX_IMAGES:
+            self._images.clear()
+        image: _Image = launch, bytes(self._raw)
+        self._images[key] = image
+        return image
 
     def _launch(self, launch: Launch) -> None:
         stream = _C._cuda_getCurrentRawStream(self._index)

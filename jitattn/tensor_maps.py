@@ -20,7 +20,7 @@ def box_of(tile: AttentionTile, head_dim: int) -> Box:
 class TensorMaps:
     """The tensor maps of a cache's K and V, as launches of each kernel take them."""
 
-    __slots__ = ("_boxes", "_encoded", "_first", "_k", "_v")
+    __slots__ = ("_boxes", "_encoded", "_first", "_k", "_last", "_v")
 
     def __init__(self, k: CacheView, v: CacheView, boxes: Mapping[str, Box]) -> None:
         """Encode those of the first kernel; the others follow when they are needed.
@@ -35,26 +35,29 @@ class TensorMaps:
         """
         self._k, self._v, self._boxes = k, v, boxes
         # By box: kernels that bring the same have the same maps.
-        self._encoded: dict[Box, tuple[tuple[int, int], bytes]] = {}
+        self._encoded: dict[Box, tuple[int, int, bytes]] = {}
+        # By what kernels are for, which is soon found.
+        self._last: dict[str, tuple[int, int, bytes]] = {}
         self._first = next(iter(boxes))
         self.at(self._first, k.tensor.data_ptr(), v.tensor.data_ptr())
 
     def at(self, role: str, k_at: int, v_at: int) -> bytes:
         """Return the bytes of both for a kernel, where K and V are at these addresses now."""
-        # A kernel that uses none gets those of the first.
-        box = self._boxes.get(role) or self._boxes[self._first]
-        at, encoded = self._encoded.get(box, (None, b""))
-        if (k_at, v_at) != at:
-            encoded = self._encode(box, k_at, v_at)
-        return encoded
+        last = self._last.get(role)
+        if last is None or k_at != last[0] or v_at != last[1]:
+            # A kernel that uses none gets those of the first.
+            box = self._boxes.get(role) or self._boxes[self._first]
+            last = self._encoded.get(box)
+            if last is None or (k_at, v_at) != last[:2]:
+                last = self._encoded[box] = k_at, v_at, self._encode(box, k_at, v_at)
+            self._last[role] = last
+        return last[2]
 
     def _encode(self, box: Box, k_at: int, v_at: int) -> bytes:
         tokens, key_columns, value_columns = box
-        encoded = _tensor_map(self._k, k_at, key_columns, tokens) + _tensor_map(
+        return _tensor_map(self._k, k_at, key_columns, tokens) + _tensor_map(
             self._v, v_at, value_columns, tokens
         )
-        self._encoded[box] = (k_at, v_at), encoded
-        return encoded
 
 
 def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) -> bytes:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,7 @@ from jitattn.render import render
 from jitattn.spec import Loader, PageTable, PreprocessSpec
 from jitattn.support import ARCHITECTURES, HEAD_DIMS
 from tests.compile.test_params import _asserts, _compile
-from tests.compiler import compile_kernel
+from tests.compiler import compile_kernel, instructions
 
 _FIELDS: dict[str, tuple[object, ...]] = {
     "head_dim": HEAD_DIMS,
@@ -71,6 +73,34 @@ def test_kernel(spec: PreprocessSpec, arch: str) -> None:
     assert resources.registers <= (128 if spec.loader is Loader.VECTOR else 255)
     assert resources.smem_bytes == 0
     assert resources.code_bytes <= 90 * 1024
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_loads_are_on_their_way_together(kv_dtype: str, tmp_path: Path) -> None:
+    """Before the wait nothing is loaded, and after it nothing is waited for until all is asked for.
+
+    That is the end and two neighbours of qo_indptr, a length and a position (which may have two
+    halves), two vectors of a row, and what turns eight pairs.
+    """
+    config = PreprocessConfig.parse(f"kernel=preprocess,kv_dtype={kv_dtype}")
+    kernel = compile_kernel(config.specs("sm_90a")[0], "sm_90a")
+    found = instructions(kernel.cubin, tmp_path)
+    wait = next(i for i, line in enumerate(found) if "ACQBULK" in line)
+    before, after = found[:wait], found[wait + 1 :]
+    assert not any(re.search(r"\b(LDG|STG|LD|ST)\b", line) for line in before)
+    assert sum("CCTL.E.PF2" in line for line in before) == 1
+    arriving: set[int] = set()
+    num_loads = 0
+    for line in after:
+        registers = [int(number) for number in re.findall(r"\bR(\d+)", line)]
+        is_load = re.search(r"\bLDG\b", line) is not None
+        if arriving.intersection(registers[1:]):
+            break
+        if is_load:
+            num_loads += 1
+            width = 4 if ".128" in line else 2 if "LDG.E.64" in line else 1
+            arriving.update(range(registers[0], registers[0] + width))
+    assert num_loads >= 3 + 1 + 1 + 2 + 8
 
 
 def test_sample_has_every_value() -> None:

@@ -58,6 +58,7 @@ _PTX = f"""
 namespace jitattn {{
 inline void launch_dependents() {{}}
 inline void wait_for_previous_kernel() {{}}
+inline void prefetch_to_l2(const void*) {{}}
 // The hardware's are within 2**-20 of these.
 inline float sin_approx(float x) {{ return std::sin(x); }}
 inline float cos_approx(float x) {{ return std::cos(x); }}

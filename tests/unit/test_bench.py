@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_compile, bench_decode, build_rivals, bundle, carry, oracle, records, report
+from bench import (
+    bench_compile,
+    bench_decode,
+    build_rivals,
+    bundle,
+    caches,
+    carry,
+    oracle,
+    records,
+    report,
+    workloads,
+)
 from bench.bench_decode import Method, Result, bench_case, choose_method, to_record
 from bench.cases import BASELINE, CASES, GROUPS, RIVALS, ragged_lens, select
 from bench.ceilings import Ceilings
@@ -20,11 +31,13 @@ from bench.contenders import VARIANTS, Contender, JitAttn, Prepared, SkipError, 
 from bench.rivals import _causal_mask, all_rivals
 from bench.timing import L2Policy, Timing, summarize
 from bench.workloads import Batch, Case, make_batch, num_copies
+from jitattn import QuantizedKV, dequantize_kv
 from jitattn.config import PlannerConfig
 from jitattn.support import check_config
 from tests.unit.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")
+E4M3 = torch.float8_e4m3fn
 SMALL = Case(
     name="small",
     seq_lens=(5, 33, 16),
@@ -237,6 +250,7 @@ def test_unsupported_case_is_skipped_with_the_reason() -> None:
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
+    "nvfp4": {"kv_dtype": "nvfp4"},
     "hnd": {"kv_layout": "HND"},
     "window": {"seq_lens": (5, 133, 64), "window_left": 30},
     "sinks": {"use_sinks": True},
@@ -258,6 +272,8 @@ def kind_of_case(kind: str) -> Case:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_computes_every_kind_of_case(kind: str, variant: str) -> None:
+    if kind == "nvfp4" and VARIANTS[variant].cache is not caches.whole:
+        return  # no case asks for it
     batch = make_batch(kind_of_case(kind), 2, CPU)
     try:
         prepared = JitAttn(variant).prepare(batch)
@@ -267,6 +283,56 @@ def test_every_variant_computes_every_kind_of_case(kind: str, variant: str) -> N
     for run in prepared.runs:
         run()
     assert oracle.Oracle(batch).error(prepared.outs) < 5e-3
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_nvfp4_pools_are_those_of_the_definition(
+    kv_layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is quantised at once; the oracle reads what is stored, scales included."""
+    case = dataclasses.replace(SMALL, kv_dtype="nvfp4", head_dim=32, kv_layout=kv_layout)
+    monkeypatch.setattr(workloads, "_PAGES_AT_ONCE", 3)
+    batch = make_batch(case, 2, CPU)
+    page = (2, 16) if kv_layout == "HND" else (16, 2)
+    assert batch.block_scales is not None
+    assert (batch.kv.shape, batch.kv.dtype) == ((2, 5, 2, *page, 16), torch.uint8)
+    assert batch.block_scales.shape == (2, 5, 2, *page, 2)
+    held = caches.whole(batch, 1)
+    assert isinstance(held, QuantizedKV)
+    assert held.v_block_scales.data_ptr() == batch.block_scales[1, 0, 1].data_ptr()
+    values = dequantize_kv(batch.kv, dtype="nvfp4", block_scales=batch.block_scales)
+    assert 0.9 < float(values.std()) < 1.1
+    right = oracle.reference(batch, 1)
+    plain = dataclasses.replace(
+        batch, case=dataclasses.replace(case, kv_dtype="bfloat16"), kv=values, block_scales=None
+    )
+    assert oracle.reference(plain, 1).equal(right)
+    twice = dataclasses.replace(batch, block_scales=batch.block_scales.float().mul(2).to(E4M3))
+    assert oracle.relative_error(oracle.reference(twice, 1), right) > 0.3
+
+
+def test_bytes_of_nvfp4_are_numbers_and_scales() -> None:
+    bf16, e4m3, nvfp4 = (case for case in CASES if case.group == "nvfp4")
+    assert (bf16.seq_lens, e4m3.seq_lens) == (nvfp4.seq_lens, nvfp4.seq_lens)
+    assert e4m3.name == GROUPS["nvfp4"].against
+    assert bf16.kv_bytes == 2 * e4m3.kv_bytes == 64 * 8192 * 2 * 8 * 128 * 2
+    assert nvfp4.kv_bytes == 64 * 8192 * 2 * 8 * (64 + 8)
+    kinds = {a["kv_dtype"] for a in bundle.configurations(select("nvfp4"), "sm_90a")}
+    assert kinds == {"bfloat16", "float8_e4m3fn", "nvfp4"}
+
+
+def test_table_of_cache_types(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        (case, [_timed(BASELINE, seconds)])
+        for case, seconds in zip(select("nvfp4"), (800e-6, 400e-6, 250e-6), strict=True)
+    ]
+    report.print_tables(rows, LIMITS)
+    printed = capsys.readouterr().out
+    # 605 MB of 604 MB of K and V, and q and out: 198.4 us at 3,050 GB/s, of 250.
+    for shown in ("605", "198.4", "79.3", "1.600", "0.500", "% read"):
+        assert shown in printed
+    report.print_tables(rows[:1], LIMITS)
+    assert "speed / B64x8k-h32_8-d128-p16-e4m3fn's" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,8 @@ def test_kernel_follows_the_definition(
     for other in (
         replace(case, pairs=((1, 5), (1, 16), (1, 17), (1, 40)), extra_rows=0),
         replace(case, num_qo_heads=6, num_kv_heads=3, pairs=((33, 33), (0, 4), (15, 64))),
+        # Tokens whose number is that of their request, and others between.
+        replace(case, pairs=((0, 3), (1, 5), (1, 0), (2, 16), (1, 17), (0, 9), (1, 40), (1, 33))),
         replace(case, seed=case.seed + 2, wide_integers=not case.wide_integers),
     ):
         check_on_the_cpu(other, monkeypatch)
@@ -215,6 +217,45 @@ def test_arguments_that_change_from_call_to_call(
         k = memory[begin : begin + case.num_tokens * 256].view(-1, 2, 128)
         assert outside(case, monkeypatch, k=k) == [True, True]
         assert launched[-1].loader == loader
+
+
+def test_addresses_that_were_there_before_take_the_parameters_of_then(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the step before, whatever came between."""
+    images = []
+    original = preprocess_cuda._Prepared._new_image
+    monkeypatch.setattr(
+        preprocess_cuda._Prepared,
+        "_new_image",
+        lambda self, given, pointers: images.append(1) or original(self, given, pointers),
+    )
+    case = replace(BASE, kv_dtype="int8", scales="number", q_out="given")
+    want = make_token_inputs(case)
+    layers = [on_the_kernel(want.to("cpu"), monkeypatch) for _ in range(3)]
+    for scale in (0.125, 2.0, 0.125, 2.0):
+        for layer in layers:
+            want.arguments["v_scale"] = layer.arguments["v_scale"] = scale
+            compare(want, layer)
+    assert len(images) == 6
+    monkeypatch.setattr(preprocess_cuda, "_MAX_IMAGES", 2)
+    for layer in (*layers, *layers):
+        layer.arguments["v_scale"] = 0.5
+        layer.run()
+    assert len(images) == 12
+
+
+def test_what_equals_a_number_of_another_type_is_checked(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(BASE, rotary="none")
+    inputs = on_the_kernel(make_token_inputs(case).to("cpu"), monkeypatch)
+    inputs.run()
+    for name, value in (("num_kv_heads", float(case.num_kv_heads)), ("zero_tail", 0)):
+        assert inputs.arguments.get(name, False) == value
+        with pytest.raises(TypeError, match=name):
+            outside(case, monkeypatch, **{name: value})
+    assert len(launched) == 1
 
 
 def test_jitattn_check_names_what_would_be_skipped(

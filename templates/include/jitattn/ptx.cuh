@@ -68,6 +68,11 @@ __device__ __forceinline__ void prefetch_line(const void* global) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(global) : "memory");
 }
 
+// Likewise, into the cache that all SMs share: it may be written yet.
+__device__ __forceinline__ void prefetch_to_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
 // A barrier of the hardware, of kThreads threads: waits for the others.
 template <int kThreads>
 __device__ __forceinline__ void sync_threads(int barrier) {
