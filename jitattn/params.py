@@ -380,6 +380,54 @@ class BatchInfoParams(ctypes.Structure):
     )
 
 
+class TableRequest(ctypes.Structure):
+    """A request of the kernel that makes the tables of layers, and what has changed of it."""
+
+    _fields_ = (
+        ("row", c_int32),
+        ("table_row", c_int32),
+        ("scratch_start", c_int32),
+        ("scratch_stop", c_int32),
+        ("scratch_begin", c_int32),
+        ("change_begin", c_int32),
+        ("change_end", c_int32),
+    )
+
+
+class SlotChange(ctypes.Structure):
+    """The slot that a block has from now on."""
+
+    _fields_ = (("block", c_int32), ("slot", c_int32))
+
+
+class TableLayer(ctypes.Structure):
+    """Pages of a slot, and which of them is a layer's."""
+
+    _fields_ = (("num_pages", c_int32), ("offset", c_int32))
+
+
+class LayerTablesParams(ctypes.Structure):
+    """Argument of the kernel that makes the tables of a group's layers."""
+
+    _fields_ = (
+        ("tables", c_void_p),
+        ("slots", c_void_p),
+        ("requests", c_void_p),
+        ("changes", c_void_p),
+        ("scratch_slots", c_void_p),
+        ("layers", c_void_p),
+        ("layer_stride", c_int64),
+        ("row_stride", c_int64),
+        ("column_stride", c_int64),
+        ("batch_size", c_int32),
+        ("num_layers", c_int32),
+        ("width", c_int32),
+        ("num_blocks", c_int32),
+        ("first_block", c_int32),
+        ("span", c_int32),
+    )
+
+
 _TABLE_ROWS = (
     ("table", c_void_p),
     ("rows", c_void_p),

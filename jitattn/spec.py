@@ -330,7 +330,24 @@ class BatchInfoSpec(Value):
         return {"symbol": self.symbol}
 
 
-TransferSpec = GatherSpec | CopyPagesSpec | BlockTableSpec | BatchInfoSpec
+class LayerTablesSpec(Value):
+    """The kernel that makes the tables of a group's layers out of slots."""
+
+    family: ClassVar[str] = "layer_tables"
+    template: ClassVar[str] = "layer_tables.cu.jinja"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return "jitattn_layer_tables"
+
+    def context(self) -> dict[str, object]:
+        """The template variables: the symbol only."""
+        return {"symbol": self.symbol}
+
+
+TableSpec = BlockTableSpec | BatchInfoSpec | LayerTablesSpec
+TransferSpec = GatherSpec | CopyPagesSpec | TableSpec
 PlannedSpec = DecodeSpec | PrefillSpec | MLASpec
 """Of the kernels that plans schedule and launch."""
 KernelSpec = PlannedSpec | ScheduleSpec | MergeSpec | PreprocessSpec | TransferSpec

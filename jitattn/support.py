@@ -26,6 +26,7 @@ from jitattn.spec import (
     DType,
     GatherSpec,
     KernelSpec,
+    LayerTablesSpec,
     Loader,
     MergeSpec,
     PageTable,
@@ -268,7 +269,7 @@ def _transfers(config: PlannerConfig, out_dtype: DType) -> tuple[KernelSpec, ...
     out_dtypes = dict.fromkeys((DType(config.q_dtype), out_dtype, kv_dtype))
     out_dtypes.pop(DType.NVFP4, None)
     gathers = (GatherSpec(kv_dtype=kv_dtype, out_dtype=dtype) for dtype in out_dtypes)
-    return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec())
+    return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec(), LayerTablesSpec())
 
 
 OtherConfig = MLAConfig | PreprocessConfig | TransferConfig

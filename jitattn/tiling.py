@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from jitattn.spec import (
     AttentionSpec,
-    BatchInfoSpec,
-    BlockTableSpec,
     CopyPagesSpec,
     DecodeSpec,
     DType,
@@ -20,6 +18,7 @@ from jitattn.spec import (
     PrefillSpec,
     PreprocessSpec,
     ScheduleSpec,
+    TableSpec,
 )
 
 # Shared memory one CTA may use, in bytes. sm_80 code also runs on compute capability 8.6 and 8.9,
@@ -219,7 +218,7 @@ def tile_for(spec: KernelSpec, arch: str) -> Tile:
         return GatherTile()
     if isinstance(spec, CopyPagesSpec):
         return CopyPagesTile()
-    if isinstance(spec, BlockTableSpec | BatchInfoSpec):
+    if isinstance(spec, TableSpec):
         return TableTile()
     return attention_tile_for(spec, arch)
 

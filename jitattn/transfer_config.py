@@ -6,15 +6,23 @@ from collections.abc import Mapping
 
 from jitattn.config import FP8_DTYPES, Q_DTYPES
 from jitattn.errors import ConfigError
-from jitattn.spec import BatchInfoSpec, BlockTableSpec, CopyPagesSpec, DType, GatherSpec
+from jitattn.spec import (
+    BatchInfoSpec,
+    BlockTableSpec,
+    CopyPagesSpec,
+    DType,
+    GatherSpec,
+    LayerTablesSpec,
+    TableSpec,
+)
 from jitattn.spec import TransferSpec as Spec
 from jitattn.tiling import SMEM_LIMIT
 from jitattn.values import Value
 
 OUT_DTYPES = (*Q_DTYPES, "float32")
 GATHERED_DTYPES = (*Q_DTYPES, *FP8_DTYPES, "int8", "nvfp4")
-_SPECS: dict[str, type[CopyPagesSpec] | type[BlockTableSpec] | type[BatchInfoSpec]] = {
-    spec.family: spec for spec in (CopyPagesSpec, BlockTableSpec, BatchInfoSpec)
+_SPECS: dict[str, type[CopyPagesSpec | TableSpec]] = {
+    spec.family: spec for spec in (CopyPagesSpec, BlockTableSpec, BatchInfoSpec, LayerTablesSpec)
 }
 KERNELS = (GatherSpec.family, *_SPECS)
 _FIELDS = ("kernel", "kv_dtype", "out_dtype")
@@ -27,6 +35,7 @@ TRANSFER_RANGES: Mapping[str, str] = {
     "dimensions of a page that don't follow each other in memory",
     "build_block_table": "int32 and int64 slots, page sizes from 1 to 2**20",
     "convert_pages": "shared, csr and token to any but ragged; separate to itself",
+    "block_tables": "any number of layers, any strides; of a page manager",
     "batch_info": "int32 and int64 lengths; slots of shared, csr and token tables",
 }
 """What the functions take, for the support table."""

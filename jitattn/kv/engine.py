@@ -196,8 +196,9 @@ class Engine:
         """Write all ids of an active sequence into its row."""
         self.ledger.is_active[state.row] = True
         self.ledger.widen(max(len(pages) for pages in state.pages))
-        for ids, pages in zip(self.ledger.ids, state.pages, strict=True):
-            ids[state.row, : len(pages)] = [-1 if page is None else page.slot for page in pages]
+        for group, pages in enumerate(state.pages):
+            slots = [-1 if page is None else page.slot for page in pages]
+            self.ledger.set_ids(group, state.row, slice(len(pages)), slots)
 
     def suspend(self, state: State) -> None:
         """Let the pages go to the host, if there is one, and scratch go."""
@@ -208,8 +209,7 @@ class Engine:
             page.pool.settle(page)
         state.status = Status.SUSPENDED
         self.ledger.is_active[state.row] = False
-        for ids in self.ledger.ids:
-            ids[state.row] = -1
+        self.ledger.clear_ids(state.row)
 
     def _free_scratch(self, state: State) -> None:
         for group, scratch in enumerate(state.scratch):
@@ -346,14 +346,14 @@ class Engine:
         if not change.releases and scratch is None:
             return
         pages = state.pages[group]
-        ids = self.ledger.ids[group]
         for block in reversed(change.releases):
             page = pages[block]
             assert page is not None
             page.locks -= 1
             page.pool.settle(page)
             pages[block] = None
-            ids[state.row, block] = -1
+        if change.releases:
+            self.ledger.set_ids(group, state.row, change.releases, -1)
         surplus = -self._more_scratch(state, group, change)
         if scratch is not None:
             kept = len(scratch.slot_ids) - max(surplus, 0)
@@ -383,7 +383,7 @@ class Engine:
                 pool.copies[slot] = source.slot
                 sources.append(source)
             pages[block] = Page(pool, group, slot, state.priority, state.id)
-        self.ledger.ids[group][state.row, blocks] = slots
+        self.ledger.set_ids(group, state.row, blocks, slots)
         return sources
 
     def _set_lengths(self, state: State, committed: int, history: int, capacity: int) -> None:
@@ -513,7 +513,7 @@ class Engine:
             theirs.pool.raise_priority(theirs, state.priority)
             theirs.pool.settle(theirs)
             pages[block] = theirs
-            self.ledger.ids[group][state.row, block] = theirs.slot
+            self.ledger.set_ids(group, state.row, block, theirs.slot)
             own.locks -= 1
             own.pool.settle(own)
 

@@ -22,7 +22,9 @@ class Ledger:
         is_active: whether its pages are on the device and stay there.
         is_slow: whether a step of it has to look at more than lengths.
         tail: the committed tokens of the last block that isn't full, [rows, page_size].
-        ids: for each group int32 [rows, width], the slot of each block; -1 is none.
+        ids: for each group int32 [rows, width], the slot of each block; -1 is none. Written by
+            ``set_ids`` and ``clear_ids`` alone.
+        num_writes: of each row's ids, [groups, rows].
     """
 
     committed: NDArray[np.int64]
@@ -41,6 +43,7 @@ class Ledger:
             setattr(self, name, np.zeros(0, np.bool_))
         self.tail = np.zeros((0, page_size), np.int64)
         self.ids = [np.full((0, 16), -1, np.int32) for _ in range(num_groups)]
+        self.num_writes = np.zeros((num_groups, 0), np.int64)
         self._free: list[int] = []
 
     def add(self) -> int:
@@ -52,9 +55,21 @@ class Ledger:
     def remove(self, row: int) -> None:
         """Give a row back."""
         self.is_active[row] = False
+        self.clear_ids(row)
+        self._free.append(row)
+
+    def set_ids(
+        self, group: int, row: int, blocks: slice | list[int] | int, slots: list[int] | int
+    ) -> None:
+        """Write the slots of blocks."""
+        self.ids[group][row, blocks] = slots
+        self.num_writes[group, row] += 1
+
+    def clear_ids(self, row: int) -> None:
+        """Leave a row without slots."""
         for ids in self.ids:
             ids[row] = -1
-        self._free.append(row)
+        self.num_writes[:, row] += 1
 
     def widen(self, num_blocks: int) -> None:
         """Have room for the ids of so many blocks."""
@@ -76,4 +91,6 @@ class Ledger:
         for group, ids in enumerate(self.ids):
             blank_ids = np.full((more, ids.shape[1]), -1, np.int32)
             self.ids[group] = np.concatenate([ids, blank_ids])
+        no_writes = np.zeros((len(self.ids), more), np.int64)
+        self.num_writes = np.concatenate([self.num_writes, no_writes], axis=1)
         self._free.extend(range(count - 1, old - 1, -1))

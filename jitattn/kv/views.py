@@ -1,7 +1,7 @@
 """What kernels take: caches of layers, and tables of sequences: ``LayerView``, ``TableMaker``.
 
-Tables are made on the host, and on a card copied to it; page ids of all layers of a group are
-computed where the table is. A capture has no such copies: fill ``out`` before a replay.
+On the CPU tables are made of the ledger; on a card by a kernel, of slots that are there already and
+what has changed of them. A capture has none of it: fill ``out`` before a replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jitattn.binding import check_writable
 from jitattn.errors import KVCacheError
+from jitattn.kv.device_tables import DeviceTables
 from jitattn.kv.engine import Engine
 from jitattn.kv.layout import Layout, Place, stale_end
 from jitattn.kv.ledger import NEVER
@@ -23,6 +25,7 @@ from jitattn.kv.sequence import KVSequence
 from jitattn.kv.state import Scratch, State
 from jitattn.kv.storage import KVCache
 from jitattn.kv.tables import Ids, make_entries, spread_entries
+from jitattn.layer_tables import has_kernel
 from jitattn.pages import BlockTable, ViewTable, check_tensor, mark_view
 from jitattn.quantization import QuantizedKV
 
@@ -67,7 +70,12 @@ class TableMaker:
         self._engine = engine
         self._layout: Layout = engine.layout
         self._device = device
-        self._offsets: dict[tuple[int, ...], Tensor] = {}
+        # For each group; empty on the CPU.
+        self._device_tables = [
+            DeviceTables(engine.ledger, group.index, device)
+            for group in self._layout.groups
+            if has_kernel(device)
+        ]
         # For each group, for each pool: pages of a slot, and each layer's place in group and slot.
         self._pools: list[list[tuple[int, list[int], list[int]]]] = [
             [self._layers_of(group.layer_ids, pool) for pool in range(len(counts))]
@@ -88,19 +96,22 @@ class TableMaker:
             out = torch.empty(shape, dtype=torch.int32, device=self._device)
         else:
             self._check_out(out, shape)
-        slots = self._slots(states, group, out.shape[-1])
         scratches = self._scratches(states, group)
         # No one has pages before this block.
         first = self._first_block(states, group)
-        tables = out[:, : len(states)]
-        if self._device.type == "cpu":
-            tables[..., :first].numpy()[...] = -1  # torch would wake threads for it
-        else:
-            tables[..., :first].fill_(-1)
-        tables = tables[..., first:]
+        if self._device_tables:
+            places = [self._layout.places[i] for i in self._layout.groups[group].layer_ids]
+            layers = tuple((place.num_layers, place.offset) for place in places)
+            rows = [state.row for state in states]
+            self._device_tables[group].write(out, layers, rows, range(len(rows)), scratches, first)
+            return out
+        slots = self._slots(states, group, out.shape[-1])
+        tables = out[:, : len(states)].numpy()  # torch would wake threads for so little
+        tables[..., :first] = -1
         for size, indexes, offsets in self._pools[group]:
             entries = make_entries(slots, size, scratches)[:, first:]
-            self._spread(entries, size, offsets, tables, indexes, has_scratch=bool(scratches))
+            into = [tables[i, :, first:] for i in indexes]
+            spread_entries(entries, size, offsets, into, has_scratch=bool(scratches))
         return out
 
     def _first_block(self, states: Sequence[State], group: int) -> int:
@@ -126,19 +137,36 @@ class TableMaker:
         num_rows = len(states) if where is None else 1 + max(where.tolist(), default=-1)
         shape = (num_rows, self._width(states))
         if out is None:
-            out = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+            out = torch.empty(shape, dtype=torch.int32, device=self._device)
+            if where is not None:
+                out.fill_(-1)
         else:
             self._check_out(out, shape)
-        slots = self._slots(states, place.group, out.shape[-1])
-        target = out[: len(states)] if where is None else out.new_empty(slots.shape)
-        size, offset = (place.num_layers, place.offset) if is_per_layer else (1, 0)
-        entries = make_entries(slots, size, scratches if is_per_layer else ())
-        self._spread(entries, size, [offset], target[None], [0], has_scratch=bool(scratches))
-        if where is None:
-            return ViewTable(out, view=view)
-        where = where.to(self._device)
-        out[where.long()] = target
-        return ViewTable(out, rows=where, view=view)
+        layer = (place.num_layers, place.offset) if is_per_layer else (1, 0)
+        self._write_layer(out, layer, states, place.group, where, scratches)
+        rows_there = None if where is None else where.to(self._device)
+        return ViewTable(out, rows=rows_there, view=view)
+
+    def _write_layer(
+        self,
+        out: Tensor,
+        layer: tuple[int, int],
+        states: Sequence[State],
+        group: int,
+        where: Tensor | None,
+        scratches: Sequence[tuple[int, Scratch]],
+    ) -> None:
+        """Write the table of a layer, given as pages of a slot and which of them is its own."""
+        table_rows = list(range(len(states))) if where is None else where.tolist()
+        if self._device_tables:
+            rows = [state.row for state in states]
+            self._device_tables[group].write(out[None], (layer,), rows, table_rows, scratches)
+            return
+        size, offset = layer
+        entries = make_entries(self._slots(states, group, out.shape[-1]), size, scratches)
+        ids = np.empty_like(entries)
+        spread_entries(entries, size, [offset], [ids], has_scratch=bool(scratches))
+        out.numpy()[table_rows] = ids
 
     def _width(self, states: Sequence[State]) -> int:
         """Return the blocks of the longest; a table has at least one."""
@@ -162,40 +190,6 @@ class TableMaker:
                 found.append((i, scratch))
         return found
 
-    def _spread(
-        self,
-        entries: Ids,
-        size: int,
-        offsets: list[int],
-        tables: Tensor,
-        indexes: list[int],
-        *,
-        has_scratch: bool,
-    ) -> None:
-        """Write the page ids of layers, at ``offsets`` in a slot, into ``tables[indexes]``."""
-        if self._device.type == "cpu":
-            array = tables.numpy()
-            out = [array[i] for i in indexes]
-            spread_entries(entries, size, offsets, out, has_scratch=has_scratch)
-            return
-        here = (
-            torch.from_numpy(np.ascontiguousarray(entries))
-            .pin_memory()
-            .to(self._device, non_blocking=True)
-        )
-        ids = spread_on_device(here, size, self._offsets_on_device(offsets))
-        if len(indexes) == tables.shape[0]:
-            tables.copy_(ids)
-        else:
-            for index, table in zip(indexes, ids, strict=True):
-                tables[index].copy_(table)
-
-    def _offsets_on_device(self, offsets: Sequence[int]) -> Tensor:
-        key = tuple(offsets)
-        if key not in self._offsets:
-            self._offsets[key] = torch.tensor(key, dtype=torch.int32).to(self._device)
-        return self._offsets[key]
-
     def _check_out(self, out: Tensor, shape: Sequence[int]) -> None:
         check_tensor("out", out, (torch.int32,))
         least = list(shape)
@@ -206,6 +200,7 @@ class TableMaker:
             raise ValueError(f"out has shape {list(out.shape)}: expected at least {least}")
         if out.device != self._device:
             raise ValueError(f"out is on {out.device}: expected {self._device}")
+        check_writable("out", out)
 
     def _rows(self, rows: object, count: int) -> Tensor:
         given = rows if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.int32)
@@ -216,17 +211,6 @@ class TableMaker:
         if len(set(listed)) < count or min(listed, default=0) < 0:
             raise ValueError(f"rows is {listed}: expected different rows, from 0")
         return given
-
-
-def spread_on_device(entries: Tensor, size: int, offsets: Tensor) -> Tensor:
-    """Return the page ids of layers, at ``offsets`` in a slot, [layers, batch_size, width].
-
-    A few launches however many layers there are. Twin: ``tables.spread_entries``, which says what
-    entries are.
-    """
-    turns = entries % size
-    ids = (turns + offsets[:, None, None]).remainder_(size).add_(entries - turns)
-    return ids.masked_fill_(entries < 0, -1)
 
 
 class LayerView:

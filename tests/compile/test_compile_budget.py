@@ -61,6 +61,7 @@ BUDGETS: dict[tuple[str, str, str], tuple[int, int]] = {
     (EVERYDAY, "sm_90a", "copy_pages"): (680, 1880),
     (EVERYDAY, "sm_90a", "block_table"): (803, 1072),
     (EVERYDAY, "sm_90a", "batch_info"): (804, 888),
+    (EVERYDAY, "sm_90a", "layer_tables"): (640, 288),
     (EVERYDAY, "sm_80", "decode vector"): (2572, 1888),
     (EVERYDAY, "sm_120f", "decode vector"): (2572, 2208),
     (FP8, "sm_90a", "decode tensor"): (2458, 3136),

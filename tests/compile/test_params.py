@@ -18,6 +18,7 @@ from jitattn.spec import (
     DType,
     GatherSpec,
     KernelSpec,
+    LayerTablesSpec,
     PageTable,
     ScheduleSpec,
 )
@@ -115,6 +116,10 @@ TRANSFERS = {
     "CopyParams": (CopyPagesSpec(), ("CopyParams", "CopyPool", "CopyDim")),
     "BlockTableParams": (BlockTableSpec(), ("BlockTableParams", "PageList", "Lengths")),
     "BatchInfoParams": (BatchInfoSpec(), ("BatchInfoParams", "PageList", "Lengths")),
+    "LayerTablesParams": (
+        LayerTablesSpec(),
+        ("LayerTablesParams", "TableRequest", "SlotChange", "TableLayer"),
+    ),
 }
 
 

@@ -6,9 +6,28 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
 
-from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig, PageIndexMode
+from jitattn.kv import (
+    KVCacheConfig,
+    KVCacheError,
+    KVCacheManager,
+    KVSequence,
+    LayerConfig,
+    PageIndexMode,
+)
+from tests.gpu.device import DEVICE
+from tests.harness import forbid_waiting
 from tests.kv_serving import Pressure, check_tables_written_in_place, check_worked_example
+from tests.kv_tables import (
+    Tables,
+    Twins,
+    check_layer_tables,
+    check_scratch,
+    make_manager,
+    table_calls,
+)
+from tests.transfers import examples
 
 
 def test_the_worked_example() -> None:
@@ -85,3 +104,106 @@ def test_pages_return_from_the_host_in_the_order_of_the_stream() -> None:
 
 def test_a_replay_reads_tables_that_were_written_in_place() -> None:
     check_tables_written_in_place("cuda")
+
+
+# --- tables by the kernel -------------------------------------------------------------------------
+
+
+@examples(150)
+@given(table_calls())
+def test_random_tables_of_layers(example: Tables) -> None:
+    check_layer_tables(example, DEVICE)
+
+
+@pytest.mark.parametrize("layout", ["dense", "transposed"])
+def test_tables_of_many_layers_and_blocks(layout: str) -> None:
+    check_layer_tables(Tables(70, 300, 260, (61, 2, 1), 5, layout, 1), DEVICE)
+
+
+def twins(seed: int) -> Twins:
+    return Twins(make_manager(DEVICE), make_manager("cpu"), seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_after_random_operations(seed: int) -> None:
+    both = twins(seed)
+    both.run(300)
+    assert both.counts["scratch"] > 10
+    assert set(both.counts) >= {"advance", "resize", "rewind", "suspend", "resume", "close"}
+
+
+def test_tables_with_scratch() -> None:
+    check_scratch(twins(0))
+
+
+def grown(manager: KVCacheManager, *lengths: int) -> list[KVSequence]:
+    seqs = [manager.create_sequence() for _ in lengths]
+    for seq, length in zip(seqs, lengths, strict=True):
+        assert seq.resume()
+        assert seq.resize(length)
+    return seqs
+
+
+def test_calls_that_queue_up_bring_what_was_known_then() -> None:
+    """Kernels come long after their calls; pinned memory is not written again until then."""
+    managers = [make_manager(device, reuse_scratch=False) for device in (DEVICE, "cpu")]
+    ours, theirs = (grown(manager, 20, 3, 60) for manager in managers)
+    outs = torch.full((100, 3, 40), 7, dtype=torch.int32, device=DEVICE)
+    views = [manager.layer_view(1, PageIndexMode.PER_LAYER) for manager in managers]
+    views[0].block_table(ours, out=outs[0])
+    wanted = torch.full((100, 3, 40), 7, dtype=torch.int32)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for step in range(100):
+        for seqs in (ours, theirs):
+            seq = seqs[step % 3]
+            assert seq.resize(3 + (step * 7) % 90)
+        with forbid_waiting():
+            views[0].block_table(ours, out=outs[step])
+        views[1].block_table(theirs, out=wanted[step])
+    assert torch.equal(outs.cpu(), wanted)
+
+
+def test_a_captured_graph_reads_tables_that_change() -> None:
+    managers = make_manager(DEVICE), make_manager("cpu")
+    ours, theirs = (grown(manager, 9, 1, 33) for manager in managers)
+    groups = managers[0].layer_groups
+    outs = [
+        torch.full((len(g.layer_ids), 3, 40), 7, dtype=torch.int32, device=DEVICE) for g in groups
+    ]
+    seen = [torch.zeros_like(out) for out in outs]
+    for group, out in zip(groups, outs, strict=True):
+        managers[0].block_tables(ours, group, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy, out in zip(seen, outs, strict=True):
+            copy.copy_(out)
+    for step in range(60):
+        for manager, seqs in zip(managers, (ours, theirs), strict=True):
+            room = [seq.capacity - seq.history_len for seq in seqs]
+            assert manager.advance(seqs, [[step] * n for n in room], num_inputs=1) == [True] * 3
+        for group, out in zip(groups, outs, strict=True):
+            managers[0].block_tables(ours, group, out=out)
+        graph.replay()
+        for group, copy in zip(groups, seen, strict=True):
+            wanted = torch.full(copy.shape, 7, dtype=torch.int32)
+            managers[1].block_tables(theirs, group, out=wanted)
+            assert torch.equal(copy.cpu(), wanted)
+
+
+def test_a_capture_of_tables_is_refused() -> None:
+    manager = make_manager(DEVICE)
+    seqs = grown(manager, 9)
+    out = torch.full((1, 40), 7, dtype=torch.int32, device=DEVICE)
+    view = manager.layer_view(1, PageIndexMode.SHARED)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.add_(1)
+        with pytest.raises(KVCacheError, match="before the replay"):
+            view.block_table(seqs, out=out)
+    graph.replay()
+    assert out.unique().tolist() == [8]
+    view.block_table(seqs, out=out)
+    assert out[0, :3].tolist() == seqs[0].base_page_ids(manager.layer_groups[1]).tolist()

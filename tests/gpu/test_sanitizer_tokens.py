@@ -9,6 +9,7 @@ import torch
 
 from tests.cases import D128, TABLES, Case
 from tests.gpu.device import DEVICE
+from tests.kv_tables import Tables, check_layer_tables
 from tests.token_cases import TokenCase, check_tokens
 from tests.token_sets import APPENDS, KINDS
 from tests.transfers import (
@@ -71,6 +72,10 @@ def test_block_table(source: str) -> None:
 @pytest.mark.parametrize("table", [None, "shared", "csr", "token"])
 def test_batch_info(table: str | None) -> None:
     check_batch_info(Tokens((37, 5, 0), (3, 5, 1), table, spare=2), DEVICE)
+
+
+def test_layer_tables() -> None:
+    check_layer_tables(Tables(5, 9, 12, (3, 2), 1, "transposed", 2), DEVICE)
 
 
 def test_layouts_are_those_that_there_are() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import batches, gather, page_copies, tables
+from jitattn import batches, gather, layer_tables, page_copies, tables
 from jitattn.driver import Launch
 from jitattn.render import TEMPLATES, environment
 from jitattn.spec import GatherSpec, KernelSpec
@@ -30,10 +30,10 @@ from tests.unit.host_cuda import (
     library_of,
 )
 
-MODULES = (batches, gather, page_copies, tables)
+MODULES = (batches, gather, layer_tables, page_copies, tables)
 REAL_HEADERS = (
     *("operands", "request_rows", "page_list", "gather_params", "copy_params", "table_params"),
-    "convert",
+    *("layer_table_params", "convert"),
 )
 HOST = f"""
 constexpr int kBlock = NUM_THREADS;
@@ -67,6 +67,7 @@ PARAMS = {
     "copy_pages": "CopyParams",
     "block_table": "BlockTableParams",
     "batch_info": "BatchInfoParams",
+    "layer_tables": "LayerTablesParams",
 }
 
 
@@ -120,7 +121,8 @@ def use_host_kernels(
         monkeypatch.setattr(module, "load", lambda spec, card: _Kernel(spec, num_threads))
         monkeypatch.setattr(module, "tile_of", lambda spec, card: host_tile(spec, num_threads))
         monkeypatch.setattr(module, "launch_on", launch_on)
-        monkeypatch.setattr(module, "_recent", type(module._recent)())
+        if hasattr(module, "_recent"):
+            monkeypatch.setattr(module, "_recent", type(module._recent)())
     monkeypatch.setattr(page_copies._Copy, "_most_ctas", lambda self: 5)
     # The lanes of an entry are one warp, which is one thread here.
     make_fill = tables._Fill.__init__

@@ -26,7 +26,6 @@ from jitattn.kv import (
 )
 from jitattn.kv.layout import scratch_range, stale_end
 from jitattn.kv.slots import Slots
-from jitattn.kv.views import spread_on_device
 
 PER_LAYER, SHARED = PageIndexMode.PER_LAYER, PageIndexMode.SHARED
 
@@ -962,15 +961,6 @@ def test_tables_of_windows_that_stand_apart() -> None:
                 )
     assert (out[:, 3] == 77).all()
     assert manager.block_tables([], 0).shape == (3, 0, 1)
-
-
-def test_ids_on_a_device_are_those_of_the_host() -> None:
-    entries = torch.tensor([[0, 3, 7, -1, 12], [-1, -5, 2, 1, 8]], dtype=torch.int32)
-    out = spread_on_device(entries, 5, torch.tensor([0, 1, 3, 4], dtype=torch.int32))
-    assert out.dtype is torch.int32
-    for table, offset in zip(out.tolist(), [0, 1, 3, 4], strict=True):
-        for row, given in zip(table, entries.tolist(), strict=True):
-            assert row == [-1 if e < 0 else e - e % 5 + (e + offset) % 5 for e in given]
 
 
 def test_tables_are_written_in_place() -> None:

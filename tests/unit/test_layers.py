@@ -49,6 +49,7 @@ CALLS = (
     "gather_call",
     "gather",
     "page_copies",
+    "layer_tables",
 )
 LAYERS = (
     {"errors", "scalars", "values", "version"},
@@ -105,6 +106,7 @@ DOORS = {
         "gather_call",
         "gather",
         "page_copies",
+        "layer_tables",
         "planner",
         "functional",
         "demo",
@@ -117,10 +119,13 @@ DOORS = {
 # The page manager, downwards; it may import these of the package, and nothing there imports it.
 KV_ORDER = (
     "config", "mode", "layout", "slots", "pool", "tree", "state", "ledger", "tables", "engine",
-    "storage", "sequence", "views", "manager", "__init__",
+    "storage", "sequence", "device_tables", "views", "manager", "__init__",
 )  # fmt: skip
-KV_BELOW = {"errors", "config", "pages", "page_copies", "quantization"}
-KV_TORCH = {"storage", "views", "manager"}  # the last where a manager has storage
+KV_BELOW = {
+    "errors", "config", "params", "pages", "binding", "quantization", "prepared", "page_copies",
+    "layer_tables",
+}  # fmt: skip
+KV_TORCH = {"storage", "device_tables", "views", "manager"}  # the last where a manager has storage
 KV_MODULES = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "kv").glob("*.py")}
 
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}

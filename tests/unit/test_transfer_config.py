@@ -11,7 +11,7 @@ from jitattn.transfer_config import TransferConfig, config_of, every_config
 
 
 def test_texts_are_read_back() -> None:
-    assert len(set(every_config())) == len(every_config()) == 24
+    assert len(set(every_config())) == len(every_config()) == 25
     for config in every_config():
         assert TransferConfig.parse(config.arguments_text()) == config
         for arch in ARCHITECTURES:
