@@ -340,7 +340,7 @@ class KVCacheManager:
             the device of the manager; on the CPU without storage.
 
         Raises:
-            KVCacheError: a closed, suspended or foreign sequence.
+            KVCacheError: a closed, suspended or foreign sequence; on a card, a capture.
             TypeError, ValueError: ``out`` or ``group`` doesn't fit.
         """
         return self._tables().all_layers(seqs, self._group_index(group), out)

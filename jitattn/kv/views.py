@@ -280,7 +280,8 @@ class LayerView:
                 captured kernel reads it again. None is a new one.
 
         Raises:
-            KVCacheError: a closed, suspended or foreign sequence; in SHARED mode, one with scratch.
+            KVCacheError: a closed, suspended or foreign sequence; in SHARED mode, one with scratch;
+                on a card, a capture.
             TypeError, ValueError: ``rows`` or ``out`` doesn't fit.
         """
         return self._maker.one_layer(seqs, self._place, rows, out, view=self._key)
