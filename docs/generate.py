@@ -21,6 +21,7 @@ from types import ModuleType
 import jitattn
 from jitattn import cli, knobs, kv, support
 from jitattn.compat import flash_attn
+from jitattn.integrations import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other classes are made by jitattn, and their constructors are its own business.
@@ -124,6 +125,10 @@ def api_page() -> str:
     parts += _sections(kv)
     parts.append("# flash-attn\n\nEverything below is imported from `jitattn.compat.flash_attn`.\n")
     parts += _sections(flash_attn)
+    parts.append(
+        "# transformers\n\nEverything below is imported from `jitattn.integrations.transformers`.\n"
+    )
+    parts += _sections(transformers)
     return "\n".join(parts)
 
 
