@@ -20,6 +20,8 @@ from types import ModuleType
 
 import jitattn
 from jitattn import cli, knobs, kv, support
+from jitattn.compat import flash_attn
+from jitattn.integrations import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other classes are made by jitattn, and their constructors are its own business.
@@ -116,11 +118,17 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
 
 
 def api_page() -> str:
-    """Return docs/api.md, from the docstrings of what ``jitattn`` and ``jitattn.kv`` export."""
+    """Return docs/api.md, from the docstrings of what the package and its parts export."""
     parts = [f"# API\n\n{NOTE}\n\nEverything below is imported from `jitattn`.\n"]
     parts += _sections(jitattn)
     parts.append("# Page manager\n\nEverything below is imported from `jitattn.kv`.\n")
     parts += _sections(kv)
+    parts.append("# flash-attn\n\nEverything below is imported from `jitattn.compat.flash_attn`.\n")
+    parts += _sections(flash_attn)
+    parts.append(
+        "# transformers\n\nEverything below is imported from `jitattn.integrations.transformers`.\n"
+    )
+    parts += _sections(transformers)
     return "\n".join(parts)
 
 

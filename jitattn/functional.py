@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import fields
 
 import torch
@@ -48,19 +49,17 @@ def attention(
     """
     check_flag("return_lse", return_lse)
     config = _config_of(q, kv_cache, pages, kv_layout)
-    planner = _planner(
-        PlannerConfig.from_arguments(
-            {
-                **config,
-                "kv_layout": kv_layout,
-                "causal": causal,
-                "window_left": window_left,
-                "logits_soft_cap": logits_soft_cap,
-                "sm_scale": sm_scale,
-                "use_sinks": sinks is not None,
-                "use_custom_mask": custom_mask is not None,
-            }
-        ),
+    planner = planner_of(
+        {
+            **config,
+            "kv_layout": kv_layout,
+            "causal": causal,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+            "use_sinks": sinks is not None,
+            "use_custom_mask": custom_mask is not None,
+        },
         q.device,
     )
     plan = planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len)
@@ -105,6 +104,15 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: Pages, kv_layout: str) -> di
         "kv_dtype": kv_dtype or k.dtype,
         "page_table": pages.layout.value,
     }
+
+
+def planner_of(arguments: Mapping[str, object], device: torch.device) -> AttentionPlanner:
+    """Return the planner of some arguments on a device; equal ones share it.
+
+    Raises:
+        ConfigError: as its constructor.
+    """
+    return _planner(PlannerConfig.from_arguments(arguments), device)
 
 
 @functools.lru_cache(maxsize=64)

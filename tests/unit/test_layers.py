@@ -128,6 +128,20 @@ KV_BELOW = {
 KV_TORCH = {"storage", "device_tables", "views", "manager"}  # the last where a manager has storage
 KV_MODULES = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "kv").glob("*.py")}
 
+# What speaks for other packages may import these of this one, and nothing imports it. Of the other
+# packages it imports what it is called after, in functions.
+OUTSIDE = {
+    "compat/__init__": set(),
+    "compat/flash_attn": {"functional", "pages", "planner", "preprocess", "scalars"},
+    "integrations/__init__": set(),
+    "integrations/transformers": {"functional", "pages", "planner", "preprocess", "scalars"},
+}
+OUTSIDE_MODULES = {
+    str(path.relative_to(PACKAGE).with_suffix("")): ast.parse(path.read_text())
+    for folder in ("compat", "integrations")
+    for path in sorted((PACKAGE / folder).glob("*.py"))
+}
+
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
 
 
@@ -183,6 +197,19 @@ def test_nothing_imports_the_page_manager() -> None:
     users = {
         m for m, tree in MODULES.items() if any(n.startswith("jitattn.kv") for n in imports(tree))
     }
+    assert users == set()
+
+
+@pytest.mark.parametrize("module", OUTSIDE_MODULES)
+def test_what_speaks_for_others_imports_the_package(module: str) -> None:
+    names = {n.split(".")[1] for n in imports(OUTSIDE_MODULES[module]) if n.startswith("jitattn.")}
+    assert names == OUTSIDE[module]
+
+
+def test_nothing_imports_what_speaks_for_others() -> None:
+    inside = {**MODULES, **{f"kv/{m}": tree for m, tree in KV_MODULES.items()}}
+    outside = ("jitattn.compat", "jitattn.integrations")
+    users = {m for m, tree in inside.items() if any(n.startswith(outside) for n in imports(tree))}
     assert users == set()
 
 
