@@ -149,7 +149,7 @@ def precompile(
     jobs = len(os.sched_getaffinity(0)) if jobs is None else check_count("jobs", jobs)
     check_flag("progress", progress)
     folder = Path(out).absolute()
-    work = [_Job(spec, name, folder) for spec, name in _kernels(_configs(configs), _archs(arch))]
+    work = [_Job(spec, name, folder) for spec, name in kernels_of(configs, arch)]
     bundle = KernelCache(folder, mode=0o755)
     bundle.create()
     outcomes = _run(work, jobs, progress)
@@ -162,6 +162,17 @@ def precompile(
         failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
         seconds=time.perf_counter() - started,
     )
+
+
+def kernels_of(
+    configs: Config | Iterable[Config], arch: str | Sequence[str]
+) -> list[tuple[KernelSpec, str]]:
+    """Return what ``precompile`` of these puts into a bundle, each with its architecture.
+
+    Raises:
+        ConfigError: some arguments have no kernel.
+    """
+    return list(_kernels(_configs(configs), _archs(arch)))
 
 
 def from_model(path: str | os.PathLike[str]) -> list[PlannerConfig]:

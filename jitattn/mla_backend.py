@@ -105,7 +105,7 @@ class MLAKernels(KernelSet):
     # Measured: docs/perf-log.md. Q takes as long to bring as two tiles, and each eight splits of a
     # row take as long to merge as a tile or two.
     unit_cost = 2
-    min_slot_cost = 3
+    min_slot_cost = 2
 
     config: MLAConfig
 

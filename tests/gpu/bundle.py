@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jitattn
-from jitattn.bundles import Config
+from jitattn import knobs
+from jitattn.build import build
+from jitattn.bundles import Config, kernels_of
+from jitattn.errors import KernelNotFoundError
 from jitattn.support import ARCHITECTURES
 from jitattn.transfer_config import every_config
 from tests import deepseek, kv_serving, mla
@@ -57,6 +60,17 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
         found += kernel_configs(arch)
         for module in (mla, kv_serving, deepseek):
             found += module.gpu_configs()
+    return found
+
+
+def missing(configs: Sequence[Config], arch: str) -> list[str]:
+    """Names of kernels that a process with JITATTN_JIT=0 does not find."""
+    found, settings = [], knobs.load()
+    for spec, name in kernels_of(configs, arch):
+        try:
+            build(spec, name, settings)
+        except KernelNotFoundError:
+            found.append(spec.symbol)
     return found
 
 

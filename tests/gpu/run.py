@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.records import commit
+from tests.gpu.bundle import configs_of, missing
 from tests.gpu.summary import SANITIZERS, read_part, summary_of
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-o", "--out", type=Path, help="folder of results")
     parser.add_argument("--bundle", type=Path, nargs="*", default=[], help="JITATTN_JIT=0 then")
+    parser.add_argument("--arch", default="sm_90a", help="whose kernels the bundle has to have")
     parser.add_argument("--ptx", type=Path, help="what tests.gpu.make_ptx wrote, for test_sm80")
     parser.add_argument("--files", default="all", help="such as decode,unit; all; none")
     parser.add_argument("--tools", default="all", help="such as memcheck,racecheck; all; none")
@@ -156,6 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.bundle:
         paths = [str(path.absolute()) for path in options.bundle]
         os.environ |= {"JITATTN_PRECOMPILED": os.pathsep.join(paths), "JITATTN_JIT": "0"}
+        # A card is not to be waited for by tests that can't run.
+        if names := missing(configs_of(options.arch), options.arch):
+            parser.error(f"{len(names)} kernels are in no bundle, {names[0]} for one: fill it anew")
     if options.ptx:
         os.environ["JITATTN_TEST_PTX"] = str(options.ptx.absolute())
     out = options.out.absolute()

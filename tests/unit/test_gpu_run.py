@@ -184,3 +184,17 @@ def test_the_whole_of_it_on_tests_without_a_card(tmp_path: Path) -> None:
     text = (tmp_path / "summary.md").read_text()
     assert "commit abc" in text
     assert "| `test_claims.py` | 0 | 0 | " in text
+
+
+def test_nothing_starts_without_the_kernels_of_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("JITATTN_PRECOMPILED", "JITATTN_JIT"):
+        monkeypatch.setenv(name, "")  # main sets them; both are as before after the test
+    monkeypatch.setenv("JITATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "configs_of", lambda arch: ["kernel=copy_pages"])
+    (tmp_path / "bundle").mkdir()
+    with pytest.raises(SystemExit):
+        main(["--bundle", str(tmp_path / "bundle"), "-o", str(tmp_path / "out")])
+    assert "1 kernels are in no bundle, jitattn_copy_pages" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
