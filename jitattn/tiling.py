@@ -339,7 +339,7 @@ def _latent_tile(spec: MLASpec, arch: str) -> PrefillTile:
         smem_bytes=num_stages * tile_tokens * token_bytes + score_bytes,
         row_tile=spec.row_tile,
         merge_splits=8,
-        merge_loads=0,
+        merge_loads=4,
     )
 
 

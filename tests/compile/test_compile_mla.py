@@ -49,7 +49,7 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
         resources = resources_of(result.cubin, symbol, job.arch)
         assert resources.spill_bytes == 0
         assert resources.smem_bytes + smem_bytes <= SMEM_LIMIT[job.arch]
-        assert resources.code_bytes <= (90 if smem_bytes else 12) * KIB
+        assert resources.code_bytes <= (90 if smem_bytes else 14) * KIB
     assert not re.findall(r".*\bC75\d\d\b.*|.*serialized.*|.*setmaxnreg.*", result.log)
     found = opcodes(result.cubin, tmp_path)
     products = {kind: [op for op in found if op.startswith(kind)] for kind in ("HGMMA.", "HMMA.")}
