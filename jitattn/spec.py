@@ -178,20 +178,27 @@ class MLASpec(AttentionSpec):
         return super().context() | {"merge_symbol": self.merge_symbol}
 
 
-class ScheduleSpec(Value):
-    """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
+class OnlySpec(Value):
+    """A kernel of which there is one on an architecture, named after its family."""
 
-    family: ClassVar[str] = "schedule"
-    template: ClassVar[str] = "schedule.cu.jinja"
+    family: ClassVar[str]
+    template: ClassVar[str]
 
     @property
     def symbol(self) -> str:
         """Name of the ``extern "C"`` kernel."""
-        return "jitattn_schedule"
+        return f"jitattn_{self.family}"
 
     def context(self) -> dict[str, object]:
         """The template variables: the symbol only."""
         return {"symbol": self.symbol}
+
+
+class ScheduleSpec(OnlySpec):
+    """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
+
+    family: ClassVar[str] = "schedule"
+    template: ClassVar[str] = "schedule.cu.jinja"
 
 
 class MergeSpec(Value):
@@ -282,68 +289,32 @@ class GatherSpec(Value):
         return {k: _plain(v) for k, v in asdict(self).items()} | {"symbol": self.symbol}
 
 
-class CopyPagesSpec(Value):
+class CopyPagesSpec(OnlySpec):
     """The kernel that copies pages of any pools."""
 
     family: ClassVar[str] = "copy_pages"
     template: ClassVar[str] = "copy_pages.cu.jinja"
 
-    @property
-    def symbol(self) -> str:
-        """Name of the ``extern "C"`` kernel."""
-        return "jitattn_copy_pages"
 
-    def context(self) -> dict[str, object]:
-        """The template variables: the symbol only."""
-        return {"symbol": self.symbol}
-
-
-class BlockTableSpec(Value):
+class BlockTableSpec(OnlySpec):
     """The kernel that makes block tables out of slots."""
 
     family: ClassVar[str] = "block_table"
     template: ClassVar[str] = "block_table.cu.jinja"
 
-    @property
-    def symbol(self) -> str:
-        """Name of the ``extern "C"`` kernel."""
-        return "jitattn_block_table"
 
-    def context(self) -> dict[str, object]:
-        """The template variables: the symbol only."""
-        return {"symbol": self.symbol}
-
-
-class BatchInfoSpec(Value):
+class BatchInfoSpec(OnlySpec):
     """The kernel that says of every query token whose it is and where it goes."""
 
     family: ClassVar[str] = "batch_info"
     template: ClassVar[str] = "batch_info.cu.jinja"
 
-    @property
-    def symbol(self) -> str:
-        """Name of the ``extern "C"`` kernel."""
-        return "jitattn_batch_info"
 
-    def context(self) -> dict[str, object]:
-        """The template variables: the symbol only."""
-        return {"symbol": self.symbol}
-
-
-class LayerTablesSpec(Value):
+class LayerTablesSpec(OnlySpec):
     """The kernel that makes the tables of a group's layers out of slots."""
 
     family: ClassVar[str] = "layer_tables"
     template: ClassVar[str] = "layer_tables.cu.jinja"
-
-    @property
-    def symbol(self) -> str:
-        """Name of the ``extern "C"`` kernel."""
-        return "jitattn_layer_tables"
-
-    def context(self) -> dict[str, object]:
-        """The template variables: the symbol only."""
-        return {"symbol": self.symbol}
 
 
 TableSpec = BlockTableSpec | BatchInfoSpec | LayerTablesSpec
