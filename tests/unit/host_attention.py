@@ -628,6 +628,12 @@ extern "C" const char* call(Kernel* function, const void* params, int grid, int 
 """
 
 
+def arch_of(arch: str) -> str:
+    """The architecture that sources ask for, as ``prelude.cuh`` has it."""
+    major, minor = ARCHITECTURES[arch]
+    return f"namespace jitattn {{ constexpr int kArch = {100 * major + 10 * minor}; }}"
+
+
 @functools.cache
 def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
@@ -640,7 +646,7 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
         number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
         source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
-    text = "\n".join((HOST, *headers, WARPGROUPS, source, CALL))
+    text = "\n".join((HOST, arch_of(arch), *headers, WARPGROUPS, source, CALL))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
     return library_of(text, folder / "kernel.cpp")
 

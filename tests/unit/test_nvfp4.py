@@ -15,7 +15,7 @@ import jitattn
 from jitattn.params import ATTENTION_OFFSET, BlockScales
 from jitattn.sources import TEMPLATES
 from tests.unit import fake_cuda
-from tests.unit.host_attention import HOST
+from tests.unit.host_attention import HOST, arch_of
 from tests.unit.host_cuda import library_of
 
 D_DATA, D_SCALES = 64, 8  # of 128 elements
@@ -170,8 +170,8 @@ template <typename Type>
 void convert(uint32_t word, uint32_t scale, float* values) {
   const BlockPairs<Type> pairs(word, low_twice(block_scale_pair<Type>(scale | 0x5500)));
   for (int i = 0; i < 4; ++i) {
-    values[i] = Type::low(pairs.words[i]) * kBlockFactor;
-    values[i + 4] = Type::high(pairs.words[i]) * kBlockFactor;
+    values[i] = Type::low(pairs.words[i]) * kBlockFactor<Type>;
+    values[i + 4] = Type::high(pairs.words[i]) * kBlockFactor<Type>;
   }
 }
 // The same, in the order of the elements.
@@ -181,7 +181,7 @@ bool is_in_order(uint32_t word, uint32_t scale, const float* values) {
   const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
   for (int i = 0; i < 8; ++i) {
     const uint32_t pair = words[i / 2];
-    const float value = (i % 2 ? Type::high(pair) : Type::low(pair)) * kBlockFactor;
+    const float value = (i % 2 ? Type::high(pair) : Type::low(pair)) * kBlockFactor<Type>;
     if (value != values[i] && value == value) return false;
   }
   return true;
@@ -196,11 +196,12 @@ extern "C" void convert(int is_half, uint32_t word, uint32_t scale, float* value
 """
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("is_half", [True, False], ids=["fp16", "bf16"])
-def test_every_code_under_every_scale(is_half: bool, tmp_path: Path) -> None:
+def test_every_code_under_every_scale(is_half: bool, arch: str, tmp_path: Path) -> None:
     """In each place of a word, to the bit, NaN and signs of zeros included."""
     header = re.sub("#include|#pragma", "//", (TEMPLATES / "include/jitattn/nvfp4.cuh").read_text())
-    functions = library_of(HOST + header + CONVERT, tmp_path / "nvfp4.cpp")
+    functions = library_of(HOST + arch_of(arch) + header + CONVERT, tmp_path / "nvfp4.cpp")
     convert, in_order = functions.convert, functions.in_order
     in_order.restype = ctypes.c_bool
     codes = torch.arange(16).repeat(8, 1)

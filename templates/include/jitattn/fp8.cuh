@@ -80,6 +80,12 @@ struct Int8 {
   }
 };
 
+// Whether an instruction converts two bytes.
+template <typename Type>
+constexpr bool kConvertsPairs = false;
+template <>
+constexpr bool kConvertsPairs<Float8E4M3> = kArch >= 890;
+
 // Whether a type has an element in each byte.
 struct Float4E2M1;
 template <typename Type>
@@ -101,7 +107,11 @@ __device__ __forceinline__ uint2 unpack(uint32_t bytes) {
   if constexpr (!kHasBytes<From>)
     return {};
   else {
-    const uint2 halves = From::to_halves(bytes);
+    // Bytes change places before the conversion, of two neighbours at a time; what is to become
+    // BFloat16 goes one by one in any case.
+    constexpr bool kByPairs = To::kMantissaBits == 10 && kConvertsPairs<From>;
+    const uint2 halves =
+        kByPairs ? From::to_pairs(__byte_perm(bytes, 0, 0x3120)) : From::to_halves(bytes);
     return {To::from_halves(halves.x), To::from_halves(halves.y)};
   }
 }
