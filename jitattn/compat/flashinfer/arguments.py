@@ -262,7 +262,9 @@ def paged_cache(
             raise ValueError(f"kv_cache_sf is given, but {name} is {kv_dtype}, not NVFP4 (uint8)")
         if isinstance(cache, Tensor):
             _check_cache(name, cache, kv_dtype)
-            return _with_pages(name, cache, kv_layout, 5)
+            whole = _with_pages(name, cache, kv_layout, 5)
+            _check_both(name, whole)
+            return whole
         return _pair(name, cache, kv_layout, kv_dtype)
     if kv_cache_sf is None:
         raise ValueError(f"kv_cache_sf is None: {name} is NVFP4 (uint8), whose blocks have scales")
@@ -328,11 +330,7 @@ def _pair(
     if isinstance(cache, Tensor):
         _check_cache(name, cache, dtype)
         whole = _with_pages(name, cache, kv_layout, 5)
-        if whole.shape[1] != 2:
-            raise ValueError(
-                f"{name} has shape {list(cache.shape)}: expected 2, K and V, as the second "
-                "dimension"
-            )
+        _check_both(name, whole)
         return whole[:, 0], whole[:, 1]
     if not isinstance(cache, tuple | list) or len(cache) != 2:
         raise TypeError(f"{name} is a {type(cache).__name__}: expected a tensor or a pair of them")
@@ -340,6 +338,13 @@ def _pair(
         _check_cache(name, part, dtype)
     k, v = (_with_pages(name, part, kv_layout, 4) for part in cache)
     return k, v
+
+
+def _check_both(name: str, cache: Tensor) -> None:
+    if cache.shape[1] != 2:
+        raise ValueError(
+            f"{name} has shape {list(cache.shape)}: expected 2, K and V, as the second dimension"
+        )
 
 
 def _check_cache(name: str, cache: Tensor, dtype: str | None) -> None:

@@ -110,13 +110,25 @@ class FixedBuffers:
         return buffer
 
 
+# What FlashInfer calls arguments of planners.
+_CALLED = {
+    "q_dtype": "q_data_type",
+    "kv_dtype": "kv_data_type",
+    "out_dtype": "o_data_type",
+    "batch_invariant": "disable_split_kv, or a fixed_split_size,",
+    "use_custom_mask": "a custom_mask",
+    "kv_lora_rank": "head_dim_ckv",
+    "qk_rope_head_dim": "head_dim_kpe",
+}
+
+
 def refuse_changes(planned: Mapping[str, object], given: Mapping[str, object]) -> None:
     """Raise ValueError for arguments that differ from those of a captured batch."""
     for name, value in given.items():
         if planned[name] != value:
             raise ValueError(
-                f"{name} is {value!r}: this wrapper with use_cuda_graph=True was planned with "
-                f"{planned[name]!r}, and runs captured since would not see another; use another "
+                f"{_CALLED.get(name, name)} is {value!r}: this wrapper with use_cuda_graph=True was "
+                f"planned with {planned[name]!r}, and runs captured since would not see another; use another "
                 "wrapper"
             )
 

@@ -62,6 +62,13 @@ def append_paged_kv_cache(
     assert not isinstance(cache, QuantizedKV)
     k = cache[:, 0] if isinstance(cache, Tensor) else cache[0]
     page_size = k.shape[1 if kv_layout == "NHD" else 2]
+    heads = k.shape[2 if kv_layout == "NHD" else 1]
+    for name, tensor in (("append_key", append_key), ("append_value", append_value)):
+        if tensor.shape[0] != append_key.shape[0] or tensor.shape[1] != heads:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [{append_key.shape[0]}, {heads}, "
+                "head_dim]"
+            )
     tables = kv_indices, kv_indptr, kv_last_page_len
     slots = _slots(batch_indices, positions, tables, page_size, append_key)
     _append(append_key, append_value, cache, slots, kv_layout)

@@ -23,7 +23,7 @@ from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_changes
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.config import HEAD_DIMS
 from jitattn.functional import planner_of
-from jitattn.quantization import KVCache
+from jitattn.quantization import KVCache, QuantizedKV
 from jitattn.scalars import INT32_MAX, check_count, check_flag
 
 
@@ -101,6 +101,7 @@ class Wrapper:
             kv_dtype,
             given.get("kv_cache_sf"),
         )
+        _check_pages(kv, arguments)
         scales = check_scales(
             kv_dtype != arguments["q_dtype"],
             **{name: given.get(name) for name in ("q_scale", "k_scale", "v_scale")},
@@ -140,6 +141,24 @@ class Wrapper:
             return out
         assert lse is not None
         return out, lse
+
+
+def _check_pages(kv: KVCache, arguments: Mapping[str, object]) -> None:
+    """Raise ValueError unless pages are as ``plan`` was told."""
+    names = ["page_size", "num_kv_heads"]
+    if arguments["kv_layout"] == "HND":
+        names.reverse()
+    wanted = [arguments[name] for name in names]
+    parts = (kv[:, 0], kv[:, 1]) if isinstance(kv, Tensor) else kv
+    pair = (parts.k, parts.v) if isinstance(parts, QuantizedKV) else parts
+    for part, dim_name in zip(pair, ("head_dim", "head_dim_vo"), strict=True):
+        dim = arguments.get(dim_name, arguments["head_dim"])
+        stored = int(str(dim)) // 2 if isinstance(parts, QuantizedKV) else dim
+        if list(part.shape[1:]) != [*wanted, stored]:
+            raise ValueError(
+                f"paged_kv_cache has pages of {list(part.shape[1:])}: plan was given "
+                f"{', '.join(names)}, {dim_name} = {[*wanted, dim]}"
+            )
 
 
 def window_change(window_left: int | None) -> dict[str, object]:
