@@ -155,7 +155,7 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, ConfigError: naming the argument, before any launch.
     """
-    refuse_gradients(q=q, k=k, v=v)
+    refuse_gradients({"q": q, "k": k, "v": v})
     _refuse_alibi(alibi_slopes)
     if dropout_p != 0:
         raise ValueError(f"dropout_p is {dropout_p}: there is no dropout here, expected 0")
@@ -368,7 +368,15 @@ def _attend_cached(given: _Given) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _check_given(given: _Given) -> None:
-    refuse_gradients(q=given.q, k_cache=given.k_cache, v_cache=given.v_cache, k=given.k, v=given.v)
+    refuse_gradients(
+        {
+            "q": given.q,
+            "k_cache": given.k_cache,
+            "v_cache": given.v_cache,
+            "k": given.k,
+            "v": given.v,
+        }
+    )
     _refuse_alibi(given.alibi_slopes)
     check_flag("causal", given.causal)
     check_flag("rotary_interleaved", given.rotary_interleaved)

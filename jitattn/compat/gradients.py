@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 
-def refuse_gradients(**tensors: object) -> None:
-    """Raise ValueError where gradients are recorded and a tensor wants one."""
+def refuse_gradients(tensors: Mapping[str, object]) -> None:
+    """Raise ValueError where gradients are recorded and one of ``tensors``, by name, wants one."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(

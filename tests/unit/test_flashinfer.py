@@ -727,6 +727,23 @@ def test_merged_states_are_attention_over_all_keys(seed: int) -> None:
         assert torch.equal(own_s[t], source[1][t])
 
 
+def test_positions_outside_of_requests_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, where nothing looks at the values first."""
+    from jitattn.compat.flashinfer import page
+
+    monkeypatch.setattr(page, "_check_places", lambda *_: None)
+    cache = torch.full((3, 2, 4, 2, 16), NAN).half()
+    append(
+        paged_kv_cache=cache,
+        batch_indices=torch.tensor([0, 0, 1, 1, 7, -3, 0]),
+        positions=torch.tensor([2, 3, 1, 0, 0, 0, -1]),
+        append_key=normal(0, 7, 2, 16).half(),
+        append_value=normal(1, 7, 2, 16).half(),
+    )
+    written = (~cache.isnan()).all(dim=-1).all(dim=-1).nonzero().tolist()
+    assert written == [[0, 0, 0], [0, 1, 0], [2, 0, 2], [2, 1, 2]]
+
+
 def test_positions_fill_what_is_given() -> None:
     batch, positions = (torch.full((6,), 9, dtype=torch.int32) for _ in range(2))
     found = flashinfer.get_batch_indices_positions(
@@ -1210,6 +1227,8 @@ LATENTS = [
     ({"kv_cache": ONE}, "ckv_cache is given"),
     ({"q_nope": normal(0, 5, 2, 128).half()}, "q_nope has shape"),
     ({"q_nope": normal(0, 5, 2, 256)}, "q_nope has dtype"),
+    ({"q_pe": normal(0, 5, 2, 32).half().requires_grad_()}, "query requires a gradient"),
+    ({"kpe_cache": normal(0, 3, 4, 32).half().requires_grad_()}, "kv_cache requires a gradient"),
     ({"ckv_cache": normal(0, 3, 2, 256).half()}, "ckv_cache has shape"),
     ({"kpe_cache": normal(0, 3, 4, 32)}, "kpe_cache has dtype"),
     ({"query": [ONE], "q_nope": None, "q_pe": None}, "query is a list"),

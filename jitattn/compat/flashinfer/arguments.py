@@ -319,7 +319,7 @@ def cache_pair(
         TypeError, ValueError: naming the argument.
     """
     if isinstance(cache, Tensor) and cache.dim() == 5 and cache.shape[1] == 1:
-        refuse_gradients(**{name: cache})
+        refuse_gradients({name: cache})
         return cache[:, 0], cache[:, 0]
     return _pair(name, cache, kv_layout, None)
 
@@ -352,7 +352,7 @@ def _check_cache(name: str, cache: Tensor, dtype: str | None) -> None:
         raise TypeError(f"{name} is a {type(cache).__name__}: expected a tensor")
     if dtype is not None:
         check_tensor(name, cache, (getattr(torch, dtype),))
-    refuse_gradients(**{name: cache})
+    refuse_gradients({name: cache})
 
 
 def _with_pages(name: str, cache: Tensor, kv_layout: str, num_dims: int) -> Tensor:

@@ -126,9 +126,10 @@ def refuse_changes(planned: Mapping[str, object], given: Mapping[str, object]) -
     """Raise ValueError for arguments that differ from those of a captured batch."""
     for name, value in given.items():
         if planned[name] != value:
+            called = _CALLED.get(name, name)
             raise ValueError(
-                f"{_CALLED.get(name, name)} is {value!r}: this wrapper with use_cuda_graph=True was "
-                f"planned with {planned[name]!r}, and runs captured since would not see another; use another "
+                f"{called} is {value!r}: this wrapper with use_cuda_graph=True was planned with "
+                f"{planned[name]!r}, and runs captured since would not see another; use another "
                 "wrapper"
             )
 

@@ -265,7 +265,9 @@ class _Planned(NamedTuple):
         form = contract.lse_form(given)
         q = _structure(given, "query", ("q_nope", "q_pe"), contract.query_layout)
         kv = _structure(given, "kv_cache", ("ckv_cache", "kpe_cache"), contract.kv_cache_layout)
-        refuse_gradients(query=_first(q), kv_cache=_first(kv))
+        for name, value in (("query", q), ("kv_cache", kv)):
+            for part in (value,) if isinstance(value, Tensor) else value:
+                refuse_gradients({name: part})
         q_nope, q_pe = _split_query(q, planner)
         cache = _checked_cache(kv, planner)
         bound = planner.bind(cache, k_scale=_kv_scale(given, planner))
@@ -277,10 +279,6 @@ class _Planned(NamedTuple):
             return out
         assert lse is not None
         return out, lse
-
-
-def _first(value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    return value if isinstance(value, Tensor) else value[0]
 
 
 def _structure(

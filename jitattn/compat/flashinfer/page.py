@@ -56,7 +56,7 @@ def append_paged_kv_cache(
     check_layout(kv_layout)
     for name, tensor in (("append_key", append_key), ("append_value", append_value)):
         _check_tokens(name, tensor, 3)
-    refuse_gradients(append_key=append_key, append_value=append_value)
+    refuse_gradients({"append_key": append_key, "append_value": append_value})
     kv_dtype = _cache_dtype("paged_kv_cache", paged_kv_cache)
     cache = paged_cache("paged_kv_cache", paged_kv_cache, kv_layout, kv_dtype, None)
     assert not isinstance(cache, QuantizedKV)
@@ -104,7 +104,7 @@ def append_paged_mla_kv_cache(
     """
     for name, tensor in (("append_ckv", append_ckv), ("append_kpe", append_kpe)):
         _check_tokens(name, tensor, 2)
-    refuse_gradients(append_ckv=append_ckv, append_kpe=append_kpe)
+    refuse_gradients({"append_ckv": append_ckv, "append_kpe": append_kpe})
     for name, cache in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
         check_tensor(name, cache, _CACHES)
         assert cache is not None

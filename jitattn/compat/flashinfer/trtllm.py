@@ -132,7 +132,7 @@ def _check_common(given: Mapping[str, Any]) -> None:
     query, block_tables = given["query"], given["block_tables"]
     check_queries("query", query)
     check_tensor("query", query, tuple(getattr(torch, name) for name in Q_DTYPES))
-    refuse_gradients(query=query)
+    refuse_gradients({"query": query})
     check_layout(given["kv_layout"])
     check_workspace("workspace_buffer", given["workspace_buffer"], query.device)
     if given["multi_ctas_kv_counter_buffer"] is not None:

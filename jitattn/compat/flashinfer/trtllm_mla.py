@@ -126,7 +126,7 @@ def _latents(given: Mapping[str, Any]) -> Tensor:
     query, cache = given["query"], given["kv_cache"]
     check_tensor("query", query, tuple(getattr(torch, name) for name in Q_DTYPES))
     check_tensor("kv_cache", cache, (query.dtype, _FP8))
-    refuse_gradients(query=query, kv_cache=cache)
+    refuse_gradients({"query": query, "kv_cache": cache})
     check_device("kv_cache", cache, query.device)
     width = given["kv_lora_rank"] + given["qk_rope_head_dim"]
     view: Tensor = cache.squeeze(1) if cache.dim() == 4 and cache.shape[1] == 1 else cache

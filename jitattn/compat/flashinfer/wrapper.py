@@ -121,7 +121,7 @@ class Wrapper:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the plan of the batch under ``changes``, and bring lse into its form."""
         check_queries("q", q)
-        refuse_gradients(q=q)
+        refuse_gradients({"q": q})
         batch = self._batch()
         lse = results.form.new(q, results.lse, results.return_lse)
         if sinks is not None:
