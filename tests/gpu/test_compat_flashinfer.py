@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jitattn.compat import flashinfer as ours
+from jitattn.compat import trtllm
 from tests.flashinfer_pairs import (
     GROUPS,
     HEAD_DIM,
@@ -118,7 +120,37 @@ def test_captured_prefills_follow_plan(with_mask: bool) -> None:
             assert torch.equal(found, wanted)
 
 
-def captured(run: object) -> tuple[tuple[Tensor, Tensor], torch.cuda.CUDAGraph]:
+def test_addresses_of_pools_are_read_where_they_are() -> None:
+    rng, layers, heads, pages, batch = random.Random(3), 3, 2, 40, 4
+    pool = normal(rng, DEVICE, pages, layers, 2, heads, PAGE_SIZE, HEAD_DIM)
+    shape = {"num_kv_heads": heads, "tokens_per_block": PAGE_SIZE, "head_dim": HEAD_DIM}
+    layer = trtllm.layer_pool(
+        pool.data_ptr(), 1, dtype=pool.dtype, num_blocks=pages * layers * 2, device=pool.device,
+        **shape,
+    )  # fmt: skip
+    assert layer.blocks.data_ptr() == pool[0, 1].data_ptr()
+    ids = torch.tensor([rng.sample(range(pages), 8) for _ in range(batch)], dtype=torch.int32)
+    entries = 2 * layers * ids
+    offsets = torch.stack((entries, entries + 1), dim=1)[None].to(DEVICE)
+    lens = torch.tensor([1, 128, 40, 0], dtype=torch.int32, device=DEVICE)
+    trtllm.check_block_offsets(
+        offsets[0], lens, PAGE_SIZE, layer.blocks.shape[0], uses_shared_paged_kv_idx=True
+    )
+    q = normal(rng, DEVICE, batch, 4 * heads, HEAD_DIM)
+    table = trtllm.block_table(offsets, 0, uses_shared_paged_kv_idx=True).table
+    kv = layer.kv(uses_shared_paged_kv_idx=True)
+    common = workspace(DEVICE), table, lens, 128
+    found = ours.trtllm_batch_decode_with_kv_cache(q, kv, *common, bmm1_scale=0.1)
+    halves = pool[:, 1, 0], pool[:, 1, 1]
+    own = common[0], ids.to(DEVICE), lens, 128
+    wanted = ours.trtllm_batch_decode_with_kv_cache(q, halves, *own, bmm1_scale=0.1)
+    assert torch.equal(found, wanted)
+    assert not found[3].any()
+
+
+def captured(
+    run: Callable[[], tuple[Tensor, Tensor]],
+) -> tuple[tuple[Tensor, Tensor], torch.cuda.CUDAGraph]:
     """Capture a call and return what it returns, which replays fill."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -836,6 +836,23 @@ def test_layers_say_what_they_are_for() -> None:
         layer_pool(kv_factor=1).kv()
 
 
+def test_addresses_of_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch copies what is on another device, which is no view."""
+    seen = []
+
+    def as_tensor(memory: object, device: torch.device) -> Tensor:
+        seen.append((memory.__cuda_array_interface__, device))
+        return torch.zeros(memory.__cuda_array_interface__["shape"], dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    with pytest.raises(ValueError, match="pool is 0x1000, which is not on cuda:1"):
+        layer_pool(pool=4096, dtype="float16", num_blocks=4, device="cuda:1")
+    ((interface, device),) = seen
+    assert interface["data"] == (4096, False)
+    assert interface["shape"] == (4 * 2 * 4 * 16 * 2,)
+    assert device == torch.device("cuda:1")
+
+
 def test_equal_calls_share_a_planner() -> None:
     from jitattn import functional
 

@@ -20,6 +20,8 @@ class Batch:
         arguments: those of its planner.
         mask: a custom mask as ``Plan.run`` takes it, or None.
         max_q_len: the most query tokens of a request.
+        seq_lens: KV tokens of each request.
+        num_rows: query tokens of all requests, where the host knows.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class Batch:
         max_q_len: int = 1,
         max_kv_len: int | None = None,
         mask: tuple[Tensor, Tensor] | None = None,
+        num_rows: int | None = None,
     ) -> None:
         """Make the plan of ``arguments`` alone; ``run`` may ask for others."""
         self.arguments = dict(arguments)
         self.mask = mask
         self.max_q_len = max_q_len
         self.seq_lens = seq_lens
+        self.num_rows = num_rows
         self._device = device
         self._pages = pages
         self._qo_indptr = qo_indptr
@@ -156,8 +160,8 @@ def check_indices(name: str, indices: Tensor, offsets_name: str, offsets: list[i
 
 
 def csr_lens(indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
-    """Return the tokens of each request, 0 for one without pages."""
-    num_pages = indptr.diff()
+    """Return the tokens of each request, 0 for one without pages, where ``last_page_len`` is."""
+    num_pages = indptr.to(last_page_len.device).diff()
     return torch.where(num_pages > 0, (num_pages - 1) * page_size + last_page_len, 0)
 
 

@@ -168,7 +168,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             )
             if kept is not None:
                 kept.seq_lens.copy_(seq_lens)
-                return kept.refresh()
+                kept.refresh()
+                return
             pages, seq_lens = CsrPages(indptr, indices), seq_lens.clone()
         elif block_tables is not None:
             pages = BlockTable(self._to_device(block_tables, non_blocking))
@@ -180,8 +181,15 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             steps = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=self.device)
             offsets = steps * q_len
         arguments = {**arguments, "page_table": pages.layout.value}
-        self._planned = Batch(arguments, self.device, pages, seq_lens, offsets, max_q_len=q_len)
-        return None
+        self._planned = Batch(
+            arguments,
+            self.device,
+            pages,
+            seq_lens,
+            offsets,
+            max_q_len=q_len,
+            num_rows=q_len * seq_lens.shape[0],
+        )
 
     def run(
         self,
@@ -333,7 +341,7 @@ def _checked(
     check_indices("indices", indices, "indptr", offsets)
     check_last_pages("last_page_len", last_page_len, offsets, batch_size, page_size)
     if given["seq_lens"] is not None:
-        lens = csr_lens(indptr.to(last_page_len.device), last_page_len, page_size)
+        lens = csr_lens(indptr, last_page_len, page_size)
         check_equal("seq_lens", given["seq_lens"], lens, "what last_page_len says")
     if block_tables is not None:
         check_block_tables(block_tables, batch_size, fixed)

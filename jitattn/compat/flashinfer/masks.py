@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jitattn.pages import check_device, check_tensor
+from jitattn.pages import check_tensor
 
 # What the bits of a byte are multiplied with, the first of them the lowest.
 _WEIGHTS = tuple(1 << i for i in range(8))
@@ -29,7 +29,7 @@ def rows_of_bytes(
             its own on; or None.
         q_lens: query tokens of each request.
         kv_lens: their keys.
-        device: where the result is.
+        device: where the result is; the mask may be elsewhere.
 
     Returns:
         uint8 [sum of q_len * ceil(kv_len / 8)], each row beginning at a byte, and int32
@@ -51,10 +51,9 @@ def rows_of_bytes(
         name, starts = "packed_custom_mask", _sums([-(-n // 8) for n in bits])
     if source.shape[0] != starts[-1]:
         raise ValueError(f"{name} has {source.shape[0]} entries: expected {starts[-1]}")
-    check_device(name, source, device)
     widths = [-(-kv_len // 8) for kv_len in kv_lens]
     begins = _sums([q_len * width for q_len, width in zip(q_lens, widths, strict=True)])
-    packed = _repacked(source, per_entry, starts, begins, kv_lens)
+    packed = _repacked(source.to(device), per_entry, starts, begins, kv_lens)
     return packed, torch.tensor(begins, dtype=torch.int32, device=device)
 
 

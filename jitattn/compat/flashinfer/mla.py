@@ -153,7 +153,8 @@ class BatchMLAPagedAttentionWrapper:
             )
             if kept is not None:
                 self._planned = kept._replace(contract=contract)
-                return kept.plan.refresh()
+                kept.plan.refresh()
+                return
             self._most = checked.num_rows, checked.max_q_len
             pages: Pages = CsrPages(indptr, indices)
         else:
@@ -162,7 +163,6 @@ class BatchMLAPagedAttentionWrapper:
             pages = CsrPages(*moved[1:3]) if len(moved) == 4 else BlockTable(moved[1])
         plan = planner.plan(pages, lens, offsets, max_q_len=checked.max_q_len)
         self._planned = _Planned(planner, plan, arguments, contract)
-        return None
 
     def run(
         self, q_nope: Tensor | None = None, q_pe: Tensor | None = None,

@@ -262,7 +262,7 @@ def _check_paged(given: Mapping[str, Any], fixed: FixedBuffers | None) -> Tensor
         )
     check_indices("paged_kv_indices", indices, "paged_kv_indptr", offsets)
     check_last_pages("paged_kv_last_page_len", last, offsets, batch_size, given["page_size"])
-    lens = csr_lens(indptr.to(last.device), last, given["page_size"])
+    lens = csr_lens(indptr, last, given["page_size"])
     if given["seq_lens"] is not None:
         check_equal("seq_lens", given["seq_lens"], lens, "what paged_kv_last_page_len says")
         lens = as_lengths("seq_lens", given["seq_lens"])

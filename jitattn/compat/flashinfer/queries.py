@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -61,38 +62,45 @@ class PrefillWrapper(Wrapper):
             if longest > max_kv_len:
                 raise ValueError(f"max_sequence_kv is {max_kv_len}: a request has {longest} keys")
         check_equal("seq_lens_q", given["seq_lens_q"], given["qo_indptr"].diff(), "qo_indptr's")
-        max_q_len = self._max_q_len(given, kept)
+        max_q_len, num_rows = self._count_queries(given, kept)
         mask = self._mask(given, seq_lens)
         if mask is not None and self._use_cuda_graph:
             self._check_mask_room(mask[0])
-        return Prepared(kept, max_q_len, None if self._use_cuda_graph else max_kv_len, mask)
+        max_kv_len = None if self._use_cuda_graph else max_kv_len
+        return Prepared(kept, max_q_len, num_rows, max_kv_len, mask)
 
-    def _max_q_len(self, given: Mapping[str, Any], kept: Batch | None) -> int:
-        """Return the most query tokens of a request, now or in any captured run."""
+    def _count_queries(
+        self, given: Mapping[str, Any], kept: Batch | None
+    ) -> tuple[int, int | None]:
+        """Return the most query tokens of a request, now or in any captured run, and of all.
+
+        The latter is None where nothing has waited for the device to learn it.
+        """
         qo_indptr, most = given["qo_indptr"], given["max_token_per_sequence"]
         uniform = given["uniform_q_len"]
         most = None if most is None else check_count("max_token_per_sequence", most, least=0)
         uniform = None if uniform is None else check_count("uniform_q_len", uniform)
         if most is not None and not self._use_cuda_graph and qo_indptr.device.type != "cpu":
-            return most
-        longest = max(qo_indptr.diff().tolist(), default=0)  # waits for the device
+            return most, None
+        offsets = qo_indptr.tolist()  # waits for the device
+        total, longest = offsets[-1], max((b - a for a, b in pairwise(offsets)), default=0)
         if most is not None and longest > most:
             raise ValueError(f"max_token_per_sequence is {most}: a request has {longest} queries")
         if not self._use_cuda_graph:
-            return int(longest)
+            return longest, total
         if kept is None:
             # A later batch may give all of this one's rows to one request.
-            self._num_rows = int(qo_indptr[-1])
-            limit = uniform or most or self._num_rows
+            self._num_rows = total
+            limit = uniform or most or total
         else:
             limit = kept.max_q_len
-        if longest > limit or int(qo_indptr[-1]) > self._num_rows:
+        if longest > limit or total > self._num_rows:
             raise ValueError(
-                f"qo_indptr has {int(qo_indptr[-1])} queries, {longest} of one request: with "
-                f"use_cuda_graph=True the first plan's are the most, {self._num_rows} and {limit}"
-                f" (uniform_q_len, max_token_per_sequence or all)"
+                f"qo_indptr has {total} queries, {longest} of one request: with "
+                f"use_cuda_graph=True the first plan's are the most, {self._num_rows} and {limit} (uniform_q_len, "
+                "max_token_per_sequence or all)"
             )
-        return int(limit)
+        return limit, total
 
     def _mask(self, given: Mapping[str, Any], seq_lens: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the mask that ``plan`` was given as ``Plan.run`` takes it."""
@@ -122,9 +130,10 @@ class PrefillWrapper(Wrapper):
         qo_indptr: Tensor,
     ) -> None:
         """Plan what lies on the device now, or refresh the plan of captured runs."""
-        kept, max_q_len, max_kv_len, mask = prepared
+        kept, max_q_len, num_rows, max_kv_len, mask = prepared
         if kept is not None:
             kept.seq_lens.copy_(seq_lens)
+            kept.num_rows = num_rows
             if mask is not None and kept.mask is not None:
                 _copy_mask(mask, kept.mask)
             kept.refresh()
@@ -144,14 +153,16 @@ class PrefillWrapper(Wrapper):
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
             mask=mask,
+            num_rows=num_rows,
         )
 
 
 class Prepared(NamedTuple):
-    """A batch that was checked: its captured one, if any, the most queries and keys, its mask."""
+    """A batch that was checked: the captured one, if any, its queries and keys, its mask."""
 
     kept: Batch | None
     max_q_len: int
+    num_rows: int | None
     max_kv_len: int | None
     mask: tuple[Tensor, Tensor] | None
 

@@ -123,6 +123,8 @@ class Wrapper:
         check_queries("q", q)
         refuse_gradients({"q": q})
         batch = self._batch()
+        if batch.num_rows is not None and q.shape[0] < batch.num_rows:
+            raise ValueError(f"q has {q.shape[0]} rows: plan was given {batch.num_rows} queries")
         lse = results.form.new(q, results.lse, results.return_lse)
         if sinks is not None:
             changes = {**changes, "use_sinks": True}
