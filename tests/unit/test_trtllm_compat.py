@@ -837,7 +837,7 @@ def test_layers_say_what_they_are_for() -> None:
 
 
 def test_addresses_of_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch copies what is on another device, which is no view."""
+    """Of memory elsewhere, torch makes a copy, which is no view."""
     seen = []
 
     def as_tensor(memory: object, device: torch.device) -> Tensor:

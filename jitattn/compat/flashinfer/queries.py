@@ -96,8 +96,8 @@ class PrefillWrapper(Wrapper):
             limit = kept.max_q_len
         if longest > limit or total > self._num_rows:
             raise ValueError(
-                f"qo_indptr has {total} queries, {longest} of one request: with "
-                f"use_cuda_graph=True the first plan's are the most, {self._num_rows} and {limit} (uniform_q_len, "
+                f"qo_indptr has {total} queries, {longest} of one request: this wrapper with "
+                f"use_cuda_graph=True was planned for {self._num_rows} and {limit} (uniform_q_len, "
                 "max_token_per_sequence or all)"
             )
         return limit, total
