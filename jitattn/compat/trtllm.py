@@ -111,6 +111,9 @@ def layer_pool(
     Raises:
         TypeError, ValueError: naming the argument.
     """
+    for place, value in (("pool", pool), ("scale_pool", scale_pool)):
+        if value is not None and not isinstance(value, Tensor):
+            check_count(place, value)
     factor = check_count("kv_factor", kv_factor, most=2)
     layer = check_count("layer_idx", layer_idx, least=0)
     name = _dtype_name(pool, dtype)
@@ -313,7 +316,7 @@ def _per_sequence(name: str, values: Tensor, table: Tensor) -> list[int]:
 def _dtype_name(pool: int | Tensor, dtype: torch.dtype | str | None) -> str:
     if dtype is None:
         if not isinstance(pool, Tensor):
-            raise ValueError("dtype is None: an address has none")
+            raise ValueError("dtype is None: pool is an address, which has none")
         dtype = pool.dtype
     name = dtype_name(dtype)
     if name not in CACHE_DTYPES:

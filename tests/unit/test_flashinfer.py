@@ -1118,7 +1118,7 @@ DECODE = [
     ({"q_len_per_req": 2}, "q_len_per_req is 2"),
     ({"plan.q_len_per_req": 2}, "q has"),
     ({"use_tensor_cores": 2}, "use_tensor_cores is 2"),
-    ({"data_type": "f16", "q_data_type": None}, "q_data_type is 'f16'"),
+    ({"data_type": "f16", "q_data_type": None}, "data_type is 'f16'"),
     ({"indptr": torch.tensor([0, 2, 3])}, "indptr has dtype int64"),
     ({"indptr": torch.tensor([0, 2, 4]).int()}, r"indptr\[-1\] is 4: indices has 3"),
     ({"indptr": torch.tensor([[0, 2]]).int()}, "indptr has shape"),
@@ -1233,6 +1233,7 @@ LATENTS = [
     ({"kpe_cache": normal(0, 3, 4, 32)}, "kpe_cache has dtype"),
     ({"query": [ONE], "q_nope": None, "q_pe": None}, "query is a list"),
     ({"query": (ONE, 1), "q_nope": None, "q_pe": None}, "query has a int"),
+    ({"q_pe": None, "q_nope": None}, "q_nope is None"),
     ({"profiler_buffer": ONE}, "profiler_buffer is a tensor"),
     ({"kv_len": INTS}, "kv_len is a tensor"),
     ({"page_table": INTS}, "page_table is a tensor"),
@@ -1323,6 +1324,45 @@ REFUSED = [
 def test_what_is_refused(call: object, changes: dict[str, object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call(**changes)
+
+
+class Nonsense:
+    """What no argument may be."""
+
+
+WRAPPERS = {
+    decode: flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+    prefill: flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+    ragged: flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+    latents: flashinfer.BatchMLAPagedAttentionWrapper,
+}
+FUNCTIONS = {
+    append: flashinfer.append_paged_kv_cache,
+    append_latents: flashinfer.append_paged_mla_kv_cache,
+    merge: flashinfer.merge_state_in_place,
+    merge_two: flashinfer.merge_state,
+    merge_many: flashinfer.merge_states,
+    positions: flashinfer.get_batch_indices_positions,
+    lengths: flashinfer.get_seq_lens,
+}
+ARGUMENTS = [
+    *(
+        (call, f"{method}.{name}")
+        for call, kind in WRAPPERS.items()
+        for method in ("__init__", "plan", "run")
+        for name in inspect.signature(getattr(kind, method)).parameters
+        if name != "self"
+    ),
+    *((call, name) for call, f in FUNCTIONS.items() for name in inspect.signature(f).parameters),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), ARGUMENTS, ids=lambda x: x if isinstance(x, str) else x.__name__
+)
+def test_no_argument_is_ignored(call: object, name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name.rpartition('.')[2]}\b"):
+        call(**{name: Nonsense()})
 
 
 @pytest.mark.parametrize(

@@ -796,6 +796,30 @@ def test_what_is_refused(call: object, changes: dict[str, object], message: str)
         call(**changes)
 
 
+class Nonsense:
+    """What no argument may be."""
+
+
+CALLED = {
+    batch_decode: flashinfer.trtllm_batch_decode_with_kv_cache,
+    batch_context: flashinfer.trtllm_batch_context_with_kv_cache,
+    latent_decode: flashinfer.trtllm_batch_decode_with_kv_cache_mla,
+    layer_pool: trtllm.layer_pool,
+    block_table: trtllm.block_table,
+    block_offsets: trtllm.check_block_offsets,
+    pool_of_layer: trtllm.pool_of_layer,
+}
+ARGUMENTS = [(call, name) for call, f in CALLED.items() for name in inspect.signature(f).parameters]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), ARGUMENTS, ids=lambda x: x if isinstance(x, str) else x.__name__
+)
+def test_no_argument_is_ignored(call: object, name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        call(**{name: Nonsense()})
+
+
 @pytest.mark.parametrize(
     "call",
     [

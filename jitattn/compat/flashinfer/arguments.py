@@ -161,23 +161,28 @@ def data_types(q: object, kv: object, out: object) -> dict[str, str]:
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    q_dtype = _dtype("q_data_type", q)
+    q_dtype = check_dtype("q_data_type", q)
     if q_dtype not in Q_DTYPES:
         raise ValueError(f"q_data_type is {q_dtype}: expected float16 or bfloat16")
-    kv_dtype = q_dtype if kv is None else _dtype("kv_data_type", kv)
+    kv_dtype = q_dtype if kv is None else check_dtype("kv_data_type", kv)
     if kv_dtype not in (q_dtype, *FP8_DTYPES, "uint8"):
         raise ValueError(
             f"kv_data_type is {kv_dtype}: expected {q_dtype} like q_data_type, "
             f"{', '.join(FP8_DTYPES)}, or uint8 for NVFP4"
         )
-    out_dtype = q_dtype if out is None else _dtype("o_data_type", out)
+    out_dtype = q_dtype if out is None else check_dtype("o_data_type", out)
     if out_dtype not in (*Q_DTYPES, "float32"):
         raise ValueError(f"o_data_type is {out_dtype}: {_OUT}")
     kv_dtype = "nvfp4" if kv_dtype == "uint8" else kv_dtype
     return {"q_dtype": q_dtype, "kv_dtype": kv_dtype, "out_dtype": out_dtype}
 
 
-def _dtype(name: str, value: object) -> str:
+def check_dtype(name: str, value: object) -> str:
+    """Return the name of a dtype, or of the name of one.
+
+    Raises:
+        TypeError: it is neither.
+    """
     if isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
         return value
     if not isinstance(value, torch.dtype):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -124,6 +124,13 @@ _CALLED = {
     "kv_lora_rank": "head_dim_ckv",
     "qk_rope_head_dim": "head_dim_kpe",
 }
+
+
+def refuse_buffers(given: Mapping[str, object], names: Sequence[str]) -> None:
+    """Raise ValueError for buffers of captured runs where runs aren't captured."""
+    for name in names:
+        if given[name] is not None:
+            raise ValueError(f"{name} is given: it is for use_cuda_graph=True")
 
 
 def refuse_changes(planned: Mapping[str, object], given: Mapping[str, object]) -> None:

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.compat.flashinfer.arguments import LseForm, Scale, as_lengths, refuse_unbuilt
+from jitattn.compat.flashinfer.arguments import (
+    LseForm,
+    Scale,
+    as_lengths,
+    check_dtype,
+    refuse_unbuilt,
+)
 from jitattn.compat.flashinfer.batch import (
     Batch,
     FixedBuffers,
@@ -18,6 +24,7 @@ from jitattn.compat.flashinfer.batch import (
     check_last_pages,
     check_offsets,
     csr_lens,
+    refuse_buffers,
 )
 from jitattn.compat.flashinfer.wrapper import (
     Wrapper,
@@ -67,9 +74,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        refuse_unbuilt(locals())
+        given = dict(locals())
+        refuse_unbuilt(given)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._use_tensor_cores = use_tensor_cores
+        if not use_cuda_graph:
+            refuse_buffers(given, [f"paged_kv_{name}_buffer" for name in _FILLED])
         if use_cuda_graph:
             self._fixed = FixedBuffers(
                 self.device,
@@ -131,6 +141,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument.
         """
+        if data_type is not None:
+            data_type = check_dtype("data_type", data_type)
         if q_data_type is None:
             q_data_type = "float16" if data_type is None else data_type
         kv_data_type = data_type if kv_data_type is None else kv_data_type

@@ -18,6 +18,7 @@ from jitattn.compat.flashinfer.arguments import (
 )
 from jitattn.compat.flashinfer.batch import (
     FixedBuffers,
+    refuse_buffers,
     refuse_changes,
 )
 from jitattn.compat.flashinfer.latents import check_dims, latent_planner
@@ -77,6 +78,7 @@ class BatchMLAPagedAttentionWrapper:
         check_workspace("float_workspace_buffer", float_workspace_buffer)
         self.device = float_workspace_buffer.device
         self._fixed: FixedBuffers | None = None
+        given = dict(locals())
         self._most = 0, 0
         if check_flag("use_cuda_graph", use_cuda_graph):
             self._fixed = FixedBuffers(
@@ -89,6 +91,8 @@ class BatchMLAPagedAttentionWrapper:
             size = self._fixed["kv_len_arr"].shape[0]
             for name in ("qo_indptr", "kv_indptr"):
                 self._fixed.check_size(name, size + 1)
+        else:
+            refuse_buffers(given, CSR_FIELDS)
 
     def plan(
         self, qo_indptr: Tensor | None = None, kv_indptr: Tensor | None = None,
@@ -285,23 +289,23 @@ def _structure(
     given: Mapping[str, Any], whole: str, parts: tuple[str, str], layout: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return a tensor or a pair, given as one argument or as two."""
-    value, pair = given[whole], tuple(given[name] for name in parts)
-    if value is not None:
-        for name, part in zip(parts, pair, strict=True):
-            if part is not None:
-                raise ValueError(f"{name} is given, and so is {whole}: expected one of them")
-    else:
-        for name, part in zip(parts, pair, strict=True):
-            if part is None:
-                raise ValueError(f"{name} is None: expected {parts[0]} and {parts[1]}, or {whole}")
-        value = pair
-    found = "packed"
-    if not isinstance(value, Tensor):
-        found, value = "split", _as_pair(whole, value)
+    value: object = given[whole]
+    for name in parts:
+        part = given[name]
+        if value is not None and part is not None:
+            raise ValueError(f"{name} is given, and so is {whole}: expected one of them")
+        if value is None and not isinstance(part, Tensor):
+            kind = "None" if part is None else f"a {type(part).__name__}"
+            raise TypeError(
+                f"{name} is {kind}: expected tensors {parts[0]} and {parts[1]}, or {whole}"
+            )
+    if value is None:
+        value = tuple(given[name] for name in parts)
+    result = value if isinstance(value, Tensor) else _as_pair(whole, value)
+    found = "packed" if isinstance(value, Tensor) else "split"
     if layout not in (None, found):
         name = "query_layout" if whole == "query" else "kv_cache_layout"
         raise ValueError(f"{whole} is {found}: plan was given {name}={layout!r}")
-    result: Tensor | tuple[Tensor, Tensor] = value
     return result
 
 

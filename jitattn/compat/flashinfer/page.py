@@ -215,8 +215,8 @@ def _slots(
 ) -> Tensor:
     """Return page * page_size + place of each token, -1 where it goes nowhere."""
     kv_indices, kv_indptr, kv_last_page_len = tables
-    device, batch_size = tokens.device, kv_indptr.shape[0] - 1
     offsets = check_offsets("kv_indptr", kv_indptr)
+    device, batch_size = tokens.device, kv_indptr.shape[0] - 1
     check_indices("kv_indices", kv_indices, "kv_indptr", offsets)
     check_last_pages("kv_last_page_len", kv_last_page_len, offsets, batch_size, page_size)
     for name, table in zip(("kv_indices", "kv_indptr", "kv_last_page_len"), tables, strict=True):

@@ -16,6 +16,7 @@ from jitattn.compat.flashinfer.batch import (
     Batch,
     FixedBuffers,
     check_equal,
+    refuse_buffers,
 )
 from jitattn.compat.flashinfer.masks import rows_of_bytes
 from jitattn.compat.flashinfer.wrapper import (
@@ -38,6 +39,7 @@ class PrefillWrapper(Wrapper):
         """Take the constructor's arguments, ``names`` of which are buffers, offsets of q first."""
         refuse_unbuilt(given)
         if not self._use_cuda_graph:
+            refuse_buffers(given, [*names, "custom_mask_buf", "mask_indptr_buf"])
             return
         self._fixed = FixedBuffers(self.device, **{name: given[name] for name in names})
         num_offsets = self._fixed[names[0]].shape[0]
@@ -45,7 +47,7 @@ class PrefillWrapper(Wrapper):
             if name.endswith("indptr_buf"):
                 self._fixed.check_size(name, num_offsets)
         room, indptr = given["custom_mask_buf"], given["mask_indptr_buf"]
-        if room is not None:
+        if room is not None or indptr is not None:
             check_tensor("custom_mask_buf", room, (torch.uint8,))
             check_tensor("mask_indptr_buf", indptr, (torch.int32,))
             self._mask_room = room.numel()

@@ -76,6 +76,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise ValueError(
             f"return_lse_base is {return_lse_base!r}: expected 'basee', 'base2' or None"
         )
+    check_tensor("query", query, tuple(getattr(torch, name) for name in Q_DTYPES))
+    if cum_seq_lens_q is not None:
+        check_offsets("cum_seq_lens_q", cum_seq_lens_q)
     check_count("qk_nope_head_dim", qk_nope_head_dim)
     check_workspace("workspace_buffer", workspace_buffer, query.device)
     if multi_ctas_kv_counter_buffer is not None:
@@ -124,7 +127,6 @@ def _attend_latents(given: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
 def _latents(given: Mapping[str, Any]) -> Tensor:
     """Return the cache as [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]."""
     query, cache = given["query"], given["kv_cache"]
-    check_tensor("query", query, tuple(getattr(torch, name) for name in Q_DTYPES))
     check_tensor("kv_cache", cache, (query.dtype, _FP8))
     refuse_gradients({"query": query, "kv_cache": cache})
     check_device("kv_cache", cache, query.device)
@@ -173,7 +175,6 @@ def _rows(given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, int]:
             f"query has shape {list(query.shape)}: expected [{front}, num_heads, {width}]"
         )
     if offsets is not None:
-        check_offsets("cum_seq_lens_q", offsets)
         check_device("cum_seq_lens_q", offsets, query.device)
         if offsets.shape[0] != batch_size + 1:
             raise ValueError(
