@@ -20,14 +20,19 @@ from types import ModuleType
 
 import jitattn
 from jitattn import cli, knobs, kv, support
-from jitattn.compat import flash_attn
+from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other classes are made by jitattn, and their constructors are its own business.
 _CONSTRUCTED = {
     "AttentionPlanner",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
     "BlockTable",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "KVCacheConfig",
     "KVCacheManager",
     "LayerConfig",
@@ -125,6 +130,10 @@ def api_page() -> str:
     parts += _sections(kv)
     parts.append("# flash-attn\n\nEverything below is imported from `jitattn.compat.flash_attn`.\n")
     parts += _sections(flash_attn)
+    parts.append("# FlashInfer\n\nEverything below is imported from `jitattn.compat.flashinfer`.\n")
+    parts += _sections(flashinfer)
+    parts.append("# TensorRT-LLM\n\nEverything below is imported from `jitattn.compat.trtllm`.\n")
+    parts += _sections(trtllm)
     parts.append(
         "# transformers\n\nEverything below is imported from `jitattn.integrations.transformers`.\n"
     )

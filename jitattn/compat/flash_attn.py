@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.compat.gradients import refuse_gradients
 from jitattn.functional import planner_of
 from jitattn.pages import (
     INTEGERS,
@@ -154,7 +155,7 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, ConfigError: naming the argument, before any launch.
     """
-    _refuse_gradients(q=q, k=k, v=v)
+    refuse_gradients({"q": q, "k": k, "v": v})
     _refuse_alibi(alibi_slopes)
     if dropout_p != 0:
         raise ValueError(f"dropout_p is {dropout_p}: there is no dropout here, expected 0")
@@ -259,14 +260,6 @@ def _planner(
         "use_custom_mask": window.right is not None,
     }
     return planner_of(arguments | others, q.device)
-
-
-def _refuse_gradients(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires a gradient: there is no backward pass here; use torch.no_grad()"
-            )
 
 
 def _refuse_alibi(alibi_slopes: Tensor | None) -> None:
@@ -375,7 +368,15 @@ def _attend_cached(given: _Given) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _check_given(given: _Given) -> None:
-    _refuse_gradients(q=given.q, k_cache=given.k_cache, v_cache=given.v_cache, k=given.k, v=given.v)
+    refuse_gradients(
+        {
+            "q": given.q,
+            "k_cache": given.k_cache,
+            "v_cache": given.v_cache,
+            "k": given.k,
+            "v": given.v,
+        }
+    )
     _refuse_alibi(given.alibi_slopes)
     check_flag("causal", given.causal)
     check_flag("rotary_interleaved", given.rotary_interleaved)

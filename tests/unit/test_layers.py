@@ -132,9 +132,20 @@ KV_MODULES = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "kv"
 # packages it imports what it is called after, in functions.
 OUTSIDE = {
     "compat/__init__": set(),
-    "compat/flash_attn": {"functional", "pages", "planner", "preprocess", "scalars"},
+    "compat/flash_attn": {"compat", "functional", "pages", "planner", "preprocess", "scalars"},
+    "compat/gradients": set(),
+    "compat/trtllm": {"config", "pages", "quantization", "scalars"},
     "integrations/__init__": set(),
     "integrations/transformers": {"functional", "pages", "planner", "preprocess", "scalars"},
+}
+# FlashInfer's stand-in is a package, whose modules import each other downwards in this order.
+FLASHINFER = (
+    *("arguments", "batch", "masks", "wrapper", "decode", "queries", "prefill", "ragged"),
+    *("latents", "metadata", "mla", "trtllm", "trtllm_mla", "page", "cascade", "__init__"),
+)
+FLASHINFER_IMPORTS = {
+    *("compat", "config", "functional", "merge", "mla_config", "mla_planner", "pages", "planner"),
+    *("preprocess", "quantization", "scalars"),
 }
 OUTSIDE_MODULES = {
     str(path.relative_to(PACKAGE).with_suffix("")): ast.parse(path.read_text())
@@ -204,6 +215,25 @@ def test_nothing_imports_the_page_manager() -> None:
 def test_what_speaks_for_others_imports_the_package(module: str) -> None:
     names = {n.split(".")[1] for n in imports(OUTSIDE_MODULES[module]) if n.startswith("jitattn.")}
     assert names == OUTSIDE[module]
+
+
+def test_what_speaks_for_flashinfer_imports_downwards() -> None:
+    folder = PACKAGE / "compat/flashinfer"
+    modules = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    assert set(modules) == set(FLASHINFER)
+    prefix = "jitattn.compat.flashinfer."
+    names = {n for tree in modules.values() for n in imports(tree) if n.startswith("jitattn.")}
+    assert {n.split(".")[1] for n in names} == FLASHINFER_IMPORTS
+    others = {n.split(".")[2] for n in names if n.startswith("jitattn.compat.")}
+    assert others == {"flashinfer", "gradients"}
+    upwards = [
+        f"{module} imports {name}"
+        for module, tree in modules.items()
+        for name in imports(tree)
+        if name.startswith(prefix)
+        and FLASHINFER.index(name.split(".")[3]) >= FLASHINFER.index(module)
+    ]
+    assert upwards == []
 
 
 def test_nothing_imports_what_speaks_for_others() -> None:

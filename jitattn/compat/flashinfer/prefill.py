@@ -1,0 +1,272 @@
+"""FlashInfer's prefill wrapper over pages: queries of requests that follow each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jitattn.compat.flashinfer.arguments import (
+    LseForm,
+    Scale,
+    as_lengths,
+)
+from jitattn.compat.flashinfer.batch import (
+    FixedBuffers,
+    check_block_tables,
+    check_equal,
+    check_indices,
+    check_last_pages,
+    check_offsets,
+    csr_lens,
+)
+from jitattn.compat.flashinfer.queries import (
+    PrefillWrapper,
+    check_rooms,
+    forward_changes,
+    prefill_arguments,
+)
+from jitattn.compat.flashinfer.wrapper import (
+    window_change,
+)
+from jitattn.pages import BlockTable, CsrPages, Pages
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
+    """Prefill and append over pages listed one request after the other.
+
+    Query i of a request with n queries and m keys sits at m - n + i. What differs from FlashInfer:
+    docs/other-packages.md.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        """Remember the device and the buffers.
+
+        Args:
+            float_workspace_buffer: any tensor on the device of all others; nothing is written
+                there.
+            kv_layout: "NHD" or "HND", the order of a page's dimensions.
+            use_cuda_graph: runs are captured: the batch size and ``plan``'s arguments stay, the
+                first plan's queries are the most, and ``plan``, outside the graph, brings captured
+                runs up to date.
+            qo_indptr_buf: int32 [batch_size + 1], with ``use_cuda_graph`` as all of these.
+            paged_kv_indptr_buf: int32 [batch_size + 1].
+            paged_kv_indices_buf: int32, room for the most pages.
+            paged_kv_last_page_len_buf: int32 [batch_size].
+            custom_mask_buf: uint8, as large as packed masks get; nothing is written there.
+            mask_indptr_buf: int32 [batch_size + 1], with ``custom_mask_buf``; likewise.
+            backend: a name that FlashInfer knows; all mean the same kernels.
+            jit_args: refused unless None.
+            jit_kwargs: likewise.
+            variant_owns_mask: refused unless False.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        self._start(locals(), _PAGED_BUFFERS)
+
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+        page_size: int, head_dim_vo: int | None = None, custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None, non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None, token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None, seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, fixed_split_size: int | None = None,
+        disable_split_kv: bool = False, uniform_q_len: int | None = None,
+    ) -> None:  # fmt: skip
+        """Plan a batch. It waits for the device only to learn the most queries of a request.
+
+        Arguments that ``BatchDecodeWithPagedKVCacheWrapper.plan`` has, too, are the same there.
+        Those of multi-item scoring, of positions and of reductions in float16 are refused.
+
+        Tables, on the device or the CPU: ``qo_indptr`` int32 [batch_size + 1], where the queries of
+        each request begin; ``paged_kv_indptr`` int32 [batch_size + 1], ``paged_kv_indices`` int32
+        [>= paged_kv_indptr[-1]] and ``paged_kv_last_page_len`` int32 [batch_size]; ``block_tables``
+        int32 [batch_size, max_pages], read instead of the indices; ``seq_lens`` [batch_size], read
+        instead of the last pages; ``seq_lens_q``, which must be what ``qo_indptr`` says.
+
+        Masks: ``custom_mask`` bool [sum of q_len * kv_len] or ``packed_custom_mask`` uint8, the
+        same bits from the lowest up, each request's from a byte of its own on. Then ``causal`` says
+        nothing, as in FlashInfer, and the window counts. Without: ``causal``.
+
+        Bounds: ``max_token_per_sequence``, with which nothing waits; ``max_sequence_kv``; and with
+        ``use_cuda_graph`` ``uniform_q_len``, the most queries of a request in any captured batch,
+        which ``max_token_per_sequence`` or else all rows of the first plan are without it.
+
+        Raises:
+            TypeError, ValueError, ConfigError: naming the argument.
+        """
+        given = dict(locals())
+        table = "csr" if block_tables is None else "shared"
+        arguments = prefill_arguments(given, self._kv_layout, table)
+        lens = _check_paged(given, self._fixed)
+        prepared = self._prepare(given, lens, arguments)
+        if self._fixed is not None:
+            qo_indptr, indptr, indices, _ = (
+                self._fixed.fill(name, given[name.removesuffix("_buf")], non_blocking)
+                for name in _PAGED_BUFFERS
+            )
+        else:
+            qo_indptr, indptr, indices = (
+                self._to_device(tensor, non_blocking)
+                for tensor in (qo_indptr, paged_kv_indptr, paged_kv_indices)
+            )
+        pages: Pages = CsrPages(indptr, indices)
+        if block_tables is not None:
+            pages = BlockTable(self._to_device(block_tables, non_blocking))
+        lens = self._to_device(lens, non_blocking)
+        self._adopt(arguments, prepared, pages, lens, qo_indptr)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        *,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend the queries of each request to its pages, on the current stream.
+
+        Args:
+            q: [num_tokens, num_qo_heads, head_dim_qk]; rows past ``qo_indptr[-1]`` have out 0 and
+                lse -inf.
+            paged_kv_cache: as of ``BatchDecodeWithPagedKVCacheWrapper.run``.
+            q_scale: refused unless None or 1.
+            k_scale: of FP8 and NVFP4: a number, or float32 [], [1] or [num_kv_heads].
+            v_scale: likewise.
+            out: filled and returned where given.
+            lse: float32, filled where given.
+            return_lse: return lse, too.
+            lse_base: "log2" or "ln".
+            lse_layout: "NH" is [num_tokens, num_qo_heads], "HN" the other way round.
+            enable_pdl: no effect.
+            window_left: of this call; None: that of ``plan``.
+            sinks: [num_qo_heads], whose exp is added to each sum.
+            kv_cache_sf: the scales of NVFP4 blocks, as of the decode wrapper.
+            skip_softmax_threshold_scale_factor: refused unless None.
+            use_fp16_softmax: refused unless None or False.
+            uses_spcompress: likewise.
+
+        Returns:
+            out, or (out, lse). A row that sees no key has out 0 and lse -inf.
+
+        Raises:
+            TypeError, ValueError, ConfigError: naming the argument, before any launch.
+        """
+        given = dict(locals())
+        form = LseForm(lse_base, lse_layout)
+        return self._attend_pages(given, window_change(window_left), form)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Call ``run`` with these instead of ``plan``'s."""
+        given = dict(locals())
+        return self._attend_pages(given, forward_changes(given, self._batch()), LseForm())
+
+    def forward_return_lse(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Call ``forward`` and return lse, too."""
+        given = {**locals(), "return_lse": True}
+        return self._attend_pages(given, forward_changes(given, self._batch()), LseForm())
+
+
+_PAGED_BUFFERS = (
+    "qo_indptr_buf",
+    "paged_kv_indptr_buf",
+    "paged_kv_indices_buf",
+    "paged_kv_last_page_len_buf",
+)
+
+
+def _check_paged(given: Mapping[str, Any], fixed: FixedBuffers | None) -> Tensor:
+    """Check tables, on the host where they lie there; return the KV tokens of each request."""
+    qo_indptr, indptr, indices, last = (given[b.removesuffix("_buf")] for b in _PAGED_BUFFERS)
+    check_offsets("qo_indptr", qo_indptr)
+    offsets = check_offsets("paged_kv_indptr", indptr)
+    batch_size = qo_indptr.shape[0] - 1
+    if indptr.shape != qo_indptr.shape:
+        raise ValueError(
+            f"paged_kv_indptr has {indptr.shape[0]} entries: expected {batch_size + 1}, like "
+            "qo_indptr"
+        )
+    check_indices("paged_kv_indices", indices, "paged_kv_indptr", offsets)
+    check_last_pages("paged_kv_last_page_len", last, offsets, batch_size, given["page_size"])
+    lens = csr_lens(indptr, last, given["page_size"])
+    if given["seq_lens"] is not None:
+        check_equal("seq_lens", given["seq_lens"], lens, "what paged_kv_last_page_len says")
+        lens = as_lengths("seq_lens", given["seq_lens"])
+    if given["block_tables"] is not None:
+        check_block_tables(given["block_tables"], batch_size, fixed)
+    check_rooms(given, fixed, _PAGED_BUFFERS)
+    return lens

@@ -1,0 +1,215 @@
+"""What prefill wrappers have in common: offsets of queries, masks, and how large they get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jitattn.compat.flashinfer.arguments import (
+    refuse_unbuilt,
+)
+from jitattn.compat.flashinfer.batch import (
+    Batch,
+    FixedBuffers,
+    check_equal,
+    refuse_buffers,
+)
+from jitattn.compat.flashinfer.masks import rows_of_bytes
+from jitattn.compat.flashinfer.wrapper import (
+    Wrapper,
+    check_head_dim,
+    planner_arguments,
+    score_arguments,
+)
+from jitattn.pages import Pages, check_tensor
+from jitattn.scalars import check_count, check_flag
+
+
+class PrefillWrapper(Wrapper):
+    """What both have: query offsets, masks, and how many queries a request has at most."""
+
+    _mask_room = 0
+    _num_rows = 0
+
+    def _start(self, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        """Take the constructor's arguments, ``names`` of which are buffers, offsets of q first."""
+        refuse_unbuilt(given)
+        if not self._use_cuda_graph:
+            refuse_buffers(given, [*names, "custom_mask_buf", "mask_indptr_buf"])
+            return
+        self._fixed = FixedBuffers(self.device, **{name: given[name] for name in names})
+        num_offsets = self._fixed[names[0]].shape[0]
+        for name in names[1:]:
+            if name.endswith("indptr_buf"):
+                self._fixed.check_size(name, num_offsets)
+        room, indptr = given["custom_mask_buf"], given["mask_indptr_buf"]
+        if room is not None or indptr is not None:
+            check_tensor("custom_mask_buf", room, (torch.uint8,))
+            check_tensor("mask_indptr_buf", indptr, (torch.int32,))
+            self._mask_room = room.numel()
+
+    def _prepare(
+        self, given: Mapping[str, Any], seq_lens: Tensor, arguments: Mapping[str, object]
+    ) -> Prepared:
+        """Check what a batch is made of, before anything is copied."""
+        kept = self._keep(arguments)
+        max_kv_len = given["max_sequence_kv"]
+        if max_kv_len is not None:
+            max_kv_len = check_count("max_sequence_kv", max_kv_len, least=0)
+            longest = max(seq_lens.tolist(), default=0) if seq_lens.device.type == "cpu" else 0
+            if longest > max_kv_len:
+                raise ValueError(f"max_sequence_kv is {max_kv_len}: a request has {longest} keys")
+        check_equal("seq_lens_q", given["seq_lens_q"], given["qo_indptr"].diff(), "qo_indptr's")
+        max_q_len, num_rows = self._count_queries(given, kept)
+        mask = self._mask(given, seq_lens)
+        if mask is not None and self._use_cuda_graph:
+            self._check_mask_room(mask[0])
+        max_kv_len = None if self._use_cuda_graph else max_kv_len
+        return Prepared(kept, max_q_len, num_rows, max_kv_len, mask)
+
+    def _count_queries(
+        self, given: Mapping[str, Any], kept: Batch | None
+    ) -> tuple[int, int | None]:
+        """Return the most query tokens of a request, now or in any captured run, and of all.
+
+        The latter is None where nothing has waited for the device to learn it.
+        """
+        qo_indptr, most = given["qo_indptr"], given["max_token_per_sequence"]
+        uniform = given["uniform_q_len"]
+        most = None if most is None else check_count("max_token_per_sequence", most, least=0)
+        uniform = None if uniform is None else check_count("uniform_q_len", uniform)
+        if most is not None and not self._use_cuda_graph and qo_indptr.device.type != "cpu":
+            return most, None
+        offsets = qo_indptr.tolist()  # waits for the device
+        total, longest = offsets[-1], max((b - a for a, b in pairwise(offsets)), default=0)
+        if most is not None and longest > most:
+            raise ValueError(f"max_token_per_sequence is {most}: a request has {longest} queries")
+        if not self._use_cuda_graph:
+            return longest, total
+        if kept is None:
+            # A later batch may give all of this one's rows to one request.
+            self._num_rows = total
+            limit = uniform or most or total
+        else:
+            limit = kept.max_q_len
+        if longest > limit or total > self._num_rows:
+            raise ValueError(
+                f"qo_indptr has {total} queries, {longest} of one request: this wrapper with "
+                f"use_cuda_graph=True was planned for {self._num_rows} and {limit} (uniform_q_len, "
+                "max_token_per_sequence or all)"
+            )
+        return limit, total
+
+    def _mask(self, given: Mapping[str, Any], seq_lens: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the mask that ``plan`` was given as ``Plan.run`` takes it."""
+        custom_mask, packed = given["custom_mask"], given["packed_custom_mask"]
+        if custom_mask is None and packed is None:
+            return None
+        if custom_mask is not None and packed is not None:
+            raise ValueError("packed_custom_mask is given, and so is custom_mask: expected one")
+        q_lens = given["qo_indptr"].diff().tolist()
+        return rows_of_bytes(custom_mask, packed, q_lens, seq_lens.tolist(), self.device)
+
+    def _check_mask_room(self, rows: Tensor) -> None:
+        # Rows begin at bytes here, so that each may need one more than in FlashInfer.
+        room = self._mask_room + self._num_rows
+        if self._mask_room == 0 or rows.shape[0] > room:
+            raise ValueError(
+                f"custom_mask_buf has {self._mask_room} bytes: with use_cuda_graph=True it says "
+                f"how large masks get, and this one has {rows.shape[0]} bytes in rows"
+            )
+
+    def _adopt(
+        self,
+        arguments: Mapping[str, object],
+        prepared: Prepared,
+        pages: Pages,
+        seq_lens: Tensor,
+        qo_indptr: Tensor,
+    ) -> None:
+        """Plan what lies on the device now, or refresh the plan of captured runs."""
+        kept, max_q_len, num_rows, max_kv_len, mask = prepared
+        if kept is not None:
+            kept.seq_lens.copy_(seq_lens)
+            kept.num_rows = num_rows
+            if mask is not None and kept.mask is not None:
+                _copy_mask(mask, kept.mask)
+            kept.refresh()
+            return
+        if self._use_cuda_graph:
+            seq_lens = seq_lens.clone()
+            if mask is not None:
+                size = self._mask_room + self._num_rows
+                fixed = mask[0].new_zeros(size), torch.empty_like(mask[1])
+                mask = _copy_mask(mask, fixed)
+        self._planned = Batch(
+            arguments,
+            self.device,
+            pages,
+            seq_lens,
+            qo_indptr,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            mask=mask,
+            num_rows=num_rows,
+        )
+
+
+class Prepared(NamedTuple):
+    """A batch that was checked: the captured one, if any, its queries and keys, its mask."""
+
+    kept: Batch | None
+    max_q_len: int
+    num_rows: int | None
+    max_kv_len: int | None
+    mask: tuple[Tensor, Tensor] | None
+
+
+def _copy_mask(mask: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    to[0][: mask[0].shape[0]].copy_(mask[0])
+    to[1].copy_(mask[1])
+    return to
+
+
+def prefill_arguments(
+    given: Mapping[str, Any], kv_layout: str, page_table: str
+) -> dict[str, object]:
+    """Return the planner's arguments of what ``plan`` was given.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    has_mask = given["custom_mask"] is not None or given["packed_custom_mask"] is not None
+    head_dim = check_head_dim("head_dim_qk", given["head_dim_qk"])
+    dim_vo = given["head_dim_vo"]
+    return {
+        **planner_arguments(given, kv_layout),
+        "head_dim": head_dim,
+        "head_dim_vo": head_dim if dim_vo is None else check_head_dim("head_dim_vo", dim_vo),
+        # A mask is all there is, but for the window.
+        "causal": check_flag("causal", given["causal"]) and not has_mask,
+        "use_custom_mask": has_mask,
+        "page_table": page_table,
+    }
+
+
+def forward_changes(given: Mapping[str, Any], batch: Batch) -> dict[str, object]:
+    """Return what ``forward`` changes in the planner's arguments of ``plan``."""
+    causal = check_flag("causal", given["causal"]) and batch.mask is None
+    return {**score_arguments(given), "causal": causal}
+
+
+def check_rooms(
+    given: Mapping[str, Any], fixed: FixedBuffers | None, names: tuple[str, ...]
+) -> None:
+    """Raise ValueError where arguments don't fit the buffers ``names``, which follow them."""
+    if fixed is None:
+        return
+    for name in names:
+        argument = name.removesuffix("_buf")
+        is_list = argument.endswith("indices")
+        fixed.check_room(name, argument, given[argument], exact=not is_list)
