@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn import knobs
 from jitattn.binding import check_last_stride
@@ -36,6 +37,14 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device doesn't fit.
     """
+    check_states(outs, lses)
+    out, lse = _new(outs)
+    merge_into(outs, lses, out, lse)
+    return out, lse
+
+
+def check_states(outs: Tensor, lses: Tensor) -> None:
+    """Raise TypeError or ValueError where a dtype, shape, stride or device doesn't fit."""
     check_tensor("outs", outs, _DTYPES)
     check_tensor("lses", lses, (torch.float32,))
     if outs.dim() != 4:
@@ -47,9 +56,30 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"lses has shape {list(lses.shape)}: expected {list(outs.shape[:3])}")
     check_last_stride("outs", outs)
     check_device("lses", lses, outs.device)
-    if outs.device.type == "cuda":
-        return _merge_on_device(outs, lses)
-    return _merge_by_definition(outs, lses)
+
+
+def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge states that were checked into ``out`` and ``lse``, of any strides."""
+    if is_dynamo_compiling():
+        from jitattn.traced import merge
+
+        merge(outs, lses, out, lse)
+    elif outs.device.type != "cuda":
+        merged, merged_lse = _merge_by_definition(outs, lses)
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+    elif out.is_contiguous() and lse.is_contiguous():
+        _merge_on_device(outs, lses, out, lse)
+    else:
+        merged, merged_lse = _new(outs)
+        _merge_on_device(outs, lses, merged, merged_lse)
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+
+
+def _new(outs: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    return out, torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
 
 
 def _merge_by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,15 +93,14 @@ def _merge_by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return saturated(values.sum(dim=0), outs.dtype), lse.float()
 
 
-def _merge_on_device(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_on_device(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Launch the kernel, which writes contiguous outputs."""
     from jitattn.driver import Launch
     from jitattn.params import MergeParams
 
     num_states, num_tokens, num_heads, head_dim = outs.shape
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=outs.dtype, device=outs.device)
-    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=outs.device)
     if out.numel() == 0:
-        return out, lse
+        return
     assert outs.device.index is not None
     kernel, num_threads = _kernel(str(outs.dtype).removeprefix("torch."), outs.device.index)
     params = MergeParams(
@@ -90,7 +119,6 @@ def _merge_on_device(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     launch = Launch(kernel, params, grid, num_threads)
     with torch.cuda.device(outs.device):
         launch(torch._C._cuda_getCurrentRawStream(outs.device.index))
-    return out, lse
 
 
 @functools.cache

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn.binding import check_rows
 from jitattn.handles import find
+from jitattn.merge import check_states, merge_into
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.preprocess_dispatch import dispatch
 from jitattn.quantization import KVCache, QuantizedKV
@@ -239,6 +241,24 @@ def append_kv(
     )  # fmt: skip
 
 
+def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge states: ``torch.ops.jitattn.merge_states``.
+
+    Args:
+        outs: as of ``merge_states``.
+        lses: likewise.
+        out: [num_tokens, num_heads, head_dim], of the dtype of ``outs``; written.
+        lse: float32 [num_tokens, num_heads]; written.
+
+    Raises:
+        TypeError, ValueError: as ``merge_states``, or an output doesn't fit.
+    """
+    check_states(outs, lses)
+    check_rows("out", out, tuple(outs.shape[1:]), outs.dtype, outs.device)
+    check_rows("lse", lse, tuple(outs.shape[1:3]), torch.float32, outs.device)
+    merge_into(outs, lses, out, lse)
+
+
 # --- what tensors stand for -----------------------------------------------------------------------
 
 
@@ -343,6 +363,7 @@ _define(
     "Tensor[] bias, Tensor? q_norm, Tensor? k_norm, float norm_eps, Tensor? q_scale, "
     f"float? q_factor, {_KV_SCALES}{_WRITTEN}",
 )
+_define(merge_states, "Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()")
 _define(
     append_kv,
     f"Tensor k, Tensor v, Tensor(a!)[] kv_cache, {_PLACES}{_KV_SCALES}{_WRITTEN}",

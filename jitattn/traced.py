@@ -100,6 +100,12 @@ def preprocess(given: Arguments) -> Tensor | None:
     return q_out
 
 
+def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Put a merge of states into the graph."""
+    _refuse_gradients({"outs": outs, "lses": lses})
+    _OPS.merge_states(outs, lses, out, lse)
+
+
 def _cache_of(
     kv: Any, pages: Pages | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
