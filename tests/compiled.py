@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.config import PlannerConfig
+from jitattn.mla_config import MLAConfig
+from jitattn.preprocess_config import PreprocessConfig
 from jitattn.quantization import tensors_of
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 4, 2, 16, 4, 32
@@ -83,6 +87,17 @@ class Case:
         """What the cache holds."""
         parts = [part.contiguous().view(torch.uint8) for part in tensors_of(self.cache)]
         return torch.cat([part.flatten() for part in parts])
+
+
+def layer(x: Tensor, weights: Sequence[Tensor], case: Case, kv: Any, plan: Any) -> Tensor:
+    """A decoder layer: projection, preprocess_qkv, attention, projection."""
+    q = jitattn.preprocess_qkv(
+        x @ weights[0], case.cache, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        pages=case.pages, seq_lens=case.seq_lens, qo_indptr=case.qo_indptr, rope=case.rope,
+        k_scale=case.k_scale, v_scale=case.v_scale,
+    )  # fmt: skip
+    out = plan.run(q, kv)
+    return x + out.flatten(1) @ weights[1]
 
 
 def new_planner(case: Case, **others: Any) -> jitattn.AttentionPlanner:
@@ -163,3 +178,20 @@ def mla_case(kind: str, device: str = "cpu") -> tuple[Any, ...]:
     arguments = {"pages": table, "seq_lens": seq_lens}
     scale = torch.tensor([0.5], device=device) if kind == "fp8" else None
     return planner, plan, q, k, v, cache, arguments, scale
+
+
+def gpu_configs() -> list[PlannerConfig | PreprocessConfig | MLAConfig]:
+    """What tests/gpu/test_compiled.py launches, for a bundle."""
+    found: list[PlannerConfig | PreprocessConfig | MLAConfig] = []
+    for kv_dtype in ("bfloat16", "float8_e4m3fn"):
+        found += [
+            PlannerConfig(
+                num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=PAGE_SIZE,
+                kv_dtype=kv_dtype,
+            ),
+            PreprocessConfig(head_dim=HEAD_DIM, page_size=PAGE_SIZE, kv_dtype=kv_dtype),
+            MLAConfig.from_arguments(
+                {"sm_scale": 0.1, "num_heads": HEADS, "page_size": 4, "kv_dtype": kv_dtype}
+            ),
+        ]  # fmt: skip
+    return found

@@ -6,7 +6,7 @@ import copy
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tests.compiled import (
     PAGE_SIZE,
     TABLES,
     Case,
+    layer,
     mla_case,
     new_planner,
 )
@@ -51,17 +52,6 @@ class Counted:
     @property
     def graphs(self) -> int:
         return int(self.counter.frame_count)
-
-
-def layer(x: Tensor, weights: Sequence[Tensor], case: Case, kv: Any, plan: Any) -> Tensor:
-    """A decoder layer: projection, preprocess_qkv, attention, projection."""
-    q = jitattn.preprocess_qkv(
-        x @ weights[0], case.cache, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
-        pages=case.pages, seq_lens=case.seq_lens, qo_indptr=case.qo_indptr, rope=case.rope,
-        k_scale=case.k_scale, v_scale=case.v_scale,
-    )  # fmt: skip
-    out = plan.run(q, kv)
-    return x + out.flatten(1) @ weights[1]
 
 
 def run_layer(compiled: Callable[..., Any], case: Case, *, bound: bool) -> tuple[Tensor, Tensor]:
