@@ -48,7 +48,7 @@ def find(name: str, handle: Tensor, kind: str) -> object:
     Args:
         name: of the argument, for errors.
         handle: what ``new_handle`` returned, or another tensor of the same value.
-        kind: the name of the class that the object is of.
+        kind: the name of the class that the object is of, or one derived from it.
 
     Raises:
         ValueError: there is no such object now.
@@ -56,7 +56,7 @@ def find(name: str, handle: Tensor, kind: str) -> object:
     number = int(handle)
     entry = _OBJECTS[number] if 0 <= number < len(_OBJECTS) else None
     found = None if entry is None else entry()
-    if type(found).__name__ != kind:
+    if kind not in [base.__name__ for base in type(found).__mro__]:
         what = "nothing that lives" if found is None else f"a {type(found).__name__}"
         raise ValueError(f"{name} is {number}, the handle of {what}: expected that of a {kind}")
     return found

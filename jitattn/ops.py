@@ -22,6 +22,8 @@ from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.preprocess_dispatch import dispatch
 from jitattn.quantization import KVCache, QuantizedKV
 
+__all__ = ["append_kv", "attention", "merge_states", "mla_attention", "preprocess_qkv"]
+
 _LIBRARY: Any = torch.library.Library("jitattn", "DEF")  # type: ignore[no-untyped-call]
 
 _PLAN = "Tensor plan, "
