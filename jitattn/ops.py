@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn import merge_dispatch, preprocess_dispatch
 from jitattn.binding import check_rows
 from jitattn.handles import find
-from jitattn.merge import check_states, merge_into
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
-from jitattn.preprocess_dispatch import dispatch
 from jitattn.quantization import KVCache, QuantizedKV
 
 __all__ = ["append_kv", "attention", "merge_states", "mla_attention", "preprocess_qkv"]
@@ -181,7 +180,7 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: as ``preprocess_qkv``, or a handle of nothing that lives.
     """
-    dispatch(
+    preprocess_dispatch.dispatch(
         (
             qkv[0] if len(qkv) == 1 else tuple(qkv), _cache(kv_cache), _pages(pages, page_table),
             seq_lens, qo_indptr, slots, positions, position_delta,
@@ -233,7 +232,7 @@ def append_kv(
     Raises:
         TypeError, ValueError: as ``append_kv``.
     """
-    dispatch(
+    preprocess_dispatch.dispatch(
         (
             (k, v), _cache(kv_cache), _pages(pages, page_table), seq_lens, qo_indptr, slots,
             None, None, None, None, None, None, None, _scale(k_scale, k_factor),
@@ -255,10 +254,10 @@ def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     Raises:
         TypeError, ValueError: as ``merge_states``, or an output doesn't fit.
     """
-    check_states(outs, lses)
+    merge_dispatch.check_states(outs, lses)
     check_rows("out", out, tuple(outs.shape[1:]), outs.dtype, outs.device)
     check_rows("lse", lse, tuple(outs.shape[1:3]), torch.float32, outs.device)
-    merge_into(outs, lses, out, lse)
+    merge_dispatch.dispatch(outs, lses, out, lse)
 
 
 # --- what tensors stand for -----------------------------------------------------------------------

@@ -216,26 +216,38 @@ def test_pages_of_who_goes_are_given_back(server: Server, is_stream: bool) -> No
 
 
 def test_memory_that_runs_out_makes_requests_wait() -> None:
-    """Twelve answers need many times the pages; sleepers have no host memory to go to, or some."""
-    prompts = [f"{i} " + "words " * 12 for i in range(12)]
+    """Eight answers need many times the pages; sleepers have no host memory to go to, or some."""
+    prompts = [f"{i} " + "words " * 12 for i in range(8)]
     with running("--kv-bytes", "4000000") as server:
-        alone = [text_of(complete(server, prompt, max_tokens=40)) for prompt in prompts]
-    small = "--kv-bytes", "400000", "--typical-len", "64"
+        alone = [text_of(complete(server, prompt, max_tokens=24)) for prompt in prompts]
+    small = "--kv-bytes", "300000", "--typical-len", "64"
     for host_bytes in (0, 100_000):
         with running(*small, "--host-bytes", str(host_bytes)) as server:
             assert server.engine.max_len < 700
-            calls = [lambda p=p: text_of(complete(server, p, max_tokens=40)) for p in prompts]
+            calls = [lambda p=p: text_of(complete(server, p, max_tokens=24)) for p in prompts]
             assert at_once(calls) == alone
             assert server.engine.num_suspended > 0
             assert is_idle(server)
 
 
+def test_all_that_fits_is_answered() -> None:
+    """Requests as long as memory, one after the other; one token more is refused at once."""
+    with running("--kv-bytes", "300000", "--typical-len", "64") as server:
+        most = server.engine.max_len
+        for prompt_len in (most - 3, most - 30):
+            prompt = [ByteTokenizer.BEGIN, *[97] * (prompt_len - 1)]
+            answers = at_once([lambda p=prompt: complete(server, p, max_tokens=most - len(p))] * 3)
+            assert [answer["usage"]["total_tokens"] for answer in answers] == [most] * 3
+            body = {"prompt": prompt, "max_tokens": most - prompt_len + 1}
+            assert request(server, "POST", COMPLETIONS, body)[0] == 400
+
+
 def test_choices_wait_too() -> None:
     with running("--kv-bytes", "300000", "--typical-len", "64") as server:
-        status, found = say(server, "hi", n=8, seed=1, temperature=1.0, max_tokens=60)
+        status, found = say(server, "hi", n=5, seed=1, temperature=1.0, max_tokens=40)
         assert status == 200
-        assert len(found["choices"]) == 8
-        status, again = say(server, "hi", n=8, seed=1, temperature=1.0, max_tokens=60)
+        assert len(found["choices"]) == 5
+        status, again = say(server, "hi", n=5, seed=1, temperature=1.0, max_tokens=40)
         assert again["choices"] == found["choices"]
         assert is_idle(server)
 
@@ -279,6 +291,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": [1, 258]}, "token 258"),
     ({"prompt": [True]}, "prompt"),
+    ({"prompt": "\ud800"}, "surrogates"),
     ({"prompt": "x" * 100_000}, "expected at most"),
     ({"max_tokens": 1 << 30}, "expected at most"),
     ({"max_tokens": 0}, "max_tokens=0"),
@@ -313,6 +326,7 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages[0]"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages[0]"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates"),
     ({"messages": [{"role": "user"}]}, r"messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"parts of text"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls"),

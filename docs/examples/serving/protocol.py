@@ -125,7 +125,10 @@ def _check_names(given: Mapping[str, Any], *, is_chat: bool) -> None:
 def _prompt(given: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
     prompt = given.get("prompt")
     if isinstance(prompt, str):
-        tokens = tokenizer.encode(prompt)
+        try:
+            tokens = tokenizer.encode(prompt)
+        except UnicodeError as error:  # JSON has halves of characters, UTF-8 has none
+            raise BadRequestError(f"prompt: {error}", "prompt") from error
         if not tokens:
             raise BadRequestError("prompt has no tokens", "prompt")
         return tokens

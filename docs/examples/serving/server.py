@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 from docs.examples.serving.engine import Choice, Engine, Event
 from docs.examples.serving.protocol import (
@@ -154,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
             "created": self.server.created,
             "owned_by": "local",
         }
-        path = self.path.partition("?")[0]
+        path = unquote(self.path.partition("?")[0])
         if path == "/v1/models":
             self._send(200, {"object": "list", "data": [model]})
         elif path == f"/v1/models/{self.server.model}":
@@ -189,6 +190,11 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(asked)
         except (ClientGoneError, ConnectionError, TimeoutError):
             self.close_connection = True
+        except Exception:
+            _LOG.exception("a request of %s failed", self.address_string())
+            self.close_connection = True
+            if not asked.stream:
+                self._send(500, error_body("the server has failed", "server_error"))
 
     # --- answers
 
