@@ -103,7 +103,8 @@ class Model:
             assert isinstance(out, Tensor)
             x = x + out.flatten(1)
             x = x + (normed(x) @ self.up[i]).relu() @ self.down[i]
-        return normed(x[step.indptr[1:].long() - 1]) @ self.head
+        # In float32, where no two tokens are as good.
+        return normed(x[step.indptr[1:].long() - 1]).float() @ self.head.float()
 
 
 def normed(x: Tensor) -> Tensor:

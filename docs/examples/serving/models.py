@@ -15,6 +15,11 @@ from docs.examples.serving.text import ByteTokenizer, FolderTokenizer
 from jitattn.kv import KVCacheManager, LayerConfig, PageIndexMode
 
 _NAME = "jitattn_pages"
+# Arguments of attention that the planner knows from the module, or that don't concern it; dropout
+# is 0 in evaluation.
+_SAID_ELSEWHERE = frozenset(
+    {"dropout", "is_causal", "position_ids", "scaling", "sliding_window", "softcap", "use_cache"}
+)
 
 
 class RandomModel(serve.Model):
@@ -140,7 +145,10 @@ def _attend(
     **others: object,
 ) -> tuple[Tensor, None]:
     """Write this step's K and V, and attend: tensors are [1, heads, num_tokens, head_dim]."""
-    del attention_mask, others  # scale, window and soft cap are the planner's
+    del attention_mask
+    for name, said in others.items():
+        if name not in _SAID_ELSEWHERE and said is not None and said is not False:
+            raise ValueError(f"{type(module).__name__} gives {name}: it is not supported")
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     cache = manager.layer_view(module.layer_idx, PageIndexMode.PER_LAYER).kv_cache
     pages = step.tables[module.layer_idx]
