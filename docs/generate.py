@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jitattn
-from jitattn import cli, knobs, kv, support
+from jitattn import cli, knobs, kv, ops, support
 from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import transformers
 
@@ -33,6 +33,8 @@ _CONSTRUCTED = {
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BlockTable",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "CascadeLevel",
+    "CascadePlanner",
     "KVCacheConfig",
     "KVCacheManager",
     "LayerConfig",
@@ -128,6 +130,8 @@ def api_page() -> str:
     parts += _sections(jitattn)
     parts.append("# Page manager\n\nEverything below is imported from `jitattn.kv`.\n")
     parts += _sections(kv)
+    parts.append("# Operators\n\n`import jitattn.ops` defines them as `torch.ops.jitattn`.\n")
+    parts += _sections(ops)
     parts.append("# flash-attn\n\nEverything below is imported from `jitattn.compat.flash_attn`.\n")
     parts += _sections(flash_attn)
     parts.append("# FlashInfer\n\nEverything below is imported from `jitattn.compat.flashinfer`.\n")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jitattn.batches import BatchInfo, batch_info
     from jitattn.binding import BoundCache
     from jitattn.bundles import Report, precompile
+    from jitattn.cascade import BoundCascadeCache, CascadeLevel, CascadePlan, CascadePlanner
     from jitattn.cuda_backend import KernelInfo
     from jitattn.errors import (
         CacheError,
@@ -43,8 +44,12 @@ _HOME = {
     "BatchInfo": "batches",
     "BlockTable": "pages",
     "BoundCache": "binding",
+    "BoundCascadeCache": "cascade",
     "BoundMLACache": "mla_cache",
     "CacheError": "errors",
+    "CascadeLevel": "cascade",
+    "CascadePlan": "cascade",
+    "CascadePlanner": "cascade",
     "CompileError": "errors",
     "Config": "support",
     "ConfigError": "errors",
@@ -85,8 +90,12 @@ __all__ = [
     "BatchInfo",
     "BlockTable",
     "BoundCache",
+    "BoundCascadeCache",
     "BoundMLACache",
     "CacheError",
+    "CascadeLevel",
+    "CascadePlan",
+    "CascadePlanner",
     "CompileError",
     "Config",
     "ConfigError",

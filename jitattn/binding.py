@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jitattn.config import QUANTISED_DTYPES, PlannerConfig
+from jitattn.handles import new_handle
 from jitattn.overlap import span_of
 from jitattn.pages import Pages, check_device, check_tensor
 
@@ -86,17 +87,22 @@ class BoundCache:
             where K and V are not NVFP4.
         k_scale: what a stored K is multiplied with; None where K is not quantised.
         v_scale: likewise of V.
+        source: the cache's tensors, as they were given.
+        handle: int64 [] on the CPU, what stands for it in calls of ``torch.ops.jitattn``.
     """
 
     __slots__ = (
+        "__weakref__",
         "block_scales",
         "config",
         "device",
+        "handle",
         "k",
         "k_at",
         "k_scale",
         "kernels",
         "kind",
+        "source",
         "strides",
         "tensor_maps",
         "v",
@@ -119,6 +125,7 @@ class BoundCache:
         v_scale: Scale | None = None,
         block_scales: tuple[CacheView, CacheView] | None = None,
         view: object = None,
+        source: tuple[Tensor, ...] = (),
     ) -> None:
         """Made by ``AttentionPlanner.bind``, with the planner's own ``config`` and ``device``."""
         self.config = config
@@ -133,6 +140,8 @@ class BoundCache:
         self.block_scales = block_scales
         # Of a page manager's cache, which tables it is for.
         self.view = view
+        self.source = source
+        self.handle = new_handle(self)
         # One object for the caches of a planner that differ in addresses and scales only.
         self.kind = kind
         # These say where K and V are now: the memory of a tensor may move.

@@ -17,6 +17,7 @@ from jitattn.binding import (
     check_scale,
 )
 from jitattn.config import QUANTISED_DTYPES
+from jitattn.handles import new_handle
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.pages import Pages, check_device, check_tensor
 
@@ -57,11 +58,15 @@ class BoundMLACache:
         strides: of pages, tokens and heads, of which there is one; of latents and of rope parts.
         kernels: those that the strides allow; None on the backend "reference".
         tensor_maps: those of latents and rope parts, where kernels use some.
+        source: the cache's tensors, as they were given.
+        handle: int64 [] on the CPU, what stands for it in calls of ``torch.ops.jitattn``.
     """
 
     __slots__ = (
+        "__weakref__",
         "config",
         "device",
+        "handle",
         "is_pair",
         "k_at",
         "k_scale",
@@ -69,6 +74,7 @@ class BoundMLACache:
         "latent",
         "latent_scales",
         "rope",
+        "source",
         "strides",
         "tensor_maps",
         "v_at",
@@ -87,6 +93,7 @@ class BoundMLACache:
         is_pair: bool,
         k_scale: Scale | None = None,
         latent_scales: RowsView | None = None,
+        source: tuple[Tensor, ...] = (),
     ) -> None:
         """Made by ``MLAPlanner.bind``, with the planner's own ``config`` and ``device``."""
         self.config = config
@@ -98,6 +105,8 @@ class BoundMLACache:
         self.latent_scales = latent_scales
         self.kernels: object = None
         self.tensor_maps: TensorMaps | None = None
+        self.source = source
+        self.handle = new_handle(self)
         self.strides = (
             *(latent.page_stride, latent.token_stride, 0),
             *(rope.page_stride, rope.token_stride, 0),
@@ -196,6 +205,7 @@ def bind_cache(
         _rows_view(rope, config),
         is_pair=not isinstance(kv, Tensor),
         k_scale=check_scale("k_scale", k_scale, device) if is_quantised else None,
+        source=(kv,) if isinstance(kv, Tensor) else tuple(kv),
     )
 
 
@@ -252,6 +262,7 @@ def _bind_rows(
         _rows_view(rope.view(torch.bfloat16), config),
         is_pair=False,
         latent_scales=_rows_view(scales.view(torch.float32), config),
+        source=(kv,),
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.binding import NO_LAYOUT, Batch, RowLayout, check_last_stride, check_rows
 from jitattn.checks import check_page_ids, check_queries
@@ -222,6 +223,11 @@ class MLAPlan(PlanBase):
 
         Defined by: jitattn/mla_reference.py::latent_attention.
         """
+        if is_dynamo_compiling():
+            from jitattn.traced import run_mla_attention
+
+            self._refuse(q_scale=q_scale, out_scale=out_scale)
+            return run_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
         check_flag("return_lse", return_lse)
         self._refuse(q_scale=q_scale, out_scale=out_scale)
         planner = self._planner

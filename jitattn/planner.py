@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn import support
 from jitattn.binding import (
@@ -43,7 +44,7 @@ from jitattn.planning import (
     is_capturing,
     make_readable,
 )
-from jitattn.quantization import KVCache, QuantizedKV
+from jitattn.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.reference_backend import ReferencePlan
 from jitattn.scalars import check_flag
 from jitattn.workspace import Workspace
@@ -223,6 +224,7 @@ class AttentionPlanner(_Arguments):
             v_scale=scales[1],
             block_scales=None if blocks is None else (blocks.k_scales, blocks.v_scales),
             view=view,
+            source=tensors_of(kv_cache),
         )
 
     def plan(
@@ -313,6 +315,11 @@ class Plan(PlanBase):
 
         Defined by: jitattn/reference.py::attention.
         """
+        if is_dynamo_compiling():
+            from jitattn.traced import run_attention
+
+            self._refuse(q_scale=q_scale, out_scale=out_scale)
+            return run_attention(self, q, kv, pages, out, lse, return_lse, sinks, custom_mask)
         is_plain = return_lse is False and (
             pages is lse is sinks is custom_mask is q_scale is out_scale is None  # type: ignore[comparison-overlap]
         )

@@ -24,6 +24,7 @@ from jitattn.binding import (
 from jitattn.checks import check_lengths
 from jitattn.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.errors import ConfigError
+from jitattn.handles import new_handle
 from jitattn.overlap import refuse_shared_bytes
 from jitattn.pages import (
     BlockTable,
@@ -179,7 +180,11 @@ class Backend(Protocol):
 
 
 class PlanBase:
-    """A batch, split over the card, and how the tensors of its last ``run`` lay."""
+    """A batch, split over the card, and how the tensors of its last ``run`` lay.
+
+    Attributes:
+        handle: int64 [] on the CPU, what stands for the plan in calls of ``torch.ops.jitattn``.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -196,6 +201,7 @@ class PlanBase:
         "_pages",
         "_planner",
         "_q_layout",
+        "handle",
     )
 
     _queries = "q"
@@ -204,6 +210,7 @@ class PlanBase:
         """Made by ``plan``."""
         self._backend = backend
         self._planner = planner
+        self.handle = new_handle(self)
         self._batch = batch
         # The last table that passed its checks, how the last tensors lay that did, and those that
         # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.

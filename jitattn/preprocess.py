@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.pages import Pages, ViewTable, check_view, view_of
-from jitattn.preprocess_call import Arguments, QkvParts, check
-from jitattn.preprocess_reference import preprocess as preprocess_by_definition
-from jitattn.preprocess_values import check_values
+from jitattn.preprocess_call import Arguments, QkvParts
+from jitattn.preprocess_dispatch import dispatch
 from jitattn.quantization import KVCache
 from jitattn.rotary import Rope
 
@@ -153,18 +151,10 @@ def append_kv(
 
 def _preprocess(given: tuple[Any, ...], first: object, pages: Pages | None) -> Tensor | None:
     """Take ``given``, in the order of ``Arguments``, to the device of ``first``."""
+    if is_dynamo_compiling():
+        from jitattn.traced import preprocess
+
+        return preprocess(Arguments(*given))
     if isinstance(pages, ViewTable):
         check_view(pages, view_of(Arguments(*given).kv_cache))
-    if not isinstance(first, Tensor) or not first.is_cuda:
-        call = check(Arguments(*given))
-        check_values(call)
-        return preprocess_by_definition(call)
-    return _preprocess_of_cuda()(given)
-
-
-@functools.cache
-def _preprocess_of_cuda() -> Callable[[tuple[Any, ...]], Tensor | None]:
-    """Return what launches. An import takes half a microsecond each time that it is met."""
-    from jitattn.preprocess_cuda import preprocess
-
-    return preprocess
+    return dispatch(given, first)

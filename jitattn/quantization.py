@@ -103,6 +103,17 @@ class QuantizedKV:
 
 
 KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
+
+
+def tensors_of(kv_cache: KVCache) -> tuple[Tensor, ...]:
+    """Return the tensors of a cache: one, K and V, or those of NVFP4, scales of blocks last."""
+    if isinstance(kv_cache, Tensor):
+        return (kv_cache,)
+    if isinstance(kv_cache, QuantizedKV):
+        return kv_cache.k, kv_cache.v, kv_cache.k_block_scales, kv_cache.v_block_scales
+    return tuple(kv_cache)
+
+
 """A cache as callers give it: K and V in one tensor, a pair of them, or four of NVFP4."""
 
 

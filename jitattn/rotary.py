@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn.handles import new_handle
 from jitattn.scalars import check_count, check_flag
 
 _MISSING = object()
@@ -63,6 +64,7 @@ class Rope:
             each other (Qwen2-VL).
         inv_freq: float32 [rotary_dim / 2] on the CPU, radians a token.
         attention_factor: cos and sin are multiplied with this.
+        handle: int64 [] on the CPU, what stands for it in calls of ``torch.ops.jitattn``.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Rope:
         # What kernels read, by device.
         self._turns: dict[torch.device, Tensor] = {}
         self._axes: dict[torch.device, Tensor] = {}
+        self.handle = new_handle(self)
         self._hash = hash(self._identity)
 
     @classmethod

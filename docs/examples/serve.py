@@ -1,7 +1,8 @@
 """Continuous batching with chunked prefill and prefix reuse, on a card or, slowly, on the CPU.
 
 Two models of random weights, one like Llama and one like Gemma 3 (five windowed layers to each full
-one), answer the same requests with pages of ``jitattn.kv``. Prints memory and tokens a second.
+one), answer the same requests with pages of ``jitattn.kv``. Prints memory and tokens a second. The
+server in serving/ schedules with what is here.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig, P
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCABULARY = 4, 2, 32, 16, 500
 HIDDEN, CHUNK, MAX_RUNNING = HEADS * HEAD_DIM, 64, 4
+Batch = list[tuple["Request", list[int]]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt, what was generated after it, and its pages while it runs."""
 
@@ -30,17 +32,44 @@ class Request:
     seq: KVSequence | None = None
 
 
+@dataclass
+class Step:
+    """What layers need of a batch: lengths, the table of each, and a plan for each window."""
+
+    seq_lens: Tensor
+    indptr: Tensor
+    tables: dict[int, jitattn.BlockTable]
+    plans: dict[int, jitattn.Plan]
+
+    @classmethod
+    def of(
+        cls, manager: KVCacheManager, planners: dict[int, jitattn.AttentionPlanner], batch: Batch
+    ) -> Step:
+        seqs = [request.seq for request, _ in batch if request.seq is not None]
+        sizes = [len(new) for _, new in batch]
+        device = next(iter(planners.values())).device
+        seq_lens = torch.tensor([seq.capacity for seq in seqs], dtype=torch.int32, device=device)
+        step = cls(seq_lens, torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32), {}, {})
+        for group in manager.layer_groups:
+            pages = [jitattn.BlockTable(ids) for ids in manager.block_tables(seqs, group)]
+            step.tables |= dict(zip(group.layer_ids, pages, strict=True))
+            step.plans[group.window_left] = planners[group.window_left].plan(
+                pages[0], seq_lens, step.indptr, max_q_len=max(sizes)
+            )
+        return step
+
+
 class Model:
     """Attention layers with random weights, one planner for each window."""
 
-    def __init__(self, windows: list[int]) -> None:
+    def __init__(self, windows: list[int], *, vocabulary: int = VOCABULARY) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def weight(*shape: int) -> Tensor:
             return (torch.randn(shape, generator=generator) / shape[0] ** 0.5).bfloat16().to(DEVICE)
 
         self.windows = windows
-        self.embedding = weight(VOCABULARY, HIDDEN)
+        self.embedding, self.head = weight(vocabulary, HIDDEN), weight(HIDDEN, vocabulary)
         self.qkv = [weight(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM) for _ in windows]
         self.up = [weight(HIDDEN, 2 * HIDDEN) for _ in windows]
         self.down = [weight(2 * HIDDEN, HIDDEN) for _ in windows]
@@ -59,34 +88,23 @@ class Model:
             for i, window in enumerate(self.windows)
         ]
 
-    def forward(self, manager: KVCacheManager, batch: list[tuple[Request, list[int]]]) -> list[int]:
-        """Compute the new tokens of each request; return what follows the last of each."""
-        seqs = [request.seq for request, _ in batch if request.seq is not None]
-        sizes = [len(new) for _, new in batch]
-        seq_lens = torch.tensor([seq.capacity for seq in seqs], dtype=torch.int32, device=DEVICE)
-        indptr = torch.tensor([0, *sizes]).cumsum(0).to(DEVICE, torch.int32)
-        tables, plans = {}, {}
-        for group in manager.layer_groups:
-            ids = manager.block_tables(seqs, group)
-            pages = [jitattn.BlockTable(each) for each in ids]
-            tables |= dict(zip(group.layer_ids, pages, strict=True))
-            plans[group.window_left] = self.planners[group.window_left].plan(
-                pages[0], seq_lens, indptr, max_q_len=max(sizes)
-            )
+    def forward(self, manager: KVCacheManager, batch: Batch) -> Tensor:
+        """Compute the new tokens of each request; return logits of what follows its last."""
+        step = Step.of(manager, self.planners, batch)
         x = self.embedding[torch.tensor([t for _, new in batch for t in new], device=DEVICE)]
         for i, window in enumerate(self.windows):
             cache = manager.layer_view(i, PageIndexMode.PER_LAYER).kv_cache
             q = jitattn.preprocess_qkv(
                 normed(x) @ self.qkv[i], cache, num_qo_heads=HEADS, num_kv_heads=KV_HEADS,
-                head_dim=HEAD_DIM, pages=tables[i], seq_lens=seq_lens, qo_indptr=indptr,
-                rope=self.rope,
+                head_dim=HEAD_DIM, pages=step.tables[i], seq_lens=step.seq_lens,
+                qo_indptr=step.indptr, rope=self.rope,
             )  # fmt: skip
-            out = plans[window].run(q, cache, pages=tables[i])
+            out = step.plans[window].run(q, cache, pages=step.tables[i])
             assert isinstance(out, Tensor)
             x = x + out.flatten(1)
             x = x + (normed(x) @ self.up[i]).relu() @ self.down[i]
-        logits = normed(x[indptr[1:].long() - 1]) @ self.embedding.T
-        return [int(token) for token in logits.argmax(dim=1).tolist()]
+        # In float32, where no two tokens are as good.
+        return normed(x[step.indptr[1:].long() - 1]).float() @ self.head.float()
 
 
 def normed(x: Tensor) -> Tensor:
@@ -96,18 +114,22 @@ def normed(x: Tensor) -> Tensor:
 class Scheduler:
     """Decodes what runs, admits what waits, and lets the youngest wait when pages run out."""
 
+    max_running = MAX_RUNNING
+
     def __init__(self, model: Model, manager: KVCacheManager, requests: list[Request]) -> None:
         self.model, self.manager = model, manager
         self.waiting, self.running = deque(requests), list[Request]()
         self.num_computed = self.num_suspended = self.most_bytes = 0
 
     def admit(self) -> None:
-        while self.waiting and len(self.running) < MAX_RUNNING:
+        while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
             if request.seq is None:  # the last token's logits are wanted: it is computed again
                 request.seq = self.manager.create_sequence(request.tokens[:-1])
-            if not request.seq.resume():
-                break
+            while not request.seq.resume():
+                if self.running:
+                    return
+                self.forget_sleeper(besides=request)
             self.running.append(self.waiting.popleft())
 
     def grow(self) -> list[tuple[Request, list[int]]]:
@@ -128,30 +150,48 @@ class Scheduler:
         return batch
 
     def suspend_youngest(self) -> None:
-        if len(self.running) == 1:
-            raise RuntimeError("one request alone needs more pages than there are")
-        request = self.running.pop()
-        assert request.seq is not None
-        request.seq.suspend()
-        self.waiting.appendleft(request)
-        self.num_suspended += 1
+        if len(self.running) > 1:
+            request = self.running.pop()
+            assert request.seq is not None
+            request.seq.suspend()
+            self.waiting.appendleft(request)
+            self.num_suspended += 1
+            return
+        self.forget_sleeper()
+
+    def forget_sleeper(self, besides: Request | None = None) -> None:
+        """Give back the pages of the last that waits with some: it will be computed again."""
+        for request in reversed(self.waiting):
+            if request.seq is not None and request is not besides:
+                request.seq.close()
+                request.seq = None
+                return
+        raise RuntimeError("one request alone needs more pages than there are")
 
     def step(self) -> None:
         self.admit()
         batch = self.grow()
         pools = self.manager.stats().pools
         self.most_bytes = max(self.most_bytes, sum(pool.used * pool.slot_bytes for pool in pools))
-        following = self.model.forward(self.manager, batch)
-        for (request, new), token in zip(batch, following, strict=True):
+        following = self.model.forward(self.manager, batch).float().cpu()
+        for (request, new), logits in zip(batch, following, strict=True):
             assert request.seq is not None
             request.seq.commit(new)
             self.num_computed += len(new)
             if request.seq.history_len == len(request.tokens):
-                request.tokens.append(token)
-                request.num_wanted -= 1
-                if request.num_wanted == 0:
-                    request.seq.close()
-                    self.running.remove(request)
+                self.follow(request, logits)
+
+    def follow(self, request: Request, logits: Tensor) -> None:
+        """Append the best token; a request that has all that it wanted ends."""
+        request.tokens.append(int(logits.argmax()))
+        request.num_wanted -= 1
+        if request.num_wanted == 0:
+            self.end(request)
+
+    def end(self, request: Request) -> None:
+        assert request.seq is not None
+        request.seq.close()
+        self.running.remove(request)
 
     def run(self) -> None:
         while self.waiting or self.running:

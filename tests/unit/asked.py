@@ -7,7 +7,7 @@ import functools
 import pytest
 from torch import Tensor
 
-from jitattn import preprocess
+from jitattn import preprocess_dispatch
 from jitattn.planning import DtypedConfig, PlannerBase
 from jitattn.preprocess_call import TokenCall
 from jitattn.preprocess_config import config_of
@@ -32,7 +32,7 @@ class Asked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.configs: list[Config] = []
-        make, write = PlannerBase.__init__, preprocess.preprocess_by_definition
+        make, write = PlannerBase.__init__, preprocess_dispatch.preprocess_by_definition
 
         def noting_make(planner: PlannerBase, config: DtypedConfig, **others: object) -> None:
             make(planner, config, **others)
@@ -45,7 +45,7 @@ class Asked:
             return write(call)
 
         monkeypatch.setattr(PlannerBase, "__init__", noting_make)
-        monkeypatch.setattr(preprocess, "preprocess_by_definition", noting_write)
+        monkeypatch.setattr(preprocess_dispatch, "preprocess_by_definition", noting_write)
 
     def specs_beside_the_bundle(self) -> set[KernelSpec]:
         configs = dict.fromkeys(self.configs)

@@ -161,12 +161,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(preprocess_cuda, "_kernel", kernel)
     monkeypatch.setattr(preprocess_cuda, "device_facts", lambda index: SimpleNamespace(num_sms=1))
     monkeypatch.setattr(preprocess_cuda._Prepared, "_launch", lambda self, one: found.append(one))
-    monkeypatch.setattr("jitattn.preprocess.check_values", lambda call: None)
+    monkeypatch.setattr("jitattn.preprocess_dispatch.check_values", lambda call: None)
     monkeypatch.setattr(
-        "jitattn.preprocess.preprocess_by_definition",
+        "jitattn.preprocess_dispatch.preprocess_by_definition",
         lambda call: preprocess_cuda.preprocess(call.arguments),
     )
-    monkeypatch.setattr("jitattn.preprocess.check", lambda arguments: _Unchecked(arguments))
+    monkeypatch.setattr("jitattn.preprocess_dispatch.check", _Unchecked)
     preprocess_cuda._memory.families.clear()
     return found
 

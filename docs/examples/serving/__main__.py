@@ -1,0 +1,64 @@
+"""``python -m docs.examples.serving``: see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from docs.examples.serve import DEVICE, PAGE_SIZE
+from docs.examples.serving.engine import Engine
+from docs.examples.serving.models import Checkpoint, RandomModel
+from docs.examples.serving.server import Server
+from docs.examples.serving.text import ByteTokenizer, Tokenizer
+from jitattn.kv import KVCacheConfig, KVCacheManager
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m docs.examples.serving", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="there is no authentication")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a transformers checkpoint; without: random weights"
+    )
+    parser.add_argument("--name", help="of the model, to clients; default: the folder's")
+    parser.add_argument("--kv-bytes", type=int, default=1 << 26, help="of pages on the device")
+    parser.add_argument("--host-bytes", type=int, default=0, help="of pages that sleep, likewise")
+    parser.add_argument(
+        "--typical-len", type=int, default=512, help="tokens of most requests: what layers get"
+    )
+    return parser
+
+
+def make_server(options: argparse.Namespace) -> Server:
+    """Load a model, and bind its port."""
+    model: Any
+    tokenizer: Tokenizer
+    if options.model is None:
+        model, tokenizer, name = RandomModel([-1, 31, -1]), ByteTokenizer(), "random"
+    else:
+        model = Checkpoint(options.model)
+        tokenizer, name = model.tokenizer(options.model), options.model.resolve().name
+    config = KVCacheConfig(
+        page_size=PAGE_SIZE, gpu_bytes=options.kv_bytes, host_bytes=options.host_bytes,
+        layers=model.layers(), typical_len=options.typical_len,
+    )  # fmt: skip
+    engine = Engine(model, KVCacheManager(config, device=DEVICE))
+    return Server((options.host, options.port), engine, tokenizer, options.name or name)
+
+
+def main() -> None:
+    server = make_server(parser().parse_args())
+    host, port = server.server_address[:2]
+    print(f"{server.model} at http://{host}:{port}/v1, up to {server.engine.max_len} tokens")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("closing")
+    finally:
+        server.server_close()
+        server.engine.close()
+
+
+if __name__ == "__main__":
+    main()
