@@ -103,12 +103,12 @@ def packed(parts: Sequence[Tensor], padding: int = 0, *, between: int = 8) -> Te
 
 
 def stored(values: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
-    """What a cache of ``dtype`` keeps of [tokens, num_kv_heads, elements]."""
+    """What a cache of ``dtype`` keeps of [tokens, num_kv_heads, elements], multiplied by 1 / scale."""
     if dtype not in LARGEST:
         return values.to(dtype)
     factor = torch.as_tensor(scale, dtype=torch.float32, device=values.device).reshape(-1, 1)
     most = LARGEST[dtype]
-    return (values.float() / factor).clamp(-most, most).to(dtype)
+    return (values.float() * (1.0 / factor)).clamp(-most, most).to(dtype)
 
 
 def read(kept: Tensor, scale: Tensor | float) -> Tensor:

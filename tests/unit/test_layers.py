@@ -137,6 +137,9 @@ OUTSIDE = {
     "integrations/__init__": set(),
     "integrations/steps": {"binding", "functional", "pages", "planner"},
     "integrations/transformers": {"functional", "pages", "planner", "preprocess", "scalars"},
+    "integrations/sglang/__init__": {"integrations"},
+    "integrations/sglang/layers": {"integrations", "pages", "planner", "preprocess", "tables"},
+    "integrations/sglang/backend": {"integrations"},
     "integrations/vllm/__init__": set(),
     "integrations/vllm/layers": {
         *("config", "integrations", "merge", "pages", "planner", "preprocess"),

@@ -809,6 +809,7 @@ def test_configurations_that_are_not_supported(
     assert reason in reasons(backend, **asked)
 
 
+@pytest.mark.filterwarnings("ignore")  # of modules that vLLM imports
 def test_vllms_caches_are_taken_as_they_lie(backend: Any) -> None:
     """Shapes and orders of vLLM before 0.30, and the pools that later ones make."""
     custom = backend.JitattnBackend
