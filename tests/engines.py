@@ -38,6 +38,9 @@ class Scores:
     causal: bool = True
 
 
+HEADS, SCORES = Heads(), Scores()
+
+
 @dataclass
 class Batch:
     """Requests of ``kv_lens`` tokens, the last ``q_lens`` of which are this step's.
@@ -103,7 +106,7 @@ def packed(parts: Sequence[Tensor], padding: int = 0, *, between: int = 8) -> Te
 
 
 def stored(values: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
-    """What a cache of ``dtype`` keeps of [tokens, num_kv_heads, elements], multiplied by 1 / scale."""
+    """What a cache of ``dtype`` keeps of [tokens, num_kv_heads, elements], times 1 / scale."""
     if dtype not in LARGEST:
         return values.to(dtype)
     factor = torch.as_tensor(scale, dtype=torch.float32, device=values.device).reshape(-1, 1)
