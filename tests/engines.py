@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from jitattn.config import PlannerConfig
+from jitattn.preprocess_config import PreprocessConfig
+
 NAN = math.nan
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # What kernels may be off by, in units of the sum of p * |v|.
@@ -207,3 +210,32 @@ def first_pages(batch: Batch, page_size: int, window_left: int) -> list[int]:
         return [0] * batch.batch_size
     pairs = zip(batch.kv_lens, batch.q_lens, strict=True)
     return [max(n - q - window_left, 0) // page_size for n, q in pairs]
+
+
+# --- on a card ------------------------------------------------------------------------------------
+
+GPU_HEADS = Heads(8, 2, 128, 128)
+GPU_KV_DTYPES = ("bfloat16", "float8_e4m3fn")
+
+
+def gpu_configs() -> list[PlannerConfig | PreprocessConfig]:
+    """What tests/gpu/test_engines.py launches besides tables, for a bundle."""
+    found: list[PlannerConfig | PreprocessConfig] = []
+    for page_table, page_size in (("shared", 16), ("token", 1), ("shared", 1)):
+        for kv_dtype in GPU_KV_DTYPES:
+            given = {"page_size": page_size, "kv_dtype": kv_dtype}
+            found.append(
+                PreprocessConfig(head_dim=128, page_table="slots", pairing="none", **given)
+            )
+            for scores in ({}, {"window_left": 20}, {"window_left": 20, "use_sinks": True}):
+                found.append(
+                    PlannerConfig(
+                        num_qo_heads=GPU_HEADS.num_qo_heads,
+                        num_kv_heads=GPU_HEADS.num_kv_heads,
+                        head_dim=GPU_HEADS.head_dim,
+                        page_table=page_table,
+                        **given,
+                        **scores,
+                    )
+                )
+    return list(dict.fromkeys(found))

@@ -142,9 +142,9 @@ OUTSIDE = {
     "integrations/sglang/backend": {"integrations"},
     "integrations/vllm/__init__": set(),
     "integrations/vllm/layers": {
-        *("config", "integrations", "merge", "pages", "planner", "preprocess"),
+        *("config", "integrations", "merge", "pages", "planner", "preprocess", "workspace"),
     },
-    "integrations/vllm/backend": {"config", "integrations", "support", "workspace"},
+    "integrations/vllm/backend": {"config", "integrations", "support"},
 }
 OUTSIDE_MODULES = {
     str(path.relative_to(PACKAGE).with_suffix("")): ast.parse(path.read_text())

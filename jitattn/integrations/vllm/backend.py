@@ -33,7 +33,6 @@ from jitattn.integrations.vllm.layers import (
     Tensors,
 )
 from jitattn.support import arch_for, check_config
-from jitattn.workspace import canonical_device
 
 NAME = "CUSTOM"  # a member of vLLM's list of backends
 
@@ -89,7 +88,7 @@ class JitattnMetadataBuilder(AttentionMetadataBuilder[Metadata]):  # type: ignor
             q_dtype=vllm_config.model_config.dtype,
             kv_dtype=kv_cache_spec.dtype,
             page_size=kv_cache_spec.block_size,
-            device=canonical_device(device),  # as tensors say it
+            device=device,
         )
         self._builder = Builder(
             tensors,

@@ -19,6 +19,7 @@ from jitattn.merge import merge_states
 from jitattn.pages import BlockTable, RaggedKV
 from jitattn.planner import AttentionPlanner
 from jitattn.preprocess import append_kv
+from jitattn.workspace import canonical_device
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8)
 # [num_pages, num_kv_heads, page_size, head_dim + head_dim_vo], in this order of names.
@@ -503,6 +504,10 @@ class Builder:
     layers: tuple[Layer, ...] = ()
     shards: Shards | None = None
     _captured: dict[object, Metadata] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Say where tensors are as they say it themselves, with an index."""
+        self.tensors = replace(self.tensors, device=canonical_device(self.tensors.device))
 
     def load(self) -> None:
         """Load the kernels of all layers.
