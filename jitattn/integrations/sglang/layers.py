@@ -6,6 +6,7 @@ them by name.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,20 +87,17 @@ class Buffers:
     def of(cls, pools: Pools, batch_size: int, num_tokens: int) -> Buffers:
         """Allocate them for one batch, or for all up to these sizes."""
         device = pools.req_to_token.device
-
-        def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        def table() -> Tensor:
-            return new(batch_size, pools.width, dtype=torch.int32)
-
+        int64 = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        table = functools.partial(
+            torch.zeros, batch_size, pools.width, dtype=torch.int32, device=device
+        )
         is_hybrid = pools.is_hybrid
         return cls(
-            new(batch_size),
+            int64(batch_size),
             None if pools.has_tokens else table(),
             table() if is_hybrid else None,
-            new(batch_size) if is_hybrid else None,
-            new(num_tokens) if is_hybrid else None,
+            int64(batch_size) if is_hybrid else None,
+            int64(num_tokens) if is_hybrid else None,
         )
 
     def part(self, batch_size: int, num_tokens: int) -> Buffers:
