@@ -7,15 +7,18 @@ the first layer of their kind attends, since only layers know heads, windows and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jitattn.binding import BoundCache
 from jitattn.functional import planner_of
+from jitattn.mla_planner import MLAPlanner
 from jitattn.pages import Pages
-from jitattn.planner import AttentionPlanner, Plan
+from jitattn.planner import AttentionPlanner
 
+Planner = AttentionPlanner | MLAPlanner
 Scale = float | Tensor
 
 FP8 = {
@@ -42,13 +45,14 @@ class Step:
         self.seq_lens = seq_lens
         self.qo_indptr = qo_indptr
         self.max_q_len = max_q_len
-        self._made: dict[AttentionPlanner, _Made] = {}
+        self._made: dict[Planner, _Made] = {}
 
-    def plan_of(self, planner: AttentionPlanner, pages: Pages) -> tuple[Plan, Pages | None]:
+    def plan_of(self, planner: Planner, pages: Pages) -> tuple[Any, Pages | None]:
         """Return the plan of ``planner``, made when it is first asked for.
 
         Returns:
-            The plan, and the table to give to its ``run``: None where it is the plan's own.
+            The planner's ``Plan`` or ``MLAPlan``, and the table to give to its ``run``: None where
+            it is the plan's own.
 
         Raises:
             TypeError, ValueError: the batch doesn't fit the planner.
@@ -58,9 +62,7 @@ class Step:
             made = self._made[planner] = self._make(planner, pages)
         return made.plan, None if pages is made.pages else pages
 
-    def plan_for(
-        self, layer: object, planner: AttentionPlanner, pages: Pages
-    ) -> tuple[Plan, Pages | None]:
+    def plan_for(self, layer: object, planner: Planner, pages: Pages) -> tuple[Any, Pages | None]:
         """Return the plan as ``plan_of`` does, up to date.
 
         The first layer that comes for a plan begins a pass over the model whenever it comes again:
@@ -80,7 +82,7 @@ class Step:
         for made in self._made.values():
             made.plan.refresh()
 
-    def _make(self, planner: AttentionPlanner, pages: Pages) -> _Made:
+    def _make(self, planner: Planner, pages: Pages) -> _Made:
         max_q_len = None if self.qo_indptr is None else self.max_q_len
         plan = planner.plan(pages, self.seq_lens, self.qo_indptr, max_q_len=max_q_len)
         return _Made(plan, pages)
@@ -91,7 +93,7 @@ class _Made:
 
     __slots__ = ("first", "pages", "plan")
 
-    def __init__(self, plan: Plan, pages: Pages) -> None:
+    def __init__(self, plan: Any, pages: Pages) -> None:
         self.plan = plan
         self.pages = pages
         self.first: object = None
@@ -161,7 +163,7 @@ class BoundCaches:
         Raises:
             TypeError, ValueError: the cache or a scale doesn't fit the planner.
         """
-        places = tuple(_place(part) for part in (k_cache, v_cache, k_scale, v_scale))
+        places = tuple(place_of(part) for part in (k_cache, v_cache, k_scale, v_scale))
         found = self._bound.get(planner)
         if found is not None and found[0] == places:
             return found[1]
@@ -170,7 +172,8 @@ class BoundCaches:
         return bound
 
 
-def _place(part: Scale | None) -> object:
+def place_of(part: Scale | None) -> object:
+    """Return what says where a tensor lies, or the number that is given instead."""
     if isinstance(part, Tensor):
         return part.data_ptr(), part.shape, part.stride(), part.dtype
     return part

@@ -6,6 +6,7 @@ SGLang's own where it can be imported (0.5.23 was; its compiled parts are not ne
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -16,18 +17,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from jitattn.errors import ConfigError
 from jitattn.integrations import sglang as integration
-from jitattn.integrations import steps
 from jitattn.integrations.sglang.layers import Backend
+from jitattn.planner import AttentionPlanner, Plan
 from tests.engines import (
     HEADS,
     NAN,
     SCORES,
+    Batch,
     Heads,
+    Paged,
     Scores,
+    check_rows,
+    defined,
     packed,
+    read,
+    stored,
 )
 from tests.sglang_runs import (
     DECODE,
@@ -239,7 +247,7 @@ def test_scales_that_are_numbers(engine: Engine) -> None:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What planners are asked for, in order."""
     seen: list[str] = []
-    planner, plan = steps.AttentionPlanner, steps.Plan
+    planner, plan = AttentionPlanner, Plan
     make, refresh = planner.plan, plan.refresh
     monkeypatch.setattr(planner, "plan", lambda *a, **k: seen.append("plan") or make(*a, **k))
     monkeypatch.setattr(plan, "refresh", lambda self: seen.append("refresh") or refresh(self))
@@ -359,13 +367,215 @@ def test_a_batch_without_requests(engine: Engine) -> None:
         run.attend(run.forward_batch())
 
 
+# --- latents --------------------------------------------------------------------------------------
+
+RANK, ROPE = 256, 32
+
+
+class LatentPool:
+    kv_lora_rank, qk_rope_head_dim = RANK, ROPE
+
+    def __init__(self, buffer: Tensor, dtype: torch.dtype) -> None:
+        self.buffer, self.dtype = buffer, dtype
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.buffer.view(self.dtype)
+
+
+class LatentRun:
+    """A model's latents in a pool; a request's K is a latent and a rope part, its V the latent."""
+
+    def __init__(self, engine: Engine, case: Case) -> None:
+        rng = random.Random(case.seed)
+        torch.manual_seed(case.seed)
+        self.engine, self.case, size = engine, case, case.page_size
+        heads = Heads(4, 1, RANK + ROPE, RANK)
+        self.batch = Batch(**case.lens, heads=heads, dtype=case.dtype, device="cpu")
+        self.batch.v = [k[..., :RANK] for k in self.batch.k]
+        self.scores = Scores(scale=0.06)
+        self.paged = Paged.of(self.batch, size, rng)
+        self.dtype = torch.float8_e4m3fn if case.kv_cache_dtype != "auto" else case.dtype
+        shape = self.paged.num_pages * size, 1, RANK + ROPE
+        self.cells = torch.full(shape, NAN).to(self.dtype)
+        stored_as = torch.uint8 if self.dtype != case.dtype else self.dtype
+        self.pool = LatentPool(self.cells.view(stored_as), self.dtype)
+        self.scale = torch.tensor(0.02) if self.dtype != case.dtype else None
+        rows = torch.full((6, 96), 2**31 - 1, dtype=torch.int32)
+        rows[0] = 0
+        self.rows = torch.tensor(rng.sample(range(1, 6), self.batch.batch_size))
+        lens = enumerate(zip(self.batch.kv_lens, self.batch.q_lens, strict=True))
+        for b, (n, q) in lens:
+            slots = torch.tensor([self.paged.slot(b, t) for t in range(n)])
+            rows[self.rows[b], :n] = slots.int()
+            self.cells[slots[: n - q]] = self.kept(b)[: n - q]
+        self.layer = engine.new_layer(heads, self.scores, 0)
+        self.layer.k_scale = self.scale
+        self.runner = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(req_to_token=rows),
+            token_to_kv_pool=self.pool,
+            page_size=size,
+            sliding_window_size=None,
+            use_mla_backend=True,
+        )
+        self.backend = engine.new_backend(self.runner)
+
+    def kept(self, request: int) -> Tensor:
+        return stored(self.batch.k[request], self.dtype, 1.0 if self.scale is None else self.scale)
+
+    def forward_batch(self, **other: Any) -> Any:
+        case, batch = self.case, self.batch
+        kv_lens, q_lens = torch.tensor(batch.kv_lens), torch.tensor(batch.q_lens)
+        drafts = SimpleNamespace(topk=1, draft_token_num=batch.q_lens[0])
+        is_verify = case.mode == "TARGET_VERIFY"
+        given = {
+            "forward_mode": getattr(self.engine.mode, case.mode),
+            "batch_size": batch.batch_size,
+            "req_pool_indices": self.rows,
+            "seq_lens": kv_lens - q_lens if is_verify else kv_lens,
+            "out_cache_loc": torch.tensor(self.paged.slots(batch)),
+            "spec_info": drafts if is_verify else None,
+            "extend_seq_lens": q_lens,
+            "extend_seq_lens_cpu": list(batch.q_lens),
+            "extend_prefix_lens_cpu": (kv_lens - q_lens).tolist(),
+        }
+        return SimpleNamespace(**{**given, **other})
+
+    def attend(self, forward_batch: Any, **other: Any) -> Tensor:
+        call = self.backend.forward_extend
+        if self.case.mode == "DECODE":
+            call = self.backend.forward_decode
+        k, _ = self.batch.new
+        q = torch.cat(self.batch.q).flatten(1)
+        return call(q, k, k[..., :RANK], self.layer, forward_batch, **other)
+
+    def check(self, out: Tensor) -> None:
+        out = out.view(-1, 4, RANK)
+        for b, (begin, end) in enumerate(itertools.pairwise(self.batch.indptr())):
+            k = read(self.kept(b), 1.0 if self.scale is None else self.scale)
+            want, _, size = defined(self.batch.q[b], k, k[..., :RANK], self.scores)
+            check_rows(out[begin:end], want, size)
+
+    def go(self) -> None:
+        want = self.cells.clone()
+        for b, (n, q) in enumerate(zip(self.batch.kv_lens, self.batch.q_lens, strict=True)):
+            slots = [self.paged.slot(b, t) for t in range(n - q, n)]
+            want[torch.tensor(slots)] = self.kept(b)[n - q :]
+        forward_batch = self.forward_batch()
+        self.backend.init_forward_metadata(forward_batch)
+        self.check(self.attend(forward_batch))
+        torch.testing.assert_close(self.cells.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("mode", MODES)
+def test_latents(engine: Engine, mode: str, page_size: int, kv_cache_dtype: str) -> None:
+    case = Case(MODES[mode], mode, page_size=page_size, kv_cache_dtype=kv_cache_dtype)
+    LatentRun(engine, case).go()
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY"])
+def test_captured_batches_of_latents(engine: Engine, mode: str) -> None:
+    run = LatentRun(engine, Case(MODES[mode], mode))
+    run.backend.init_cuda_graph_state(8, 64)
+    live = run.forward_batch()
+    wanted = {name: getattr(live, name).clone() for name in ("req_pool_indices", "seq_lens")}
+    before = run.cells.clone()
+    live.req_pool_indices.zero_()
+    live.seq_lens.fill_(1)
+    run.backend.init_forward_metadata_out_graph(live, in_capture=True)
+    for _ in range(2):
+        run.backend.init_forward_metadata_in_graph(live)
+        run.attend(live)
+    for name, value in wanted.items():
+        getattr(live, name).copy_(value)
+    run.cells.copy_(before)
+    run.backend.init_forward_metadata_in_graph(live)
+    run.check(run.attend(live))
+
+
+def test_k_and_v_of_each_head_of_prompts(engine: Engine) -> None:
+    """As models attend where nothing is cached; latents are written by the model."""
+    lens = {"kv_lens": (5, 20, 1), "q_lens": (5, 20, 1)}
+    run = LatentRun(engine, Case(lens))
+    torch.manual_seed(0)
+    heads = Heads(4, 4, 48, 32)
+    dense = Batch(**lens, heads=heads, dtype=torch.bfloat16, device="cpu")
+    layer = engine.new_layer(heads, SCORES, 0)
+    forward_batch = run.forward_batch()
+    run.backend.init_forward_metadata(forward_batch)
+    call = run.backend.forward_extend
+    args = packed(dense.q).flatten(1), *dense.new, layer, forward_batch
+    out = call(*args, save_kv_cache=False).view(-1, 4, 32)
+    for b, (begin, end) in enumerate(itertools.pairwise(dense.indptr())):
+        want, _, size = defined(dense.q[b], dense.k[b], dense.v[b], SCORES)
+        check_rows(out[begin:end], want, size)
+    assert bool(run.cells.isnan().all())
+    with pytest.raises(ValueError, match="layer 0 has head_dim 48"):
+        call(*args)
+    forward_batch.extend_prefix_lens_cpu = [0, 4, 0]
+    with pytest.raises(ValueError, match=r"extend_prefix_lens_cpu is \[0, 4, 0\]"):
+        call(*args, save_kv_cache=False)
+    forward_batch.extend_prefix_lens_cpu = [0, 0, 0]
+    forward_batch.mha_return_lse = True
+    with pytest.raises(ValueError, match="mha_return_lse is True"):
+        call(*args, save_kv_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sliding_window_size", 4, "sliding_window_size is 4"),
+        ("logit_cap", 30.0, "logit_cap is 30.0"),
+    ],
+)
+def test_latent_layers_that_are_not_supported(
+    engine: Engine, name: str, value: object, message: str
+) -> None:
+    run = LatentRun(engine, Case(DECODE, "DECODE"))
+    forward_batch = run.forward_batch()
+    run.backend.init_forward_metadata(forward_batch)
+    with pytest.raises(ValueError, match="sinks are given"):
+        run.attend(forward_batch, sinks=torch.zeros(4))
+    setattr(run.layer, name, value)
+    with pytest.raises(ValueError, match=message):
+        run.attend(forward_batch)
+    run.pool.use_dsa = True
+    with pytest.raises(ValueError, match="sparse attention is not supported"):
+        engine.new_backend(run.runner)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_sglangs_pool_of_latents(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of_sglang(monkeypatch)
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    run = LatentRun(engine, Case(MIXED, page_size=page_size))
+    pool = MLATokenToKVPool(
+        size=(run.paged.num_pages - 1) * page_size,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        kv_lora_rank=RANK,
+        qk_rope_head_dim=ROPE,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    pool.get_key_buffer(0).copy_(run.cells)
+    run.runner.token_to_kv_pool = pool
+    run.cells = pool.get_key_buffer(0)
+    run.backend = engine.new_backend(run.runner)
+    run.go()
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"use_mla_backend": True}, "multi-head latent attention"),
+        ({"use_mla_backend": True}, "multi-head latent attention over a pool without latents"),
         ({"is_draft_worker": True}, "the draft model"),
         ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "cross attention"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "a unified memory pool"),
@@ -440,7 +650,13 @@ def test_batches_that_are_not_supported(engine: Engine) -> None:
         ),
         ({"forward_mode": modes.DRAFT_EXTEND_V2}, "forward_mode is DRAFT_EXTEND_V2"),
         ({"forward_mode": modes.DLLM_EXTEND}, "forward_mode is DLLM_EXTEND"),
-        ({"forward_mode": modes.DECODE}, "spec_info is given in DECODE"),
+        (
+            {
+                "forward_mode": modes.DECODE,
+                "spec_info": SimpleNamespace(kv_indptr=torch.zeros(4)),
+            },
+            "spec_info has kv_indptr in DECODE",
+        ),
         ({"encoder_lens": torch.ones(3)}, "encoder_lens are given"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -542,6 +758,18 @@ def test_sglangs_pools_are_taken_as_they_lie(
     assert [tuple(b.shape) for b in pool.get_kv_buffer(FULL)] == [
         tuple(b.shape) for b in run.buffers
     ]
+
+
+def test_an_older_sglang_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its servers start all the same."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.4.1"))
+    with caplog.at_level("WARNING", logger="jitattn"):
+        integration.register()
+    assert "SGLang 0.4.1 takes no attention backend" in caplog.text
 
 
 def test_sglang_is_not_imported_before_it_is_asked_for() -> None:

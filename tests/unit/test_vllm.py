@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from jitattn.errors import ConfigError
-from jitattn.integrations import steps
 from jitattn.integrations import vllm as integration
 from jitattn.integrations.vllm.layers import Layer, Shards, Tensors, shard_lens
+from jitattn.planner import AttentionPlanner, Plan
 from tests.engines import (
     NAN,
     Heads,
@@ -235,7 +235,7 @@ def test_rows_of_buffers_that_hold_more(engine: Engine) -> None:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What planners are asked for, in order."""
     seen: list[str] = []
-    planner, plan = steps.AttentionPlanner, steps.Plan
+    planner, plan = AttentionPlanner, Plan
     make, refresh = planner.plan, plan.refresh
     monkeypatch.setattr(planner, "plan", lambda *a, **k: seen.append("plan") or make(*a, **k))
     monkeypatch.setattr(plan, "refresh", lambda self: seen.append("refresh") or refresh(self))
@@ -319,10 +319,8 @@ def test_another_groups_table_has_the_same_plan(engine: Engine, plans: list[str]
 
 def test_a_cache_is_bound_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    bind = steps.AttentionPlanner.bind
-    monkeypatch.setattr(
-        steps.AttentionPlanner, "bind", lambda *a, **k: seen.append(1) or bind(*a, **k)
-    )
+    bind = AttentionPlanner.bind
+    monkeypatch.setattr(AttentionPlanner, "bind", lambda *a, **k: seen.append(1) or bind(*a, **k))
     run = Run(engine, Case(DECODE, kv_cache_dtype="fp8"))
     for _ in range(3):
         metadata = run.builder.build(0, run.common())
@@ -662,6 +660,18 @@ def test_vllm_captures_uniform_batches(backend: Any) -> None:
     assert impl.can_return_lse_for_decode
     assert impl.lse_base_on_e
     assert not impl.supports_quant_query_input
+
+
+def test_an_older_vllm_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its servers start all the same."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.8.5"))
+    with caplog.at_level("WARNING", logger="jitattn"):
+        integration.register()
+    assert "vLLM 0.8.5 takes no attention backend" in caplog.text
 
 
 def test_vllm_is_not_imported_before_it_is_asked_for() -> None:

@@ -5,15 +5,23 @@ Written for the interface of SGLang 0.5.23. Importing this imports SGLang.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
 from jitattn.integrations.sglang.layers import Backend
 
+_apart: Callable[[Any], Any] = torch.compiler.disable
+
 
 class JitattnBackend(Backend, AttentionBackend):  # type: ignore[misc]
     """The attention backend ``"jitattn"``; ``Backend`` says what it takes and refuses."""
+
+    # Compiled models call them as they are: planning and launching is nothing to trace.
+    forward_decode = _apart(Backend.forward_decode)
+    forward_extend = _apart(Backend.forward_extend)
 
     def __init__(self, runner: Any) -> None:
         """Hold the pools of a ``ModelRunner``.

@@ -20,14 +20,26 @@ def register() -> None:
 
     vLLM calls it where jitattn is installed. Choose the backend with ``--attention-backend CUSTOM``
     or ``LLM(attention_config={"backend": "CUSTOM"})``; docs/other-packages.md says what it serves.
-    Another package's backend of that name stays, with a warning.
+    Another package's backend of that name stays, with a warning; so does a vLLM that knows no
+    backends of others as it is.
 
     Raises:
-        ImportError: vLLM is not installed, or has no register of attention backends.
+        ImportError: vLLM is not installed.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    import vllm
 
-    custom = AttentionBackendEnum.CUSTOM
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        custom = AttentionBackendEnum.CUSTOM
+    except (ImportError, AttributeError) as error:
+        # A server that never asks for the backend is to start all the same.
+        logger.warning(
+            "vLLM %s takes no attention backend of jitattn, which is written for 0.26 to 0.33: %s",
+            getattr(vllm, "__version__", ""),
+            error,
+        )
+        return
     if custom.is_overridden() and custom.get_path() != PATH:
         logger.warning(
             "vLLM's attention backend CUSTOM is %s: jitattn leaves it; name other plugins than "

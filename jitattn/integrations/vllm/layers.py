@@ -30,7 +30,7 @@ Gather = Callable[[Tensor], Tensor]
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Context:
     """What decode context parallelism needs of a step besides.
 
@@ -48,7 +48,7 @@ class Context:
     new_pages: RaggedKV
 
 
-@dataclass
+@dataclass(eq=False)
 class Metadata:
     """A batch, as the builder hands it to the layers of its group.
 
@@ -406,7 +406,7 @@ class Layer:
         planner = self._paged(self._context_planners, tensors, causal=False)
         plan, pages = metadata.context.cached.plan_for(self, planner, metadata.pages)
         kv = self._context_caches.of(planner, *caches, *scales)
-        return plan.run(query, kv, pages=pages, return_lse=True)  # type: ignore[return-value]
+        return plan.run(query, kv, pages=pages, return_lse=True)  # type: ignore[no-any-return]
 
     def _new_state(
         self, query: Tensor, key: Tensor, value: Tensor, metadata: Metadata
@@ -416,7 +416,7 @@ class Layer:
         tensors = Tensors(value.shape[2], query.dtype, key.dtype, 1, query.device)
         planner = self._of_new_tokens(tensors, causal=metadata.causal)
         plan, pages = context.new.plan_for(self, planner, context.new_pages)
-        return plan.run(query, (key, value), pages=pages, return_lse=True)  # type: ignore[return-value]
+        return plan.run(query, (key, value), pages=pages, return_lse=True)  # type: ignore[no-any-return]
 
 
 def _refuse_layer(
