@@ -82,8 +82,9 @@ class Buffers:
         """Allocate them for one batch, or for all up to these sizes."""
         device = pools.req_to_token.device
         int64 = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        # Whose every entry is written before any is read.
         table = functools.partial(
-            torch.zeros, batch_size, pools.width, dtype=torch.int32, device=device
+            torch.empty, batch_size, pools.width, dtype=torch.int32, device=device
         )
         is_hybrid = pools.is_hybrid
         return cls(

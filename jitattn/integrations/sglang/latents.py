@@ -85,13 +85,13 @@ class LatentLayers:
         return self._attend_to_latents(q, cache, layer, forward, scale)
 
     def _write(self, k: Tensor, cache: Tensor, slots: Tensor, scale: Scale | None) -> None:
-        num_tokens, rank = slots.shape[0], self._rank
+        num_tokens, rank = min(k.shape[0], slots.shape[0]), self._rank
         rows = k.view(-1, 1, rank + self._rope)[:num_tokens]
         append_kv(
             rows[..., :rank],
             rows[..., rank:],
             (cache[..., :rank], cache[..., rank:]),
-            slots=slots,
+            slots=slots[:num_tokens],
             k_scale=scale,
             v_scale=scale,
         )

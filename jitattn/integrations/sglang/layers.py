@@ -265,17 +265,16 @@ class Backend:
         forward_batch: Any,
     ) -> None:
         layer, slots = state.layer, forward_batch.out_cache_loc
-        num_tokens = slots.shape[0]
+        num_tokens = min(k.shape[0], slots.shape[0])  # where either is padded
         if state.is_windowed:
             assert self.forward_metadata is not None
             slots = self.forward_metadata.window_slots
             assert slots is not None
-            slots = slots[:num_tokens]
         append_kv(
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[:num_tokens],
             v.view(-1, layer.tp_k_head_num, layer.v_head_dim)[:num_tokens],
             caches,
-            slots=slots,
+            slots=slots[:num_tokens],
             k_scale=scales[0],
             v_scale=scales[1],
         )

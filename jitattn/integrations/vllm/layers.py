@@ -232,6 +232,18 @@ class Layer:
             device=tensors.device,
         )
 
+    def load(self, tensors: Tensors) -> None:
+        """Load the kernels of causal batches.
+
+        Raises:
+            ConfigError: with every reason why the configuration has no kernel.
+        """
+        if self.dcp_world_size == 1:
+            self.planner(tensors, causal=True)
+            return
+        self._paged(self._context_planners, tensors, causal=False)
+        self._of_new_tokens(tensors, causal=True)
+
     def plan(self, metadata: Metadata, tensors: Tensors) -> None:
         """Make the plans that ``forward`` will ask for, as captures need them.
 
@@ -516,7 +528,7 @@ class Builder:
             ConfigError: with every reason why a configuration has no kernel.
         """
         for layer in self.layers:
-            layer.planner(self.tensors, causal=True)
+            layer.load(self.tensors)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
