@@ -620,6 +620,60 @@ def test_configurations_that_are_not_supported(
 
 
 @pytest.mark.filterwarnings("ignore")  # of modules that vLLM imports
+@pytest.mark.parametrize("window", [None, 8])
+def test_vllms_attention_runs_through_it(backend: Any, window: int | None) -> None:
+    """``Attention`` as models have it, with its own scales, cache update and forward context."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    scores = Scores(window_left=-1 if window is None else window - 1)
+    run = Run(engine_of_vllm(), Case(MIXED, scores=scores, padding=2))
+    heads, names = run.case.heads, [f"model.layers.{i}.attn" for i in range(2)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(run.case.dtype)
+    try:
+        with set_current_vllm_config(config):
+            attentions = [
+                Attention(
+                    *(heads.num_qo_heads, heads.head_dim, scores.scale, heads.num_kv_heads),
+                    prefix=name,
+                    attn_backend=backend.JitattnBackend,
+                    per_layer_sliding_window=window,
+                )
+                for name in names
+            ]
+    finally:
+        torch.set_default_dtype(before)
+    object.__setattr__(config, "model_config", SimpleNamespace(dtype=run.case.dtype))
+    spec = FullAttentionSpec(
+        block_size=run.case.page_size,
+        num_kv_heads=heads.num_kv_heads,
+        head_size=heads.head_dim,
+        dtype=run.case.dtype,
+    )
+    builder = backend.JitattnMetadataBuilder(spec, names, config, torch.device("cpu"))
+    metadata = builder.build(0, run.common())
+    k, v = run.batch.new
+    q, k, v = (packed(x, run.case.padding) for x in (run.batch.q, [k], [v]))
+    for attention, cache in zip(attentions, (run.kv_cache, run.kv_cache.clone()), strict=True):
+        attention.kv_cache = cache
+    object.__setattr__(config, "model_config", None)
+    given = {
+        "attn_metadata": dict.fromkeys(names, metadata),
+        "slot_mapping": dict.fromkeys(names, metadata.slot_mapping),
+    }
+    with set_forward_context(vllm_config=config, num_tokens=q.shape[0], **given):
+        for attention in attentions:
+            out = attention(q, k, v)
+            run.check(out.view(q.shape[0], heads.num_qo_heads, -1))
+    with set_forward_context(None, config, num_tokens=q.shape[0]):
+        assert bool((attentions[0](q, k, v) == 0).all())  # measures memory
+
+
+@pytest.mark.filterwarnings("ignore")  # of modules that vLLM imports
 def test_vllms_caches_are_taken_as_they_lie(backend: Any) -> None:
     """Shapes and orders of vLLM before 0.30, and the pools that later ones make."""
     custom = backend.JitattnBackend
