@@ -422,6 +422,30 @@ class Ranked(Run):
             check_rows(out[begin:end], want, size, slack=4.0)
 
 
+def test_plans_of_a_capture_on_two_ranks(plans: list[str]) -> None:
+    """Those of both parts are there before it, and replays read what a later build has written."""
+    lens = {"kv_lens": (1, 40, 18, 0, 3), "q_lens": (1, 1, 1, 0, 1)}
+    runs = [Ranked(rank, 2, 1, Case(lens, heads=Heads(2, 1))) for rank in range(2)]
+    common = [run.common() for run in runs]
+    wanted = [c.seq_lens.clone() for c in common]
+    for run, c in zip(runs, common, strict=True):
+        c.seq_lens.fill_(1)
+        run.metadata = run.builder.build_for_cudagraph_capture(c)
+    assert plans == ["plan"] * 4
+    for run, c, lens_now in zip(runs, common, wanted, strict=True):
+        c.seq_lens.copy_(lens_now)
+        run.builder.build(0, c)
+    q = torch.cat([torch.cat(run.batch.q) for run in runs], dim=1)
+    states = [run.context_state(q) for run in runs]
+    for run in runs:
+        run.attend_with(q, states)
+    assert plans.count("plan") == 4
+    runs[0].builder.shards.cached_lens = runs[0].builder.shards.cached_lens[:2]
+    runs[0].builder.shards.new_lens = runs[0].builder.shards.new_lens[:2]
+    with pytest.raises(ValueError, match="num_reqs is 5: there is room for 2"):
+        runs[0].builder.build(0, common[0])
+
+
 def test_shards_take_turns() -> None:
     lens = torch.arange(50, dtype=torch.int32)
     for size, interleave in itertools.product((1, 2, 3), (1, 2, 16)):

@@ -480,8 +480,16 @@ class Shards:
         """Write the lengths of a batch and return what describes it.
 
         They are written in place for graphs, which read them where they were when captured.
+
+        Raises:
+            ValueError: more requests than there is room for.
         """
         batch_size = seq_lens.shape[0]
+        if batch_size > self.new_lens.shape[0]:
+            raise ValueError(
+                f"num_reqs is {batch_size}: there is room for {self.new_lens.shape[0]} requests, "
+                "as many as max_num_seqs"
+            )
         cached_lens, new_lens = self.cached_lens[:batch_size], self.new_lens[:batch_size]
         torch.sub(qo_indptr[1:], qo_indptr[:-1], out=new_lens)
         cached_lens.copy_(shard_lens(seq_lens - new_lens, self.size, self.rank, self.interleave))
