@@ -21,7 +21,7 @@ from types import ModuleType
 import jitattn
 from jitattn import cli, knobs, kv, ops, support
 from jitattn.compat import flash_attn, flashinfer, trtllm
-from jitattn.integrations import transformers
+from jitattn.integrations import sglang, transformers, vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other classes are made by jitattn, and their constructors are its own business.
@@ -142,6 +142,10 @@ def api_page() -> str:
         "# transformers\n\nEverything below is imported from `jitattn.integrations.transformers`.\n"
     )
     parts += _sections(transformers)
+    for engine in (vllm, sglang):
+        title = {"vllm": "vLLM", "sglang": "SGLang"}[engine.__name__.rpartition(".")[2]]
+        parts.append(f"# {title}\n\nEverything below is imported from `{engine.__name__}`.\n")
+        parts += _sections(engine)
     return "\n".join(parts)
 
 

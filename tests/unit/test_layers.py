@@ -140,14 +140,26 @@ KV_TORCH = {"storage", "device_tables", "views", "manager"}  # the last where a 
 KV_MODULES = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "kv").glob("*.py")}
 
 # What speaks for other packages may import these of this one, and nothing imports it. Of the other
-# packages it imports what it is called after, in functions.
+# packages it imports what it is called after: in functions, but for backends, which those packages
+# import by name.
 OUTSIDE = {
     "compat/__init__": set(),
     "compat/flash_attn": {"compat", "functional", "pages", "planner", "preprocess", "scalars"},
     "compat/gradients": set(),
     "compat/trtllm": {"config", "pages", "quantization", "scalars"},
     "integrations/__init__": set(),
+    "integrations/steps": {"binding", "functional", "mla_planner", "pages", "planner"},
     "integrations/transformers": {"functional", "pages", "planner", "preprocess", "scalars"},
+    "integrations/sglang/__init__": {"integrations"},
+    "integrations/sglang/batches": {"integrations", "pages", "tables"},
+    "integrations/sglang/latents": {"integrations", "mla_cache", "mla_planner", "preprocess"},
+    "integrations/sglang/layers": {"integrations", "pages", "planner", "preprocess"},
+    "integrations/sglang/backend": {"integrations"},
+    "integrations/vllm/__init__": set(),
+    "integrations/vllm/layers": {
+        *("config", "integrations", "merge", "pages", "planner", "preprocess", "workspace"),
+    },
+    "integrations/vllm/backend": {"config", "integrations", "support"},
 }
 # FlashInfer's stand-in is a package, whose modules import each other downwards in this order.
 FLASHINFER = (
@@ -161,7 +173,7 @@ FLASHINFER_IMPORTS = {
 OUTSIDE_MODULES = {
     str(path.relative_to(PACKAGE).with_suffix("")): ast.parse(path.read_text())
     for folder in ("compat", "integrations")
-    for path in sorted((PACKAGE / folder).glob("*.py"))
+    for path in sorted((PACKAGE / folder).rglob("*.py"))
 }
 
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}

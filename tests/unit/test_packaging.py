@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -75,6 +76,14 @@ def test_wheel_renders_the_same_bytes_as_the_checkout(wheel: Path, tmp_path: Pat
     assert checkout == ROOT / "templates"
     assert text == expected
     assert "extern" in text
+
+
+def test_engines_find_their_plugins() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert set(groups) == {"vllm.general_plugins", "sglang.srt.plugins"}
+    for group, plugins in groups.items():
+        point = importlib.metadata.EntryPoint("jitattn", plugins["jitattn"], group)
+        assert callable(point.load())
 
 
 def test_editable_install_copies_nothing(tmp_path: Path) -> None:
