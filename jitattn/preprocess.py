@@ -50,7 +50,8 @@ def preprocess_qkv(
 
     Args:
         qkv: [num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16, any
-            token stride; or (q, k, v), each [num_tokens, heads, head_dim].
+            token stride; or (q, k, v), each [num_tokens, heads, head_dim], where v may have a
+            head_dim of its own, as a latent has (docs/concepts.md).
         kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD), a pair of 4-D tensors, or
             a ``QuantizedKV``, any strides but the last; 16 bits, FP8, int8, or uint8 bytes.
         num_qo_heads: heads of q.

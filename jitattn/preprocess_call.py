@@ -187,10 +187,10 @@ def _parts(arguments: Arguments) -> tuple[Tensor | None, Tensor, Tensor]:
         return None, k, v
     if not isinstance(qkv, (tuple, list)) or len(qkv) != 3:
         raise TypeError(f"qkv is a {type(qkv).__name__}: expected a tensor or (q, k, v)")
-    counts = _head_counts(arguments)
+    num_qo_heads, num_kv_heads, head_dim = _head_counts(arguments)
+    counts = (num_qo_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, None)
     parts = [
-        (name, part, count, counts[2])
-        for name, part, count in zip("qkv", qkv, (counts[0], *[counts[1]] * 2), strict=True)
+        (name, part, *count) for name, part, count in zip("qkv", qkv, counts, strict=True)
     ]
     q, k, v = _check_heads(parts)
     return q, k, v
@@ -233,9 +233,9 @@ def _check_heads(parts: object) -> tuple[Tensor, ...]:
     checked: list[Tensor] = []
     for name, part, num_heads, head_dim in parts:  # type: ignore[attr-defined]
         check_tensor(name, part, _FLOATS)
-        if part.dim() == 2 and head_dim is not None and part.shape[1] == num_heads * head_dim:
+        if part.dim() == 2 and num_heads and _is_row(part.shape[1], num_heads, head_dim):
             check_last_stride(name, part)
-            part = part.view(part.shape[0], num_heads, head_dim)
+            part = part.view(part.shape[0], num_heads, part.shape[1] // num_heads)
         first = checked[0] if checked else part
         wanted_heads = num_heads or (checked[0].shape[1] if checked and num_heads is None else None)
         if (
@@ -254,6 +254,11 @@ def _check_heads(parts: object) -> tuple[Tensor, ...]:
         check_device(name, part, first.device)
         checked.append(part)
     return tuple(checked)
+
+
+def _is_row(width: int, num_heads: int, head_dim: int | None) -> bool:
+    """Return whether so many elements are all heads of a token."""
+    return width % num_heads == 0 if head_dim is None else width == num_heads * head_dim
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:

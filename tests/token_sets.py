@@ -7,6 +7,10 @@ from dataclasses import replace
 from tests.token_cases import CACHE_DTYPES, TABLES, TokenCase
 
 _BASE = TokenCase()
+_LATENT = replace(
+    _BASE, head_dim=64, head_dim_vo=512, num_kv_heads=1, qkv="tuple", rotary="interleaved",
+    rotary_dim=64, page_size=64,
+)  # fmt: skip
 KINDS: dict[str, TokenCase] = {
     "bf16": _BASE,
     "fp16": replace(_BASE, dtype="float16", kv_dtype="float16"),
@@ -28,6 +32,9 @@ KINDS: dict[str, TokenCase] = {
     "other 16 bits": replace(_BASE, dtype="float16", q_out="in place", rotary="none", page_size=3),
     "wide": replace(_BASE, head_dim=512, rotary_dim=64, page_size=1),
     "narrow": replace(_BASE, head_dim=16, page_size=8),
+    # Of latent attention: K is the rope part, V the latent.
+    "latent": replace(_LATENT, page_table="separate"),
+    "latent e4m3": replace(_LATENT, kv_dtype="float8_e4m3fn", scales="number"),
 }
 _APPEND = replace(_BASE, is_append=True)
 APPENDS: dict[str, TokenCase] = {

@@ -56,7 +56,7 @@ def launched(
     monkeypatch.setattr(preprocess_cuda, "_kernel", kernel)
     monkeypatch.setattr(preprocess_cuda, "device_facts", lambda index: SimpleNamespace(num_sms=1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("jitattn.preprocess.check_values", lambda call: None)
+    monkeypatch.setattr("jitattn.preprocess_dispatch.check_values", lambda call: None)
     preprocess_cuda._memory.families.clear()
     yield specs
     preprocess_cuda._memory.families.clear()
@@ -68,7 +68,7 @@ def on_the_kernel(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run() -> Tensor | None:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "jitattn.preprocess.preprocess_by_definition",
+                "jitattn.preprocess_dispatch.preprocess_by_definition",
                 lambda call: preprocess_cuda.preprocess(call.arguments),
             )
             return type(inputs).run(inputs)
@@ -101,6 +101,17 @@ CASES = {
     "slots": replace(BASE, page_table="slots", dtype="float16", kv_dtype="float8_e5m2"),
     "latent": replace(
         *(BASE,), is_append=True, head_dim=512, head_dim_vo=64, num_kv_heads=1, page_table="slots"
+    ),
+    "turned latent": replace(
+        BASE,
+        head_dim=64,
+        head_dim_vo=512,
+        num_kv_heads=1,
+        qkv="tuple",
+        rotary="interleaved",
+        rotary_dim=64,
+        kv_dtype="float8_e4m3fn",
+        scales="number",
     ),
     "append nvfp4": replace(
         *(BASE,), is_append=True, kv_dtype="nvfp4", memory="odd", head_dim=48, zero_tail=True
