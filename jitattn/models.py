@@ -142,7 +142,9 @@ FAMILIES: Mapping[str, Family] = {
 """By ``model_type``. Others are read from their fields alone."""
 
 _NO_KERNEL = "which no kernel computes"
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta-v2")
 _REFUSED_TYPES = {
+    **dict.fromkeys(_ENCODERS, "queries that see later tokens, which is not understood"),
     "bloom": f"ALiBi, {_NO_KERNEL}",
     "mpt": f"ALiBi, {_NO_KERNEL}",
     "t5": f"relative position biases, {_NO_KERNEL}",
@@ -187,7 +189,9 @@ _HARMLESS = frozenset(
         *("no_rope_layer_interval", "num_kv_shared_layers"),
     }
 )
-_OTHER_PARTS = re.compile(r"(linear|mamba|ssm|conv|vision|audio|image|mlp)_|.*_(config|head)$")
+_OTHER_PARTS = re.compile(
+    r"(linear|mamba|ssm|conv|vision|audio|image|mlp|lm_head)_|(?!.*(attn|attention|rope)).*_config$"
+)
 _ROPE_FIELDS = (
     *("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_freq"),
     *("rotary_emb_base", "rotary_pct", "rotary_dim", "partial_rotary_factor"),
@@ -229,6 +233,7 @@ def model_of(config: Mapping[str, object]) -> Model:
     num_qo_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_qo_heads)
     head_dim = latent.qk_rope_head_dim if latent else _head_dim(fields, num_qo_heads)
+    fields.check()  # what follows would only repeat what is wrong with the shapes
     rotary_dim, use_mrope = _rope(fields, head_dim)
     scale = _sm_scale(fields, latent)
     model = Model(
@@ -320,6 +325,9 @@ class _Fields:
             self.refuse(f"position_embedding_type is {kind!r}: biases of scores, {_NO_KERNEL}")
         if self.get("is_causal") is False:
             self.refuse("is_causal is False: queries that see later tokens, not understood")
+        quantization = self.get("quantization_config")
+        if isinstance(quantization, Mapping) and quantization.get("kv_cache_scheme"):
+            self.notes.append("kv_cache_scheme: a quantised cache is chosen with --kv-dtype")
         for name, advice in _NOTED_FIELDS.items():
             if value := self.get(name):
                 self.notes.append(f"{name} is {_short(value)}: {advice}")
@@ -335,14 +343,19 @@ class _Fields:
                     f"{text} and may change the attention of model_type {self.model_type!r}; a "
                     "copy of the file without it is read if it does not"
                 )
-        if self._reasons:
-            raise ConfigError(self._reasons)
+        self.check()
         if not self.is_known:
             name = repr(self.model_type) if self.model_type else "missing"
             self.notes.append(
-                f"model_type is {name}, of which nothing is known: it is read from its fields alone"
+                f"model_type is {name}, of which nothing is known: it is read from its fields, "
+                "which need not say whether q and k have biases or norms"
             )
         return tuple(self.notes)
+
+    def check(self) -> None:
+        """Raise ConfigError where something was refused."""
+        if self._reasons:
+            raise ConfigError(self._reasons)
 
     def _not_understood(self) -> Iterator[str]:
         for name, value in self._fields.items():
@@ -408,17 +421,30 @@ def _dtype(fields: _Fields) -> str:
 
 def _windows(fields: _Fields) -> tuple[int, ...]:
     """Return the values of ``window_left`` among the layers; -1 is full attention."""
-    size, kinds = fields.get("sliding_window"), fields.get("layer_types")
+    size, kinds = _window_size(fields), fields.get("layer_types")
     is_asked = fields.get("use_sliding_window")
     if fields.family.windows == "asked" and not is_asked and not kinds:
         return (-1,)
     has_window = size and is_asked is not False
     # A model's window counts the token itself.
-    window = fields.count("sliding_window") - 1 if has_window else -1
+    window = size - 1 if has_window else -1
     if isinstance(kinds, list) and kinds:
         return _windows_of_kinds(fields, kinds, window)
     is_mixed = fields.family.windows != "all" or fields.get("sliding_window_pattern")
     return tuple(sorted({-1, window} if is_mixed else {window}))
+
+
+def _window_size(fields: _Fields) -> int:
+    """Return how many tokens a query sees, itself included; 0: there is no window."""
+    sizes = {
+        name: fields.count(name)
+        for name in ("sliding_window", "sliding_window_size")  # some files have both
+        if fields.get(name)
+    }
+    if len(set(sizes.values())) > 1:
+        given = " and ".join(f"{name} is {size}" for name, size in sizes.items())
+        fields.refuse(f"{given}: expected one window")
+    return next(iter(sizes.values()), 0)
 
 
 def _windows_of_kinds(fields: _Fields, kinds: list[object], window: int) -> tuple[int, ...]:
@@ -475,7 +501,8 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[int, bool]:
 def _pairings(fields: _Fields) -> tuple[Pairing, ...]:
     is_interleaved = fields.model_type in INTERLEAVED_MODELS
     pairing = Pairing.INTERLEAVED if is_interleaved else Pairing.NEOX
-    has_rope = any(fields.get(name) is not None for name in _ROPE_FIELDS)
+    given = [name for name in _ROPE_FIELDS if fields.get(name) is not None]
+    has_rope = bool(given)
     if not has_rope and not fields.is_known:
         fields.notes.append("no rope_theta: kernels without rotary embedding and with NeoX pairs")
     # Zeros are layers without, in the files that list them.
