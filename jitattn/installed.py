@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jitattn.cache import KernelCache, digest_of_files
 from jitattn.errors import CacheError
 from jitattn.knobs import Knobs
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 GROUP = "jitattn.bundles"
 """The entry points of bundles; the value of one is the package whose folder is a bundle."""
@@ -32,20 +37,29 @@ def bundles(knobs: Knobs) -> tuple[KernelCache, ...]:
 @functools.cache
 def installed_bundles() -> tuple[Path, ...]:
     """Return the folders of installed bundles, in the order of their names; nothing is imported."""
-    from importlib.metadata import entry_points  # reads the metadata of all that is installed
+    from importlib.metadata import distributions  # 10 ms where nobody has imported it
 
-    found = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        folder = (
-            Path(str(point.dist.locate_file(point.value.replace(".", "/")))) if point.dist else None
-        )
-        if folder is not None and folder.is_dir():
-            found[folder.absolute()] = point.name
+    found: dict[str, Path] = {}
+    for distribution in distributions():
+        # Of what comes first on the path, as for imports.
+        for name, folder in _bundles_of(distribution):
+            found.setdefault(name, folder)
+    return tuple(found[name] for name in sorted(found))
+
+
+def _bundles_of(distribution: Distribution) -> Iterator[tuple[str, Path]]:
+    try:
+        # Parsing the entry points of all that is installed takes several times as long as this.
+        if GROUP not in (distribution.read_text("entry_points.txt") or ""):
+            return
+    except (OSError, ValueError):
+        return  # another package's trouble
+    for point in distribution.entry_points.select(group=GROUP):
+        folder = Path(str(distribution.locate_file(point.value.replace(".", "/")))).absolute()
+        if folder.is_dir():
+            yield point.name, folder
         else:
-            logger.warning(
-                "the entry point %s = %s of %s leads nowhere", point.name, point.value, GROUP
-            )
-    return tuple(found)
+            logger.warning("entry point %s of %s: there is no %s", point.name, GROUP, folder)
 
 
 def forget() -> None:
