@@ -437,14 +437,24 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
             f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
             "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
         )
+    others = [place for place in places if _holds_another(job, place)]
+    stale = "".join(
+        f" {place} has it as another version of jitattn renders it: fill that bundle again."
+        for place in others
+    )
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
     config = quote(hint or _config_text(job.spec))
     return (
         f"{job.spec.symbol} for {job.arch} is not precompiled, and JITATTN_JIT=0 forbids compiling "
-        f"it. Searched: {searched}. Make it with\n"
+        f"it. Searched: {searched}.{stale} Make it with\n"
         f"    jitattn precompile --arch {job.arch} --config {config} -o {folder}\n"
         f"and set JITATTN_PRECOMPILED={folder}"
     )
+
+
+def _holds_another(job: _Job, place: Path) -> bool:
+    """Say whether a bundle has the kernel, rendered from other templates."""
+    return any(place.glob(f"{job.arch}-{job.spec.symbol}-*/kernel.cubin"))
 
 
 def _config_text(spec: KernelSpec) -> str:

@@ -6,6 +6,7 @@ the table below. A field that may change attention is understood, refused or rep
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -209,6 +210,9 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
+    if not file.exists():
+        advice = "No such file (nothing is downloaded: give a config.json or its folder)"
+        raise FileNotFoundError(errno.ENOENT, advice, str(file))
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -102,7 +102,8 @@ def _heads_of_a_device(model: Model, count: int) -> tuple[int, int]:
         raise ConfigError([f"tensor_parallel={count} is not at least 1"])
     reasons = []
     if num_qo_heads % count:
-        fitting = ", ".join(str(n) for n in range(1, num_qo_heads + 1) if num_qo_heads % n == 0)
+        most = min(num_qo_heads, 1024)
+        fitting = ", ".join(str(n) for n in range(1, most + 1) if num_qo_heads % n == 0)
         reasons.append(
             f"tensor_parallel={count} does not divide num_attention_heads={num_qo_heads}; "
             f"{fitting} do"

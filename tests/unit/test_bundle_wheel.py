@@ -240,6 +240,23 @@ def test_a_wheel_of_other_kernels_is_none(tmp_path: Path, found: Callable[..., N
         build.build(SPEC, ARCH, settings())
 
 
+def test_a_wheel_of_an_older_jitattn_is_named(
+    bundle: Path, tmp_path: Path, found: Callable[..., None]
+) -> None:
+    (entry,) = bundle.glob("sm_*/")
+    old = entry.rename(f"{entry.parent / entry.name[:-32]}{'0' * 32}")
+    site = tmp_path / "site"
+    copy_of(bundle, site / "jitattn_bundle")
+    info = site / "jitattn_bundle-0.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jitattn-bundle\nVersion: 0.0.1\n")
+    (info / "entry_points.txt").write_text("[jitattn.bundles]\na = jitattn_bundle\n")
+    found(site)
+    with pytest.raises(KernelNotFoundError, match="has it as another version of jitattn renders"):
+        build.build(SPEC, ARCH, settings())
+    assert old.is_dir()
+
+
 def test_an_entry_point_that_leads_nowhere_is_passed_over(
     filled: Path, tmp_path: Path, found: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
