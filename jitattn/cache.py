@@ -506,7 +506,10 @@ def _distrust(info: os.stat_result) -> str | None:
         return f"owned by user {info.st_uid}, neither by this user ({os.geteuid()}) nor by root"
     if info.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(info.st_mode)
-        return f"writable by group or others (mode {mode:04o}); chmod go-w (-R for all of it) makes it acceptable"
+        return (
+            f"writable by group or others (mode {mode:04o}); chmod go-w (-R for all of it) makes "
+            "it acceptable"
+        )
     return None
 
 
