@@ -121,7 +121,9 @@ def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--arch", type=_archs, action="extend", required=True, help=_ARCH_HELP)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", action="append", metavar="k=v,...", help=_CONFIG_HELP)
-    what.add_argument("--model", type=Path, metavar="config.json", help="what a model needs")
+    what.add_argument(
+        "--model", type=Path, metavar="config.json", help="what a model needs; or its folder"
+    )
     what.add_argument("--preset", metavar="NAME", help="a named list, such as llama-3.1-8b")
     _add_serving(parser)
     parser.add_argument("-j", "--jobs", type=_positive, help="processes (default: one a core)")

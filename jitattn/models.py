@@ -287,8 +287,8 @@ class _Fields:
         self.model_type = name if isinstance(name, str) else ""
         self.is_known = self.model_type in FAMILIES
         self.family = FAMILIES.get(self.model_type, Family())
-        given = {key: value for key, value in fields.items() if value is not None}
-        self._fields = {**(self.family.defaults or {}), **given}
+        # What is null in a file is off, and no default then.
+        self._fields = {**(self.family.defaults or {}), **fields}
 
     def get(self, name: str) -> object:
         self._asked.add(name)

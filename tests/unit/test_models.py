@@ -144,6 +144,12 @@ def test_rotary_types_are_those_of_rope() -> None:
             {"windows": (-1, 63)},
         ),
         ({"model_type": "qwen2", "sliding_window": 64}, {"windows": (-1,)}),
+        ({"model_type": "gemma2"}, {"logits_soft_cap": 50.0, "windows": (-1, 4095)}),
+        (
+            {"model_type": "gemma2", "attn_logit_softcapping": None, "sliding_window": None},
+            {"logits_soft_cap": 0.0, "windows": (-1,)},
+        ),
+        ({"model_type": "gemma2", "head_dim": None}, {"head_dim": 128}),
         ({"model_type": "glm4"}, {"pairings": (Pairing.INTERLEAVED,), "rotary_dim": 64}),
     ],
     ids=str,
