@@ -19,7 +19,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from jitattn import nvrtc
+from jitattn import installed, nvrtc
 from jitattn.cache import KernelCache, Meta, digest, entry_name
 from jitattn.config import PlannerConfig
 from jitattn.errors import CacheError, CompilerMissingError, KernelNotFoundError
@@ -204,6 +204,22 @@ def build_all(
     return tuple(pending.result() for pending in start(specs, arch, knobs, hint=hint))
 
 
+def stored(spec: KernelSpec, arch: str, folder: Path) -> Kernel | None:
+    """Return a kernel that the bundle ``folder`` holds; None where it doesn't.
+
+    Raises:
+        CacheError: the bundle must not be used.
+    """
+    started = time.perf_counter()
+    job = _Job(spec, arch, lineinfo=False)
+    entry, _ = job.render()
+    found = KernelCache(folder).get(entry)
+    if found is None:
+        return None
+    kernel = _kernel(job, entry, found.cubin, found.meta, "precompiled")
+    return replace(kernel, seconds=time.perf_counter() - started)
+
+
 def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
     """Put one kernel into the bundle ``folder`` unless it is there, and return it.
 
@@ -215,14 +231,11 @@ def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
         OSError: the bundle cannot be written.
     """
     started = time.perf_counter()
-    bundle = KernelCache(folder, mode=0o755)
-    job = _Job(spec, arch, lineinfo=False)
-    entry, source = job.render()
-    if (stored := bundle.get(entry)) is not None:
-        kernel = _kernel(job, entry, stored.cubin, stored.meta, "precompiled")
-    else:
+    if (kernel := stored(spec, arch, folder)) is None:
+        job = _Job(spec, arch, lineinfo=False)
+        entry, source = job.render()
         cubin, meta = _compile(job, source)
-        bundle.put(entry, cubin, source, meta)
+        KernelCache(folder, mode=0o755).put(entry, cubin, source, meta)
         kernel = _kernel(job, entry, cubin, meta, "compiled")
     return replace(kernel, seconds=time.perf_counter() - started)
 
@@ -242,6 +255,7 @@ def forget() -> None:
     """Drop the kernels in this process's memory, so that the next ``build`` looks on disk again."""
     _memory.kernels.clear()
     _warned.clear()
+    installed.forget()
 
 
 def _find(job: _Job, knobs: Knobs) -> Kernel | None:
@@ -293,8 +307,8 @@ def _make(job: _Job, knobs: Knobs, hint: str) -> Kernel:
 
 def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
     """Yield where to look, in order; the compiler is asked for after the bundles had nothing."""
-    for bundle in knobs.precompiled:
-        yield "precompiled", KernelCache(bundle)
+    for bundle in installed.bundles(knobs):
+        yield "precompiled", bundle
     if knobs.cache_dir is None:
         return
     cache = KernelCache(knobs.cache_dir)
@@ -412,7 +426,10 @@ def _count(meta: Meta, name: str) -> int:
 def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
     from shlex import quote
 
-    places = [*knobs.precompiled, *([knobs.cache_dir] if knobs.cache_dir else [])]
+    found = [
+        bundle.root for bundle in installed.bundles(knobs) if bundle.root not in knobs.precompiled
+    ]
+    places = [*knobs.precompiled, *found, *([knobs.cache_dir] if knobs.cache_dir else [])]
     searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
     if job.lineinfo:
         return (
@@ -420,14 +437,24 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
             f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
             "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
         )
+    others = [place for place in places if _holds_another(job, place)]
+    stale = "".join(
+        f" {place} has it as another version of jitattn renders it: fill that bundle again."
+        for place in others
+    )
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
     config = quote(hint or _config_text(job.spec))
     return (
         f"{job.spec.symbol} for {job.arch} is not precompiled, and JITATTN_JIT=0 forbids compiling "
-        f"it. Searched: {searched}. Make it with\n"
+        f"it. Searched: {searched}.{stale} Make it with\n"
         f"    jitattn precompile --arch {job.arch} --config {config} -o {folder}\n"
         f"and set JITATTN_PRECOMPILED={folder}"
     )
+
+
+def _holds_another(job: _Job, place: Path) -> bool:
+    """Say whether a bundle has the kernel, rendered from other templates."""
+    return any(place.glob(f"{job.arch}-{job.spec.symbol}-*/kernel.cubin"))
 
 
 def _config_text(spec: KernelSpec) -> str:

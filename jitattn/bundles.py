@@ -7,10 +7,8 @@ script without a ``__main__`` guard does not survive.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
@@ -27,6 +26,9 @@ from jitattn.errors import CompilerMissingError, ConfigError, JitAttnError
 from jitattn.scalars import check_count, check_flag
 from jitattn.spec import KernelSpec
 from jitattn.support import OtherConfig, config_of, parse_config, resolve
+
+if TYPE_CHECKING:
+    from jitattn.build import Kernel
 
 _PAGE_SIZES = (16, 32, 64)
 _PAGE_TABLES = ("shared", "separate")
@@ -69,6 +71,8 @@ class Precompiled:
     spill_bytes: int
     smem_bytes: int
     cubin_bytes: int
+    stored_bytes: int = 0
+    """Of its entry: the kernel, its source and what is known of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,38 +179,8 @@ def kernels_of(
     return list(_kernels(_configs(configs), _archs(arch)))
 
 
-def from_model(path: str | os.PathLike[str]) -> list[PlannerConfig]:
-    """Return what planners of a model need, from its ``config.json`` as Hugging Face writes it.
-
-    The file says nothing about pages, so every usual page size and both page tables are included.
-
-    Raises:
-        ConfigError: the file describes no attention that planners know.
-        OSError: the file cannot be read.
-    """
-    try:
-        model = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError([f"{path} is not JSON: {error}"]) from error
-    if not isinstance(model, dict):
-        raise ConfigError([f"{path} holds no JSON object"])
-    model = model | (model.get("text_config") or {})  # the language half of a multimodal model
-    if model.get("kv_lora_rank") is not None:
-        raise ConfigError([f"{path}: multi-head latent attention (kv_lora_rank) is not built yet"])
-    attention = _attention(model)
-    return [
-        PlannerConfig.from_arguments(
-            attention | {"window_left": window, "page_size": page_size, "page_table": page_table}
-        )
-        for window in _windows(model)
-        for page_size in _PAGE_SIZES
-        for page_table in _PAGE_TABLES
-    ]
-
-
 def serve() -> None:
     """Be a worker: read pickled jobs from stdin until it ends, answer each on stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes the pipe
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Whatever else prints must not get between the answers.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -224,7 +198,10 @@ class _Worker:
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", _WORKER.format(path=sys.path)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # In a group of its own a terminal's Ctrl-C does not reach it, even while it starts.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
 
     def run(self, job: _Job) -> _Outcome:
         assert self._process.stdin is not None
@@ -252,31 +229,53 @@ class _Worker:
 
 
 def _run(work: Sequence[_Job], jobs: int, progress: bool) -> list[_Outcome]:
+    """Return the outcome of each job, in their order; only what is missing takes long."""
+    outcomes = {job: outcome for job in work if (outcome := _look_up(job)) is not None}
+    missing = [job for job in work if job not in outcomes]
+    if missing:
+        with _progress_bar(len(missing), progress) as advance:
+            made = _make(missing, jobs, advance)
+        outcomes |= zip(missing, made, strict=True)
+    return [outcomes[job] for job in work]
+
+
+def _make(
+    work: Sequence[_Job], jobs: int, advance: Callable[[_Outcome], _Outcome]
+) -> list[_Outcome]:
     count = min(jobs, len(work))
-    with _progress_bar(len(work), progress) as advance:
-        if count < 2:
-            return [advance(_fill(job)) for job in work]
-        idle: SimpleQueue[_Worker] = SimpleQueue()
+    if count < 2:
+        return [advance(_fill(job)) for job in work]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
 
-        def run(job: _Job) -> _Outcome:
-            worker = idle.get()
-            outcome = worker.run(job)
-            if not worker.alive:
-                worker.close()
-                worker = _Worker()
-            idle.put(worker)
-            return advance(outcome)
+    def run(job: _Job) -> _Outcome:
+        worker = idle.get()
+        outcome = worker.run(job)
+        if not worker.alive:
+            worker.close()
+            worker = _Worker()
+        idle.put(worker)
+        return advance(outcome)
 
-        # One thread waits for each process.
-        pool = ThreadPoolExecutor(count, thread_name_prefix="jitattn-precompile")
-        try:
-            for _ in range(count):
-                idle.put(_Worker())
-            return list(pool.map(run, work))
-        finally:
-            pool.shutdown(cancel_futures=True)
-            while not idle.empty():
-                idle.get().close()
+    # One thread waits for each process.
+    pool = ThreadPoolExecutor(count, thread_name_prefix="jitattn-precompile")
+    try:
+        for _ in range(count):
+            idle.put(_Worker())
+        return list(pool.map(run, work))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        while not idle.empty():
+            idle.get().close()
+
+
+def _look_up(job: _Job) -> _Outcome | None:
+    from jitattn.build import stored
+
+    try:
+        kernel = stored(job.spec, job.arch, job.folder)
+    except (JitAttnError, OSError, ValueError) as error:
+        return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
+    return None if kernel is None else _precompiled(kernel, job.folder)
 
 
 def _fill(job: _Job) -> _Outcome:
@@ -286,6 +285,10 @@ def _fill(job: _Job) -> _Outcome:
         kernel = fill(job.spec, job.arch, job.folder)
     except (JitAttnError, OSError, ValueError) as error:
         return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
+    return _precompiled(kernel, job.folder)
+
+
+def _precompiled(kernel: Kernel, folder: Path) -> Precompiled:
     return Precompiled(
         entry=kernel.entry,
         symbol=kernel.symbol,
@@ -296,6 +299,7 @@ def _fill(job: _Job) -> _Outcome:
         spill_bytes=kernel.spill_bytes,
         smem_bytes=kernel.smem_bytes,
         cubin_bytes=len(kernel.cubin),
+        stored_bytes=sum(file.stat().st_size for file in (folder / kernel.entry).iterdir()),
     )
 
 
@@ -306,15 +310,26 @@ def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outc
         yield lambda outcome: outcome
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
 
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # names of kernels are long
     columns = (
-        BarColumn(),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}", table_column=rest),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), expand=True) as bar:
         task = bar.add_task("kernels", total=total, now="")
 
         def advance(outcome: _Outcome) -> _Outcome:
@@ -365,40 +380,3 @@ def _kernels(
     if reasons:
         raise ConfigError(list(reasons))
     return kernels
-
-
-def _attention(model: Mapping[str, object]) -> dict[str, object]:
-    heads = _integer(model, "num_attention_heads")
-    head_dim = model.get("head_dim") or _integer(model, "hidden_size") // heads
-    dtype = model.get("torch_dtype") or model.get("dtype") or "bfloat16"
-    scalar = model.get("query_pre_attn_scalar")
-    return {
-        "num_qo_heads": heads,
-        "num_kv_heads": model.get("num_key_value_heads") or heads,
-        "head_dim": head_dim,
-        "q_dtype": dtype,
-        "kv_dtype": dtype,
-        "logits_soft_cap": model.get("attn_logit_softcapping") or 0.0,
-        "sm_scale": float(scalar) ** -0.5 if isinstance(scalar, (int, float)) else None,
-        "use_sinks": model.get("model_type") == "gpt_oss",
-    }
-
-
-def _integer(model: Mapping[str, object], name: str) -> int:
-    value = model.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError([f"the model's {name} is {value!r}: expected a positive integer"])
-    return value
-
-
-def _windows(model: Mapping[str, object]) -> list[int]:
-    """Return the values of window_left among the layers; -1 is full attention."""
-    size = model.get("sliding_window")
-    if not isinstance(size, int) or model.get("use_sliding_window") is False:
-        return [-1]
-    window = size - 1  # a model's window counts the token itself
-    kinds = model.get("layer_types")
-    if isinstance(kinds, list):
-        return sorted({window if "sliding" in str(kind) else -1 for kind in kinds})
-    mixed = "sliding_window_pattern" in model or model.get("model_type") == "gemma2"
-    return [-1, window] if mixed else [window]

@@ -42,6 +42,7 @@ Meta = Mapping[str, object]
 _ENTRY = re.compile(r"sm_\d+[a-z]?-\w+-[0-9a-f]{32}")
 _DIVISION = re.compile(r"V\d[\w.+-]*")
 _MANIFEST = "bundle.json"
+ENTRY_FILES = ("kernel.cubin", "kernel.cu", "meta.json")
 _STAGING = ".staging-"
 # Younger ones may be somebody's work. Who removes a whole cache knows better what is abandoned.
 _STALE_STAGING_S, _ABANDONED_STAGING_S = 3600.0, 60.0
@@ -89,6 +90,16 @@ def entry_name(arch: str, symbol: str, fields: Mapping[str, bytes]) -> str:
     return f"{arch}-{symbol}-{digest({'arch': arch.encode(), **fields})}"
 
 
+def digest_of_files(files: Mapping[str, str]) -> str:
+    """Return the digest of a bundle whose files have these, as ``file_digests`` returns them.
+
+    It is the SHA-256 of what ``sha256sum`` prints of them, a line "<digest>  <entry>/<file>" each,
+    in the order of the bytes of their paths.
+    """
+    lines = (f"{files[path]}  {path}\n" for path in sorted(files))
+    return _sha256("".join(lines).encode())
+
+
 class KernelCache:
     """The kernels under one folder.
 
@@ -97,13 +108,21 @@ class KernelCache:
         mode: permissions that ``root`` is created with. Entries are readable by everyone, so that
             the folder alone decides who may use them.
         parent: the cache that this one is a division of.
+        expected: what ``file_digests`` said when the bundle was pinned; None: it is not.
     """
 
-    def __init__(self, root: Path, mode: int = 0o700, parent: KernelCache | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        mode: int = 0o700,
+        parent: KernelCache | None = None,
+        expected: Mapping[str, str] | None = None,
+    ) -> None:
         """Look at a folder later; nothing is read or made."""
         self.root = root
         self.mode = mode
         self.parent = parent
+        self.expected = expected
 
     def division(self, name: str) -> KernelCache:
         """Return the part of this cache that holds what the compiler ``name`` made."""
@@ -192,6 +211,36 @@ class KernelCache:
             CacheError: the cache itself must not be used.
         """
         return [entry for part in self._parts() for entry in part._own_entries()]
+
+    def file_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every file of every entry, by ``<entry>/<file>``.
+
+        Raises:
+            CacheError: the folder, or one of the files, must not be used.
+            OSError: a file cannot be read.
+        """
+        self.check()
+        found = {}
+        for folder in self._folders():
+            for name in ENTRY_FILES if _ENTRY.fullmatch(folder.name) else ():
+                try:
+                    found[f"{folder.name}/{name}"] = _sha256(_read_file(folder / name))
+                except FileNotFoundError:
+                    pass  # then there is no such line
+                except ValueError as error:
+                    raise CacheError(f"{folder}: {error}") from error
+        return found
+
+    def sha256(self) -> str:
+        """Return the digest of the bundle, which is that of its files: ``digest_of_files``.
+
+        Raises:
+            CacheError: there are no entries, or the folder must not be used.
+            OSError: a file cannot be read.
+        """
+        if files := self.file_digests():
+            return digest_of_files(files)
+        raise CacheError(f"{self.root} holds no kernels: it is no bundle of jitattn precompile")
 
     def verify(self) -> list[Entry]:
         """Read every entry; return the damaged ones, with ``damage`` saying what is wrong."""
@@ -288,6 +337,13 @@ class KernelCache:
     def _read(self, name: str) -> Stored:
         """Return the entry ``name``, or raise OSError or ValueError saying what is wrong."""
         stored = _read(self.root / name)
+        if self.expected is not None:
+            for file, data in (
+                ("kernel.cubin", stored.cubin),
+                ("kernel.cu", stored.source.encode()),
+            ):
+                if self.expected.get(f"{name}/{file}") != _sha256(data):
+                    raise ValueError(f"{file} is not what it was when the bundle was pinned")
         if self.parent is not None:
             compiler = str(stored.meta.get("compiler"))
             if _division_name(compiler) != self.root.name:
@@ -450,7 +506,10 @@ def _distrust(info: os.stat_result) -> str | None:
         return f"owned by user {info.st_uid}, neither by this user ({os.geteuid()}) nor by root"
     if info.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(info.st_mode)
-        return f"writable by group or others (mode {mode:04o}); chmod go-w makes it acceptable"
+        return (
+            f"writable by group or others (mode {mode:04o}); chmod go-w (-R for all of it) makes "
+            "it acceptable"
+        )
     return None
 
 

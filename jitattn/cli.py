@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitattn import knobs, support
-from jitattn.config import PlannerConfig
+from jitattn.config import Q_DTYPES, PlannerConfig
 from jitattn.errors import CacheError, ConfigError, JitAttnError
 from jitattn.version import __version__
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from jitattn.bundles import Report
     from jitattn.cache import Entry, KernelCache
+    from jitattn.serving import Need, Serving
     from jitattn.spec import KernelSpec
 
 _DEFAULT_ARCH = "sm_90a"
@@ -78,8 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
 
     configs = commands.add_parser("configs", help="what is supported, or whether a model is")
-    configs.add_argument("--arch", type=_archs, default=support.ARCHITECTURES, help=_ARCH_HELP)
+    configs.add_argument("--arch", type=_archs, action="extend", help=_ARCH_HELP)
     configs.add_argument("--model", type=Path, metavar="config.json", help="check this model")
+    _add_serving(configs)
     configs.add_argument("--json", action="store_true", help="print JSON instead of a table")
     configs.set_defaults(command=_configs)
 
@@ -101,10 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.set_defaults(command=_doctor)
     _add_cache(commands)
+    _add_bundle(commands)
     return parser
 
 
-_ARCH_HELP = f"comma-separated: {', '.join(support.ARCHITECTURES)}"
+_ARCH_HELP = f"comma-separated or repeated: {', '.join(support.ARCHITECTURES)}"
 _CONFIG_HELP = (
     "planner arguments, such as head_dim=128,page_size=16,page_table=separate; or kernels of "
     "preprocess_qkv and append_kv, such as kernel=preprocess,head_dim=128,kv_dtype=int8; or of "
@@ -114,14 +118,56 @@ _CONFIG_HELP = (
 
 def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("precompile", help="fill a bundle; needs neither GPU nor torch")
-    parser.add_argument("--arch", type=_archs, required=True, help=_ARCH_HELP)
+    parser.add_argument("--arch", type=_archs, action="extend", required=True, help=_ARCH_HELP)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", action="append", metavar="k=v,...", help=_CONFIG_HELP)
-    what.add_argument("--model", type=Path, metavar="config.json", help="what a model may need")
+    what.add_argument(
+        "--model", type=Path, metavar="config.json", help="what a model needs; or its folder"
+    )
     what.add_argument("--preset", metavar="NAME", help="a named list, such as llama-3.1-8b")
+    _add_serving(parser)
     parser.add_argument("-j", "--jobs", type=_positive, help="processes (default: one a core)")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="the bundle")
     parser.set_defaults(command=_precompile)
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    """Add what a model's file does not say; None stands for what was not given."""
+    group = parser.add_argument_group("how --model is served; lists are comma-separated")
+    group.add_argument(
+        "--tensor-parallel", type=_positive, metavar="N", help="devices that share its heads"
+    )
+    group.add_argument("--dtype", choices=Q_DTYPES, help="of q, k and v (default: the file's)")
+    group.add_argument(
+        "--kv-dtype", type=_names, metavar="NAMES", help="of the cache (default: auto, the dtype)"
+    )
+    group.add_argument(
+        "--page-size",
+        type=_counts,
+        metavar="TOKENS",
+        help="(default: 16, and 64 for latent attention)",
+    )
+    group.add_argument(
+        "--page-table", type=_names, metavar="NAMES", help="(default: shared,separate)"
+    )
+
+
+def _add_bundle(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bundle = commands.add_parser("bundle", help="make a wheel of a bundle, or print its digest")
+    actions = bundle.add_subparsers(required=True, metavar="action")
+    wheel = actions.add_parser("wheel", help="write a wheel that pip installs and jitattn finds")
+    wheel.add_argument("folder", type=Path, metavar="DIR", help="the bundle")
+    wheel.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="DIR", help="where the wheel goes"
+    )
+    wheel.add_argument("--name", default="jitattn-bundle", help="of the package (%(default)s)")
+    wheel.add_argument(
+        "--version", dest="wheel_version", help="default: jitattn's, +, and the digest's first 12"
+    )
+    wheel.set_defaults(command=_bundle_wheel)
+    sha256 = actions.add_parser("sha256", help="print what JITATTN_BUNDLE_SHA256 may name")
+    sha256.add_argument("folder", type=Path, metavar="DIR", help="the bundle")
+    sha256.set_defaults(command=_bundle_sha256)
 
 
 def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -162,6 +208,17 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in _names(text))
+
+
 def _size(text: str) -> int:
     lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
     number, unit = (lowered[:-1], lowered[-1:]) if lowered[-1:].isalpha() else (lowered, "")
@@ -186,18 +243,20 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _configs(args: argparse.Namespace) -> int:
+    archs = tuple(dict.fromkeys(args.arch or support.ARCHITECTURES))
+    serving = _serving(args)
     if args.model is not None:
-        return _model_configs(args.model, args.arch, as_json=args.json)
+        return _model_configs(args.model, serving, archs, as_json=args.json)
     if args.json:
         rows = [
             {"arch": arch, **asdict(config)}
-            for arch in args.arch
+            for arch in archs
             for config in support.supported_configs(arch)
         ]
         _print_json(rows)
         return 0
     console = _console()
-    for config, tested_on in support_groups(args.arch):
+    for config, tested_on in support_groups(archs):
         title = f"{config.kernel}: supported arguments"
         table = _table(console, title, "argument", "values")
         for argument, values in config.fields.items():
@@ -225,32 +284,66 @@ def support_groups(archs: Iterable[str]) -> list[tuple[support.Config, dict[str,
     return groups
 
 
-def _model_configs(model: Path, archs: Sequence[str], *, as_json: bool) -> int:
-    from jitattn.bundles import from_model
+def _serving(args: argparse.Namespace) -> Serving:
+    """Return how a model is served; refuse to say so of no model."""
+    from jitattn.serving import Serving
 
+    names = {
+        "tensor_parallel": "tensor_parallel",
+        "dtype": "dtype",
+        "kv_dtype": "kv_dtypes",
+        "page_size": "page_sizes",
+        "page_table": "page_tables",
+    }
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if given and args.model is None:
+        option = next(iter(given)).replace("_", "-")
+        raise UsageError(f"--{option} is about --model, which is not given")
+    return Serving(**{names[name]: value for name, value in given.items()})
+
+
+def _needs(model: Path, serving: Serving) -> list[Need]:
+    from jitattn.models import read_model
+    from jitattn.serving import needs_of
+
+    read = read_model(model)
+    for note in read.notes:
+        sys.stderr.write(f"jitattn: note: {note}\n")
+    return needs_of(read, serving)
+
+
+def _model_configs(model: Path, serving: Serving, archs: Sequence[str], *, as_json: bool) -> int:
     rows = []
-    for config in from_model(model):
+    for need in _needs(model, serving):
         for arch in archs:
-            answer = _support(config, arch)
-            rows.append({"arch": arch, "config": config.arguments_text(), **asdict(answer)})
+            answer = _support(need, arch)
+            config = need.config.arguments_text()
+            rows.append({"arch": arch, "use": need.use, "config": config, **asdict(answer)})
     if as_json:
         _print_json(rows)
     else:
         console = _console()
         title = f"{model}: what its attention needs"
-        table = _table(console, title, "arch", "config", "kernel, or why not")
+        table = _table(console, title, "arch", "use", "config")
+        width = max(len(row["kernel"] or "") for row in rows)
+        table.add_column("kernel, or why not", overflow="fold", min_width=width)
         for row in rows:
-            table.add_row(row["arch"], row["config"], row["kernel"] or "; ".join(row["reasons"]))
+            told = row["kernel"] or "; ".join(row["reasons"])
+            table.add_row(row["arch"], row["use"], row["config"], told)
         console.print(table)
     return 0 if all(row["supported"] for row in rows) else 1
 
 
-def _support(config: PlannerConfig, arch: str) -> support.Support:
-    try:
-        specs = support.resolve(config, arch)
-    except ConfigError as error:
-        return support.Support(supported=False, kernel=None, reasons=list(error.reasons))
-    return support.Support(supported=True, kernel=specs[0].symbol, reasons=[])
+def _support(need: Need, arch: str) -> support.Support:
+    reasons = list(need.reasons)
+    if not reasons:
+        try:
+            specs = support.specs_of(need.config, arch)
+        except ConfigError as error:
+            reasons = list(error.reasons)
+        else:
+            return support.Support(supported=True, kernel=specs[0].symbol, reasons=[])
+    return support.Support(supported=False, kernel=None, reasons=reasons)
 
 
 def _render(args: argparse.Namespace) -> int:
@@ -299,25 +392,72 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from jitattn.bundles import PRESETS, from_model, precompile
+    from jitattn.bundles import precompile
 
-    if args.preset is not None and args.preset not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise UsageError(f"--preset {args.preset}: known presets are {known}")
-    configs: Sequence[PlannerConfig | str]
-    if args.model is not None:
-        configs = from_model(args.model)
-    else:
-        configs = args.config or PRESETS[args.preset]
-    report = precompile(configs, arch=args.arch, out=args.out, jobs=args.jobs)
+    configs = _configs_to_precompile(args)
+    try:
+        report = precompile(configs, arch=args.arch, out=args.out, jobs=args.jobs)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"jitattn: interrupted: {args.out} keeps what was compiled, and the same command goes "
+            "on\n"
+        )
+        raise
     console = _console()
+    if report.entries:
+        console.print(_report_table(console, f"{args.out}", report))
     console.print(
         f"{args.out}: {len(report.entries)} kernels, {report.compiled} compiled and "
-        f"{report.reused} there before, in {report.seconds:.1f} s"
+        f"{report.reused} there before, in {report.seconds:.1f} s",
+        markup=False,
     )
     for failure in report.failures:
         sys.stderr.write(f"jitattn: {failure}\n")
     return 1 if report.failures else 0
+
+
+def _configs_to_precompile(
+    args: argparse.Namespace,
+) -> Sequence[PlannerConfig | support.OtherConfig | str]:
+    from jitattn.bundles import PRESETS
+
+    serving = _serving(args)
+    if args.model is not None:
+        needs = _needs(args.model, serving)
+        if reasons := [reason for need in needs for reason in need.reasons]:
+            raise ConfigError(list(dict.fromkeys(reasons)))
+        return [need.config for need in needs]
+    if args.preset is not None and args.preset not in PRESETS:
+        known = ", ".join(PRESETS)
+        raise UsageError(f"--preset {args.preset}: known presets are {known}")
+    return args.config or PRESETS[args.preset]
+
+
+def _report_table(console: Console, title: str, report: Report) -> Table:
+    columns = ("arch", "kernels", "compiled", "compiler seconds", "MB")
+    table = _table(console, title, *columns)
+    for arch in dict.fromkeys(entry.arch for entry in report.entries):
+        entries = [entry for entry in report.entries if entry.arch == arch]
+        made = [entry.seconds for entry in entries if entry.origin == "compiled"]
+        size = sum(entry.stored_bytes for entry in entries) / 1e6
+        cells = (len(entries), len(made), f"{sum(made):.1f}", f"{size:.1f}")
+        table.add_row(arch, *map(str, cells))
+    return table
+
+
+def _bundle_wheel(args: argparse.Namespace) -> int:
+    from jitattn.bundle_wheel import write_wheel
+
+    path = write_wheel(args.folder, args.out, name=args.name, version=args.wheel_version)
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _bundle_sha256(args: argparse.Namespace) -> int:
+    from jitattn.cache import KernelCache
+
+    sys.stdout.write(f"{KernelCache(args.folder).sha256()}\n")
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

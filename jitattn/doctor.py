@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from jitattn import nvrtc
+from jitattn import installed, nvrtc
 from jitattn.cache import KernelCache
 from jitattn.errors import CompileError, JitAttnError
 from jitattn.knobs import Knobs
@@ -149,6 +149,18 @@ def _caches(knobs: Knobs) -> Iterator[Finding]:
         yield _cache("cache", knobs.cache_dir, writable=True)
     for bundle in knobs.precompiled:
         yield _cache("bundle", bundle, writable=False)
+    for bundle in installed.installed_bundles():
+        yield _cache("installed bundle", bundle, writable=False)
+    if knobs.bundle_sha256:
+        yield _pin(knobs)
+
+
+def _pin(knobs: Knobs) -> Finding:
+    try:
+        (bundle, *_) = installed.bundles(knobs)
+    except (JitAttnError, OSError) as error:
+        return Finding("pinned bundle", "refused", False, str(error))
+    return Finding("pinned bundle", f"{bundle.root}")
 
 
 def _cache(what: str, folder: Path, *, writable: bool) -> Finding:

@@ -19,7 +19,11 @@ class Knobs(Value):
 
     precompiled: tuple[Path, ...] = ()
     """JITATTN_PRECOMPILED: bundles made by ``jitattn precompile``, searched first, separated by
-    ``:``. They are only read."""
+    ``:``. They are only read. Installed wheels of bundles come after them."""
+
+    bundle_sha256: str | None = None
+    """JITATTN_BUNDLE_SHA256: the digest, as ``jitattn bundle sha256`` prints it, of the one bundle
+    that may be used; all others are refused."""
 
     jit: bool = True
     """JITATTN_JIT: ``0`` forbids compiling; a missing kernel raises KernelNotFoundError."""
@@ -41,6 +45,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Knobs:
     return Knobs(
         cache_dir=_path("JITATTN_CACHE_DIR", folder) if folder else _user_cache(),
         precompiled=tuple(_path("JITATTN_PRECOMPILED", bundle) for bundle in bundles if bundle),
+        bundle_sha256=_digest(environ, "JITATTN_BUNDLE_SHA256"),
         jit=_flag(environ, "JITATTN_JIT", default=True),
         lock_timeout=_seconds(environ, "JITATTN_LOCK_TIMEOUT", default=120.0),
         lineinfo=_flag(environ, "JITATTN_LINEINFO", default=False),
@@ -72,6 +77,13 @@ def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"{name}={value!r}: expected 0 or 1")
     return default if value == "" else value == "1"
+
+
+def _digest(environ: Mapping[str, str], name: str) -> str | None:
+    value = environ.get(name, "").lower()
+    if value and not (len(value) == 64 and set(value) <= set("0123456789abcdef")):
+        raise ValueError(f"{name}={value!r}: expected the 64 hexadecimal digits of a SHA-256")
+    return value or None
 
 
 def _seconds(environ: Mapping[str, str], name: str, *, default: float) -> float:

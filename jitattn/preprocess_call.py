@@ -189,9 +189,7 @@ def _parts(arguments: Arguments) -> tuple[Tensor | None, Tensor, Tensor]:
         raise TypeError(f"qkv is a {type(qkv).__name__}: expected a tensor or (q, k, v)")
     num_qo_heads, num_kv_heads, head_dim = _head_counts(arguments)
     counts = (num_qo_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, None)
-    parts = [
-        (name, part, *count) for name, part, count in zip("qkv", qkv, counts, strict=True)
-    ]
+    parts = [(name, part, *count) for name, part, count in zip("qkv", qkv, counts, strict=True)]
     q, k, v = _check_heads(parts)
     return q, k, v
 

@@ -119,10 +119,12 @@ class PreprocessConfig(Value):
         """Return the kernels of tensors that are aligned and of others.
 
         Raises:
-            ConfigError: ``arch`` is unknown.
+            ConfigError: ``arch`` is unknown, or there are none.
         """
         if arch not in SMEM_LIMIT:
             raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
+        if reasons := self.reasons():
+            raise ConfigError(reasons)
         vector, plain = (
             PreprocessSpec(
                 head_dim=self.head_dim,

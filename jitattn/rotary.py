@@ -17,16 +17,10 @@ import torch
 from torch import Tensor
 
 from jitattn.handles import new_handle
+from jitattn.models import INTERLEAVED_MODELS, ROPE_TYPE_ALIASES
 from jitattn.scalars import check_count, check_flag
 
 _MISSING = object()
-# Models whose configurations don't say that they pair neighbours.
-_INTERLEAVED_MODELS = frozenset(
-    {
-        *("codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5"),
-        *("ernie4_5_moe", "glm", "glm4", "gptj", "helium"),
-    }
-)
 Scaling = Mapping[str, object]
 
 
@@ -165,7 +159,7 @@ class Rope:
         head_dim = check_count("head_dim of config", head_dim)
         if interleaved is None:
             declared = read("rope_interleave")
-            is_known = read("model_type") in _INTERLEAVED_MODELS
+            is_known = read("model_type") in INTERLEAVED_MODELS
             interleaved = is_known if declared is None else check_flag("rope_interleave", declared)
         trained = read("max_position_embeddings")
         section = parameters.pop("mrope_section", None)
@@ -315,7 +309,7 @@ class _Keys:
         self._left = dict(scaling)
         kind = self._left.pop("rope_type", None) or self._left.pop("type", None) or "default"
         self._left.pop("type", None)  # some configurations say it twice
-        self.kind = {"su": "longrope", "mrope": "default"}.get(str(kind), str(kind))
+        self.kind = ROPE_TYPE_ALIASES.get(str(kind), str(kind))
 
     def number(self, name: str, default: object = _MISSING) -> float:
         return _number(f"scaling[{name!r}]", self.value(name, default))

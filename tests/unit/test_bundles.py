@@ -1,4 +1,4 @@
-"""Filling a bundle: configurations in, entries out; worker processes; models and presets.
+"""Filling a bundle: configurations in, entries out; worker processes; presets.
 
 Most tests let every configuration need the schedule kernel only: it compiles quickly.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jitattn import build
-from jitattn.bundles import PRESETS, Failure, Precompiled, Report, from_model
+from jitattn.bundles import PRESETS, Failure, Precompiled, Report
 from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import (
@@ -263,7 +263,7 @@ def test_a_report_counts() -> None:
     assert (report.compiled, report.reused) == (1, 2)
 
 
-# ---------------------------------------------------------------------------- models, presets
+# ---------------------------------------------------------------------------- presets
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -272,92 +272,3 @@ def test_presets_are_supported_everywhere(name: str) -> None:
     for config in PRESETS[name]:
         for arch in ARCHITECTURES:
             assert resolve(PlannerConfig.parse(config), arch)
-
-
-def model_file(folder: Path, **fields: object) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(fields))
-    return path
-
-
-LLAMA: dict[str, object] = {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
-
-
-def test_a_model_becomes_configurations(tmp_path: Path) -> None:
-    configs = from_model(model_file(tmp_path, **LLAMA))
-    assert {(c.num_qo_heads, c.num_kv_heads, c.head_dim) for c in configs} == {(32, 8, 128)}
-    assert {(c.page_size, c.page_table) for c in configs} == {
-        (page_size, table) for page_size in (16, 32, 64) for table in ("shared", "separate")
-    }
-    assert {(c.q_dtype, c.kv_dtype, c.window_left) for c in configs} == {
-        ("bfloat16", "bfloat16", -1)
-    }
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"head_dim": 64}, {"head_dim": 64}),
-        ({"num_key_value_heads": None}, {"num_kv_heads": 32}),
-        ({"torch_dtype": None, "dtype": "float16"}, {"q_dtype": "float16"}),
-        ({"attn_logit_softcapping": 50.0}, {"logits_soft_cap": 50.0}),
-        ({"query_pre_attn_scalar": 256}, {"sm_scale": 0.0625}),
-        ({"model_type": "gpt_oss"}, {"use_sinks": True}),
-        ({"text_config": {"head_dim": 256}}, {"head_dim": 256}),
-    ],
-)
-def test_a_models_fields_are_understood(
-    tmp_path: Path, fields: dict[str, object], expected: dict[str, object]
-) -> None:
-    for config in from_model(model_file(tmp_path, **(LLAMA | fields))):
-        for name, value in expected.items():
-            assert getattr(config, name) == value
-
-
-@pytest.mark.parametrize(
-    ("fields", "windows"),
-    [
-        ({"sliding_window": 4096}, {4095}),
-        ({"sliding_window": None}, {-1}),
-        ({"sliding_window": 4096, "use_sliding_window": False}, {-1}),
-        ({"sliding_window": 4096, "model_type": "gemma2"}, {-1, 4095}),
-        ({"sliding_window": 128, "layer_types": ["sliding_attention"]}, {127}),
-        (
-            {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
-            {-1, 127},
-        ),
-    ],
-)
-def test_a_models_window_counts_the_token_itself(
-    tmp_path: Path, fields: dict[str, object], windows: set[int]
-) -> None:
-    configs = from_model(model_file(tmp_path, **(LLAMA | fields)))
-    assert {config.window_left for config in configs} == windows
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
-        ("{}", "num_attention_heads is None"),
-        ('{"num_attention_heads": "32"}', "num_attention_heads is '32'"),
-        ('{"num_attention_heads": 32}', "hidden_size is None"),
-        ('{"num_attention_heads": 32, "kv_lora_rank": 512}', "latent attention"),
-    ],
-)
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path, text: str, reason: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=reason):
-        from_model(path)
-
-
-def test_a_missing_model_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        from_model(tmp_path / "config.json")

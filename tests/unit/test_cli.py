@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from jitattn import cli, support
+from jitattn.cache import KernelCache
 from jitattn.config import PlannerConfig
 from jitattn.errors import JitAttnError
+from jitattn.spec import LayerTablesSpec
+from tests.model_configs import write_config
 
 CONFIG = "head_dim=64,page_size=16"
 NUM_KERNELS = len(support.resolve(PlannerConfig.parse(CONFIG), "sm_90a"))
@@ -168,6 +174,9 @@ def test_a_bad_config_is_one_message(
         ["cache"],
         ["cache", "prune"],
         ["cache", "prune", "--max-size", "much"],
+        ["bundle"],
+        ["bundle", "wheel", "x"],
+        ["bundle", "sha256"],
     ],
     ids=" ".join,
 )
@@ -324,3 +333,147 @@ def test_a_reader_may_stop_early() -> None:
     done = subprocess.run(command, shell=True, env=environ, capture_output=True, text=True)
     assert done.stdout.startswith("// Rendered by jitattn")
     assert done.stderr == ""
+
+
+# ---------------------------------------------------------------------------- models, wheels
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every configuration need one kernel that compiles quickly."""
+    bundles = importlib.import_module("jitattn.bundles")
+    monkeypatch.setattr(
+        bundles,
+        "_kernels",
+        lambda configs, archs: {(LayerTablesSpec(), arch): None for arch in archs},
+    )
+
+
+@pytest.mark.usefixtures("quick")
+def test_precompile_of_a_model_tells_what_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_config(tmp_path, "gemma-2-9b")
+    command = ["precompile", "--arch", "sm_80", "--arch", "sm_90a,sm_80", "--model", str(tmp_path)]
+    command += ["-o", str(tmp_path / "bundle"), "-j", "1"]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr()
+    assert "note: the file's dtype is float32: taken as bfloat16" in printed.err
+    for words in ("sm_80", "sm_90a", "MB", "2 kernels, 2 compiled and 0 there before"):
+        assert words in printed.out
+    assert cli.main([*command[:-2], "--model", str(model)]) == 0
+    assert "0 compiled and 2 there before" in capsys.readouterr().out
+
+
+def test_configs_of_a_model_as_it_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, "qwen2.5-7b")
+    command = ["configs", "--arch", "sm_90a", "--json", "--model", str(tmp_path)]
+    options = ["--tensor-parallel", "4", "--kv-dtype", "int8,auto", "--page-size", "32,8"]
+    options += ["--page-table", "csr", "--dtype", "float16"]
+    assert cli.main([*command, *options]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["use"] for row in rows} == {"attention", "preprocess", "append"}
+    texts = [row["config"] for row in rows if row["use"] == "attention"]
+    assert len(texts) == 4
+    for words in ("num_qo_heads=7,num_kv_heads=1", "q_dtype=float16", "page_table=csr"):
+        assert all(words in text for text in texts)
+    assert sum("kv_dtype=int8" in text for text in texts) == 2
+
+
+def test_configs_of_a_model_say_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "deepseek-v2-lite")
+    command = ["configs", "--arch", "sm_90a", "--json", "--model", str(tmp_path)]
+    assert cli.main([*command, "--kv-dtype", "int8"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    reasons = [reason for row in rows for reason in row["reasons"]]
+    assert any("kv_dtype=int8 is neither q_dtype nor float8_e4m3fn" in text for text in reasons)
+    assert any(row["supported"] for row in rows)
+    out = tmp_path / "bundle"
+    command = ["precompile", "--arch", "sm_90a", "--model", str(tmp_path), "-o", str(out)]
+    assert cli.main([*command, "--kv-dtype", "int8"]) == 1
+    assert "kv_dtype=int8 is neither" in capsys.readouterr().err
+    write_config(tmp_path, "phi-2", partial_rotary_factor=0.5)
+    assert cli.main([*command, "--kv-dtype", "nvfp4"]) == 1
+    assert "this model turns 40" in capsys.readouterr().err
+    assert cli.main([*command, "--tensor-parallel", "5"]) == 1
+    assert "tensor_parallel=5 does not divide num_attention_heads=32" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("option", [["--page-size", "16"], ["--dtype", "float16"]], ids=" ".join)
+def test_how_a_model_is_served_is_about_a_model(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["precompile", "--arch", "sm_90a", "--config", CONFIG, "-o", "x"]
+    for arguments in (["configs"], command):
+        assert f"{option[0]} is about --model" in usage_error([*arguments, *option], capsys)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["--tensor-parallel", "0"], ["--tensor-parallel", "two"], ["--dtype", "float32"]),
+        *(["--page-size", "16,x"], ["--page-size", ""], ["--kv-dtype", ","], ["--page-table", ""]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_values_are_wrong_usage(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, "qwen3-8b")
+    assert option[0] in usage_error(["configs", "--model", str(tmp_path), *option], capsys)
+
+
+def test_models_need_no_torch(tmp_path: Path) -> None:
+    write_config(tmp_path, "gpt-oss-20b")
+    done = run_without("torch", ["configs", "--model", str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    assert "use_sinks=true" in done.stdout.replace("\n", "")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_bundle_becomes_a_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bundle"
+    command = ["precompile", "--arch", "sm_90a", "--config", CONFIG, "-j", "1", "-o", str(folder)]
+    assert cli.main(command) == 0
+    capsys.readouterr()
+    assert cli.main(["bundle", "sha256", str(folder)]) == 0
+    digest = capsys.readouterr().out.strip()
+    assert len(digest) == 64
+    out = str(tmp_path / "dist")
+    assert cli.main(["bundle", "wheel", str(folder), "-o", out]) == 0
+    assert digest[:12] in Path(capsys.readouterr().out.strip()).name
+    named = ["--name", "acme", "--version", "2.0"]
+    assert cli.main(["bundle", "wheel", str(folder), "-o", out, *named]) == 0
+    assert Path(capsys.readouterr().out.strip()).name == "acme-2.0-py3-none-any.whl"
+    for arguments in (["sha256", out], ["wheel", out, "-o", out]):
+        assert cli.main(["bundle", *arguments]) == 1
+        assert "holds no kernels" in capsys.readouterr().err
+    assert cli.main(["bundle", "wheel", str(folder), "-o", out, "--version", "new"]) == 1
+    assert "is no version" in capsys.readouterr().err
+
+
+def test_an_interruption_leaves_whole_entries(tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    command = [sys.executable, "-m", "jitattn", "precompile", "--arch", "sm_80,sm_90a", "-j", "2"]
+    command += ["--config", CONFIG, "-o", str(folder)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # In a group of its own, all of which a terminal's Ctrl-C would reach.
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+    )
+    while not list(folder.glob("*/kernel.cubin")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert b"the same command goes on" in err
+    assert b"Traceback" not in err
+    cache = KernelCache(folder)
+    kept = {entry.name for entry in cache.entries()}
+    assert 0 < len(kept) < 2 * NUM_KERNELS
+    assert not cache.verify()
+    assert {path.name for path in folder.iterdir()} == kept

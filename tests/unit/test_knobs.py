@@ -29,6 +29,7 @@ def test_every_variable_is_read() -> None:
         {
             "JITATTN_CACHE_DIR": "/cache",
             "JITATTN_PRECOMPILED": "/a::/b:",
+            "JITATTN_BUNDLE_SHA256": "0123456789ABCDEF" * 4,
             "JITATTN_JIT": "0",
             "JITATTN_LOCK_TIMEOUT": "2.5",
             "JITATTN_LINEINFO": "1",
@@ -38,6 +39,7 @@ def test_every_variable_is_read() -> None:
     assert settings == knobs.Knobs(
         cache_dir=Path("/cache"),
         precompiled=(Path("/a"), Path("/b")),
+        bundle_sha256="0123456789abcdef" * 4,
         jit=False,
         lock_timeout=2.5,
         lineinfo=True,
@@ -54,6 +56,12 @@ def test_empty_means_default() -> None:
 def test_flags_accept_0_and_1_only(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='no': expected 0 or 1"):
         knobs.load({name: "no"})
+
+
+@pytest.mark.parametrize("value", ["0" * 63, "0" * 65, "g" * 64, "sha256:" + "0" * 57])
+def test_a_digest_has_64_hexadecimal_digits(value: str) -> None:
+    with pytest.raises(ValueError, match=r"JITATTN_BUNDLE_SHA256=.*: expected the 64 hex"):
+        knobs.load({"JITATTN_BUNDLE_SHA256": value})
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "soon"])

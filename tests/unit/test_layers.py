@@ -59,19 +59,28 @@ CALLS = (
 LAYERS = (
     {"errors", "scalars", "values", "version"},
     {"knobs"},
-    {"spec", "config", "locks", "cache", "cubin", "nvrtc", "driver", "params"},
-    {"rules", "support", "tiling", "mla_config", "preprocess_config", "transfer_config"},
+    {"spec", "config", "locks", "cache", "installed", "cubin", "nvrtc", "driver", "params"},
+    {
+        *("rules", "support", "tiling", "mla_config", "preprocess_config", "transfer_config"),
+        *("models", "serving"),
+    },
     {"render", "sources", "wrappers"},
     {*CALLS},
-    {"planning", "planner", "mla_planner", "cascade", "functional", "bundles", "explain"},
+    {
+        *("planning", "planner", "mla_planner", "cascade", "functional"),
+        *("bundles", "bundle_wheel", "explain"),
+    },
     {"__init__", "__main__", "cli", "doctor", "demo"},
 )
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 # Modules of one layer that may import each other, downwards in this order.
 SAME_LAYER = (
     ("spec", "config", "params"),
-    ("locks", "cache"),
-    ("rules", "tiling", "mla_config", "preprocess_config", "transfer_config", "support"),
+    ("locks", "cache", "installed"),
+    (
+        *("rules", "tiling", "mla_config", "preprocess_config", "transfer_config", "support"),
+        *("models", "serving"),
+    ),
     ("sources", "render"),
     CALLS,
     ("planning", "planner", "mla_planner", "cascade", "functional"),
