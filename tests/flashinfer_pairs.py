@@ -211,7 +211,9 @@ def _mla(package: Any, rng: random.Random, device: str) -> list[Tensor]:
 
 def _append(package: Any, rng: random.Random, device: str) -> list[Tensor]:
     lens, layout = lengths(rng), rng.choice(["NHD", "HND"])
-    new = [rng.randint(0, n) for n in lens]
+    # Some token at least: FlashInfer's launch for none is one that CUDA refuses.
+    lens[0] = max(lens[0], 1)
+    new = [rng.randint(min(n, 1), n) for n in lens]
     pages = Pages.of(rng, lens, device)
     seq_lens = package.get_seq_lens(pages.indptr, pages.last, PAGE_SIZE)
     indices = package.get_batch_indices_positions(indptr_of(new).to(device), seq_lens, sum(new))

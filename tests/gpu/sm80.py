@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import build, cuda_backend, driver, merge
+from jitattn import build, cuda_backend, driver, merge_dispatch
 from jitattn.build import Kernel, Pending
 from jitattn.driver import LoadedKernel
 from jitattn.spec import KernelSpec
@@ -85,7 +85,7 @@ class PtxKernels:
 def pretend_sm80(folder: Path) -> Iterator[None]:
     """Planners made in here run the sm_80 code; none of them lives on outside."""
     kernels = PtxKernels(folder)
-    caches = (harness._planner, merge._kernel)
+    caches = (harness._planner, merge_dispatch._kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_backend, "arch_of", lambda facts: ARCH)
         patch.setattr(cuda_backend, "start", kernels.start)
