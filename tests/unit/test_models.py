@@ -226,7 +226,7 @@ def test_an_unknown_model_is_read_from_its_fields() -> None:
     assert any("model_type is missing" in note for note in without.notes)
 
 
-@pytest.mark.parametrize("name", INTERLEAVED_MODELS)
+@pytest.mark.parametrize("name", sorted(INTERLEAVED_MODELS))
 def test_models_that_pair_neighbours(name: str) -> None:
     model = model_of(LLAMA | {"model_type": name})
     assert model.pairings[0] is Pairing.INTERLEAVED
