@@ -44,18 +44,18 @@ KV_LAYOUTS = ("NHD", "HND")
 
 # Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
 TESTED_ON = {
-    "sm_80": "run from PTX, before the last changes: decode on H100 and H200, prefill on H200",
-    "sm_90a": "run on H100, and before the last changes on H200",
+    "sm_80": "run from PTX on H200",
+    "sm_90a": "run on H200, and before the last changes of decode over quantised caches on H100",
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
 }
 # Likewise of preprocess_qkv and append_kv, and of what moves tokens and pages and makes tables.
-PREPROCESS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run") | {"sm_90a": "run on H100"}
-TRANSFERS_TESTED_ON = PREPROCESS_TESTED_ON | {
-    "sm_90a": "run on H100; layer_tables compiled, and emulated on the CPU"
+PREPROCESS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run") | {
+    "sm_90a": "run on H100 and H200"
 }
+TRANSFERS_TESTED_ON = PREPROCESS_TESTED_ON
 MLA_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, and emulated on the CPU, not run") | {
-    "sm_90a": "run on H100; after the last changes the cases of bench_mla alone"
+    "sm_90a": "run on H200, and before the last changes on H100"
 }
 
 
