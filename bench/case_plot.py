@@ -95,7 +95,7 @@ class CasePlot:
         commit = records[0]["environment"]["commit"]
         axes.set_title(f"{self.title} on {card}, jitattn at {commit[:12]}", fontsize=10)
         axes.grid(axis="y", alpha=0.25)
-        axes.legend(loc="lower right", fontsize=8, framealpha=0.9)
+        axes.legend(loc="best", fontsize=8, framealpha=0.9)
 
 
 def _time(record: Record) -> str:

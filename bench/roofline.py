@@ -150,7 +150,7 @@ def _draw_run(axes: Axes, run: Run) -> None:
     axes.grid(alpha=0.25)
     share = axes.secondary_yaxis("right", functions=_share_of(run.copy))
     share.set_ylabel("% of the copy")
-    axes.legend(loc="lower right", fontsize=8, framealpha=0.9)
+    axes.legend(loc="best", fontsize=8, framealpha=0.9)
 
 
 def _share_of(limit: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
