@@ -251,11 +251,24 @@ class Engine:
 
     def set_lengths(self, state: State, capacity: int, history: int) -> bool:
         """Grow, shrink and evict in one; False, and nothing, where there is no room."""
+        if self._is_beyond(state, capacity, history):
+            return False
         changes = self._changes(state, capacity, history)
         if not self._fits(state, changes):
             return False
         self._apply(state, changes, capacity, history)
         return True
+
+    def _is_beyond(self, state: State, capacity: int, history: int) -> bool:
+        """Whether a group would need more slots than there are, before its blocks are listed."""
+        num_new = -(-capacity // self._page_size)
+        for group, window in enumerate(self._windows):
+            first = stale_end(history, window, self._page_size) if window >= 0 else 0
+            more = num_new - max(len(state.pages[group]), first)
+            # Scratch takes the least.
+            if self.layout.num_scratch_slots(group, more) > self._pool_of[group].device.total:
+                return True
+        return False
 
     def _changes(self, state: State, capacity: int, history: int) -> list[Change]:
         size = self._page_size
@@ -440,6 +453,8 @@ class Engine:
             self._evict(state, history)
             self._set_lengths(state, int(self.ledger.committed[row]), history, capacity)
             return True
+        if self._is_beyond(state, capacity, history):
+            return False
         # More than enough spares the first of two looks.
         blocks = (-(-capacity // self._page_size) - len(state.pages[0]) + 1) * len(self._windows)
         has_room = all(blocks <= pool.device.num_free for pool in self.pools)
@@ -505,6 +520,10 @@ class Engine:
             own, theirs = pages[block], node.pages[group]
             if own is None or own is theirs:
                 continue
+            if own.num_users > 1 and theirs is not None and not theirs.is_on_host:
+                # Nothing would be saved, and theirs could be taken no more: committing takes no
+                # slots, nor the room for some.
+                continue
             if theirs is None or theirs.is_on_host:
                 if own.node is None:
                     self.tree.give(node, own)
@@ -565,7 +584,7 @@ def as_int64(values: object) -> Tokens:
 
     Raises:
         TypeError: no integers.
-        ValueError: not one dimension.
+        ValueError: not one dimension, or beyond int64.
     """
     array = np.asarray(values)
     if array.size == 0:
@@ -574,4 +593,6 @@ def as_int64(values: object) -> Tokens:
         raise TypeError(f"tokens are {array.dtype}: expected integers")
     if array.ndim != 1:
         raise ValueError(f"tokens have shape {list(array.shape)}: expected one dimension")
+    if array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"tokens have {int(array.max())}: expected numbers of 64 bits with a sign")
     return array.astype(np.int64, copy=False)

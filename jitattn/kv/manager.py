@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from jitattn.config import MAX_KV_LEN
 from jitattn.errors import KVCacheError
 from jitattn.kv.config import DEFAULT_PRIORITY, MAX_PRIORITY, KVCacheConfig
 from jitattn.kv.engine import Engine, as_int64
@@ -17,6 +18,7 @@ from jitattn.kv.layout import LayerGroup, check_slots, make_layout, split_bytes
 from jitattn.kv.mode import PageIndexMode
 from jitattn.kv.sequence import KVSequence
 from jitattn.kv.state import State, Status
+from jitattn.scalars import check_count
 
 if TYPE_CHECKING:
     import torch
@@ -220,21 +222,18 @@ class KVCacheManager:
         """
         states = self._active_states(seqs)
         flat, counts = _as_lists(new_tokens, len(states))
-        if isinstance(num_inputs, bool) or not isinstance(num_inputs, Integral):
-            raise TypeError(f"num_inputs is {num_inputs!r}: expected an integer")
-        if num_inputs < 1:
-            raise ValueError(f"num_inputs is {num_inputs}: expected at least 1")
+        num_inputs = check_count("num_inputs", num_inputs, most=MAX_KV_LEN)
         rows = np.fromiter((state.row for state in states), np.int64, len(states))
         if len(np.unique(rows)) < len(rows):
             raise KVCacheError("seqs has a sequence twice")
-        is_slow = self._look(states, rows, counts, int(num_inputs))
-        self._advance_fast(rows, flat, counts, ~is_slow, int(num_inputs))
+        is_slow = self._look(states, rows, counts, num_inputs)
+        self._advance_fast(rows, flat, counts, ~is_slow, num_inputs)
         grown = [True] * len(states)
         slow = np.flatnonzero(is_slow).tolist()
         ends = np.cumsum(counts) if slow else counts
         for i in slow:
             tokens = flat[ends[i] - counts[i] : ends[i]]
-            grown[i] = self._engine.advance(states[i], tokens, int(num_inputs))
+            grown[i] = self._engine.advance(states[i], tokens, num_inputs)
         return grown
 
     def _look(
@@ -299,9 +298,11 @@ class KVCacheManager:
 
         Raises:
             KVCacheError: the manager is closed.
+            TypeError: layer_id is no integer.
             ValueError: no such layer, or no mode.
         """
         self._check_open()
+        layer_id = check_count("layer_id", layer_id, least=0)
         if layer_id not in self._layout.places:
             raise ValueError(f"layer_id is {layer_id!r}: the manager has no such layer")
         mode = PageIndexMode(mode)
@@ -425,7 +426,7 @@ class KVCacheManager:
         self._engine.clear()
 
     def close(self) -> None:
-        """Give all memory back.
+        """Give all memory back, when views of layers and their caches are gone, too.
 
         Raises:
             KVCacheError: a sequence is open or has pinned pages, or it is closed already.

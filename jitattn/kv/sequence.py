@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jitattn.config import MAX_KV_LEN
 from jitattn.errors import KVCacheError
 from jitattn.kv.engine import Engine, as_int64
 from jitattn.kv.layout import LayerGroup
@@ -288,4 +289,6 @@ def _integer(name: str, value: object) -> int:
         raise TypeError(f"{name} is {value!r}: expected an integer")
     if value < 0:
         raise ValueError(f"{name} is {value}: expected 0 or more")
+    if value > MAX_KV_LEN:
+        raise ValueError(f"{name} is {value}: expected at most {MAX_KV_LEN}")
     return int(value)

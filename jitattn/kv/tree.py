@@ -105,15 +105,14 @@ class PrefixTree:
         self._page_size = layout.page_size
         self._windows = tuple(group.window_left for group in layout.groups)
         self._is_full = tuple(window < 0 for window in self._windows)
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[bytes, Node] = {}  # by key
 
     def root(self, scope: str) -> Node:
         """Return the node before the first block, of sequences that may share pages."""
-        if scope not in self._roots:
-            key = hashlib.sha256(b"scope " + scope.encode()).digest()
-            empty = np.empty(0, np.int64)
-            self._roots[scope] = Node(key, None, empty, len(self._windows))
-        return self._roots[scope]
+        key = hashlib.sha256(b"scope " + scope.encode()).digest()
+        if key not in self._roots:
+            self._roots[key] = Node(key, None, np.empty(0, np.int64), len(self._windows))
+        return self._roots[key]
 
     # --- matching
 
@@ -222,7 +221,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Take out everything; pages that sequences have stay theirs."""
-        for root in self._roots.values():
+        for root in list(self._roots.values()):
             for node in list(root.children()):
                 self.take_out(node)
             root.is_root = False  # what open sequences commit after it is not found either
@@ -252,6 +251,9 @@ class PrefixTree:
             parent.remove(node)
             node.parent = None
             node = parent
+        is_unused = not node.has_children and not node.num_tips
+        if is_unused and self._roots.get(node.key) is node:
+            del self._roots[node.key]  # else each scope that there ever was would stay
 
 
 def _release(node: Node, group: int) -> None:

@@ -28,8 +28,10 @@ from jitattn.kv.tables import Ids, make_entries, spread_entries
 from jitattn.layer_tables import has_kernel
 from jitattn.pages import BlockTable, ViewTable, check_tensor, mark_view
 from jitattn.quantization import QuantizedKV
+from jitattn.scalars import check_count
 
 _INTEGERS = (torch.int32, torch.int64)
+_LAST_ROW = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -203,14 +205,24 @@ class TableMaker:
         check_writable("out", out)
 
     def _rows(self, rows: object, count: int) -> Tensor:
-        given = rows if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.int32)
+        given = rows if isinstance(rows, Tensor) else _listed_rows(rows)
         check_tensor("rows", given, _INTEGERS)
         if given.shape != (count,):
             raise ValueError(f"rows has shape {list(given.shape)}: expected [{count}]")
+        if given.is_meta:
+            raise ValueError("rows is on meta: expected numbers")
         listed = given.tolist()
-        if len(set(listed)) < count or min(listed, default=0) < 0:
-            raise ValueError(f"rows is {listed}: expected different rows, from 0")
+        least, most = min(listed, default=0), max(listed, default=0)
+        if len(set(listed)) < count or least < 0 or most > _LAST_ROW:
+            raise ValueError(f"rows is {listed}: expected different rows, from 0 to {_LAST_ROW}")
         return given
+
+
+def _listed_rows(rows: object) -> Tensor:
+    if isinstance(rows, str) or not isinstance(rows, Sequence | np.ndarray):
+        raise TypeError(f"rows is a {type(rows).__name__}: expected integers, or a tensor")
+    counts = [check_count("rows", row, least=0, most=_LAST_ROW) for row in rows]
+    return torch.tensor(counts, dtype=torch.int64)
 
 
 class LayerView:

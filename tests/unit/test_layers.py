@@ -143,7 +143,7 @@ KV_ORDER = (
 )  # fmt: skip
 KV_BELOW = {
     "errors", "config", "params", "pages", "binding", "quantization", "prepared", "page_copies",
-    "layer_tables",
+    "layer_tables", "scalars",
 }  # fmt: skip
 KV_TORCH = {"storage", "device_tables", "views", "manager"}  # the last where a manager has storage
 KV_MODULES = {path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "kv").glob("*.py")}
