@@ -437,11 +437,7 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
             f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
             "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
         )
-    others = [place for place in places if _holds_another(job, place)]
-    stale = "".join(
-        f" {place} has it as another version of jitattn renders it: fill that bundle again."
-        for place in others
-    )
+    stale = "".join(_why_not(job, place) for place in places)
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
     config = quote(hint or _config_text(job.spec))
     return (
@@ -452,9 +448,16 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
     )
 
 
-def _holds_another(job: _Job, place: Path) -> bool:
-    """Say whether a bundle has the kernel, rendered from other templates."""
-    return any(place.glob(f"{job.arch}-{job.spec.symbol}-*/kernel.cubin"))
+def _why_not(job: _Job, place: Path) -> str:
+    """Say what of the kernel a bundle has that can't be taken."""
+    found = {
+        path.parent.name for path in place.glob(f"{job.arch}-{job.spec.symbol}-*/kernel.cubin")
+    }
+    if not found:
+        return ""
+    if job.render()[0] in found:
+        return f" {place} has it damaged (jitattn cache verify says how): fill that bundle again."
+    return f" {place} has it as another version of jitattn renders it: fill that bundle again."
 
 
 def _config_text(spec: KernelSpec) -> str:

@@ -78,17 +78,22 @@ def write_wheel(
     return path
 
 
-def _files(bundle: KernelCache) -> dict[str, bytes]:
-    """Return the bytes of every entry's files by their paths, all of them verified."""
-    entries = [entry for entry in bundle.entries() if entry.path.parent == bundle.root]
-    if not entries:
+def check_whole(bundle: KernelCache) -> None:
+    """Raise CacheError where a bundle has no kernels, or damaged ones."""
+    if not any(entry.path.parent == bundle.root for entry in bundle.entries()):
         raise CacheError(f"{bundle.root} holds no kernels: fill it with jitattn precompile")
     if damaged := bundle.verify():
         found = "; ".join(f"{entry.name}: {entry.damage}" for entry in damaged)
         raise CacheError(f"{bundle.root} has damaged kernels, compile them again: {found}")
+
+
+def _files(bundle: KernelCache) -> dict[str, bytes]:
+    """Return the bytes of every entry's files by their paths, all of them verified."""
+    check_whole(bundle)
     return {
         f"{entry.name}/{file}": (entry.path / file).read_bytes()
-        for entry in entries
+        for entry in bundle.entries()
+        if entry.path.parent == bundle.root
         for file in ENTRY_FILES
     }
 

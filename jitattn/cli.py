@@ -454,9 +454,12 @@ def _bundle_wheel(args: argparse.Namespace) -> int:
 
 
 def _bundle_sha256(args: argparse.Namespace) -> int:
+    from jitattn.bundle_wheel import check_whole
     from jitattn.cache import KernelCache
 
-    sys.stdout.write(f"{KernelCache(args.folder).sha256()}\n")
+    bundle = KernelCache(args.folder)
+    check_whole(bundle)
+    sys.stdout.write(f"{bundle.sha256()}\n")
     return 0
 
 
@@ -512,7 +515,7 @@ def _days(seconds: float) -> str:
 
 def _cache_verify(args: argparse.Namespace) -> int:
     cache = _cache(args)
-    if args.folder is not None and not cache.root.is_dir():
+    if args.folder is not None and not cache.root.exists():
         raise CacheError(f"{cache.root} does not exist")
     damaged = cache.verify()
     for entry in damaged:

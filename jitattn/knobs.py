@@ -26,7 +26,8 @@ class Knobs(Value):
     that may be used; all others are refused."""
 
     jit: bool = True
-    """JITATTN_JIT: ``0`` forbids compiling; a missing kernel raises KernelNotFoundError."""
+    """JITATTN_JIT: ``0`` forbids compiling, but to ``precompile``; a missing kernel raises
+    KernelNotFoundError."""
 
     lock_timeout: float = 120.0
     """JITATTN_LOCK_TIMEOUT: seconds to wait for another process that compiles the same kernel."""

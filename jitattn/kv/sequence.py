@@ -289,6 +289,6 @@ def _integer(name: str, value: object) -> int:
         raise TypeError(f"{name} is {value!r}: expected an integer")
     if value < 0:
         raise ValueError(f"{name} is {value}: expected 0 or more")
-    if value > MAX_KV_LEN:
+    if int(value) > MAX_KV_LEN:
         raise ValueError(f"{name} is {value}: expected at most {MAX_KV_LEN}")
     return int(value)

@@ -136,13 +136,24 @@ def check_machine_code(spec: AttentionSpec, arch: str, found: list[str]) -> None
     has_warpgroups = isinstance(tile_for(spec, arch), WarpgroupTile)
     kind, other = ("HGMMA", "HMMA") if has_warpgroups else ("HMMA", "HGMMA")
     products = [op for op in found if op.startswith(kind)]
-    assert all(".F32" in op and (".BF16" in op) == (spec.q_dtype == "bfloat16") for op in products)
+    is_bfloat16 = spec.q_dtype == "bfloat16" and not multiplies_in_float16(spec)
+    assert all(".F32" in op and (".BF16" in op) == is_bfloat16 for op in products)
     assert len(products) >= num_products(spec, arch)
     assert not [op for op in found if op.startswith((other, "LDL", "STL"))]
     # Boxes and vectors go around the registers into shared memory; single elements can't.
     assert any(op.startswith("UTMALDG") for op in found) == (spec.loader is Loader.TENSOR)
     copies_vectors = spec.loader is Loader.VECTOR or has_warpgroups  # theirs is Q
     assert any(op.startswith("LDGSTS") for op in found) == copies_vectors
+
+
+def multiplies_in_float16(spec: AttentionSpec) -> bool:
+    """Whether decode converts K and V to float16, for which it needs some registers."""
+    return (
+        isinstance(spec, DecodeSpec)
+        and spec.kv_dtype is not spec.q_dtype
+        and spec.head_dim <= 256
+        and spec.row_tile <= 16
+    )
 
 
 def num_products(spec: AttentionSpec, arch: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import build, installed, knobs
+from jitattn import build, cli, installed, knobs
 from jitattn.build import fill
 from jitattn.bundle_wheel import write_wheel
 from jitattn.cache import KernelCache
@@ -255,6 +255,18 @@ def test_a_wheel_of_an_older_jitattn_is_named(
     with pytest.raises(KernelNotFoundError, match="has it as another version of jitattn renders"):
         build.build(SPEC, ARCH, settings())
     assert old.is_dir()
+
+
+def test_a_damaged_kernel_is_called_damaged(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not another version's; nor does a broken bundle get a digest to be pinned."""
+    (kernel,) = bundle.glob("sm_*/kernel.cubin")
+    kernel.write_bytes(kernel.read_bytes() + b"x")
+    with pytest.raises(KernelNotFoundError, match="has it damaged"):
+        build.build(SPEC, ARCH, settings(precompiled=(bundle,)))
+    assert cli.main(["bundle", "sha256", str(bundle)]) == 1
+    assert "damaged kernels" in capsys.readouterr().err
 
 
 def test_an_entry_point_that_leads_nowhere_is_passed_over(

@@ -349,7 +349,7 @@ def test_any_failing_call_costs_a_warning_only(
 # ---------------------------------------------------------------------------- homes
 
 HOMELESS = """
-import os, sys, warnings
+import importlib.metadata, os, sys, warnings
 import platformdirs, platformdirs.unix
 import jinja2, jitattn.render
 from jitattn import build, knobs

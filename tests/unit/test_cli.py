@@ -242,6 +242,12 @@ def test_verify_of_a_folder_that_is_not_there_fails(
     assert "nothing" in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["cache", "verify", str(tmp_path / "file")]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+
+
 def test_an_unsafe_cache_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(0o777)
     assert cli.main(["cache", "list", str(tmp_path)]) == 1

@@ -49,7 +49,7 @@ def test_readme_has_two_commands_with_environments_of_their_own() -> None:
     assert all("-c constraints.txt" in command for command in commands)
     assert len({command.split()[3] for command in commands}) == 2
     assert commands[0].endswith("jitattn demo")
-    assert commands[1].endswith("pytest")
+    assert commands[1].endswith("pytest -n 2 --dist loadfile")
 
 
 def test_generated_documents_are_current() -> None:
