@@ -48,7 +48,13 @@ def make_server(options: argparse.Namespace) -> Server:
 
 
 def main() -> None:
-    server = make_server(parser().parse_args())
+    options = parser().parse_args()
+    try:
+        server = make_server(options)
+    except (OSError, ImportError) as error:
+        raise SystemExit(
+            f"can't serve {options.model or 'random weights'} on port {options.port}: {error}"
+        ) from None
     host, port = server.server_address[:2]
     print(f"{server.model} at http://{host}:{port}/v1, up to {server.engine.max_len} tokens")
     try:
