@@ -90,10 +90,10 @@ class PreprocessConfig(Value):
             if getattr(self, name) not in choices
         ]
         for name in ("head_dim", "head_dim_vo"):
-            if (getattr(self, name) or self.head_dim) not in HEAD_DIMS:
-                found.append(
-                    f"{name}={getattr(self, name)} is not a multiple of 16 from 16 to 256, nor 512"
-                )
+            dim = getattr(self, name)
+            is_same = name == "head_dim_vo" and dim is None
+            if dim not in HEAD_DIMS and not is_same:
+                found.append(f"{name}={dim} is not a multiple of 16 from 16 to 256, nor 512")
         if not isinstance(self.page_size, int) or not 1 <= self.page_size <= MAX_PAGE_SIZE:
             found.append(f"page_size={self.page_size} is not 1 to 2**20")
         outputs = (None, self.qkv_dtype, *FP8_DTYPES)
