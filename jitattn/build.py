@@ -212,12 +212,13 @@ def stored(spec: KernelSpec, arch: str, folder: Path) -> Kernel | None:
     """
     started = time.perf_counter()
     job = _Job(spec, arch, lineinfo=False)
-    entry, _ = job.render()
-    found = KernelCache(folder).get(entry)
-    if found is None:
-        return None
-    kernel = _kernel(job, entry, found.cubin, found.meta, "precompiled")
-    return replace(kernel, seconds=time.perf_counter() - started)
+    kernel = _stored(job, job.render()[0], KernelCache(folder))
+    return kernel and replace(kernel, seconds=time.perf_counter() - started)
+
+
+def _stored(job: _Job, entry: str, bundle: KernelCache) -> Kernel | None:
+    found = bundle.get(entry)
+    return None if found is None else _kernel(job, entry, found.cubin, found.meta, "precompiled")
 
 
 def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
@@ -231,11 +232,12 @@ def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
         OSError: the bundle cannot be written.
     """
     started = time.perf_counter()
-    if (kernel := stored(spec, arch, folder)) is None:
-        job = _Job(spec, arch, lineinfo=False)
-        entry, source = job.render()
+    bundle = KernelCache(folder, mode=0o755)
+    job = _Job(spec, arch, lineinfo=False)
+    entry, source = job.render()
+    if (kernel := _stored(job, entry, bundle)) is None:
         cubin, meta = _compile(job, source)
-        KernelCache(folder, mode=0o755).put(entry, cubin, source, meta)
+        bundle.put(entry, cubin, source, meta)
         kernel = _kernel(job, entry, cubin, meta, "compiled")
     return replace(kernel, seconds=time.perf_counter() - started)
 

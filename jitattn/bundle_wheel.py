@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from jitattn.cache import ENTRY_FILES, KernelCache
+from jitattn.cache import ENTRY_FILES, Entry, KernelCache
 from jitattn.errors import CacheError, ConfigError
 from jitattn.installed import GROUP
 from jitattn.version import __version__
@@ -78,22 +78,22 @@ def write_wheel(
     return path
 
 
-def check_whole(bundle: KernelCache) -> None:
-    """Raise CacheError where a bundle has no kernels, or damaged ones."""
-    if not any(entry.path.parent == bundle.root for entry in bundle.entries()):
+def whole_entries(bundle: KernelCache) -> list[Entry]:
+    """Return the entries of a bundle; CacheError where it has none, or damaged ones."""
+    entries = [entry for entry in bundle.entries() if entry.path.parent == bundle.root]
+    if not entries:
         raise CacheError(f"{bundle.root} holds no kernels: fill it with jitattn precompile")
     if damaged := bundle.verify():
         found = "; ".join(f"{entry.name}: {entry.damage}" for entry in damaged)
         raise CacheError(f"{bundle.root} has damaged kernels, compile them again: {found}")
+    return entries
 
 
 def _files(bundle: KernelCache) -> dict[str, bytes]:
     """Return the bytes of every entry's files by their paths, all of them verified."""
-    check_whole(bundle)
     return {
         f"{entry.name}/{file}": (entry.path / file).read_bytes()
-        for entry in bundle.entries()
-        if entry.path.parent == bundle.root
+        for entry in whole_entries(bundle)
         for file in ENTRY_FILES
     }
 

@@ -454,11 +454,11 @@ def _bundle_wheel(args: argparse.Namespace) -> int:
 
 
 def _bundle_sha256(args: argparse.Namespace) -> int:
-    from jitattn.bundle_wheel import check_whole
+    from jitattn.bundle_wheel import whole_entries
     from jitattn.cache import KernelCache
 
     bundle = KernelCache(args.folder)
-    check_whole(bundle)
+    whole_entries(bundle)
     sys.stdout.write(f"{bundle.sha256()}\n")
     return 0
 

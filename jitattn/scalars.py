@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 
 INT32_MAX = 2**31 - 1
 
@@ -32,3 +33,18 @@ def check_count(name: str, value: object, *, least: int = 1, most: int | None = 
         wanted = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name} is {count}: expected {wanted}")
     return count
+
+
+def check_number(name: str, value: object, *, least: float = -math.inf) -> float:
+    """Return a finite number from ``least`` on.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
+    number = float(value)
+    if not math.isfinite(number) or number < least:
+        wanted = "a finite number" if least == -math.inf else f"a finite number from {least} on"
+        raise ValueError(f"{name} is {number}: expected {wanted}")
+    return number

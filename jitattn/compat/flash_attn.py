@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from jitattn.pages import (
 )
 from jitattn.planner import AttentionPlanner
 from jitattn.preprocess import append_kv
-from jitattn.scalars import INT32_MAX, check_count, check_flag
+from jitattn.scalars import INT32_MAX, check_count, check_flag, check_number
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -174,8 +173,8 @@ def flash_attn_varlen_func(
         pages,
         window,
         page_size=None if block_table is None else k.shape[1],
-        sm_scale=_finite("softmax_scale", softmax_scale),
-        logits_soft_cap=_finite("softcap", softcap, least=0.0),
+        sm_scale=_scale(softmax_scale),
+        logits_soft_cap=check_number("softcap", softcap, least=0.0),
     )
     seq_lens = cu_seqlens_k.diff()
     plan = planner.plan(pages, seq_lens, cu_seqlens_q, max_q_len=max_q_len, max_kv_len=max_kv_len)
@@ -277,17 +276,9 @@ def _check_keys(name: str, keys: Tensor, q: Tensor, table: str | None) -> None:
         raise ValueError(f"{name} has shape {list(keys.shape)}: expected {wanted} {with_table}")
 
 
-def _finite(name: str, value: object, least: float = -math.inf) -> float | None:
-    """Return a number, or None, that the planner knows under another name."""
-    if value is None and name == "softmax_scale":
-        return None
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
-    number = float(value)
-    if not math.isfinite(number) or number < least:
-        wanted = "a finite number" if least == -math.inf else f"a finite number from {least} on"
-        raise ValueError(f"{name} is {number}: expected {wanted}")
-    return number
+def _scale(value: object) -> float | None:
+    """Return ``softmax_scale`` as planners take it."""
+    return None if value is None else check_number("softmax_scale", value)
 
 
 def _even_indptr(batch_size: int, length: int, device: torch.device) -> Tensor:
@@ -345,8 +336,8 @@ def _attend_cached(given: _Given) -> Tensor | tuple[Tensor, Tensor]:
         cache.pages,
         window,
         page_size=cache.k.shape[1],
-        sm_scale=_finite("softmax_scale", given.softmax_scale),
-        logits_soft_cap=_finite("softcap", given.softcap, least=0.0),
+        sm_scale=_scale(given.softmax_scale),
+        logits_soft_cap=check_number("softcap", given.softcap, least=0.0),
         batch_invariant=_is_unsplit(given.num_splits),
     )
     kv = planner.bind((cache.k, cache.v))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING
 
 from jitattn.config import dtype_name
+from jitattn.scalars import check_count
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +25,6 @@ _BITS = {
     "uint8": 8,
     "nvfp4": 4,
 }
-
-
-def _check_int(name: str, value: object, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if value < low:
-        raise ValueError(f"{name} is {value}: expected at least {low}")
-    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +55,11 @@ class LayerConfig:
             TypeError, ValueError: a field that doesn't fit.
         """
         name = f"layer {self.layer_id}: "
-        _check_int("layer_id", self.layer_id, 0)
-        _check_int(f"{name}num_kv_heads", self.num_kv_heads, 1)
-        _check_int(f"{name}head_dim", self.head_dim, 1)
-        _check_int(f"{name}head_dim_vo", self.dim_vo, 1)
-        _check_int(f"{name}window_left", self.window_left, -1)
+        check_count("layer_id", self.layer_id, least=0)
+        check_count(f"{name}num_kv_heads", self.num_kv_heads, least=1)
+        check_count(f"{name}head_dim", self.head_dim, least=1)
+        check_count(f"{name}head_dim_vo", self.dim_vo, least=1)
+        check_count(f"{name}window_left", self.window_left, least=-1)
         dtype = dtype_name(self.dtype)
         if dtype not in _BITS:
             raise ValueError(f"{name}dtype is {dtype}: expected one of {', '.join(_BITS)}")
@@ -133,11 +125,11 @@ class KVCacheConfig:
         Raises:
             TypeError, ValueError: a field that doesn't fit.
         """
-        _check_int("page_size", self.page_size, 1)
-        _check_int("gpu_bytes", self.gpu_bytes, 1)
-        _check_int("host_bytes", self.host_bytes, 0)
-        _check_int("max_rewind_len", self.max_rewind_len, 0)
-        _check_int("typical_len", self.typical_len, 1)
+        check_count("page_size", self.page_size, least=1)
+        check_count("gpu_bytes", self.gpu_bytes, least=1)
+        check_count("host_bytes", self.host_bytes, least=0)
+        check_count("max_rewind_len", self.max_rewind_len, least=0)
+        check_count("typical_len", self.typical_len, least=1)
         if not isinstance(self.reuse_scratch, bool):
             raise TypeError(f"reuse_scratch is {self.reuse_scratch!r}: expected True or False")
         if self.kv_layout not in ("NHD", "HND"):

@@ -183,10 +183,7 @@ class KVCacheManager:
         """
         self._check_open()
         tokens = _NO_TOKENS if prompt is None else as_int64(prompt)
-        if isinstance(priority, bool) or not isinstance(priority, Integral):
-            raise TypeError(f"priority is {priority!r}: expected an integer")
-        if not 0 <= priority <= MAX_PRIORITY:
-            raise ValueError(f"priority is {priority}: expected 0 to {MAX_PRIORITY}")
+        priority = check_count("priority", priority, least=0, most=MAX_PRIORITY)
         if reuse_scratch is not None and not isinstance(reuse_scratch, bool):
             raise TypeError(f"reuse_scratch is {reuse_scratch!r}: expected True, False or None")
         if reuse_scratch and not self.config.reuse_scratch:
@@ -194,7 +191,7 @@ class KVCacheManager:
         if not isinstance(reuse_scope, str):
             raise TypeError(f"reuse_scope is {reuse_scope!r}: expected a string")
         has_scratch = self.config.reuse_scratch if reuse_scratch is None else reuse_scratch
-        state = self._engine.create(tokens, int(priority), has_scratch, reuse_scope)
+        state = self._engine.create(tokens, priority, has_scratch, reuse_scope)
         return KVSequence(self, self._engine, state)
 
     def advance(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from jitattn.kv.engine import Engine, as_int64
 from jitattn.kv.layout import LayerGroup
 from jitattn.kv.mode import PageIndexMode
 from jitattn.kv.state import Scratch, State, Status
+from jitattn.scalars import check_count
 
 
 class Manager(Protocol):
@@ -172,8 +172,8 @@ class KVSequence:
         """
         state = self._active("resize")
         old = self.history_len, self.capacity
-        history = old[0] if history_len is None else _integer("history_len", history_len)
-        capacity = old[1] if capacity is None else _integer("capacity", capacity)
+        history = old[0] if history_len is None else _tokens("history_len", history_len)
+        capacity = old[1] if capacity is None else _tokens("capacity", capacity)
         if history < old[0]:
             raise KVCacheError(
                 f"sequence {state.id} has a history of {old[0]} tokens, which can't shrink to "
@@ -222,7 +222,7 @@ class KVSequence:
                 with scratch, ``n`` exceeds ``max_rewind_len``.
         """
         state = self._active("rewind")
-        count = _integer("n", n)
+        count = _tokens("n", n)
         history, capacity = self.history_len, self.capacity
         if capacity - count < history:
             raise KVCacheError(
@@ -284,11 +284,5 @@ class KVSequence:
         return state
 
 
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if value < 0:
-        raise ValueError(f"{name} is {value}: expected 0 or more")
-    if int(value) > MAX_KV_LEN:
-        raise ValueError(f"{name} is {value}: expected at most {MAX_KV_LEN}")
-    return int(value)
+def _tokens(name: str, value: object) -> int:
+    return check_count(name, value, least=0, most=MAX_KV_LEN)

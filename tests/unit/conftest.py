@@ -1,10 +1,11 @@
-"""A watch over tests of the CPU that run on a card, too."""
+"""Watches over tests: of what they ask a card for, and of what they leave unwritten."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -17,3 +18,12 @@ def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert asked.configs
     missing = sorted(spec.symbol for spec in asked.specs_beside_the_bundle())
     assert not missing, f"tests/gpu/bundle.py lacks {', '.join(missing)}"
+
+
+@pytest.fixture
+def new_tensors_are_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN, so that what is not written is seen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.isnan(torch.empty(3)).all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -10,7 +10,6 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -43,13 +42,7 @@ HALVES = (torch.float16, torch.bfloat16)
 WORKSPACE = torch.zeros(16, dtype=torch.uint8)
 
 
-@pytest.fixture(autouse=True)
-def _new_tensors_are_nan() -> Iterator[None]:
-    """``torch.empty`` gives NaN, so that what is not written is seen."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.isnan(torch.empty(3)).all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("new_tensors_are_nan")
 
 
 # --- what cases have in common --------------------------------------------------------------------

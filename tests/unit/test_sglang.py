@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,12 +64,7 @@ def sglang_backend() -> Any:
     return backend
 
 
-@pytest.fixture(autouse=True)
-def _new_tensors_are_nan() -> Iterator[None]:
-    """``torch.empty`` gives NaN, so that what is not written is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("new_tensors_are_nan")
 
 
 def engine_of_sglang(monkeypatch: pytest.MonkeyPatch) -> Engine:

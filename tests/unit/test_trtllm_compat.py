@@ -9,7 +9,6 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -44,12 +43,7 @@ SECONDARY = -(2**31)
 """The bit of an entry that names the pool on the host."""
 
 
-@pytest.fixture(autouse=True)
-def _new_tensors_are_nan() -> Iterator[None]:
-    """``torch.empty`` gives NaN, so that what is not written is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("new_tensors_are_nan")
 
 
 def rows_of(q_lens: list[int]) -> list[slice]:

@@ -48,12 +48,7 @@ def vllm_backend() -> Any:
     return backend
 
 
-@pytest.fixture(autouse=True)
-def _new_tensors_are_nan() -> Iterator[None]:
-    """``torch.empty`` gives NaN, so that what is not written is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("new_tensors_are_nan")
 
 
 def engine_of_vllm() -> Engine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -188,21 +187,6 @@ def check_dtype(name: str, value: object) -> str:
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name} is {value!r}: expected a torch.dtype or its name")
     return dtype_name(value)
-
-
-def check_number(name: str, value: object, *, least: float = -math.inf) -> float:
-    """Return a finite number from ``least`` on.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
-    number = float(value)
-    if not math.isfinite(number) or number < least:
-        wanted = "a finite number" if least == -math.inf else f"a finite number from {least} on"
-        raise ValueError(f"{name} is {number}: expected {wanted}")
-    return number
 
 
 def as_lengths(name: str, value: Tensor) -> Tensor:
@@ -403,6 +387,16 @@ class LseForm:
     def view(self, lse: Tensor | None) -> Tensor | None:
         """Return ``lse`` as [num_tokens, heads], for ``run`` to fill."""
         return lse.t() if lse is not None and self._is_turned else lse
+
+    def results(
+        self, out: Tensor, lse: Tensor | None, *, return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Finish ``lse``, and return what a run does: out, or (out, lse)."""
+        self.finish(lse)
+        if not return_lse:
+            return out
+        assert lse is not None
+        return out, lse
 
     def finish(self, lse: Tensor | None) -> None:
         """Turn natural logarithms, in place."""

@@ -12,7 +12,6 @@ from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
     Scale,
-    check_number,
     check_workspace,
     refuse_unbuilt,
 )
@@ -33,7 +32,7 @@ from jitattn.config import dtype_name
 from jitattn.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.mla_planner import MLAPlan, MLAPlanner
 from jitattn.pages import BlockTable, CsrPages, Pages, check_tensor
-from jitattn.scalars import check_count, check_flag
+from jitattn.scalars import check_count, check_flag, check_number
 
 _FP8 = torch.float8_e4m3fn
 _NO_SINKS = "latent attention has no sinks"
@@ -278,11 +277,7 @@ class _Planned(NamedTuple):
         lse = form.new(q_nope, given["lse"], given["return_lse"])
         out = plan.run(q_nope, q_pe, bound, out=given["out"], lse=lse)
         assert isinstance(out, Tensor)
-        form.finish(lse)
-        if not given["return_lse"]:
-            return out
-        assert lse is not None
-        return out, lse
+        return form.results(out, lse, return_lse=given["return_lse"])
 
 
 def _structure(

@@ -15,7 +15,6 @@ from jitattn.compat.flashinfer.arguments import (
     as_lengths,
     cache_pair,
     check_layout,
-    check_number,
     check_queries,
     check_workspace,
     refuse_unbuilt,
@@ -26,7 +25,7 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.config import FP8_DTYPES, dtype_name
 from jitattn.functional import planner_of
 from jitattn.pages import BlockTable, check_device, check_tensor
-from jitattn.scalars import check_count, check_flag
+from jitattn.scalars import check_count, check_flag, check_number
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -266,11 +265,7 @@ class _Call(NamedTuple):
         )
         out = plan.run(query, kv, out=given["out"], lse=lse, sinks=sinks)
         assert isinstance(out, Tensor)
-        form.finish(lse)
-        if not given["return_lse"]:
-            return out
-        assert lse is not None
-        return out, lse
+        return form.results(out, lse, return_lse=given["return_lse"])
 
 
 def _fp8() -> tuple[torch.dtype, ...]:

@@ -13,7 +13,6 @@ from jitattn.compat.flashinfer.arguments import (
     LseForm,
     Scale,
     as_lengths,
-    check_number,
     check_workspace,
     refuse_unbuilt,
 )
@@ -24,7 +23,7 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.config import dtype_name
 from jitattn.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.pages import BlockTable, check_device, check_tensor
-from jitattn.scalars import check_count
+from jitattn.scalars import check_count, check_number
 
 _FP8 = torch.float8_e4m3fn
 

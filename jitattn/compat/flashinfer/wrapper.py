@@ -11,7 +11,6 @@ from jitattn.compat.flashinfer.arguments import (
     LseForm,
     Scale,
     check_layout,
-    check_number,
     check_queries,
     check_scales,
     check_workspace,
@@ -24,7 +23,7 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.config import HEAD_DIMS
 from jitattn.functional import planner_of
 from jitattn.quantization import KVCache, QuantizedKV
-from jitattn.scalars import INT32_MAX, check_count, check_flag
+from jitattn.scalars import INT32_MAX, check_count, check_flag, check_number
 
 
 class Results(NamedTuple):
@@ -138,11 +137,7 @@ class Wrapper:
             custom_mask=batch.mask,
         )
         assert isinstance(out, Tensor)
-        results.form.finish(lse)
-        if not results.return_lse:
-            return out
-        assert lse is not None
-        return out, lse
+        return results.form.results(out, lse, return_lse=results.return_lse)
 
 
 def _check_pages(kv: KVCache, arguments: Mapping[str, object]) -> None:
