@@ -1,4 +1,4 @@
-"""Random trees of prefixes, in levels and as one table of the tokens that each request sees."""
+"""Random trees of prefixes, in levels, and what attention over them is by definition."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.config import PlannerConfig
+from jitattn.reference import attention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 32, 4
 
@@ -78,22 +79,15 @@ class Tree:
             )
         return found
 
-    def one_level(self, device: str) -> tuple[jitattn.TokenTable, Tensor, Tensor]:
-        """The slots of all keys that each request sees, their number, and offsets of queries."""
+    def slots(self) -> list[list[int]]:
+        """The slots of all keys that each request sees, in order."""
         rows: list[list[int]] = [[] for _ in self.q_lens]
         for groups in self.groups:
             for begin, count, pages, kv_len in groups:
                 slots = [pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(kv_len)]
                 for row in rows[begin : begin + count]:
                     row += slots
-        width = max(map(len, rows)) or 1
-        table = [row + [-1] * (width - len(row)) for row in rows]
-        lens, offsets = [len(row) for row in rows], self.offsets
-        return (
-            jitattn.TokenTable(torch.tensor(table, dtype=torch.int32, device=device)),
-            torch.tensor(lens, dtype=torch.int32, device=device),
-            torch.tensor(offsets, dtype=torch.int32, device=device),
-        )
+        return rows
 
 
 def _table(kind: str, rows: list[list[int]], device: str) -> jitattn.BlockTable | jitattn.CsrPages:
@@ -114,7 +108,7 @@ def _table(kind: str, rows: list[list[int]], device: str) -> jitattn.BlockTable 
 
 
 def planner_config(**others: object) -> PlannerConfig:
-    """What all cascades of tests/gpu have, and their one-level twins."""
+    """What all cascades of tests/gpu have."""
     base: dict[str, object] = {
         "num_qo_heads": HEADS,
         "num_kv_heads": KV_HEADS,
@@ -126,10 +120,27 @@ def planner_config(**others: object) -> PlannerConfig:
 
 def gpu_configs() -> list[PlannerConfig]:
     """What tests/gpu/test_cascade.py launches, for a bundle."""
-    tables = "shared", "csr", "token"
+    tables = "shared", "csr"
     return [
         planner_config(page_table=table, logits_soft_cap=cap) for table in tables for cap in (0, 5)
     ]
+
+
+def defined(
+    tree: Tree, q: Tensor, cache: Tensor, sinks: Tensor | None, **arguments: object
+) -> tuple[Tensor, Tensor]:
+    """Out and lse over all keys of each request in order, by the float64 definition."""
+    rows = tree.slots()
+    slots = torch.tensor([slot for row in rows for slot in row], dtype=torch.int64)
+    k, v = cache.cpu().transpose(1, 2).flatten(0, 1)[slots].unbind(1)
+    config = planner_config(**arguments)
+    return attention(
+        q.cpu(), k, v, tree.offsets, [0, *itertools.accumulate(map(len, rows))],
+        causal=config.causal, window_left=config.window_left,
+        logits_soft_cap=config.logits_soft_cap,
+        sm_scale=HEAD_DIM**-0.5 if config.sm_scale is None else config.sm_scale,
+        sinks=None if sinks is None else sinks.cpu(),
+    )  # fmt: skip
 
 
 def check_tree(
@@ -149,19 +160,15 @@ def check_tree(
     sinks = None
     if arguments.get("use_sinks"):
         sinks = torch.randn(HEADS, generator=generator).to(device)
+    expected, expected_lse = defined(tree, q, cache, sinks, **arguments)
     common = dict(vars(planner_config(**arguments)), device=device)
-    flat = jitattn.AttentionPlanner(**(common | {"page_table": "token"}))
-    pages, seq_lens, qo_indptr = tree.one_level(device)
-    expected, expected_lse = flat.plan(pages, seq_lens, qo_indptr, max_q_len=max(tree.q_lens)).run(
-        q, cache, return_lse=True, sinks=sinks
-    )
     for name in ("variant", "skip_softmax_threshold"):
         common.pop(name)
     planner = jitattn.CascadePlanner(**(common | {"page_table": table}))
     plan = planner.plan(tree.levels(table, device))
     out, lse = plan.run(q, planner.bind(cache), return_lse=True, sinks=sinks)
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out, expected.to(out), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse.to(lse), rtol=1e-3, atol=1e-3)
     assert (lse[sum(tree.q_lens) :] == -torch.inf).all()
     plan.refresh()
     wide = torch.full((tree.num_tokens, HEADS, 2 * HEAD_DIM), torch.nan, device=device)
