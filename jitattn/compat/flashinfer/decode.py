@@ -148,7 +148,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         kv_data_type = data_type if kv_data_type is None else kv_data_type
         given = dict(locals())
         arguments = _arguments(given, self._kv_layout)
-        indptr, indices, last_page_len = _checked(given, self.device, self._fixed)
+        indptr, indices, last_page_len = _checked(given, self._fixed)
         seq_lens = csr_lens(indptr, last_page_len, page_size) if seq_lens is None else seq_lens
         kept = self._keep(arguments)
         if kept is not None and kept.max_q_len != q_len_per_req:
@@ -342,9 +342,7 @@ def _arguments(given: dict[str, Any], kv_layout: str) -> dict[str, object]:
     return {**others, "head_dim": head_dim, "page_table": layout, "causal": True}
 
 
-def _checked(
-    given: dict[str, Any], device: torch.device, fixed: FixedBuffers | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _checked(given: dict[str, Any], fixed: FixedBuffers | None) -> tuple[Tensor, Tensor, Tensor]:
     """Check tables on the host where they lie there."""
     indptr, indices, last_page_len = (given[name] for name in _FILLED)
     block_tables, page_size = given["block_tables"], given["page_size"]
