@@ -128,7 +128,8 @@ class MLAKernels(KernelSet):
     def _boxes(self) -> dict[str, Box]:
         """What one kernel brings at a time, whatever it is for."""
         tile = attention_tile_for(self._attention_specs()[0], self.arch)
-        return {"decode": (tile.box_tokens, tile.key_box_columns, tile.key_box_columns)}
+        rope_dim = self.config.qk_rope_head_dim
+        return {"decode": Box(tile.box_tokens, tile.key_box_columns, rope_dim, is_grouped=True)}
 
     def _attention_specs(self) -> list[MLASpec]:
         return [spec for spec in self._specs if isinstance(spec, MLASpec)]

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jitattn.binding import CacheView
 from jitattn.driver import encode_tensor_map
 from jitattn.tiling import SEGMENT_BYTES, AttentionTile
 
-Box = tuple[int, int, int]
-"""Tokens of a box, and the columns of a box of K and of V."""
+# Tokens whose segments a box of groups brings one after the other: as many as a swizzle repeats at.
+_GROUP_TOKENS = 8
+
+
+class Box(NamedTuple):
+    """What a kernel brings at a time."""
+
+    tokens: int
+    key_columns: int
+    value_columns: int
+    # Whether it arrives as groups of eight tokens, of which each has all its segments before the
+    # next, instead of as segments, of which each has all tokens. Of one head only.
+    is_grouped: bool = False
 
 
 def box_of(tile: AttentionTile, head_dim: int) -> Box:
     """Return the boxes that a kernel of ``tile`` brings, whose K has ``head_dim`` columns."""
-    return tile.box_tokens, tile.key_box_columns or head_dim, tile.value_dim
+    return Box(tile.box_tokens, tile.key_box_columns or head_dim, tile.value_dim)
 
 
 class TensorMaps:
@@ -54,9 +66,9 @@ class TensorMaps:
         return last[2]
 
     def _encode(self, box: Box, k_at: int, v_at: int) -> bytes:
-        tokens, key_columns, value_columns = box
-        return _tensor_map(self._k, k_at, key_columns, tokens) + _tensor_map(
-            self._v, v_at, value_columns, tokens
+        encode = _grouped_map if box.is_grouped else _tensor_map
+        return encode(self._k, k_at, box.key_columns, box.tokens) + encode(
+            self._v, v_at, box.value_columns, box.tokens
         )
 
 
@@ -65,25 +77,61 @@ def _tensor_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) ->
 
     Dimensions as in struct TensorMap of attention_params.cuh.
     """
-    item_bytes = view.tensor.element_size()
     num_pages, page_size, num_heads, head_dim = view.tensor.shape
-    segment = SEGMENT_BYTES // item_bytes
-    # Nobody steps along a dimension of size 1, whose stride is 0 here, which is none to the driver.
-    sizes = num_pages, page_size, num_heads
-    strides = [
-        stride * item_bytes if size > 1 else SEGMENT_BYTES
-        for stride, size in zip(view.strides, sizes, strict=True)
-    ]
-    encoded = 0 not in strides and encode_tensor_map(
+    segment = SEGMENT_BYTES // view.tensor.element_size()
+    page_stride, token_stride, head_stride = _byte_strides(view)
+    return _encode(
+        view,
         pointer,
-        item_bytes,
         (segment, page_size, head_dim // segment, num_heads, num_pages),
-        (strides[1], SEGMENT_BYTES, strides[2], strides[0]),
+        (token_stride, SEGMENT_BYTES, head_stride, page_stride),
         (segment, box_tokens, box_dim // segment, 1, 1),
-        # Beside a row of one line may lie another head's, which others read when it suits them.
-        fetch_bytes=128 if head_dim == segment else 256,
+    )
+
+
+def _grouped_map(view: CacheView, pointer: int, box_dim: int, box_tokens: int) -> bytes:
+    """Return the map of rows of one head, whose boxes arrive as groups of tokens.
+
+    Dimensions {elements of a segment, tokens of a group, segments of a row, groups, pages}.
+    """
+    num_pages, page_size, _, head_dim = view.tensor.shape
+    segment = SEGMENT_BYTES // view.tensor.element_size()
+    page_stride, token_stride, _ = _byte_strides(view)
+    groups = page_size // _GROUP_TOKENS
+    return _encode(
+        view,
+        pointer,
+        (segment, _GROUP_TOKENS, head_dim // segment, groups, num_pages),
+        (token_stride, SEGMENT_BYTES, token_stride * _GROUP_TOKENS, page_stride),
+        (segment, _GROUP_TOKENS, box_dim // segment, box_tokens // _GROUP_TOKENS, 1),
+    )
+
+
+def _byte_strides(view: CacheView) -> list[int]:
+    """Return those of pages, tokens and heads.
+
+    Nobody steps along a dimension of size 1, whose stride is 0 here, which is none to the driver.
+    """
+    item_bytes = view.tensor.element_size()
+    return [
+        stride * item_bytes if size > 1 else SEGMENT_BYTES
+        for stride, size in zip(view.strides, view.tensor.shape[:3], strict=True)
+    ]
+
+
+def _encode(
+    view: CacheView,
+    pointer: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> bytes:
+    # Beside a row of one line may lie another head's, which others read when it suits them.
+    fetch_bytes = 128 if view.tensor.shape[3] == sizes[0] else 256
+    encoded = 0 not in strides and encode_tensor_map(
+        pointer, view.tensor.element_size(), sizes, strides, box, fetch_bytes=fetch_bytes
     )
     if not encoded:
-        strides = list(view.tensor.stride())
-        raise ValueError(f"the driver maps no tensor of strides {strides} at {pointer:#x}")
+        strides_given = list(view.tensor.stride())
+        raise ValueError(f"the driver maps no tensor of strides {strides_given} at {pointer:#x}")
     return encoded

@@ -268,7 +268,7 @@ def latent_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) 
 
 
 def _has_latent_warpgroups(q_dtype: DType, kv_dtype: DType, arch: str) -> bool:
-    return arch == "sm_90a" and kv_dtype is q_dtype
+    return arch == "sm_90a" and kv_dtype in (q_dtype, DType.FLOAT8_E4M3FN)
 
 
 def takes_latent_boxes(spec: MLASpec, arch: str) -> bool:
@@ -276,6 +276,7 @@ def takes_latent_boxes(spec: MLASpec, arch: str) -> bool:
     is_whole = (spec.head_dim - spec.head_dim_vo) * spec.kv_dtype.num_bytes == SEGMENT_BYTES
     return (
         _has_latent_warpgroups(spec.q_dtype, spec.kv_dtype, arch)
+        and spec.kv_dtype is spec.q_dtype
         and is_whole
         and spec.page_table in _BOX_TABLES
         and spec.page_size % 8 == 0
@@ -291,8 +292,11 @@ def latent_tile_for(spec: MLASpec, arch: str) -> PrefillTile | WarpgroupTile:
 
 def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     tile_tokens, num_stages, row_tile = 64, 2, 64
-    # A rope part has a segment to itself.
-    row_bytes = spec.kv_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
+    # Tiles have the type of Q. A rope part has a segment to itself.
+    row_bytes = spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
+    # Those who convert have a tile in their registers.
+    converts = spec.kv_dtype is not spec.q_dtype
+    producer_registers, consumer_registers = (120, 192)
     return WarpgroupTile(
         num_warps=8,
         tile_tokens=tile_tokens,
@@ -308,10 +312,10 @@ def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         merge_loads=0,
         # Pages of other sizes are not brought in boxes.
         box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
-        key_box_columns=SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        key_box_columns=spec.head_dim_vo // 2,
         num_producers=1,
-        producer_registers=72,
-        consumer_registers=216,
+        producer_registers=producer_registers,
+        consumer_registers=consumer_registers,
     )
 
 
