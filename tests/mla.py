@@ -378,11 +378,21 @@ def expected(inputs: MLAInputs) -> tuple[Tensor, Tensor]:
     return want.out, want.lse
 
 
+def rounds_rows(inputs: MLAInputs) -> bool:
+    """Whether the kernel multiplies rows with their scales, and rounds, before it uses them."""
+    if inputs.case.form != "fp8_rows" or inputs.q_nope.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(inputs.q_nope.device) == (9, 0)
+
+
 def expected_with_magnitude(inputs: MLAInputs) -> Expected:
     """The same and the scales of errors, with all products of a request at once and a mask."""
     case = inputs.case
     q = np.concatenate([x.double().cpu().numpy() for x in (inputs.q_nope, inputs.q_pe)], axis=2)
-    tokens = [x.double().cpu().numpy() for x in (inputs.latent, inputs.rope)]
+    latent = inputs.latent
+    if rounds_rows(inputs):
+        latent = latent.to(getattr(torch, case.dtype))
+    tokens = [x.double().cpu().numpy() for x in (latent, inputs.rope)]
     keys, values = np.concatenate(tokens, axis=1), tokens[0]
     out = np.zeros((q.shape[0], case.num_heads, case.kv_lora_rank))
     magnitude, ceiling = np.zeros_like(out), np.zeros_like(out)
