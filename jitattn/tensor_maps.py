@@ -126,10 +126,8 @@ def _encode(
     strides: tuple[int, ...],
     box: tuple[int, ...],
 ) -> bytes:
-    # Beside a row of one line may lie another head's, which others read when it suits them.
-    fetch_bytes = 128 if view.tensor.shape[3] == sizes[0] else 256
     encoded = 0 not in strides and encode_tensor_map(
-        pointer, view.tensor.element_size(), sizes, strides, box, fetch_bytes=fetch_bytes
+        pointer, view.tensor.element_size(), sizes, strides, box
     )
     if not encoded:
         strides_given = list(view.tensor.stride())
