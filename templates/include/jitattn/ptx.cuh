@@ -167,6 +167,40 @@ __device__ __forceinline__ void copy_box(uint32_t smem, const void* map, uint32_
       : "memory");
 }
 
+// Loads 16 bytes, or zeros where they don't exist, straight to where they are needed: of a load under
+// a condition the compiler would wait for the outcome.
+__device__ __forceinline__ uint4 ld_global_16(const void* global, bool exists) {
+  uint4 words;
+  asm volatile(
+      "{\n"
+      ".reg .pred exists;\n"
+      "setp.ne.s32 exists, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@exists ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
+      : "l"(global), "r"(static_cast<int>(exists)));
+  return words;
+}
+
+// Likewise four bytes.
+__device__ __forceinline__ uint32_t ld_global_4(const void* global, bool exists) {
+  uint32_t word;
+  asm volatile(
+      "{\n"
+      ".reg .pred exists;\n"
+      "setp.ne.s32 exists, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@exists ld.global.b32 %0, [%1];\n"
+      "}"
+      : "=&r"(word)
+      : "l"(global), "r"(static_cast<int>(exists)));
+  return word;
+}
+
 // Eight 16-bit elements, wherever they lie.
 __device__ __forceinline__ uint4 load_16(const uint16_t* source) {
   uint32_t words[4];
