@@ -100,6 +100,8 @@ def encode_tensor_map(
     dims: Sequence[int],
     strides: Sequence[int],
     box: Sequence[int],
+    *,
+    fetch_bytes: int,
 ) -> bytes | None:
     """Return a tensor map whose boxes arrive in the 128-byte swizzle; None if the driver has none.
 
@@ -109,6 +111,7 @@ def encode_tensor_map(
         dims: sizes, the contiguous dimension first.
         strides: bytes from one to the next of the other dimensions.
         box: what is copied at a time, in the order of ``dims``.
+        fetch_bytes: what the L2 cache fetches at least, 128 or 256.
     """
     types = cuda.CUtensorMapDataType
     status, encoded = cuda.cuTensorMapEncodeTiled(
@@ -123,8 +126,7 @@ def encode_tensor_map(
         [cuda.cuuint32_t(1)] * len(dims),
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        # Fetches of 256 bytes slow an H200's memory by 5 %: docs/perf-log.md.
-        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{fetch_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return ctypes.string_at(int(encoded.getPtr()), _TENSOR_MAP_BYTES) if status == _OK else None

@@ -294,9 +294,6 @@ def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     tile_tokens, num_stages, row_tile = 64, 2, 64
     # Tiles have the type of Q. A rope part has a segment to itself.
     row_bytes = spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
-    # Those who convert have a tile in their registers.
-    converts = spec.kv_dtype is not spec.q_dtype
-    producer_registers, consumer_registers = (120, 192)
     return WarpgroupTile(
         num_warps=8,
         tile_tokens=tile_tokens,
@@ -314,8 +311,8 @@ def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
         key_box_columns=spec.head_dim_vo // 2,
         num_producers=1,
-        producer_registers=producer_registers,
-        consumer_registers=consumer_registers,
+        producer_registers=120,  # those who convert have half a tile in them
+        consumer_registers=192,
     )
 
 

@@ -116,7 +116,15 @@ def rounds_of(costs: list[int], most: int, max_rounds: int, max_splits: int) -> 
     is_alike = not max_splits and all(cost * num_units == total for cost in costs)
     whole = count_whole(num_units, most) if is_alike else 0
     unit_cost = total // num_units if whole else 0
+    if visit_cost(costs, whole) == 0:
+        total -= num_units * _UNIT_COST
     return Rounds(total, whole or most, max_rounds, max(unit_cost, MIN_CLAIM))
+
+
+def visit_cost(costs: list[int], whole: int) -> int:
+    """What a visit to a unit costs: nothing where as many slots share each, and all visit one."""
+    sharing = whole // len(costs)
+    return 0 if sharing > 1 and costs[0] - _UNIT_COST >= sharing else _UNIT_COST
 
 
 def suits_whole_units(costs: list[int], num_ctas: int, num_head_blocks: int) -> bool:
@@ -155,6 +163,8 @@ return whole >= least ? whole : 0;
 const bool is_alike =
     params.max_splits == 0 && num_units > 0 && longest * num_units == total_cost;
 const int32_t whole = is_alike ? count_whole(num_units, most) : 0;
+const int32_t sharing = num_units > 0 ? whole / num_units : 0;
+const bool all_visit = sharing > 1 && longest - params.unit_cost >= sharing;
 const Rounds rounds(total_cost, whole ? whole : most, params.max_rounds,
                     whole && longest > kMinClaim ? longest : kMinClaim);
 const int64_t pieces = static_cast<int64_t>(num_units) * params.num_head_blocks;
@@ -394,7 +404,8 @@ class Scheduled:
     is_whole: bool
     units: list[Unit]
     boundaries: list[tuple[int, int]]
-    costs: list[int]
+    costs: list[int]  # with what a visit costs
+    unit_cost: int  # of a visit, where it counts
     found: list[list[int]]
 
 
@@ -431,6 +442,11 @@ def schedule(call: Call, batch: Batch) -> Scheduled:
     costs = [_UNIT_COST + len(unit.tiles(batch.tile_tokens)) for unit in found]
     # The scan is of the units as requests list them.
     listed = costs if not is_whole else [costs[i] for i in as_requests_list(found)]
+    unit_cost = _UNIT_COST
+    if found and not is_whole and not batch.max_splits and len(set(costs)) == 1:
+        most = most_slots_of(costs, batch)
+        unit_cost = visit_cost(costs, count_whole(len(costs), most))
+    listed = [cost - _UNIT_COST + unit_cost for cost in listed]
     assert begins == list(itertools.accumulate(listed, initial=0))[:-1]
     most_parts = 2 * (num_slots + num_units) + 1
     return Scheduled(
@@ -439,6 +455,7 @@ def schedule(call: Call, batch: Batch) -> Scheduled:
         found,
         [(u, t) for u, t in boundaries.tolist()],
         costs,
+        unit_cost,
         call.find(params.schedule, batch.tile_tokens, most_parts),
     )
 
@@ -574,15 +591,14 @@ def check_splits(unit: Unit, tiles: range, parts: list[tuple[int, range]]) -> No
 
 
 def check_rounds(batch: Batch, found: Scheduled) -> None:
-    total = sum(found.costs)
-    most = max(1, min(total // _MIN_SLOT_COST, batch.round_slots))
+    most = most_slots_of(found.costs, batch)
     model = rounds_of(found.costs, most, batch.max_rounds, batch.max_splits)
     assert found.num_slots == model.num_slots <= batch.round_slots * batch.max_rounds
     if batch.max_splits:
         return
-    begins = [0]
+    begins, unit_cost = [0], found.unit_cost
     for cost in found.costs:
-        begins.append(begins[-1] + cost)
+        begins.append(begins[-1] + cost - _UNIT_COST + unit_cost)
     for slot in range(found.num_slots):
         index, tile = found.boundaries[slot]
         position = model.position(slot)
@@ -590,10 +606,15 @@ def check_rounds(batch: Batch, found: Scheduled) -> None:
         at = begins[min(index, len(found.units))]
         if index < len(found.units):
             tiles = found.units[index].tiles(batch.tile_tokens)
-            at += (tile - tiles.start + _UNIT_COST) if tile > tiles.start else 0
-        assert 0 <= at - position <= _UNIT_COST or (
-            at <= position <= at + _UNIT_COST and found.costs[index] > _UNIT_COST
+            at += (tile - tiles.start + unit_cost) if tile > tiles.start else 0
+        assert 0 <= at - position <= unit_cost or (
+            at <= position <= at + unit_cost and found.costs[index] > _UNIT_COST
         )
+
+
+def most_slots_of(costs: list[int], batch: Batch) -> int:
+    """The most slots of a round."""
+    return max(1, min(sum(costs) // _MIN_SLOT_COST, batch.round_slots))
 
 
 LENGTHS = st.one_of(

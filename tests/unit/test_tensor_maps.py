@@ -23,6 +23,7 @@ from jitattn.params import (
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
 )
+from jitattn.tensor_maps import Box
 from jitattn.tiling import MAX_PIECES
 from jitattn.workspace import SLICE_BYTES
 from tests.unit import fake_cuda
@@ -162,7 +163,7 @@ def test_a_launch_gets_the_maps_of_its_cache(cuda: FakeCuda, name: str) -> None:
             dims=(segment, PAGE, dim // segment, config.num_kv_heads, half.shape[0]),
             strides=(token, 128, head, page),
             box=(segment, PAGE, box_dim // segment, 1, 1),
-            fetch_bytes=128 if box_dim == segment else 256,
+            fetch_bytes=128,
         )
 
 
@@ -364,7 +365,11 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
     return asked
 
 
-BOXES = {"decode": (16, 128, 128), "prefill": (16, 64, 128), "wide": (16, 128, 128)}
+BOXES = {
+    "decode": Box(16, 128, 128),
+    "prefill": Box(16, 64, 128, fetches_pairs=True),
+    "wide": Box(16, 128, 128),
+}
 
 
 def test_roles_of_the_same_box_share_their_maps(encodings: list[Map]) -> None:
@@ -392,10 +397,39 @@ def test_each_role_follows_memory_that_moves(encodings: list[Map]) -> None:
             halves = encoded[:TENSOR_MAP_BYTES], encoded[TENSOR_MAP_BYTES:]
             found = [Map.of(half) for half in halves]
             assert [half.pointer for half in found] == [k_at, v_at]
-            tokens, *columns = BOXES[role]
+            tokens, *columns = BOXES[role][:3]
             assert [half.box[:3] for half in found] == [(64, tokens, n // 64) for n in columns]
     # The first pair, four places of both boxes, and none for a role whose box is there already.
     assert len(encodings) == 2 * (1 + 4 + 4 + 3)
+
+
+def test_who_computes_too_fetches_two_lines_at_a_time(encodings: list[Map]) -> None:
+    maps = tensor_maps.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
+    maps.at("prefill", 128, 256)
+    assert [found.fetch_bytes for found in encodings] == [128, 128, 256, 256]
+    encodings.clear()
+    narrow = tensor_maps.TensorMaps(
+        *view(zeros(PAGES, 2, PAGE, HKV, 64)), {"prefill": Box(16, 64, 64, fetches_pairs=True)}
+    )
+    narrow.at("prefill", 128, 256)
+    assert {found.fetch_bytes for found in encodings} == {128}, "beside a line is another head's"
+
+
+def test_latents_arrive_in_groups_of_eight_tokens(encodings: list[Map]) -> None:
+    rows = zeros(PAGES, 3, 32, 1, 576)[:, 1]
+    k, v = (
+        CacheView(part, *(rows.stride(0), rows.stride(1), 0))
+        for part in (rows[..., :512], rows[..., 512:])
+    )
+    tensor_maps.TensorMaps(k, v, {"decode": Box(32, 256, 64, is_grouped=True)})
+    latent, rope = encodings
+    strides = (1152, 128, 8 * 1152, 3 * 32 * 1152)
+    assert latent.dims == (64, 8, 8, 4, PAGES)
+    assert rope.dims == (64, 8, 1, 4, PAGES)
+    assert latent.strides == rope.strides == strides
+    assert latent.box == (64, 8, 4, 4, 1), "half of the segments of each group"
+    assert rope.box == (64, 8, 1, 4, 1)
+    assert rope.pointer == latent.pointer + 1024
 
 
 def test_a_role_without_boxes_gets_those_of_the_first(encodings: list[Map]) -> None:
