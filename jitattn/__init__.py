@@ -37,10 +37,13 @@ if TYPE_CHECKING:
     from jitattn.rotary import Rope
     from jitattn.support import Config, Support, check_config, supported_configs
     from jitattn.tables import build_block_table, convert_pages
+    from jitattn.variant import ALIBI, RELATIVE_BIAS, AttentionVariant
     from jitattn.workspace import Workspace
 
 _HOME = {
+    "ALIBI": "variant",
     "AttentionPlanner": "planner",
+    "AttentionVariant": "variant",
     "BatchInfo": "batches",
     "BlockTable": "pages",
     "BoundCache": "binding",
@@ -62,6 +65,7 @@ _HOME = {
     "MLAPlanner": "mla_planner",
     "Plan": "planner",
     "QuantizedKV": "quantization",
+    "RELATIVE_BIAS": "variant",
     "RaggedKV": "pages",
     "Report": "bundles",
     "Rope": "rotary",
@@ -86,7 +90,10 @@ _HOME = {
 }
 
 __all__ = [
+    "ALIBI",
+    "RELATIVE_BIAS",
     "AttentionPlanner",
+    "AttentionVariant",
     "BatchInfo",
     "BlockTable",
     "BoundCache",

@@ -15,6 +15,7 @@ from jitattn.config import QUANTISED_DTYPES, PlannerConfig
 from jitattn.handles import new_handle
 from jitattn.overlap import span_of
 from jitattn.pages import Pages, check_device, check_tensor
+from jitattn.variant_values import VariantParams
 
 try:
     # What TorchDynamo guards its traces with: one call instead of ten.
@@ -441,6 +442,7 @@ class Call:
     lse_layout: RowLayout
     sinks: Tensor | None
     mask: Mask | None
+    variant_params: VariantParams | None = None
 
     @property
     def is_aligned(self) -> bool:

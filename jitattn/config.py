@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol, Self
 from jitattn.errors import ConfigError
 from jitattn.spec import PageTable
 from jitattn.values import Value
+from jitattn.variant import READY, AttentionVariant
 
 # No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
 # same.
@@ -129,7 +130,7 @@ class PlannerConfig(Arguments):
     sm_scale: float | None = None
     use_sinks: bool = False
     use_custom_mask: bool = False
-    variant: str | None = None
+    variant: AttentionVariant | None = None
     skip_softmax_threshold: float | None = None
     batch_invariant: bool = False
     early_kv: bool = False
@@ -188,6 +189,8 @@ def _normalise(name: str, kind: str, value: object) -> object:
         return _integer(name, value)
     if kind.startswith("float"):
         return _number(name, value)
+    if kind.startswith("AttentionVariant"):
+        return _variant(name, value)
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r}: expected a string")
     return value
@@ -210,6 +213,16 @@ def _number(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name}={number}: expected a finite number")
     return number
+
+
+def _variant(name: str, value: object) -> AttentionVariant:
+    if isinstance(value, AttentionVariant):
+        return value
+    if not isinstance(value, str) or value not in READY:
+        raise TypeError(
+            f"{name}={value!r}: expected an AttentionVariant or one of {', '.join(READY)}"
+        )
+    return READY[value]
 
 
 def _from_text(kind: str, text: str) -> object:

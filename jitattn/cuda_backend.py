@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,13 +21,11 @@ from jitattn.config import PlannerConfig
 from jitattn.cuda_plan import CudaPlan, Part
 from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
-from jitattn.params import KERNEL_PARAMS
 from jitattn.recipes import MAX_IDLE_ROOM, AttentionArguments, Recipe, Recipes, plan_bytes
 from jitattn.spec import (
     DecodeSpec,
     KernelSpec,
     Loader,
-    PageTable,
     PlannedSpec,
     PrefillSpec,
     ScheduleSpec,
@@ -66,7 +63,7 @@ class KernelSet:
     Nobody waits for a prefill or a wide decode kernel to compile before a plan needs one.
 
     Attributes:
-        params_types: the parameters of attention kernels, by the layout of page tables.
+        is_latent: whether its kernels are those of latent attention.
         part_type: what launches one of them.
         wide_rows: the row tile of the wide kernel; 0 where there is none.
         max_splits: the most splits of a request that a batch-invariant plan makes.
@@ -74,7 +71,7 @@ class KernelSet:
             CTA, in tiles.
     """
 
-    params_types: ClassVar[Mapping[PageTable, type[ctypes.Structure]]] = KERNEL_PARAMS
+    is_latent: ClassVar[bool] = False
     part_type: ClassVar[type[Part]] = Part
     # More and shorter splits balance better and merge longer.
     max_splits: ClassVar[int] = 16

@@ -37,6 +37,7 @@ from jitattn.params import (
 )
 from jitattn.recipes import Recipe, Recipes, schedule_offsets, workspace_size
 from jitattn.scalars import INT32_MAX
+from jitattn.variant_values import VariantParams
 from jitattn.workspace import SLICE_BYTES, Workspace
 
 if TYPE_CHECKING:
@@ -347,6 +348,8 @@ class Part:
             attention.sink_code = _FLOAT_CODES[call.sinks.dtype]
         if call.mask is not None:
             _write_mask(attention, call.mask)
+        if call.variant_params is not None:
+            _write_variant(self._params.variant, call.variant_params)
 
     def write_scales(self, kv: BoundCache | BoundMLACache) -> None:
         """Write the scales of K and V into the parameters, if they are quantised."""
@@ -427,3 +430,15 @@ def _write_mask(params: ctypes.Structure, mask: Mask) -> None:
     params.mask_bytes = mask.values.shape[0] if is_ragged else 0
     params.mask_indptr = None if mask.indptr is None else mask.indptr.data_ptr()
     params.mask_indptr_stride = 0 if mask.indptr is None else mask.indptr.stride(0)
+
+
+def _write_variant(params: ctypes.Structure, values: VariantParams) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            setattr(params, name, value)
+        elif isinstance(table := getattr(params, name), ctypes.Structure):
+            table.values = value.data_ptr()
+            table.strides[:] = value.stride()
+            table.sizes[:] = value.shape
+        else:
+            setattr(params, name, value.data_ptr())

@@ -15,7 +15,6 @@ from jitattn.driver import Launch, LoadedKernel, load_kernel
 from jitattn.mla_cache import BoundMLACache, MLACall
 from jitattn.mla_config import MLAConfig
 from jitattn.pages import BlockTable
-from jitattn.params import MLA_PARAMS
 from jitattn.recipes import Recipe
 from jitattn.spec import DType, Loader, MLASpec, PlannedSpec
 from jitattn.tensor_maps import Box, TensorMaps
@@ -98,7 +97,7 @@ class MLAPart(Part):
 class MLAKernels(KernelSet):
     """The kernels of an ``MLAPlanner`` on a device; those of other caches are built when bound."""
 
-    params_types = MLA_PARAMS
+    is_latent = True
     part_type = MLAPart
     # Partial rows are wide.
     max_splits = 8

@@ -20,6 +20,7 @@ from jitattn.config import QUANTISED_DTYPES
 from jitattn.handles import new_handle
 from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.pages import Pages, check_device, check_tensor
+from jitattn.variant_values import VariantParams
 
 _SCALE_BYTES = 4  # of a float32
 
@@ -152,6 +153,7 @@ class MLACall:
     lse: Tensor | None
     lse_layout: RowLayout
     sm_scale: float
+    variant_params: VariantParams | None = None
     sinks: None = None
     mask: None = None
 

@@ -8,9 +8,10 @@ from typing import ClassVar, Self
 
 from jitattn.config import OUT_DTYPES, PAGE_TABLES, Q_DTYPES, Arguments
 from jitattn.errors import ConfigError
-from jitattn.rules import Rule, broken, one_of, page_size_rule, rule
+from jitattn.rules import VARIANT_RANGE, Rule, broken, one_of, page_size_rule, rule
 from jitattn.spec import DType, KernelSpec, Loader, MergeSpec, MLASpec, PageTable, ScheduleSpec
 from jitattn.tiling import SMEM_LIMIT, latent_row_tile, takes_latent_boxes
+from jitattn.variant import AttentionVariant
 
 KV_LORA_RANKS = (256, 512)
 QK_ROPE_HEAD_DIMS = (32, 64)
@@ -38,6 +39,7 @@ class MLAConfig(Arguments):
     out_dtype: str | None = None
     page_table: str = "shared"
     causal: bool = True
+    variant: AttentionVariant | None = None
     batch_invariant: bool = False
     num_sms: int | None = None
 
@@ -137,6 +139,7 @@ class MLAConfig(Arguments):
             loader=Loader.VECTOR,
             use_logits_soft_cap=False,
             use_custom_mask=False,
+            variant=None if self.variant is None else self.variant.code,
             row_tile=latent_row_tile(self.num_heads, q_dtype, kv_dtype, arch),
             rope_dtype=kv_dtype,
             has_scales=False,
@@ -195,6 +198,7 @@ MLA_RANGES: Mapping[str, str] = {
     "planner": f"{MLAConfig.family}: jitattn.MLAPlanner",
     **{rule.argument: rule.allowed for rule in RULES},
     "causal": "True, False",
+    "variant": VARIANT_RANGE,
     "sm_scale": "any finite number; the planner has no default",
     "batch_invariant": "True, False",
     "query tokens per request": "1 and up",

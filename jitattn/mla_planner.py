@@ -23,6 +23,8 @@ from jitattn.pages import Pages, check_tensor
 from jitattn.planning import Q_VECTOR, Backend, PlanBase, PlannerBase, is_capturing, make_readable
 from jitattn.reference_backend import MLAReferencePlan
 from jitattn.scalars import check_flag
+from jitattn.variant import AttentionVariant
+from jitattn.variant_values import VariantParams, refuse_compiled
 from jitattn.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class MLAPlanner(_Arguments):
         out_dtype: torch.dtype | str | None = None,
         page_table: str = "shared",
         causal: bool = True,
+        variant: AttentionVariant | str | None = None,
         batch_invariant: bool = False,
         num_sms: int | None = None,
         workspace: Workspace | None = None,
@@ -89,6 +92,8 @@ class MLAPlanner(_Arguments):
                 that plans get. Of a separate table row 0 has the ids of latents and row 1 those of
                 rope parts; where one tensor holds both, row 0 counts and row 1 is not read.
             causal: query tokens see no later ones; the last of a request is its last key.
+            variant: an ``AttentionVariant``, or the name of a ready one ("alibi",
+                "relative_bias"): what becomes of each logit; ``run`` gets ``variant_params``.
             batch_invariant: a request's bits depend on nothing but its own values and length.
             num_sms: multiprocessors to use; None is all.
             workspace: scratch memory; None is one for each device and stream.
@@ -196,6 +201,7 @@ class MLAPlan(PlanBase):
         return_lse: bool = False,
         q_scale: Scale | None = None,
         out_scale: Scale | None = None,
+        variant_params: VariantParams | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend the query tokens of each request to its latents, on the current stream.
 
@@ -212,6 +218,8 @@ class MLAPlan(PlanBase):
             return_lse: return lse as well, allocated when None.
             q_scale: for quantised queries, which are not built yet.
             out_scale: for quantised outputs, which are not built yet.
+            variant_params: with a ``variant`` that has params: a number or tensor for each. Numbers
+                are read now, tensors when the kernel runs, in a graph at each replay.
 
         Returns:
             out, or (out, lse) with ``return_lse``. lse is the natural logarithm of the sum of
@@ -227,6 +235,7 @@ class MLAPlan(PlanBase):
             from jitattn.traced import run_mla_attention
 
             self._refuse(q_scale=q_scale, out_scale=out_scale)
+            refuse_compiled(variant_params)
             return run_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
         check_flag("return_lse", return_lse)
         self._refuse(q_scale=q_scale, out_scale=out_scale)
@@ -260,6 +269,7 @@ class MLAPlan(PlanBase):
             lse,
             lse_layout,
             planner._sm_scale,
+            self._checked_params(variant_params),
         )
         self._backend.run(call)
         if return_lse:

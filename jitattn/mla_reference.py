@@ -5,13 +5,15 @@ Written from the definition alone: it imports nothing, not even the definition o
 Query row i of a request with q_len queries and kv_len keys sits at p = kv_len - q_len + i. It sees
 key j iff 0 <= j < kv_len, and j <= p when causal. Each token has a latent, which all heads share
 and which is its value too, and a rope part:
-score = sm_scale * (q_nope . latent + q_pe . rope); lse = ln(sum of exp(score) over visible keys);
-out = sum of exp(score - lse) * latent. A row that sees no key has out 0 and lse -inf.
+score = sm_scale * (q_nope . latent + q_pe . rope), or what a variant makes of it;
+lse = ln(sum of exp(score) over visible keys); out = sum of exp(score - lse) * latent. A row that
+sees no key, or whose scores are all -inf, has out 0 and lse -inf.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ def latent_attention(
     *,
     causal: bool,
     sm_scale: float,
+    transform: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the queries of one request to its tokens.
 
@@ -39,6 +42,8 @@ def latent_attention(
         rope: [kv_len, qk_rope_head_dim].
         causal: the last query is aligned with the last key.
         sm_scale: multiplies the sum of both products.
+        transform: changes scores [num_rows, num_heads, num_keys]; it gets positions of queries and
+            of keys, too, which broadcast with them.
 
     Returns:
         out [q_len, num_heads, kv_lora_rank] and lse [q_len, num_heads] (natural logarithm), both
@@ -59,6 +64,12 @@ def latent_attention(
         keys = latent[:num_visible]
         products = q_nope[rows].double() @ keys.T + q_pe[rows].double() @ rope[:num_visible].T
         scores = sm_scale * products
+        if transform is not None:
+            positions = kv_len - q_len + torch.arange(rows.start, rows.stop, device=latent.device)
+            indices = torch.arange(num_visible, device=latent.device)
+            scores = transform(scores, positions[:, None, None], indices)
         lse[rows] = torch.logsumexp(scores, dim=-1)
-        out[rows] = torch.softmax(scores, dim=-1) @ keys
+        is_empty = lse[rows, :, None] == -math.inf
+        out[rows] = torch.softmax(scores.masked_fill(is_empty, 0.0), dim=-1) @ keys
+        out[rows].masked_fill_(is_empty, 0.0)
     return out, lse

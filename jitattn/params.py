@@ -1,16 +1,19 @@
 """Launch arguments as the kernels lay them out.
 
 Twins: the headers of templates/include/jitattn/ that name this module, and
-templates/page_table.cuh.jinja. tests/compile/test_params.py has the compiler compare both.
+templates/page_table.cuh.jinja and variant_params.cuh.jinja. tests/compile/test_params.py has the
+compiler compare both.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 from jitattn.spec import PageTable
+from jitattn.variant import AttentionVariant, ParamType
 
 # Codes of floating-point types that a caller may choose at launch: FloatCode in types.cuh.
 FLOAT_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
@@ -525,6 +528,42 @@ class LatentParams(ctypes.Structure):
 
 # The same of latent.cuh.jinja, whose maps are those of latents and rope parts.
 MLA_PARAMS = {layout: _kernel_params(layout, ("latent", LatentParams)) for layout in PageTable}
+
+
+@functools.cache
+def table_type(rank: int) -> type[ctypes.Structure]:
+    """Return ``VariantTable`` of so many sizes: a tensor that a variant reads."""
+    fields = (("values", c_void_p), ("strides", c_int64 * rank), ("sizes", c_int64 * rank))
+    return type(f"VariantTable{rank}", (ctypes.Structure,), {"_fields_": fields})
+
+
+def _variant_field(kind: ParamType) -> type[Any]:
+    if kind.sizes:
+        return table_type(len(kind.sizes))
+    if kind.is_pointer:
+        return c_void_p
+    return {"float": c_float, "int": c_int32}[kind.element]
+
+
+@functools.lru_cache(maxsize=256)
+def variant_params(variant: AttentionVariant) -> type[ctypes.Structure]:
+    """Return ``VariantParams`` of a variant."""
+    fields = [(name, _variant_field(kind)) for name, kind in variant.types.items()]
+    # An empty struct has a size of its own in C++.
+    return type("VariantParams", (ctypes.Structure,), {"_fields_": fields or [("unused", c_int32)]})
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_params(
+    layout: PageTable, variant: AttentionVariant | None, *, is_latent: bool
+) -> type[ctypes.Structure]:
+    """Return ``struct KernelParams`` of attention kernels; of a variant, its parameters, too."""
+    others: tuple[tuple[str, type[ctypes.Structure]], ...] = ()
+    if variant is None:
+        return (MLA_PARAMS if is_latent else KERNEL_PARAMS)[layout]
+    if is_latent:
+        others = (("latent", LatentParams),)
+    return _kernel_params(layout, ("variant", variant_params(variant)), *others)
 
 
 def _preprocess_params(layout: PageTable | None) -> type[ctypes.Structure]:

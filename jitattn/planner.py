@@ -47,6 +47,8 @@ from jitattn.planning import (
 from jitattn.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.reference_backend import ReferencePlan
 from jitattn.scalars import check_flag
+from jitattn.variant import AttentionVariant
+from jitattn.variant_values import VariantParams, refuse_compiled
 from jitattn.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -101,7 +103,7 @@ class AttentionPlanner(_Arguments):
         sm_scale: float | None = None,
         use_sinks: bool = False,
         use_custom_mask: bool = False,
-        variant: str | None = None,
+        variant: AttentionVariant | str | None = None,
         skip_softmax_threshold: float | None = None,
         batch_invariant: bool = False,
         early_kv: bool = False,
@@ -130,7 +132,8 @@ class AttentionPlanner(_Arguments):
             sm_scale: multiplies q.k; None is ``head_dim ** -0.5``.
             use_sinks: ``run`` gets ``sinks``.
             use_custom_mask: ``run`` gets ``custom_mask``.
-            variant: not built yet.
+            variant: an ``AttentionVariant``, or the name of a ready one ("alibi",
+                "relative_bias"): what becomes of each logit; ``run`` gets ``variant_params``.
             skip_softmax_threshold: not built yet: leave out a KV tile whose every score lies more
                 than this below the running maximum; None is never.
             batch_invariant: a request's bits depend on nothing but its own values and length.
@@ -286,6 +289,7 @@ class Plan(PlanBase):
         out_scale: Scale | None = None,
         sinks: Tensor | None = None,
         custom_mask: CustomMask | None = None,
+        variant_params: VariantParams | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend the query tokens of each request to its pages, on the current stream.
 
@@ -304,6 +308,8 @@ class Plan(PlanBase):
                 [num_tokens, width] or packed uint8 [num_tokens, width / 8] (the lowest bit first)
                 over the last ``width`` keys of each request, or (packed, mask_indptr) over all
                 keys, the rows of request b from byte mask_indptr[b] on, each padded to bytes.
+            variant_params: with a ``variant`` that has params: a number or tensor for each. Numbers
+                are read now, tensors when the kernel runs, in a graph at each replay.
 
         Returns:
             out, or (out, lse) with ``return_lse``. lse is the natural logarithm of the sum of
@@ -319,9 +325,10 @@ class Plan(PlanBase):
             from jitattn.traced import run_attention
 
             self._refuse(q_scale=q_scale, out_scale=out_scale)
+            refuse_compiled(variant_params)
             return run_attention(self, q, kv, pages, out, lse, return_lse, sinks, custom_mask)
         is_plain = return_lse is False and (
-            pages is lse is sinks is custom_mask is q_scale is out_scale is None  # type: ignore[comparison-overlap]
+            pages is lse is sinks is custom_mask is q_scale is out_scale is variant_params is None  # type: ignore[comparison-overlap]
         )
         # Most calls of a step are like the one before, but for addresses.
         if is_plain and self._again is not None:
@@ -333,6 +340,7 @@ class Plan(PlanBase):
         if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
         call = self._checked_call(q, kv, pages, out, lse, return_lse, sinks, custom_mask)
+        call.variant_params = self._checked_params(variant_params)
         self._backend.run(call)
         if is_plain and (out is not None or self._out_is_like_q) and self._checked_lens is None:
             self._again = self._backend.again(call)

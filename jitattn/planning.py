@@ -37,6 +37,8 @@ from jitattn.pages import (
     check_vector,
 )
 from jitattn.scalars import check_count
+from jitattn.variant import AttentionVariant
+from jitattn.variant_values import VariantParams, check_variant_params
 from jitattn.workspace import Workspace, canonical_device
 
 if TYPE_CHECKING:
@@ -60,6 +62,21 @@ class DtypedConfig(PagedConfig, Protocol):
     @property
     def out_dtype(self) -> str | None:
         """Of outputs; None is that of queries."""
+        ...
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Heads of queries."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        ...
+
+    @property
+    def variant(self) -> AttentionVariant | None:
+        """What becomes of logits."""
         ...
 
 
@@ -90,6 +107,7 @@ class PlannerBase:
         self.config = config
         self.device = canonical_device(device)
         self.backend = _choose_backend(backend, self.device)
+        _check_reference(config.variant, self.backend)
         self._workspace = _check_workspace(workspace, self.device)
         self._q_dtype: torch.dtype = getattr(torch, config.q_dtype)
         self._out_dtype: torch.dtype = getattr(torch, config.out_dtype or config.q_dtype)
@@ -256,6 +274,16 @@ class PlanBase:
                     f"{name} is given, but this planner's configuration has no use for it"
                 )
 
+    def _checked_params(self, given: object) -> VariantParams | None:
+        planner, config = self._planner, self._planner.config
+        return check_variant_params(
+            config.variant,
+            given,
+            planner.device,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+        )
+
     def _checked_pages(self, pages: Pages) -> Pages:
         if pages is not self._pages:
             self._check_same_size(pages)
@@ -329,6 +357,16 @@ def _choose_backend(backend: str, device: torch.device) -> str:
     if backend == "cuda" and device.type != "cuda":
         raise ConfigError([f"backend='cuda' needs a CUDA device: device={device}"])
     return backend
+
+
+def _check_reference(variant: AttentionVariant | None, backend: str) -> None:
+    if backend == "reference" and variant is not None and variant.reference is None:
+        raise ConfigError(
+            [
+                f"variant={variant} has no reference, which backend='reference' runs: give "
+                "AttentionVariant(..., reference=...), or a CUDA device"
+            ]
+        )
 
 
 def _check_workspace(workspace: Workspace | None, device: torch.device) -> Workspace | None:

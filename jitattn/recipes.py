@@ -20,6 +20,7 @@ from jitattn.params import (
     UNIT_BYTES,
     Divisor,
     ScheduleParams,
+    kernel_params,
 )
 from jitattn.spec import PageTable
 from jitattn.tiling import MAX_PIECES, DecodeTile
@@ -96,7 +97,7 @@ class Recipe:
         self.num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
         self.num_partials = self.num_values + 2 * num_rows
         self.num_counters = SLICE_BYTES // 4 + self.max_slots * num_head_blocks
-        self.params_type = kernels.params_types[layout]
+        self.params_type = kernel_params(layout, config.variant, is_latent=kernels.is_latent)
         params = self.params_type()
         params.attention.num_row_blocks = Divisor.of(num_row_blocks)
         params.attention.num_head_blocks = Divisor.of(num_head_blocks)

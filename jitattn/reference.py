@@ -6,7 +6,8 @@ the kernels, and knows nothing of tiles, splits or page tables beyond `gather`.
 
 Query row i of a request with q_len queries and kv_len keys sits at p = kv_len - q_len + i. It sees
 key j iff 0 <= j < kv_len, and j <= p when causal, and j >= p - window_left when window_left >= 0.
-score = sm_scale * q.k, then cap * tanh(score / cap) with a soft cap; the mask comes last.
+score = sm_scale * q.k, then cap * tanh(score / cap) with a soft cap, then what a variant makes of
+it; the mask comes last.
 lse = ln(sum of exp(score) over visible keys + exp(sink)); out = sum of exp(score - lse) * v.
 A row that sees no key has out 0 and lse -inf, or lse = sink with a sink.
 """
@@ -14,7 +15,7 @@ A row that sees no key has out 0 and lse -inf, or lse = sink with a sink.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ def attention(
     sm_scale: float,
     sinks: Tensor | None = None,
     masks: Sequence[Tensor] | None = None,
+    transform: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend every query of a ragged batch to the keys of its request.
 
@@ -51,6 +53,9 @@ def attention(
         sm_scale: multiplies q.k.
         sinks: [num_qo_heads], logits that enter the denominator only.
         masks: for each request bool [q_len, kv_len], which keys a query may see besides.
+        transform: changes scores: of a request, its scores [num_rows, num_qo_heads, num_keys],
+            and positions of queries and of keys that broadcast with them. Those of keys that a row
+            doesn't see are its own.
 
     Returns:
         out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads] (natural
@@ -74,15 +79,17 @@ def attention(
             first_position = kv_len - (q_stop - start)
             low, high = _visible_span(first_position, stop - start, kv_len, causal, window_left)
             keys = slice(kv_start + low, kv_start + high)
-            visible = _visible(
-                torch.arange(first_position, first_position + stop - start, device=q.device),
-                torch.arange(low, high, device=q.device),
-                causal,
-                window_left,
-            )
+            positions = torch.arange(first_position, first_position + stop - start, device=q.device)
+            indices = torch.arange(low, high, device=q.device)
+            visible = _visible(positions, indices, causal, window_left)
             if masks is not None:
                 visible &= masks[b][start - q_start : stop - q_start, low:high].to(q.device)
             scores = _scores(q[start:stop], k[keys], sm_scale, logits_soft_cap)
+            if transform is not None:
+                own = positions.clamp(min=0)[:, None, None]
+                places = torch.where(visible[:, None, :], indices, own)
+                changed = transform(b, scores.flatten(1, 2), own, places)
+                scores = changed.reshape(scores.shape)
             out[start:stop], lse[start:stop] = _softmax(scores, visible, v[keys], sink)
     return out, lse
 

@@ -17,6 +17,7 @@ from jitattn.mla_reference import latent_attention
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.quantization import dequantize_kv, saturated
 from jitattn.reference import attention, first_visible, gather
+from jitattn.variant_values import transform_of
 
 
 class _Pools(Protocol):
@@ -132,6 +133,13 @@ class ReferencePlan(_ReferencePlan[PlannerConfig, Call]):
     def _attend(self, call: Call, rows: slice, request: int) -> tuple[Tensor, Tensor]:
         kv_len, q_len = self._lens[request], rows.stop - rows.start
         start = first_visible(kv_len, q_len, self._config.window_left)
+        change = transform_of(
+            self._config.variant,
+            call.variant_params,
+            lengths=lambda _: (q_len, kv_len),
+            num_qo_heads=self._config.num_qo_heads,
+            num_kv_heads=self._config.num_kv_heads,
+        )
         out, lse = attention(
             call.q[rows],
             _values(call, request, kv_len, start, which=0),
@@ -144,6 +152,7 @@ class ReferencePlan(_ReferencePlan[PlannerConfig, Call]):
             sm_scale=self._config.score_scale,
             sinks=call.sinks,
             masks=None if call.mask is None else [_mask(call.mask, rows, request, kv_len)],
+            transform=change and (lambda _, *scores: change(request, *scores)),
         )
         return saturated(out, call.out.dtype), lse.float()
 
@@ -154,7 +163,14 @@ class MLAReferencePlan(_ReferencePlan[MLAConfig, MLACall]):
     _queries = "q_nope"
 
     def _attend(self, call: MLACall, rows: slice, request: int) -> tuple[Tensor, Tensor]:
-        kv, kv_len = call.kv, self._lens[request]
+        kv, kv_len, config = call.kv, self._lens[request], self._config
+        change = transform_of(
+            config.variant,
+            call.variant_params,
+            lengths=lambda _: (rows.stop - rows.start, kv_len),
+            num_qo_heads=config.num_heads,
+            num_kv_heads=1,
+        )
 
         def tokens(cache: Tensor, which: int) -> Tensor:
             found = _gather(cache.unsqueeze(2), call.pages, request, kv_len, 0, which=which)
@@ -174,8 +190,9 @@ class MLAReferencePlan(_ReferencePlan[MLAConfig, MLACall]):
             call.q_pe[rows],
             latent,
             rope,
-            causal=self._config.causal,
+            causal=config.causal,
             sm_scale=call.sm_scale,
+            transform=change and (lambda *scores: change(request, *scores)),
         )
         return saturated(out, call.out.dtype), lse.float()
 

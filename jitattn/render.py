@@ -11,8 +11,9 @@ from jinja2.lexer import Token, TokenStream
 
 from jitattn.errors import TemplateError
 from jitattn.sources import TEMPLATES, headers
-from jitattn.spec import KernelSpec
+from jitattn.spec import AttentionSpec, KernelSpec
 from jitattn.tiling import template_for, tile_for
+from jitattn.variant import AttentionVariant, ParamType
 
 __all__ = ["TEMPLATES", "LineMarkers", "environment", "headers", "render"]
 
@@ -24,6 +25,13 @@ _CUDA_TYPE = {
     "float8_e5m2": "Float8E5M2",
     "int8": "Int8",
     "nvfp4": "Float4E2M1",
+}
+_VARIANT_TYPE = {
+    "float": "float",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "int": "int32_t",
+    "uint8": "uint8_t",
 }
 
 
@@ -63,6 +71,7 @@ def environment() -> jinja2.Environment:
         "cuda_type": _CUDA_TYPE.__getitem__,
         "registers": _registers,
         "warpgroup_product": _warpgroup_product,
+        **_WITHOUT_VARIANT,
     }
     return env
 
@@ -74,6 +83,8 @@ def render(spec: KernelSpec, arch: str) -> str:
         TemplateError: a template uses a name that is a field of neither the spec nor its tile.
     """
     context = spec.context() | tile_for(spec, arch)._asdict()
+    if isinstance(spec, AttentionSpec) and spec.variant is not None:
+        context |= _with_variant(spec.variant) | {"family": spec.family}
     try:
         return _banner(spec, arch) + environment().get_template(template_for(spec, arch)).render(
             context
@@ -94,6 +105,44 @@ def _warpgroup_product(operands: str, columns: int, dtype: str) -> str:
     """
     short = {"bfloat16": "BF16", "float16": "F16"}[dtype]
     return f"MMA_64x{columns}x16_F32{short}{short}_{operands}"
+
+
+# What templates ask of variants. Statements among other statements leave no trace where there is
+# none, and neither do these names: a kernel without a variant is what it would be without them.
+_WITHOUT_VARIANT = {
+    "variant": None,
+    "table_type": "PageTable",
+    "to_logits": "to_logits",
+    "vary": lambda arguments: "s",
+}
+
+
+def _with_variant(variant: AttentionVariant) -> dict[str, object]:
+    return {
+        "variant": {"fields": _variant_fields(variant), "body": _variant_body(variant)},
+        "table_type": "TableAndVariant",
+        "to_logits": "to_varied_logits",
+        "vary": lambda arguments: f"vary(s, {arguments})",
+    }
+
+
+def _variant_body(variant: AttentionVariant) -> str:
+    """Return the statements of the transform, where compilers count the user's lines."""
+    text = f"#line 1 \"variant '{variant.name}'\"\n{variant.logits_transform}\n"
+    return f"return (\n{text});" if variant.is_expression else text.rstrip("\n")
+
+
+def _variant_fields(variant: AttentionVariant) -> str:
+    lines = [f"{_variant_type(kind)} {name};" for name, kind in variant.types.items()]
+    first = f"#line 1 \"params of variant '{variant.name}'\""
+    return "\n".join((first, *(lines or ["int32_t unused;"])))
+
+
+def _variant_type(kind: ParamType) -> str:
+    element = _VARIANT_TYPE[kind.element]
+    if kind.is_pointer:
+        return f"VariantPointer<{element}>"
+    return f"VariantTable<{element}, {len(kind.sizes)}>" if kind.sizes else element
 
 
 def _banner(spec: KernelSpec, arch: str) -> str:

@@ -7,9 +7,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from jitattn.config import MAX_PAGE_SIZE, PagedConfig
 from jitattn.spec import PageTable
+from jitattn.variant import READY
 
 ConfigT = TypeVar("ConfigT")
 PagedT = TypeVar("PagedT", bound=PagedConfig)
+
+VARIANT_RANGE = f"None, any AttentionVariant, {', '.join(READY)}"
 
 
 class Rule(NamedTuple, Generic[ConfigT]):

@@ -7,6 +7,7 @@ from enum import Enum, StrEnum
 from typing import ClassVar
 
 from jitattn.values import Value
+from jitattn.variant import AttentionVariant
 
 
 class DType(StrEnum):
@@ -96,6 +97,12 @@ class AttentionSpec(Value):
     loader: Loader
     use_logits_soft_cap: bool
     use_custom_mask: bool
+    variant: AttentionVariant | None = None  # without its reference
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are more than products, which takes registers."""
+        return self.use_logits_soft_cap or self.variant is not None
 
     @property
     def _suffix(self) -> str:
@@ -109,6 +116,8 @@ class AttentionSpec(Value):
             self.loader.value,
         ]
         parts += ["softcap"] * self.use_logits_soft_cap + ["mask"] * self.use_custom_mask
+        if self.variant is not None:
+            parts.append(self.variant.label)
         return "_".join(parts)
 
     @property
@@ -117,8 +126,11 @@ class AttentionSpec(Value):
         raise NotImplementedError
 
     def context(self) -> dict[str, object]:
-        """The template variables of this spec: its fields and its symbol."""
-        return {k: _plain(v) for k, v in asdict(self).items()} | {"symbol": self.symbol}
+        """The template variables of this spec: its fields, a variant's label, its symbol."""
+        values = {k: _plain(v) for k, v in vars(self).items() if k != "variant"}
+        if self.variant is not None:
+            values["variant"] = self.variant.label
+        return values | {"symbol": self.symbol}
 
 
 class DecodeSpec(AttentionSpec):

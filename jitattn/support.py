@@ -17,7 +17,7 @@ from jitattn.config import (
 from jitattn.errors import ConfigError
 from jitattn.mla_config import MLA_RANGES, MLAConfig
 from jitattn.preprocess_config import PREPROCESS_RANGES, PreprocessConfig
-from jitattn.rules import Rule, broken, one_of, page_size_rule, rule
+from jitattn.rules import VARIANT_RANGE, Rule, broken, one_of, page_size_rule, rule
 from jitattn.spec import (
     BatchInfoSpec,
     BlockTableSpec,
@@ -150,13 +150,6 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         "is not at least 1",
     ),
     _not_built(
-        "variant",
-        None,
-        "score variants such as ALiBi are",
-        "windows, soft caps, sinks and masks are arguments of their own, rotary embeddings belong "
-        "into q and the cache; flash-attn's flash_attn_with_kvcache(alibi_slopes=...) has ALiBi",
-    ),
-    _not_built(
         "skip_softmax_threshold",
         None,
         "leaving out KV tiles whose scores are all that far below the running maximum is",
@@ -169,6 +162,7 @@ _ANY = {
     "sm_scale": "any finite number",
     "use_sinks": "True, False",
     "use_custom_mask": "True, False",
+    "variant": VARIANT_RANGE,
     "batch_invariant": "True, False",
     "early_kv": "True, False",
 }
@@ -252,6 +246,7 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         "page_table": PageTable(config.page_table),
         "use_logits_soft_cap": config.logits_soft_cap > 0.0,
         "use_custom_mask": config.use_custom_mask,
+        "variant": None if config.variant is None else config.variant.code,
     }
     decode = DecodeSpec(row_tile=row_tile, loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
     wide_tile = wide_row_tile(config)

@@ -380,9 +380,9 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 
 
 # Tiles of warpgroups by the most columns of Q and V: warpgroups that compute and that bring, tokens
-# of a tile without and with a soft cap, whose computation needs registers, stages of K and V, and
-# of Q. Scores take half a register a token and the output half a register a column; what is left of
-# 227 KiB of shared memory has no room for more stages.
+# of a tile without and with a soft cap or a variant, whose computation needs registers, stages of K
+# and V, and of Q. Scores take half a register a token and the output half a register a column; what
+# is left of 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
     (64, 64, 3, 1, 112, 80, 3, 2),
     (128, 128, 2, 1, 128, 112, 2, 2),
@@ -557,7 +557,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         for most_keys, most_values, *shape in (_CONVERT_TILES if converts else _WARPGROUP_TILES)
         if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
     )
-    tile_tokens = tokens[spec.use_logits_soft_cap]
+    tile_tokens = tokens[spec.changes_scores]
     key_bytes, value_bytes = (
         -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
         for columns in (spec.head_dim, spec.head_dim_vo)
@@ -582,7 +582,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         value_dim=spec.head_dim_vo,
         smem_bytes=smem_bytes,
         row_tile=64 * groups,
-        merge_rows=2 if spec.use_logits_soft_cap or spec.head_dim_vo > 192 else 4,
+        merge_rows=2 if spec.changes_scores or spec.head_dim_vo > 192 else 4,
         merge_splits=8,
         merge_loads=0,
         box_tokens=box_tokens,
@@ -605,7 +605,7 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
     # As wide an accumulator as the compiler fits in registers without spilling. It can't depend on
     # the loader: a plan's launches with either share their parameters.
     most = _MAX_VALUE_DIM
-    is_busy = spec.use_logits_soft_cap or spec.use_custom_mask
+    is_busy = spec.changes_scores or spec.use_custom_mask
     if arch == "sm_80" or is_busy or spec.head_dim_vo > 256:
         most = _BUSY_VALUE_DIM
     if spec.head_dim > 256:

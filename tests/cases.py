@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from jitattn.config import PlannerConfig
 from jitattn.spec import DecodeSpec, KernelSpec, Loader, PageTable
 from jitattn.support import resolve
+from tests.variants import VARIANTS
 
 CASES_PER_KERNEL = 10
 LAYOUTS = tuple(table.value for table in PageTable)
@@ -37,6 +38,7 @@ class Case:
         scales: the form of k_scale and v_scale, a key of `SCALES`; see `tests.inputs.make_scale`.
         kv_layout: the order in which the cache's dimensions are named, whatever their strides.
         q_view, out_view: how q and out lie in memory; see `tests.inputs.ROW_VIEWS`.
+        variant: the name of a variant of tests/variants.py, or None.
         sinks: their dtype, or None; a name ending in "-column" is a strided column of a matrix.
         page_size: tokens of a page, and 1 with page_table "ragged".
         rows: the dtype of the row indices of a block or token table, or None for row b = request b.
@@ -68,6 +70,7 @@ class Case:
     causal: bool = True
     sm_scale: float | None = None
     sinks: str | None = None
+    variant: str | None = None
     scales: str | None = None
     rows: str | None = None
     lengths_dtype: str = "int32"
@@ -127,6 +130,7 @@ class Case:
             "sm_scale": self.sm_scale,
             "use_sinks": self.sinks is not None,
             "use_custom_mask": self.mask is not None,
+            "variant": None if self.variant is None else VARIANTS[self.variant],
             "batch_invariant": self.batch_invariant,
         }
 
@@ -155,6 +159,8 @@ class Case:
             parts.append(f"w{self.window_left}")
         if self.logits_soft_cap > 0:
             parts.append(f"cap{self.logits_soft_cap:g}")
+        if self.variant:
+            parts.append(self.variant)
         if self.sinks:
             parts.append(f"sinks_{self.sinks}")
         if self.rows:

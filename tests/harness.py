@@ -28,6 +28,7 @@ from tests.inputs import (
     uniform_probe,
 )
 from tests.queries import Rows, row_starts
+from tests.variant_values import sharpened
 
 Result = tuple[Tensor, Tensor]
 """Out and lse."""
@@ -111,6 +112,7 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of other values, and of scores that are multiplied."""
     case = inputs.case
+    change = inputs.change
     return reference.attention(
         inputs.q,
         inputs.k,
@@ -123,6 +125,7 @@ def _reference(
         sm_scale=sharpness * case.scale,
         sinks=sinks,
         masks=None if inputs.mask is None else inputs.mask.seen,
+        transform=None if change is None else sharpened(change, sharpness),
     )
 
 
@@ -170,7 +173,11 @@ def plan_of(
 def extras(inputs: Inputs) -> dict[str, object]:
     """The arguments of run that a configuration asks for."""
     mask = None if inputs.mask is None else inputs.mask.given
-    return {"sinks": inputs.sinks, "custom_mask": mask}
+    return {
+        "sinks": inputs.sinks,
+        "custom_mask": mask,
+        "variant_params": inputs.variant_params,
+    }
 
 
 def uniform(case: Case, device: torch.device | str) -> tuple[Inputs, Tensor, Tensor]:

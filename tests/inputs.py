@@ -15,6 +15,7 @@ stands for, so the reference reads neither tables nor strides nor scales.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from jitattn.pages import Pages
 from jitattn.quantization import _to_e2m1
 from tests.cases import Case
 from tests.queries import MaskOf, make_mask, offsets_of
+from tests.variant_values import Change, Params, changed, params_of
 
 Pair = tuple[Tensor, Tensor]
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -276,6 +278,36 @@ class Inputs:
     @property
     def device(self) -> torch.device:
         return self.q.device
+
+    @functools.cached_property
+    def variant_params(self) -> Params | None:
+        """What the case's variant is given."""
+        case = self.case
+        return params_of(
+            case.variant, case.num_qo_heads, case.num_kv_heads, case.seed, self.device
+        )
+
+    @property
+    def change(self) -> Change | None:
+        """What the case's variant makes of scores."""
+        case, params = self.case, self.variant_params
+        if case.variant is None or params is None:
+            return None
+
+        def change(request: int, scores: Tensor, qo_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return changed(
+                case.variant,
+                params,
+                scores,
+                qo_idx,
+                kv_idx,
+                qo_len=case.queries[request],
+                kv_len=max(0, case.lengths[request]),
+                request=request,
+                group_size=case.group_size,
+            )
+
+        return change
 
     def pages(self) -> Pages:
         """The tables as the planner is given them."""

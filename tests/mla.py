@@ -8,6 +8,7 @@ jitattn/mla_reference.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import jitattn
 from jitattn.mla_config import MLAConfig
 from jitattn.pages import Pages
 from tests.harness import Expected, check_rounded
+from tests.variant_values import Params, changed, params_of
+from tests.variants import VARIANTS
 
 FORMS = ("one", "pair", "fp8_one", "fp8_pair", "fp8_mixed", "fp8_rows")
 """What holds latents and rope parts; a mixed pair has 16-bit rope parts, rows hold scales."""
@@ -41,6 +44,7 @@ class MLACase:
         spare_rows: rows of q past the last request, which only offsets of queries allow.
         scale: the form of k_scale of an FP8 cache: None, "number", "0d" or "1d".
         q_view: how the queries lie: "contiguous", "joint" or "heads_outside".
+        variant: the name of a variant of tests/variants.py, or None.
     """
 
     num_heads: int = 16
@@ -61,6 +65,7 @@ class MLACase:
     rows: str | None = None
     lengths_dtype: str = "int32"
     q_view: str = "contiguous"
+    variant: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -93,6 +98,7 @@ class MLACase:
             "out_dtype": self.out_dtype,
             "page_table": self.page_table,
             "causal": self.causal,
+            "variant": None if self.variant is None else VARIANTS[self.variant],
         }
 
     def planner(self, device: str) -> jitattn.MLAPlanner:
@@ -150,6 +156,12 @@ class MLAInputs:
     seq_lens: Tensor
     qo_indptr: Tensor | None
 
+    @functools.cached_property
+    def variant_params(self) -> Params | None:
+        """What the case's variant is given."""
+        case, device = self.case, self.q_nope.device
+        return params_of(case.variant, case.num_heads, 1, case.seed, device)
+
     def pages(self) -> Pages:
         match self.case.page_table:
             case "csr":
@@ -172,7 +184,8 @@ class MLAInputs:
         out = torch.full_like(self.q_nope, math.nan, dtype=dtype)
         lse = self.q_nope.new_full(self.q_nope.shape[:2], math.nan, dtype=torch.float32)
         kv = planner.bind(self.kv, k_scale=self.k_scale)
-        found = self.plan(planner).run(self.q_nope, self.q_pe, kv, out=out, lse=lse)
+        given = {"out": out, "lse": lse, "variant_params": self.variant_params}
+        found = self.plan(planner).run(self.q_nope, self.q_pe, kv, **given)
         assert found is out
         return out, lse
 
@@ -398,13 +411,15 @@ def expected_with_magnitude(inputs: MLAInputs) -> Expected:
     magnitude, ceiling = np.zeros_like(out), np.zeros_like(out)
     lse = np.full((q.shape[0], case.num_heads), -np.inf)
     row = key = 0
-    for q_len, length in zip(case.queries, case.lengths, strict=True):
+    for b, (q_len, length) in enumerate(zip(case.queries, case.lengths, strict=True)):
         kv_len = max(length, 0)
         positions = kv_len - q_len + np.arange(q_len)
         seen = np.arange(kv_len)[None] <= (positions[:, None] if case.causal else kv_len)
         scores = case.sm_scale * np.einsum(
             "rhd,kd->hrk", q[row : row + q_len], keys[key : key + kv_len], optimize=True
         )
+        if case.variant is not None:
+            scores = _varied(inputs, b, scores, positions)
         weights = np.where(seen[None], np.exp(np.where(seen[None], scores, 0.0)), 0.0)
         total = weights.sum(axis=2)
         with np.errstate(divide="ignore"):
@@ -419,6 +434,26 @@ def expected_with_magnitude(inputs: MLAInputs) -> Expected:
         ceiling[row : row + q_len] = largest * (seen @ np.abs(seen_values))[:, None]
         row, key = row + q_len, key + kv_len
     return Expected(*map(torch.from_numpy, (out, lse, magnitude, ceiling)))
+
+
+def _varied(
+    inputs: MLAInputs, request: int, scores: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    """Scores [num_heads, num_rows, num_keys] after the case's variant."""
+    case, params = inputs.case, inputs.variant_params
+    assert params is not None
+    new = changed(
+        case.variant,
+        {k: v.cpu() if isinstance(v, Tensor) else v for k, v in params.items()},
+        torch.from_numpy(scores).transpose(0, 1),
+        torch.from_numpy(positions).view(-1, 1, 1),
+        torch.arange(scores.shape[2]),
+        qo_len=case.queries[request],
+        kv_len=scores.shape[2],
+        request=request,
+        group_size=case.num_heads,
+    )
+    return new.transpose(0, 1).numpy()
 
 
 EPSILON = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-20}

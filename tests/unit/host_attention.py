@@ -17,7 +17,6 @@ import ctypes
 import functools
 import re
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ import jitattn
 from jitattn import cuda_backend, driver
 from jitattn.driver import DeviceFacts
 from jitattn.mla_backend import MLAKernels
-from jitattn.params import KERNEL_PARAMS, MLA_PARAMS, ScheduleParams
+from jitattn.params import ScheduleParams, kernel_params
 from jitattn.render import TEMPLATES, render
 from jitattn.spec import AttentionSpec, PageTable
 from jitattn.tiling import attention_tile_for
@@ -681,7 +680,7 @@ class HostCuda:
     def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
         """A planner for tensors on the CPU."""
         planner = self.fake.planner(**arguments)
-        self._know(planner, KERNEL_PARAMS)
+        self._know(planner)
         return planner
 
     def mla_planner(self, **arguments: object) -> jitattn.MLAPlanner:
@@ -689,16 +688,15 @@ class HostCuda:
         planner = jitattn.MLAPlanner(**arguments, device="cpu")  # type: ignore[arg-type]
         planner._kernels = MLAKernels(planner.config, torch.device("cuda", 0))
         planner._kernels.device, planner.backend = fake_cuda.CPU, "cuda"
-        self._know(planner, MLA_PARAMS)
+        self._know(planner)
         return planner
 
-    def _know(
-        self,
-        planner: jitattn.AttentionPlanner | jitattn.MLAPlanner,
-        params: Mapping[PageTable, type[ctypes.Structure]],
-    ) -> None:
+    def _know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
         assert planner._kernels is not None
-        self.params = params[PageTable(planner.config.page_table)]
+        config, is_latent = planner.config, planner._kernels.is_latent
+        self.params = kernel_params(
+            PageTable(config.page_table), config.variant, is_latent=is_latent
+        )
         for spec in planner._kernels._specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec

@@ -21,6 +21,7 @@ CALLS = (
     "pages",
     "workspace",
     "overlap",
+    "variant_values",
     "binding",
     "quantization",
     "block_caches",
@@ -59,7 +60,10 @@ CALLS = (
 LAYERS = (
     {"errors", "scalars", "values", "version"},
     {"knobs"},
-    {"spec", "config", "locks", "cache", "installed", "cubin", "nvrtc", "driver", "params"},
+    {
+        *("variant", "spec", "config", "params", "locks", "cache", "installed", "cubin"),
+        *("nvrtc", "driver"),
+    },
     {
         *("rules", "support", "tiling", "mla_config", "preprocess_config", "transfer_config"),
         *("models", "serving"),
@@ -75,7 +79,7 @@ LAYERS = (
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 # Modules of one layer that may import each other, downwards in this order.
 SAME_LAYER = (
-    ("spec", "config", "params"),
+    ("variant", "spec", "config", "params"),
     ("locks", "cache", "installed"),
     (
         *("rules", "tiling", "mla_config", "preprocess_config", "transfer_config", "support"),
@@ -94,6 +98,7 @@ DOORS = {
         "pages",
         "workspace",
         "overlap",
+        "variant_values",
         "binding",
         "quantization",
         "block_caches",
