@@ -25,8 +25,9 @@ from jitattn.config import PlannerConfig
 from jitattn.errors import CacheError, CompilerMissingError, KernelNotFoundError
 from jitattn.knobs import Knobs
 from jitattn.sources import headers, inputs
-from jitattn.spec import KernelSpec
+from jitattn.spec import AttentionSpec, KernelSpec
 from jitattn.values import Value
+from jitattn.variant import READY
 from jitattn.version import __version__
 
 logger = logging.getLogger("jitattn")
@@ -441,13 +442,24 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
         )
     stale = "".join(_why_not(job, place) for place in places)
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
-    config = quote(hint or _config_text(job.spec))
     return (
         f"{job.spec.symbol} for {job.arch} is not precompiled, and JITATTN_JIT=0 forbids compiling "
-        f"it. Searched: {searched}.{stale} Make it with\n"
-        f"    jitattn precompile --arch {job.arch} --config {config} -o {folder}\n"
+        f"it. Searched: {searched}.{stale} Make it {_how_to_make(job, hint, folder)}\n"
         f"and set JITATTN_PRECOMPILED={folder}"
     )
+
+
+def _how_to_make(job: _Job, hint: str, folder: str) -> str:
+    from shlex import quote
+
+    variant = job.spec.variant if isinstance(job.spec, AttentionSpec) else None
+    if variant is not None and variant not in [ready.code for ready in READY.values()]:
+        return (
+            f"where its variant {variant.name!r} is defined, from the planner's arguments, with\n"
+            f"    jitattn.precompile(..., arch={job.arch!r}, out={folder!r})"
+        )
+    config = quote(hint or _config_text(job.spec))
+    return f"with\n    jitattn precompile --arch {job.arch} --config {config} -o {folder}"
 
 
 def _why_not(job: _Job, place: Path) -> str:
@@ -466,6 +478,8 @@ def _config_text(spec: KernelSpec) -> str:
     """Return arguments that select ``spec``, for callers that have only the spec."""
     known = {field.name for field in fields(PlannerConfig)}
     chosen = {name: value for name, value in spec.context().items() if name in known}
+    if isinstance(spec, AttentionSpec) and spec.variant is not None:
+        chosen["variant"] = spec.variant.name
     return ",".join(f"{name}={value}" for name, value in chosen.items()) or "head_dim=128"
 
 

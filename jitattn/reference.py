@@ -86,8 +86,8 @@ def attention(
                 visible &= masks[b][start - q_start : stop - q_start, low:high].to(q.device)
             scores = _scores(q[start:stop], k[keys], sm_scale, logits_soft_cap)
             if transform is not None:
-                own = positions.clamp(min=0)[:, None, None]
-                places = torch.where(visible[:, None, :], indices, own)
+                own = positions[:, None, None]
+                places = torch.where(visible[:, None, :], indices, own.clamp(min=0))
                 changed = transform(b, scores.flatten(1, 2), own, places)
                 scores = changed.reshape(scores.shape)
             out[start:stop], lse[start:stop] = _softmax(scores, visible, v[keys], sink)

@@ -197,7 +197,7 @@ def _checked_text(name: str, text: object) -> str:
 
 
 def _blank(hidden: re.Match[str]) -> str:
-    return "\n" * hidden[0].count("\n") or " "
+    return "\n" * hidden[0].count("\n") or (" " if hidden[0].startswith("/") else "0")
 
 
 def _loose_brackets(text: str) -> Iterator[tuple[int, str]]:

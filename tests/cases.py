@@ -159,10 +159,8 @@ class Case:
             parts.append(f"w{self.window_left}")
         if self.logits_soft_cap > 0:
             parts.append(f"cap{self.logits_soft_cap:g}")
-        if self.variant:
-            parts.append(self.variant)
-        if self.sinks:
-            parts.append(f"sinks_{self.sinks}")
+        parts += [self.variant] if self.variant else []
+        parts += [f"sinks_{self.sinks}"] if self.sinks else []
         if self.rows:
             parts.append("rows")
         if self.batch_invariant:

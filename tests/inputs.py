@@ -283,9 +283,7 @@ class Inputs:
     def variant_params(self) -> Params | None:
         """What the case's variant is given."""
         case = self.case
-        return params_of(
-            case.variant, case.num_qo_heads, case.num_kv_heads, case.seed, self.device
-        )
+        return params_of(case.variant, case.num_qo_heads, case.num_kv_heads, case.seed, self.device)
 
     @property
     def change(self) -> Change | None:
@@ -356,7 +354,7 @@ def random_tokens(case: Case, device: torch.device | str) -> Tokens:
     def normal(rows: int, heads: int, std: float, dim: int = case.head_dim) -> Tensor:
         return std * torch.randn((rows, heads, dim), generator=rng, device=device)
 
-    q_std = 2.0 / (case.scale * math.sqrt(case.head_dim))
+    q_std = 2.0 / ((case.scale or 1.0) * math.sqrt(case.head_dim))
     return stored(
         case,
         normal(case.num_tokens, case.num_qo_heads, min(q_std, 8.0)),

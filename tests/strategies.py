@@ -122,7 +122,8 @@ def placed(draw: st.DrawFn, case: Case) -> Example:
         seed=draw(st.integers(0, 2**16)),
     )
     probes = ["random", "random", "uniform"]
-    if case.logits_soft_cap == 0.0 and case.mask is None and min(case.lengths) > 0:
+    plain = case.logits_soft_cap == 0.0 and case.mask is case.variant is None
+    if plain and min(case.lengths) > 0:
         probes.append("address")
     return Example(case, draw(st.sampled_from(probes)))
 

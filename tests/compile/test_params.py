@@ -22,6 +22,7 @@ from jitattn.spec import (
     PageTable,
     ScheduleSpec,
 )
+from tests.variants import VARIANTS
 
 ARCH = "sm_90a"
 
@@ -93,6 +94,26 @@ def test_params_of_latent_attention_agree(layout: PageTable, kv_dtype: str) -> N
     config = MLAConfig(page_table=layout.value, page_size=page_size, kv_dtype=kv_dtype)
     source = render.render(config.attention_specs(ARCH)[0], ARCH)
     _compile(source + "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("layout", list(PageTable))
+def test_params_of_variants_agree(layout: PageTable, name: str) -> None:
+    """In front of those of latent attention, and of a kernel without them."""
+    page_size = None if layout is PageTable.RAGGED else 16
+    common = {"page_table": layout.value, "page_size": page_size, "variant": VARIANTS[name]}
+    for config in (PlannerConfig(**common), MLAConfig(**common, kv_dtype="float8_e4m3fn")):
+        is_latent = isinstance(config, MLAConfig)
+        struct = params.kernel_params(layout, config.variant, is_latent=is_latent)
+        lines = _asserts("jitattn::VariantParams", params.variant_params(VARIANTS[name]))
+        offset = struct.variant.offset
+        place = "__builtin_offsetof(jitattn::KernelParams, pages.variant)"
+        lines.append(f'static_assert({place} == {offset}, "variant");')
+        lines.append(f"static_assert(sizeof(jitattn::KernelParams) == {ctypes.sizeof(struct)});")
+        if is_latent:
+            latent = "__builtin_offsetof(jitattn::KernelParams, latent)"
+            lines.append(f'static_assert({latent} == {struct.latent.offset}, "latent");')
+        _compile(render.render(support.specs_of(config, ARCH)[0], ARCH) + "\n".join(lines) + "\n")
 
 
 def test_schedule_params_agree() -> None:

@@ -1,0 +1,46 @@
+"""Kernels of variants compile for every architecture without spills. Needs NVRTC and no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from jitattn.config import PlannerConfig
+from jitattn.cubin import resources_of
+from jitattn.mla_config import MLAConfig
+from jitattn.spec import AttentionSpec, Loader
+from jitattn.support import ARCHITECTURES, specs_of
+from jitattn.tiling import SMEM_LIMIT, tile_for
+from tests.compile.test_compile_all import Job
+from tests.compiler import compile_kernel
+from tests.variants import EVERYTHING
+
+EVERYWHERE = (PlannerConfig(), MLAConfig(num_heads=16))
+# Prefill of warps and with conversions, latents of warps, and what needs most registers.
+ON_HOPPER = (
+    PlannerConfig(head_dim=512, logits_soft_cap=30.0),
+    PlannerConfig(head_dim=256, kv_dtype="float8_e4m3fn", use_custom_mask=True),
+    MLAConfig(kv_dtype="float8_e4m3fn"),
+)
+
+
+def jobs() -> Iterator[Job]:
+    for arch in ARCHITECTURES:
+        for config in (*EVERYWHERE, *(ON_HOPPER if arch == "sm_90a" else ())):
+            specs = specs_of(replace(config, variant=EVERYTHING), arch)
+            for spec in specs:
+                if isinstance(spec, AttentionSpec) and spec.loader is not Loader.PLAIN:
+                    yield Job(spec, arch)
+
+
+@pytest.mark.parametrize("job", jobs(), ids=str)
+def test_kernel(job: Job) -> None:
+    result = compile_kernel(job.spec, job.arch)
+    found = resources_of(result.cubin, job.spec.symbol, job.arch)
+    assert found.spill_bytes == 0
+    smem_bytes = found.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
+    assert smem_bytes <= SMEM_LIMIT[job.arch]
+    assert "serialized" not in result.log
+    assert not [line for line in result.log.splitlines() if "variant" in line and "warning" in line]
