@@ -35,7 +35,7 @@ def jobs() -> Iterator[Job]:
                     yield Job(spec, arch)
 
 
-@pytest.mark.parametrize("job", jobs(), ids=str)
+@pytest.mark.parametrize("job", list(jobs()), ids=str)
 def test_kernel(job: Job) -> None:
     result = compile_kernel(job.spec, job.arch)
     found = resources_of(result.cubin, job.spec.symbol, job.arch)
