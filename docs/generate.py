@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The other classes are made by jitattn, and their constructors are its own business.
 _CONSTRUCTED = {
     "AttentionPlanner",
+    "AttentionVariant",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",

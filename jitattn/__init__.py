@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jitattn.page_copies import copy_pages
     from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
     from jitattn.planner import AttentionPlanner, Plan, build_info
+    from jitattn.position_bias import alibi_slopes, t5_bias
     from jitattn.preprocess import append_kv, preprocess_qkv
     from jitattn.quantization import QuantizedKV, dequantize_kv, quantize_kv
     from jitattn.rotary import Rope
@@ -72,6 +73,7 @@ _HOME = {
     "Support": "support",
     "TokenTable": "pages",
     "Workspace": "workspace",
+    "alibi_slopes": "position_bias",
     "append_kv": "preprocess",
     "attention": "functional",
     "batch_info": "batches",
@@ -87,6 +89,7 @@ _HOME = {
     "preprocess_qkv": "preprocess",
     "quantize_kv": "quantization",
     "supported_configs": "support",
+    "t5_bias": "position_bias",
 }
 
 __all__ = [
@@ -122,6 +125,7 @@ __all__ = [
     "TokenTable",
     "Workspace",
     "__version__",
+    "alibi_slopes",
     "append_kv",
     "attention",
     "batch_info",
@@ -137,6 +141,7 @@ __all__ = [
     "preprocess_qkv",
     "quantize_kv",
     "supported_configs",
+    "t5_bias",
 ]
 
 

@@ -128,8 +128,10 @@ def _with_variant(variant: AttentionVariant) -> dict[str, object]:
 
 def _variant_body(variant: AttentionVariant) -> str:
     """Return the statements of the transform, where compilers count the user's lines."""
-    text = f"#line 1 \"variant '{variant.name}'\"\n{variant.logits_transform}\n"
-    return f"return (\n{text});" if variant.is_expression else text.rstrip("\n")
+    text = variant.logits_transform
+    if variant.is_expression:
+        text = f"return ({text}\n);"
+    return f"#line 1 \"variant '{variant.name}'\"\n{text}"
 
 
 def _variant_fields(variant: AttentionVariant) -> str:

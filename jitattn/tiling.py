@@ -380,22 +380,22 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 
 
 # Tiles of warpgroups by the most columns of Q and V: warpgroups that compute and that bring, tokens
-# of a tile without and with a soft cap or a variant, whose computation needs registers, stages of K
-# and V, and of Q. Scores take half a register a token and the output half a register a column; what
-# is left of 227 KiB of shared memory has no room for more stages.
+# of a tile without more, with a soft cap, and with a variant, whose computations need registers,
+# stages of K and V, and of Q. Scores take half a register a token and the output half a register a
+# column; what is left of 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
-    (64, 64, 3, 1, 112, 80, 3, 2),
-    (128, 128, 2, 1, 128, 112, 2, 2),
-    (192, 128, 2, 1, 128, 128, 2, 1),
-    (192, 192, 2, 1, 96, 80, 2, 1),
-    (256, 256, 2, 1, 80, 64, 2, 1),
+    (64, 64, 3, 1, 112, 80, 64, 3, 2),
+    (128, 128, 2, 1, 128, 112, 112, 2, 2),
+    (192, 128, 2, 1, 128, 128, 112, 2, 1),
+    (192, 192, 2, 1, 96, 80, 80, 2, 1),
+    (256, 256, 2, 1, 80, 64, 48, 2, 1),
 )
 # The same of quantised caches, a tile of which lands in shared memory before it is converted.
 _CONVERT_TILES = (
-    (64, 64, 2, 2, 128, 128, 3, 2),
-    (128, 128, 2, 2, 128, 96, 2, 2),
-    (192, 128, 2, 2, 96, 96, 2, 1),
-    (256, 256, 2, 1, 64, 64, 2, 1),
+    (64, 64, 2, 2, 128, 128, 112, 3, 2),
+    (128, 128, 2, 2, 128, 96, 96, 2, 2),
+    (192, 128, 2, 2, 96, 96, 96, 2, 1),
+    (256, 256, 2, 1, 64, 64, 48, 2, 1),
 )
 # Registers of a thread that brings and of one that computes, by the warpgroups of either kind.
 _WARPGROUP_REGISTERS = {(2, 1): (72, 216), (2, 2): (64, 192), (3, 1): (56, 152)}
@@ -557,9 +557,7 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         for most_keys, most_values, *shape in (_CONVERT_TILES if converts else _WARPGROUP_TILES)
         if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
     )
-    tile_tokens = tokens[spec.changes_scores]
-    if spec.variant is not None and converts and spec.head_dim_vo > 192:
-        tile_tokens -= 16  # the output takes what a soft cap can do without
+    tile_tokens = tokens[2 if spec.variant is not None else spec.use_logits_soft_cap]
     key_bytes, value_bytes = (
         -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
         for columns in (spec.head_dim, spec.head_dim_vo)

@@ -269,7 +269,7 @@ RELATIVE_BIAS = AttentionVariant(
     reference=_relative_bias,
 )
 """A learned bias by distance: ``bias`` float32 [num_qo_heads, num_distances], whose column
-``zero + qo_idx - kv_idx`` counts, or the first or last one beyond; see ``relative_bias_table``."""
+``zero + qo_idx - kv_idx`` counts, or the first or last one beyond; see ``t5_bias``."""
 
 READY = {variant.name: variant for variant in (ALIBI, RELATIVE_BIAS)}
 """Variants that may be given by their names."""

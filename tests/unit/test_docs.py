@@ -43,6 +43,16 @@ def test_readme_example_is_the_file_and_short() -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
 
 
+def test_example_of_variants_runs_and_stands_in_its_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = ROOT / "docs/examples/variant.py"
+    runpy.run_path(str(path))
+    assert capsys.readouterr().out == "torch.Size([3, 32, 128])\n"
+    page = (ROOT / "docs/variants.md").read_text()
+    assert re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0] == path.read_text()
+
+
 def test_readme_has_two_commands_with_environments_of_their_own() -> None:
     commands = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
     assert len(commands) == 2

@@ -19,6 +19,7 @@ CALLS = (
     "build",
     "handles",
     "pages",
+    "position_bias",
     "workspace",
     "overlap",
     "variant_values",
@@ -96,6 +97,7 @@ DOORS = {
     "torch": {
         "handles",
         "pages",
+        "position_bias",
         "workspace",
         "overlap",
         "variant_values",
