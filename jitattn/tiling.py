@@ -290,8 +290,17 @@ def latent_tile_for(spec: MLASpec, arch: str) -> PrefillTile | WarpgroupTile:
     return _latent_tile(spec, arch)
 
 
+# Registers of three warpgroups, a thread of each: what a kernel of 384 threads is given, 168 each.
+_SM_REGISTERS = 3 * 168
+
+
 def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     tile_tokens, num_stages, row_tile = 64, 2, 64
+    # Of those who bring: boxes ask for few, vectors have their places there, conversions half a tile.
+    # The others' are for those who compute, and variants need them.
+    producer_registers = 72 if spec.loader is Loader.TENSOR else 104
+    if spec.kv_dtype is not spec.q_dtype:
+        producer_registers = 120 if spec.variant is None else 72
     # Tiles have the type of Q. A rope part has a segment to itself.
     row_bytes = spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
     return WarpgroupTile(
@@ -311,8 +320,8 @@ def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
         key_box_columns=spec.head_dim_vo // 2,
         num_producers=1,
-        producer_registers=120,  # those who convert have half a tile in them
-        consumer_registers=192,
+        producer_registers=producer_registers,
+        consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
     )
 
 
