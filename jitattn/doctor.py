@@ -87,9 +87,19 @@ def _packages(knobs: Knobs) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             if name in _SILENT or (name in _COMPILER and not knobs.jit):
                 continue
+            if name == "nvidia-cuda-nvrtc" and _has("nvidia-cuda-nvrtc-cu12"):
+                continue  # which compiles instead
             ok = None if name in _OPTIONAL else False
             purpose = f", {_PURPOSES[name]}" if name in _PURPOSES else ""
             yield Finding(name, "not installed", ok, f"pip install {name}{purpose}")
+
+
+def _has(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _compiler(knobs: Knobs) -> Iterator[Finding]:
