@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 
     from jitattn.bundles import Report
     from jitattn.cache import Entry, KernelCache
+    from jitattn.doctor import Finding
     from jitattn.serving import Need, Serving
     from jitattn.spec import KernelSpec
 
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 _DEFAULT_ARCH = "sm_90a"
-_PIPE_WIDTH = 160  # of tables that go to a file or a pipe, where no terminal says how wide to be
+_PIPE_WIDTH = 240  # of tables that go to a file or a pipe, where no terminal says how wide to be
 _SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -49,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except UsageError as error:
         return _complain(error, 2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "jitattn"):
+            raise
+        return _complain(f"{package} is not installed; jitattn doctor says what else is not", 1)
     except JitAttnError as error:
         return _complain(error, 1)
     except BrokenPipeError:
@@ -61,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _complain(error: BaseException, status: int) -> int:
+def _complain(error: BaseException | str, status: int) -> int:
     sys.stderr.write(f"jitattn: {error}\n")
     return status
 
@@ -76,53 +84,67 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jitattn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    demo = commands.add_parser("demo", help="attention of a Llama-3.1-8B layer, checked and timed")
+    demo = _add(commands, "demo", "attention of a Llama-3.1-8B layer, checked and timed")
     demo.set_defaults(command=_demo)
 
-    configs = commands.add_parser("configs", help="what is supported, or whether a model is")
+    configs = _add(commands, "configs", "what is supported, or whether a model is")
     configs.add_argument("--arch", type=_archs, action="extend", help=_ARCH_HELP)
-    configs.add_argument("--model", type=Path, metavar="config.json", help="check this model")
+    configs.add_argument("--model", type=Path, metavar="config.json", help=_MODEL_HELP)
     _add_serving(configs)
     configs.add_argument("--json", action="store_true", help="print JSON instead of a table")
     configs.set_defaults(command=_configs)
 
-    render = commands.add_parser("render", help="print the CUDA source of a kernel")
+    render = _add(commands, "render", "print the CUDA source of a kernel")
     render.add_argument("--config", default="", metavar="k=v,...", help=_CONFIG_HELP)
-    render.add_argument("--arch", default=_DEFAULT_ARCH, choices=support.ARCHITECTURES)
+    _add_arch(render)
     render.add_argument("--symbol", help="which kernel of the planner (default: the main one)")
     render.add_argument("-o", "--out", type=Path, metavar="DIR", help="write all of them to DIR")
     render.set_defaults(command=_render)
 
-    explain = commands.add_parser("explain", help="registers, occupancy, instructions of a kernel")
+    explain = _add(commands, "explain", "registers, occupancy, instructions of a kernel")
     explain.add_argument("--config", default="", metavar="k=v,...", help=_CONFIG_HELP)
-    explain.add_argument("--arch", default=_DEFAULT_ARCH, choices=support.ARCHITECTURES)
+    _add_arch(explain)
     explain.add_argument("--symbol", help="which kernel of the planner (default: the main one)")
     explain.add_argument("--json", action="store_true", help="print JSON instead of tables")
     explain.set_defaults(command=_explain)
 
     _add_precompile(commands)
-    doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
+    doctor = _add(commands, "doctor", "what this machine has, and what is missing")
     doctor.set_defaults(command=_doctor)
     _add_cache(commands)
     _add_bundle(commands)
     return parser
 
 
+def _add(commands: _Commands, name: str, text: str) -> argparse.ArgumentParser:
+    """Add a command whose line in the list of commands is also what its --help begins with."""
+    return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+
+def _add_arch(parser: argparse.ArgumentParser) -> None:
+    known = ", ".join(support.ARCHITECTURES)
+    parser.add_argument(
+        "--arch", type=_arch, default=_DEFAULT_ARCH, help=f"one of {known} (default: %(default)s)"
+    )
+
+
 _ARCH_HELP = f"comma-separated or repeated: {', '.join(support.ARCHITECTURES)}"
+_MODEL_HELP = "the config.json that Hugging Face has of a model, or its folder"
 _CONFIG_HELP = (
-    "planner arguments, such as head_dim=128,page_size=16,page_table=separate; or kernels of "
+    "planner arguments, such as head_dim=128,page_size=16,page_table=separate; with planner=mla "
+    "those of MLAPlanner, such as planner=mla,num_heads=16,kv_dtype=float8_e4m3fn; or kernels of "
     "preprocess_qkv and append_kv, such as kernel=preprocess,head_dim=128,kv_dtype=int8; or of "
     "gather_kv, kernel=gather,kv_dtype=int8,out_dtype=bfloat16"
 )
 
 
-def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("precompile", help="fill a bundle; needs neither GPU nor torch")
+def _add_precompile(commands: _Commands) -> None:
+    parser = _add(commands, "precompile", "fill a bundle; needs neither GPU nor torch")
     parser.add_argument("--arch", type=_archs, action="extend", required=True, help=_ARCH_HELP)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", action="append", metavar="k=v,...", help=_CONFIG_HELP)
     what.add_argument(
-        "--model", type=Path, metavar="config.json", help="what a model needs; or its folder"
+        "--model", type=Path, metavar="config.json", help=f"{_MODEL_HELP}: all that a step needs"
     )
     what.add_argument("--preset", metavar="NAME", help="a named list, such as llama-3.1-8b")
     _add_serving(parser)
@@ -152,10 +174,10 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_bundle(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bundle = commands.add_parser("bundle", help="make a wheel of a bundle, or print its digest")
+def _add_bundle(commands: _Commands) -> None:
+    bundle = _add(commands, "bundle", "make a wheel of a bundle, or print its digest")
     actions = bundle.add_subparsers(required=True, metavar="action")
-    wheel = actions.add_parser("wheel", help="write a wheel that pip installs and jitattn finds")
+    wheel = _add(actions, "wheel", "write a wheel that pip installs and jitattn finds")
     wheel.add_argument("folder", type=Path, metavar="DIR", help="the bundle")
     wheel.add_argument(
         "-o", "--out", type=Path, required=True, metavar="DIR", help="where the wheel goes"
@@ -165,13 +187,13 @@ def _add_bundle(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--version", dest="wheel_version", help="default: jitattn's, +, and the digest's first 12"
     )
     wheel.set_defaults(command=_bundle_wheel)
-    sha256 = actions.add_parser("sha256", help="print what JITATTN_BUNDLE_SHA256 may name")
+    sha256 = _add(actions, "sha256", "print a bundle's digest, which JITATTN_BUNDLE_SHA256 takes")
     sha256.add_argument("folder", type=Path, metavar="DIR", help="the bundle")
     sha256.set_defaults(command=_bundle_sha256)
 
 
-def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    cache = commands.add_parser("cache", help="look after the user's cache, or a bundle")
+def _add_cache(commands: _Commands) -> None:
+    cache = _add(commands, "cache", "look after the user's cache, or a bundle")
     actions = cache.add_subparsers(required=True, metavar="action")
     for name, command, text in (
         ("path", _cache_path, "print the folder"),
@@ -180,7 +202,7 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("prune", _cache_prune, "remove the least recently used kernels"),
         ("clear", _cache_clear, "remove every kernel"),
     ):
-        action = actions.add_parser(name, help=text)
+        action = _add(actions, name, text)
         if name == "prune":
             action.add_argument(
                 "--max-size", type=_size, required=True, help="bytes to keep, such as 500M or 2G"
@@ -194,12 +216,16 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _archs(text: str) -> tuple[str, ...]:
     archs = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for arch in archs:
-        if arch not in support.ARCHITECTURES:
-            known = ", ".join(support.ARCHITECTURES)
-            raise argparse.ArgumentTypeError(f"{arch!r} is not one of {known}")
+        _arch(arch)
     if not archs:
         raise argparse.ArgumentTypeError("no architecture given")
     return archs
+
+
+def _arch(text: str) -> str:
+    if reason := support.why_no_arch(text):
+        raise argparse.ArgumentTypeError(reason)
+    return text
 
 
 def _positive(text: str) -> int:
@@ -322,14 +348,17 @@ def _model_configs(model: Path, serving: Serving, archs: Sequence[str], *, as_js
     if as_json:
         _print_json(rows)
     else:
+        from rich.markup import escape
+
         console = _console()
         title = f"{model}: what its attention needs"
         table = _table(console, title, "arch", "use", "config")
-        width = max(len(row["kernel"] or "") for row in rows)
+        # In a file names stay whole; a terminal shows all of them, on more lines if it is narrow.
+        width = None if console.is_terminal else max(len(row["kernel"] or "") for row in rows)
         table.add_column("kernel, or why not", overflow="fold", min_width=width)
         for row in rows:
             told = row["kernel"] or "; ".join(row["reasons"])
-            table.add_row(row["arch"], row["use"], row["config"], told)
+            table.add_row(row["arch"], row["use"], row["config"], escape(told))
         console.print(table)
     return 0 if all(row["supported"] for row in rows) else 1
 
@@ -466,17 +495,34 @@ def _bundle_sha256(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from jitattn import doctor
 
-    findings = doctor.examine(_knobs())
-    console = _console()
-    table = _table(console, f"jitattn {__version__}", "", "what", "found")
-    marks = {True: "[green]ok[/]", False: "[red]no[/]", None: "[yellow]--[/]"}
-    for finding in findings:
-        table.add_row(marks[finding.ok], finding.what, finding.found)
-    console.print(table)
+    try:
+        settings = _knobs()
+    except ModuleNotFoundError:  # of the folder of caches, which is a finding, too
+        settings = knobs.Knobs(cache_dir=None)
+    findings = doctor.examine(settings)
+    try:
+        _print_findings(findings)
+    except ModuleNotFoundError:  # of what draws tables
+        for finding in findings:
+            sys.stdout.write(f"{_MARKS[finding.ok][0]} {finding.what}: {finding.found}\n")
     for finding in findings:
         if finding.advice:
-            console.print(f"{finding.what}: {finding.advice}", markup=False)
+            sys.stdout.write(f"{finding.what}: {finding.advice}\n")
     return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+_MARKS = {True: ("ok", "green"), False: ("no", "red"), None: ("--", "yellow")}
+
+
+def _print_findings(findings: Iterable[Finding]) -> None:
+    from rich.markup import escape
+
+    console = _console()
+    table = _table(console, f"jitattn {__version__}", "", "what", "found")
+    for finding in findings:
+        mark, colour = _MARKS[finding.ok]
+        table.add_row(f"[{colour}]{mark}[/]", finding.what, escape(finding.found))
+    console.print(table)
 
 
 def _cache_path(args: argparse.Namespace) -> int:
@@ -487,7 +533,7 @@ def _cache_path(args: argparse.Namespace) -> int:
 
 
 def _cache_list(args: argparse.Namespace) -> int:
-    cache = _cache(args)
+    cache = _existing_cache(args)
     entries = cache.entries()
     if args.json:
         _print_json([_entry_record(entry) for entry in entries])
@@ -514,9 +560,7 @@ def _days(seconds: float) -> str:
 
 
 def _cache_verify(args: argparse.Namespace) -> int:
-    cache = _cache(args)
-    if args.folder is not None and not cache.root.exists():
-        raise CacheError(f"{cache.root} does not exist")
+    cache = _existing_cache(args)
     damaged = cache.verify()
     for entry in damaged:
         sys.stderr.write(f"jitattn: {entry.path}: {entry.damage}\n")
@@ -536,6 +580,14 @@ def _say_removed(removed: Sequence[Entry]) -> int:
     num_bytes = sum(entry.size_bytes for entry in removed)
     sys.stdout.write(f"removed {len(removed)} kernels, {num_bytes:,} bytes\n")
     return 0
+
+
+def _existing_cache(args: argparse.Namespace) -> KernelCache:
+    """Return what to look at; a folder that is named, and not the user's, has to be there."""
+    cache = _cache(args)
+    if args.folder is not None and not cache.root.exists():
+        raise CacheError(f"{cache.root} does not exist")
+    return cache
 
 
 def _cache(args: argparse.Namespace) -> KernelCache:

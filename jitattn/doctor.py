@@ -44,9 +44,14 @@ _OPTIONAL = {
     "numpy",
 }
 _PURPOSES = {
+    "torch": "for all but compiling and looking at kernels",
+    "nvidia-cuda-nvrtc": "to compile",
+    "nvidia-cuda-nvdisasm": "for the instructions of jitattn explain",
     "nvidia-cutlass": "to compile kernels with wgmma (prefill, compute capability 9.0)",
     "numpy": "for jitattn.kv",
 }
+# Of no use where nothing may be compiled.
+_COMPILER = {"nvidia-cuda-nvrtc", "nvidia-cutlass"}
 # Worth a line only where it is installed, since most machines do without.
 _SILENT = {"nvidia-cuda-nvrtc-cu12"}
 
@@ -67,7 +72,7 @@ def examine(knobs: Knobs) -> list[Finding]:
     return [
         Finding("jitattn", f"{__version__} in {Path(__file__).parent}"),
         Finding("python", f"{platform.python_version()} on {platform.platform()}"),
-        *_packages(),
+        *_packages(knobs),
         *_compiler(knobs),
         *_devices(),
         *_caches(knobs),
@@ -75,15 +80,26 @@ def examine(knobs: Knobs) -> list[Finding]:
     ]
 
 
-def _packages() -> Iterator[Finding]:
+def _packages(knobs: Knobs) -> Iterator[Finding]:
     for name in _PACKAGES:
         try:
             yield Finding(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            if name not in _SILENT:
-                ok = None if name in _OPTIONAL else False
-                purpose = f", {_PURPOSES[name]}" if name in _PURPOSES else ""
-                yield Finding(name, "not installed", ok, f"pip install {name}{purpose}")
+            if name in _SILENT or (name in _COMPILER and not knobs.jit):
+                continue
+            if name == "nvidia-cuda-nvrtc" and _has("nvidia-cuda-nvrtc-cu12"):
+                continue  # which compiles instead
+            ok = None if name in _OPTIONAL else False
+            purpose = f", {_PURPOSES[name]}" if name in _PURPOSES else ""
+            yield Finding(name, "not installed", ok, f"pip install {name}{purpose}")
+
+
+def _has(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _compiler(knobs: Knobs) -> Iterator[Finding]:
@@ -104,7 +120,7 @@ def _compiler(knobs: Knobs) -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     no_driver = Finding(
         "driver",
-        "none: kernels can be compiled here, and the reference backend computes",
+        "none: no kernel runs here, the reference backend computes",
         None,
     )
     version = nvrtc.driver_version()
@@ -199,5 +215,5 @@ def _settings(knobs: Knobs) -> Iterator[Finding]:
     for field in fields(knobs):
         if field.name not in ("cache_dir", "precompiled"):
             value = getattr(knobs, field.name)
-            shown = int(value) if isinstance(value, bool) else value
+            shown = "not set" if value is None else int(value) if isinstance(value, bool) else value
             yield Finding(f"JITATTN_{field.name.upper()}", str(shown), None)

@@ -294,6 +294,9 @@ class _Fields:
         self._asked.add(name)
         return self._fields.get(name)
 
+    def has(self, name: str) -> bool:
+        return name in self._fields
+
     def refuse(self, reason: str) -> None:
         self._reasons.append(reason)
 
@@ -387,6 +390,10 @@ def _head_dim(fields: _Fields, num_qo_heads: int) -> int:
 
 def _latent(fields: _Fields) -> Latent | None:
     if fields.get("kv_lora_rank") is None:
+        if fields.family is _LATENT and not fields.has("kv_lora_rank"):
+            fields.refuse(
+                f"kv_lora_rank is missing: a {fields.model_type} has latents, or null for none"
+            )
         return None
     fields.get("head_dim")  # of the rotary part, where there is one
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -490,7 +497,9 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[int, bool]:
         part = part or parameters.get("partial_rotary_factor")
     rotary_dim = fields.get("rotary_dim")
     if rotary_dim is None:
-        part = part or fields.number("partial_rotary_factor") or fields.number("rotary_pct") or 1.0
+        part = part or fields.number("partial_rotary_factor") or fields.number("rotary_pct")
+        if part is None:  # whole heads; what sizes they may have is the planner's rule
+            return head_dim, use_mrope
         is_part = isinstance(part, (int, float)) and 0 < part <= 1
         rotary_dim = int(head_dim * part) if is_part else 0  # type: ignore[operator]
     if not isinstance(rotary_dim, int) or not 0 < rotary_dim <= head_dim or rotary_dim % 2:

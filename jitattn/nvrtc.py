@@ -105,7 +105,7 @@ def compile_cubin(
         nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(names), texts, names)
     )
     try:
-        flags = [option.encode() for option in options]
+        flags = [option.encode() for option in (*options, *_dialect())]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
         log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         text = log.rstrip(b"\0 \n").decode(errors="replace")
@@ -115,6 +115,15 @@ def compile_cubin(
         return Compiled(_fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), text)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _dialect() -> tuple[str, ...]:
+    """Return what an older NVRTC has to be told, and 13.5 is not.
+
+    Generic lambdas in device code are host functions to it otherwise. Nothing else in our sources
+    lacks an execution space, and it goes by the compiler, so it is not among ``options``.
+    """
+    return ("-default-device",) if version() < (13, 5) else ()
 
 
 @functools.cache

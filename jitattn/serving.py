@@ -6,11 +6,11 @@ import itertools
 import os
 from collections.abc import Iterator
 
-from jitattn.config import PlannerConfig
+from jitattn.config import PAGE_TABLES, PlannerConfig
 from jitattn.errors import ConfigError
 from jitattn.mla_config import MLAConfig
 from jitattn.models import Model, read_model
-from jitattn.preprocess_config import SLOTS, PreprocessConfig
+from jitattn.preprocess_config import KV_DTYPES, SLOTS, PreprocessConfig
 from jitattn.spec import DType, PageTable, Pairing
 from jitattn.support import OtherConfig
 from jitattn.transfer_config import TransferConfig
@@ -45,8 +45,9 @@ def needs_of(model: Model, serving: Serving) -> list[Need]:
     """Return what a serving step of a model needs, each configuration once.
 
     Raises:
-        ConfigError: its heads cannot be divided as ``serving`` asks.
+        ConfigError: its heads cannot be divided as ``serving`` asks, or a name there is unknown.
     """
+    _check_names(serving)
     dtype = serving.dtype or model.dtype
     kv_dtypes = [dtype if name == "auto" else name for name in serving.kv_dtypes]
     heads = _heads_of_a_device(model, serving.tensor_parallel)
@@ -70,6 +71,22 @@ def from_model(path: str | os.PathLike[str], serving: Serving | None = None) -> 
         OSError: the file cannot be read.
     """
     return needs_of(read_model(path), serving or Serving())
+
+
+def _check_names(serving: Serving) -> None:
+    """Refuse what no model has, once, and not once for each configuration."""
+    lists = (
+        ("page_table", serving.page_tables, PAGE_TABLES),
+        ("kv_dtype", serving.kv_dtypes, ("auto", *KV_DTYPES)),
+    )
+    reasons = [
+        f"{argument}={name} is not one of {', '.join(known)}"
+        for argument, names, known in lists
+        for name in dict.fromkeys(names)
+        if name not in known
+    ]
+    if reasons:
+        raise ConfigError(reasons)
 
 
 class _Cache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -172,6 +173,23 @@ def arch_for(major: int, minor: int) -> str | None:
     """Return the architecture whose code a device of this compute capability runs, or None."""
     del minor  # 8.x runs sm_80 code, 10.x and 12.x their family code
     return {8: "sm_80", 9: "sm_90a", 10: "sm_100f", 12: "sm_120f"}.get(major)
+
+
+def why_no_arch(arch: str) -> str:
+    """Return why there are no kernels for ``arch``, and for what there are; empty for a known one.
+
+    A compute capability, also as part of another compiler's name for it, is told its architecture.
+    """
+    if arch in ARCHITECTURES:
+        return ""
+    reason = f"{arch!r} is not one of {', '.join(ARCHITECTURES)}"
+    given = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)[af]?", arch)
+    if given is None:
+        return reason
+    capability = f"{given[1]}.{given[2]}"
+    known = arch_for(int(given[1]), int(given[2]))
+    told = f"runs code for {known}" if known else "has no kernels"
+    return f"{reason}; compute capability {capability} {told}"
 
 
 def check_config(arch: str = "sm_90a", **planner_arguments: object) -> Support:
@@ -349,8 +367,8 @@ def _fast_and_plain(
 
 def check_arch(arch: str) -> None:
     """Raise ConfigError unless ``arch`` is one of ``ARCHITECTURES``."""
-    if arch not in ARCHITECTURES:
-        raise ConfigError([f"arch={arch!r} is not one of {', '.join(ARCHITECTURES)}"])
+    if reason := why_no_arch(arch):
+        raise ConfigError([f"arch={reason}"])
 
 
 # The values from which the compile tests draw. Page sizes stand for their kind: one token, odd,

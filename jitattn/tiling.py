@@ -296,8 +296,8 @@ _SM_REGISTERS = 3 * 168
 
 def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     tile_tokens, num_stages, row_tile = 64, 2, 64
-    # Of those who bring: boxes ask for few, vectors have their places there, conversions half a tile.
-    # The others' are for those who compute, and variants need them.
+    # Of those who bring: boxes ask for few, vectors have their places there, conversions half a
+    # tile. The others' are for those who compute, and variants need them.
     producer_registers = 72 if spec.loader is Loader.TENSOR else 104
     if spec.kv_dtype is not spec.q_dtype:
         producer_registers = 120 if spec.variant is None else 72

@@ -27,6 +27,15 @@ def compile_kernel(spec: KernelSpec, arch: str) -> nvrtc.Compiled:
     )
 
 
+def advice(log: str) -> list[str]:
+    """What ptxas says of products that it serialises, and of registers it can't hand over: C75xx.
+
+    Before 13.5 it also says where it lets products wait for registers of its own accord (C7519).
+    """
+    found = re.findall(r".*\bC75\d\d\b.*|.*serialized.*|.*setmaxnreg.*", log)
+    return [line for line in found if "C7519" not in line or nvrtc.version() >= (13, 5)]
+
+
 def skip_unless_compiled(specs: Iterable[KernelSpec], arch: str) -> None:
     """Skip a test whose kernels can't be compiled here, for lack of a compiler or of headers."""
     pytest.importorskip("cuda.bindings.nvrtc")

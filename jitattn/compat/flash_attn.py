@@ -60,7 +60,7 @@ def flash_attn_with_kvcache(
     """Write k and v behind the cached tokens, in place, and attend q to all of them.
 
     Query i of a request with seqlen_q queries and n keys, those of ``k`` included, sits at
-    n - seqlen_q + i. What differs from flash-attn: docs/other-packages.md.
+    n - seqlen_q + i. What differs from flash-attn: docs/from-flash-attn.md.
 
     Args:
         q: [batch_size, seqlen_q, nheads, head_dim], float16 or bfloat16.

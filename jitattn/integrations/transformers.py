@@ -46,7 +46,7 @@ def register() -> None:
 
     Give ``attn_implementation="jitattn"`` to ``from_pretrained`` or ``set_attn_implementation`` for
     ``generate`` and plain forward passes, ``"paged|jitattn"`` for ``generate_batch``. Models have
-    16 bits; docs/other-packages.md says what is supported, and the rest is refused when it occurs.
+    16 bits; docs/engines.md says what is supported, and the rest is refused when it occurs.
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.0.

@@ -7,7 +7,6 @@ architecture, and must stay within a budget of machine code, since code costs ti
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from jitattn.spec import (
 )
 from jitattn.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
 from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
-from tests.compiler import compile_kernel, instructions, opcodes
+from tests.compiler import advice, compile_kernel, instructions, opcodes
 from tests.warpgroups import warpgroup_specs
 
 
@@ -125,8 +124,7 @@ def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path:
     smem_bytes = resources.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
     assert smem_bytes <= SMEM_LIMIT[job.arch]
     assert resources.code_bytes <= code_budget(job.spec, job.arch)
-    # ptxas' advice, C75xx: products of warpgroups that it serialises, registers it can't hand over.
-    assert not re.findall(r".*\bC75\d\d\b.*|.*serialized.*|.*setmaxnreg.*", result.log)
+    assert not advice(result.log)
     if job.disassemble:
         assert isinstance(job.spec, AttentionSpec)
         check_machine_code(job.spec, job.arch, opcodes(result.cubin, tmp_path))

@@ -33,11 +33,12 @@ def _asserts(cuda_type: str, struct: type[ctypes.Structure], prefix: str = "") -
     for name, kind, *_ in struct._fields_:
         if name == "_padding":  # the compiler's has no name
             continue
-        offset = getattr(struct, name).offset
-        lines.append(
-            f"static_assert(__builtin_offsetof({cuda_type}, {prefix}{name}) == {offset},"
-            f' "{cuda_type}::{name}");'
-        )
+        if nvrtc.version() >= (13, 5):  # older ones have no offsetof; sizes are left then
+            offset = getattr(struct, name).offset
+            lines.append(
+                f"static_assert(__builtin_offsetof({cuda_type}, {prefix}{name}) == {offset},"
+                f' "{cuda_type}::{name}");'
+            )
         lines.append(
             f"static_assert(sizeof((({cuda_type}*)0)->{name}) == {ctypes.sizeof(kind)},"
             f' "size of {cuda_type}::{name}");'

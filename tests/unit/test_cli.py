@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,6 +90,54 @@ def test_configs_of_an_unsupported_model(
     model = write_model(tmp_path, head_dim=1000)
     assert cli.main(["configs", "--arch", "sm_90a", "--model", model]) == 1
     assert "head_dim=1000" in capsys.readouterr().out
+
+
+def test_tables_of_models_lose_nothing_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    def narrow() -> Console:
+        return Console(width=60, force_terminal=True, no_color=True, highlight=False)
+
+    model = write_model(tmp_path)
+    cli.main(["configs", "--arch", "sm_90a", "--model", model])
+    wide = capsys.readouterr().out
+    monkeypatch.setattr(cli, "_console", narrow)
+    cli.main(["configs", "--arch", "sm_90a", "--model", model])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    columns = [line.split("│")[4].strip() for line in lines]
+    name = re.search(r"jitattn_decode\w+", wide)
+    assert name is not None
+    assert name[0] in "".join(columns)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("sm_100", "compute capability 10.0 runs code for sm_100f"),
+        ("sm_89", "compute capability 8.9 runs code for sm_80"),
+        ("9.0", "compute capability 9.0 runs code for sm_90a"),
+        ("sm_121a", "compute capability 12.1 runs code for sm_120f"),
+        ("sm_75", "compute capability 7.5 has no kernels"),
+        ("hopper", "'hopper' is not one of sm_80, sm_90a, sm_100f, sm_120f\n"),
+    ],
+)
+def test_an_unknown_architecture_is_told_the_one_that_is_meant(
+    given: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in usage_error(["configs", "--arch", given], capsys)
+    assert told in usage_error(["render", "--arch", given], capsys)
+    (reason,) = support.check_config(arch=given).reasons
+    assert told.strip() in reason
+
+
+def test_a_folder_that_is_not_there_is_no_empty_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for action in ("list", "verify"):
+        assert cli.main(["cache", action, str(tmp_path / "nowhere")]) == 1
+        assert "nowhere does not exist" in capsys.readouterr().err
 
 
 def test_render_prints_a_source(capsys: pytest.CaptureFixture[str]) -> None:

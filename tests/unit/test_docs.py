@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import jitattn
-from jitattn import knobs
+from jitattn import cli, knobs
+from tests.unit import pages_of_docs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -90,8 +96,55 @@ def test_documents_name_real_variables_and_errors(page: Path) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert set(re.findall(r"- (\S+\.md)", navigation)) == pages
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(re.findall(r"(?m)^ +- .*?(\S+\.md)$", navigation)) == sorted(pages)
+
+
+def test_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="needs pip install 'jitattn[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    # Its authors' notice about mkdocs' successor.
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    for page in tmp_path.rglob("*.html"):
+        asked = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?:", page.read_text())
+        assert asked == [], page.name
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    """Return the blocks of a page, of a language; continued lines of a shell are joined."""
+    blocks = re.findall(rf"(?ms)^```{language}\n(.*?)^```", page.read_text())
+    return [block.replace("\\\n", " ") for block in blocks] if language != "python" else blocks
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if page.parent.name == "docs" and blocks_of(page, language)]
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
+def test_examples_of_pages_run(page: Path) -> None:
+    if reason := pages_of_docs.NOT_RUN.get(page.name):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    names: dict[str, object] = {"torch": torch, "jitattn": jitattn, "device": "cpu"}
+    names |= pages_of_docs.SETUPS.get(page.name, dict)()
+    steps = []
+    for block in blocks_of(page, "python"):
+        for written, meant in pages_of_docs.RENAMED.get(page.name, {}).items():
+            block = block.replace(written, meant)
+        exec(compile(block, page.name, "exec"), names)
+        steps.append(dict(names))
+    if page.name in pages_of_docs.CHECKS:
+        pages_of_docs.CHECKS[page.name](steps)
+
+
+@pytest.mark.parametrize("page", pages_with("(?:bash|sh|dockerfile)"), ids=lambda page: page.name)
+def test_commands_of_pages_are_understood(page: Path) -> None:
+    """Every option and name is the command line's; nothing is run."""
+    for block in blocks_of(page, "(?:bash|sh|dockerfile)"):
+        for command in re.findall(r"(?m)(?:^|[ (])jitattn ([a-z][^)&#\n]*)", block):
+            cli._parser().parse_args(shlex.split(command))
 
 
 def test_every_public_name_has_a_docstring() -> None:
@@ -104,7 +157,8 @@ def test_every_public_name_has_a_docstring() -> None:
 def test_constraints_pin_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["bench"], *extras["docs"]]
+    wanted = [*project["dependencies"], *extras["test"], *extras["bench"]]
+    wanted += [*extras["docs"], *extras["dev"]]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {name_of(line) for line in lines if line and not line.startswith("#")}
     assert {name_of(line) for line in wanted} <= pinned

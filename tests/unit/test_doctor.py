@@ -60,9 +60,39 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine()
     assert found["jinja2"].ok is False
     assert found["torch"].ok is None
-    assert found["torch"].advice == "pip install torch"
+    assert found["torch"].advice.startswith("pip install torch, for")
     assert found["nvidia-cutlass"].ok is None
     assert found["nvidia-cutlass"].advice.startswith("pip install nvidia-cutlass, to compile")
+
+
+@pytest.mark.parametrize("package", ["rich", "platformdirs"])
+def test_a_package_that_the_command_line_needs_is_named(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.delenv("JITATTN_CACHE_DIR")
+    assert cli.main(["doctor"]) == 1
+    assert f"{package}: pip install {package}" in capsys.readouterr().out
+    assert cli.main(["cache", "list"]) == 1
+    assert f"{package} is not installed" in capsys.readouterr().err
+
+
+def test_who_may_not_compile_is_not_told_to_install_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert {"nvidia-cutlass", "nvidia-cuda-nvrtc"}.isdisjoint(examine(jit=False))
 
 
 def test_every_dependency_is_looked_for() -> None:

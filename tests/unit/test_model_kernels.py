@@ -136,7 +136,7 @@ def test_nvfp4_and_part_of_a_head() -> None:
 @pytest.mark.parametrize(
     ("serving", "reason"),
     [
-        ({"kv_dtypes": ("fp8",)}, "kv_dtype=fp8 is neither q_dtype nor one of"),
+        ({"kv_dtypes": ("fp8",)}, "kv_dtype=fp8 is not one of auto, bfloat16"),
         ({"page_sizes": (2**21,)}, "page_size=2097152 does not fit"),
         ({"page_tables": ("paged",)}, "page_table=paged is not one of"),
         ({"dtype": "float32"}, "q_dtype=float32 is not one of"),
@@ -146,6 +146,24 @@ def test_nvfp4_and_part_of_a_head() -> None:
 def test_what_has_no_kernel(serving: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         kernels(needs("llama-3.1-8b", **serving), "sm_90a")
+
+
+def test_an_unknown_name_is_told_once_and_not_of_each_configuration() -> None:
+    with pytest.raises(ConfigError) as error:
+        needs("deepseek-v2-lite", page_tables=("shared", "foo"), kv_dtypes=("fp8", "auto"))
+    assert [reason.partition(" ")[0] for reason in error.value.reasons] == [
+        "page_table=foo",
+        "kv_dtype=fp8",
+    ]
+
+
+def test_odd_head_dims_are_told_by_the_planners_rules() -> None:
+    for name, changes, reason in (
+        ("llama-3.1-8b", {"head_dim": 33}, "head_dim=33 is not a multiple of 16"),
+        ("deepseek-v2-lite", {"qk_rope_head_dim": 33}, "qk_rope_head_dim=33 is not one of 32, 64"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            kernels(needs_of(model_of(MODELS[name] | changes), Serving()), "sm_90a")
 
 
 def test_a_file_becomes_needs(tmp_path: Path) -> None:

@@ -190,6 +190,7 @@ def test_fields_are_understood(fields: dict[str, object], expected: dict[str, ob
         ({"num_attention_heads": 33}, "hidden_size 4096 is not a multiple of num_attention_heads"),
         ({"num_key_value_heads": [8, 4]}, r"num_key_value_heads is \[8, 4\]"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim is None: expected a positive integer"),
+        ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"text_config": 3}, "text_config is a int: expected an object"),
     ],
     ids=str,
@@ -228,7 +229,7 @@ def test_an_unknown_model_is_read_from_its_fields() -> None:
 
 @pytest.mark.parametrize("name", sorted(INTERLEAVED_MODELS))
 def test_models_that_pair_neighbours(name: str) -> None:
-    model = model_of(LLAMA | {"model_type": name})
+    model = model_of(LLAMA | {"model_type": name, "kv_lora_rank": None})
     assert model.pairings[0] is Pairing.INTERLEAVED
 
 

@@ -29,6 +29,12 @@ def test_a_kernel_compiles_to_a_cubin() -> None:
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
+def test_generic_lambdas_are_device_code_to_every_compiler() -> None:
+    """preprocess.cu.jinja has one, and NVRTC up to 13.0 takes it for a host function."""
+    source = kernel("const auto twice = [&](auto y) { return y + y; }; *x = twice(*x);")
+    nvrtc.compile_cubin(source, name="k.cu", headers={}, options=OPTIONS)
+
+
 @pytest.mark.parametrize("home", [":/x", "/x:/y", "", "/missing", "older", "empty"])
 def test_headers_come_from_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str

@@ -41,7 +41,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     """Decode over pages listed one request after the other.
 
     Query i of a request with q_len_per_req queries and n keys sits at n - q_len_per_req + i and
-    sees no later key. What differs from FlashInfer: docs/other-packages.md.
+    sees no later key. What differs from FlashInfer: docs/from-flashinfer.md.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class BatchMLAPagedAttentionWrapper:
     """Latent attention over pages, for decode and prefill.
 
     Query i of a request with n queries and m latents sits at m - n + i. What differs from
-    FlashInfer: docs/other-packages.md.
+    FlashInfer: docs/from-flashinfer.md.
     """
 
     _planned: _Planned | None = None

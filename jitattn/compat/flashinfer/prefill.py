@@ -39,7 +39,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     """Prefill and append over pages listed one request after the other.
 
     Query i of a request with n queries and m keys sits at m - n + i. What differs from FlashInfer:
-    docs/other-packages.md.
+    docs/from-flashinfer.md.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """Prefill over K and V whose tokens follow each other, without pages.
 
     Query i of a request with n queries and m keys sits at m - n + i. What differs from FlashInfer:
-    docs/other-packages.md.
+    docs/from-flashinfer.md.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def register() -> None:
     """Make SGLang know the attention backend ``"jitattn"``; once is enough, twice no harm.
 
     SGLang calls it where jitattn is installed. Choose the backend with ``--attention-backend
-    jitattn``; docs/other-packages.md says what it serves. An SGLang that knows no backends of
+    jitattn``; docs/engines.md says what it serves. An SGLang that knows no backends of
     others stays as it is, with a warning.
 
     Raises:

@@ -19,7 +19,7 @@ def register() -> None:
     """Make vLLM know the attention backend ``"CUSTOM"``; once is enough, twice no harm.
 
     vLLM calls it where jitattn is installed. Choose the backend with ``--attention-backend CUSTOM``
-    or ``LLM(attention_config={"backend": "CUSTOM"})``; docs/other-packages.md says what it serves.
+    or ``LLM(attention_config={"backend": "CUSTOM"})``; docs/engines.md says what it serves.
     Another package's backend of that name stays, with a warning; so does a vLLM that knows no
     backends of others as it is.
 

@@ -1,0 +1,72 @@
+"""The toolchains that jitattn is tried with: ``nox -l`` lists them, ``nox -s compiler`` runs some.
+
+Nothing here needs a GPU. What was run, and when, is in docs/support.md.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["compiler", "interpreter"]
+
+RUN = ("jinja2", "filelock", "platformdirs", "rich", "nvidia-cutlass")
+TEST = ("pytest", "hypothesis", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+
+# The binding and the compiler, which come from packages of their own.
+COMPILERS = {
+    "nvrtc13.5": ("cuda-python==13.4.4", "nvidia-cuda-nvrtc==13.5.37"),
+    "nvrtc13.0": ("cuda-python==13.0.3", "nvidia-cuda-nvrtc==13.0.88"),  # torch's of CUDA 13
+    "nvrtc12.9": ("cuda-python==12.9.10", "nvidia-cuda-nvrtc-cu12==12.9.86"),
+    "nvrtc12.9-binding13.4": ("cuda-python==13.4.4", "nvidia-cuda-nvrtc-cu12==12.9.86"),
+    "nvrtc13.5-binding12.9": ("cuda-python==12.9.10", "nvidia-cuda-nvrtc==13.5.37"),
+}
+# A few kernels of every family, for every architecture.
+KERNELS = (
+    "tests/compile/test_params.py",
+    "tests/compile/test_compile_all.py",
+    "tests/compile/test_compile_mla.py",
+    "tests/compile/test_compile_transfers.py",
+    "tests/compile/test_preprocess.py",
+    "tests/compile/test_saturation.py",
+    "-k",
+    "not test_kernel or d64_p16 or d128_p16 or sm_100f",
+)
+# The reference, planners, what writes and moves tokens, and what becomes of a kernel.
+UNIT = tuple(
+    f"tests/unit/test_{name}.py"
+    for name in (
+        *("reference", "planner_cpu", "attention_call", "mla", "preprocess", "quantization"),
+        *("transfers", "kv", "cascade", "flash_attn", "merge", "workspace"),
+        *("nvrtc", "cubin", "build", "cache", "bundles", "explain", "doctor", "launch"),
+    )
+)
+TORCHES = {
+    "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
+    "torch2.13": ("torch==2.13.0",),
+}
+
+
+@nox.session(python="3.11")
+@nox.parametrize("packages", [nox.param(COMPILERS[name], id=name) for name in COMPILERS])
+def compiler(session: nox.Session, packages: tuple[str, ...]) -> None:
+    """Compile a sample of kernels with one binding and one NVRTC, without torch."""
+    session.install(*packages, *RUN, *TEST)
+    session.install("--no-deps", "-e", ".")
+    session.run("pytest", "-q", *KERNELS, *session.posargs)
+
+
+@nox.session(python="3.11")
+@nox.parametrize("packages", [nox.param(TORCHES[name], id=name) for name in TORCHES])
+def torch(session: nox.Session, packages: tuple[str, ...]) -> None:
+    """Run planners and the reference with one torch, on the CPU."""
+    session.install(*packages, "-e", ".[test]")
+    session.run("pytest", "-q", *UNIT, *session.posargs)
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+def interpreter(session: nox.Session) -> None:
+    """Run the same with one Python and the versions of constraints.txt."""
+    session.install("-c", "constraints.txt", "-e", ".[test]")
+    session.run("pytest", "-q", *UNIT, *session.posargs)
