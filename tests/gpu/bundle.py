@@ -20,7 +20,16 @@ from jitattn.bundles import Config, kernels_of
 from jitattn.errors import KernelNotFoundError
 from jitattn.support import ARCHITECTURES
 from jitattn.transfer_config import every_config
-from tests import cascades, compiled, deepseek, engines, flashinfer_pairs, kv_serving, mla
+from tests import (
+    cascades,
+    compiled,
+    deepseek,
+    engines,
+    flash_attn_calls,
+    flashinfer_pairs,
+    kv_serving,
+    mla,
+)
 from tests.cases import kernel_configs
 
 
@@ -58,7 +67,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
     found: list[Config] = [*every_config()]
     if not only_transfers:
         found += kernel_configs(arch)
-        for module in (mla, kv_serving, deepseek, cascades, compiled, engines):
+        for module in (mla, kv_serving, deepseek, cascades, compiled, engines, flash_attn_calls):
             found += module.gpu_configs()
         found += flashinfer_pairs.gpu_configs(arch)
     return found
