@@ -29,6 +29,7 @@ from tests import (
     flashinfer_pairs,
     kv_serving,
     mla,
+    nano,
 )
 from tests.cases import kernel_configs
 
@@ -67,7 +68,16 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
     found: list[Config] = [*every_config()]
     if not only_transfers:
         found += kernel_configs(arch)
-        for module in (mla, kv_serving, deepseek, cascades, compiled, engines, flash_attn_calls):
+        for module in (
+            mla,
+            kv_serving,
+            deepseek,
+            cascades,
+            compiled,
+            engines,
+            flash_attn_calls,
+            nano,
+        ):
             found += module.gpu_configs()
         found += flashinfer_pairs.gpu_configs(arch)
     return found
