@@ -4,7 +4,7 @@
     JITATTN_PRECOMPILED=$PWD/bundle-bench JITATTN_JIT=0 python -m bench.bench_decode --cases figures
     python -m bench.bundle --prefill figures,more -o bundle-bench
     python -m bench.bundle --mla figures,heads,ragged,pages,forms,queries,layouts -o bundle-bench
-    python -m bench.bundle --decoder -o bundle-bench
+    python -m bench.bundle --decoder --generate -o bundle-bench
 
 Needs no GPU. Cases that jitattn doesn't support yet are left out.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import jitattn
+from bench import bench_generate
 from bench.bench_dispatch import CASE as DISPATCH_CASE
 from bench.cases import GROUPS, select
 from bench.contenders import VARIANTS, JitAttn
@@ -98,10 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
     parser.add_argument("--mla", metavar="CASES", help="of bench_mla")
     parser.add_argument("--decoder", action="store_true", help="of bench_decoder")
+    parser.add_argument("--generate", action="store_true", help="of bench_generate")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args(argv)
-    if options.cases is options.prefill is options.mla is None and not options.decoder:
+    is_other = options.decoder or options.generate
+    if options.cases is options.prefill is options.mla is None and not is_other:
         options.cases = "figures"
     report = jitattn.precompile(_chosen(options), options.arch, options.out)
     for failure in report.failures:
@@ -121,6 +124,8 @@ def _chosen(options: argparse.Namespace) -> list[Mapping[str, object] | str]:
         chosen += mla_configurations(select_mla(options.mla), options.arch)
     if options.decoder:
         chosen += decoder_configurations()
+    if options.generate:
+        chosen += bench_generate.kernel_configs(bench_generate.LLAMA)
     return chosen
 
 

@@ -27,6 +27,7 @@ from tests import (
     engines,
     flash_attn_calls,
     flashinfer_pairs,
+    hf_models,
     kv_serving,
     mla,
     nano,
@@ -77,6 +78,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
             engines,
             flash_attn_calls,
             nano,
+            hf_models,
         ):
             found += module.gpu_configs()
         found += flashinfer_pairs.gpu_configs(arch)
