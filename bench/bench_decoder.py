@@ -125,9 +125,13 @@ class Loop:
         self.attention.before(self.decoder.requests)
 
     def step(self) -> None:
-        """Decode a token of each request."""
+        """Decode a token of each request, and wait.
+
+        What the host writes for the next one may be read until then: tables, and FlashInfer's plan.
+        """
         self.before()
         self.replay()
+        self.wait()
 
     def attention_alone(self, qkv: Tensor) -> None:
         """Do what all layers do with q, K and V, all with the same."""
@@ -145,7 +149,6 @@ class Loop:
         self.decoder.begin()
         for _ in range(_WARM_UP):
             self.step()
-        self.wait()
         with no_gc():
             steps.ahead.append(self._ahead(num_steps, steps))
             self.decoder.begin()

@@ -176,10 +176,8 @@ def flash_attn_varlen_func(
         sm_scale=_scale(softmax_scale),
         logits_soft_cap=check_number("softcap", softcap, least=0.0),
     )
-    seq_lens = cu_seqlens_k.diff()
-    plan = plan_for_call(
-        planner, pages, seq_lens, cu_seqlens_q, max_q_len=max_q_len, max_kv_len=max_kv_len
-    )
+    limits = {"max_q_len": max_q_len, "max_kv_len": max_kv_len}
+    plan = plan_for_call(planner, pages, cu_seqlens_k.diff(), cu_seqlens_q, **limits)
     mask = window.mask_of(cu_seqlens_q, q.shape[0], max_q_len)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     out = plan.run(q, (k, v), lse=lse.t(), custom_mask=mask)

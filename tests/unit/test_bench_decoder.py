@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,6 +238,56 @@ def test_new_tokens_are_spoiled_before_a_check(decoder: Decoder) -> None:
     assert int(places.sum()) == 2 * len(DRY_CASE.prompt_lens) * TINY.num_layers
     page = int(decoder.requests.pages[1, 0])
     assert places[0, page].nonzero().flatten().tolist() == [5, 6]
+
+
+def test_the_host_writes_nothing_that_is_still_read(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to a card are under way until somebody waits: for the step, or for its copies."""
+    loop = Loop(decoder, Definition(decoder))
+    events: list[str] = []
+    before, replay = loop.before, loop.replay
+
+    def noted(name: str, call: Callable[[], object] | None = None) -> Callable[..., None]:
+        def note(*_: object) -> None:
+            events.append(name)
+            if call is not None:
+                call()
+
+        return note
+
+    monkeypatch.setattr(loop, "before", noted("write", before))
+    monkeypatch.setattr(loop, "replay", noted("replay", replay))
+    for owner in (Loop, bench_decoder.Mark):
+        monkeypatch.setattr(owner, "wait", noted("wait"))
+    monkeypatch.setattr(bench_decoder.Mark, "record", noted("record"))
+    monkeypatch.setattr(decoder.tokens.__class__, "cpu", lambda tensor: events.append("wait"))
+    answer(decoder)
+    loop.turn(3, bench_decoder.Steps())
+    bench_decoder._first_steps(loop)
+    writes = [i for i, name in enumerate(events) if name == "write"]
+    assert len(writes) == 4 + 3 + 3 + 2
+    for one, other in itertools.pairwise(writes):
+        assert "wait" in events[one:other]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("contender", all_decoder_contenders(), ids=lambda each: each.name)
+def test_prompts_stay_as_they_are(contender: DecoderContender) -> None:
+    """Steps write behind them alone, whatever pages requests get on the way."""
+    decoder = Decoder(make_weights(TINY, CPU), DRY_CASE, 40)
+
+    def prompts() -> list[Tensor]:
+        return [
+            gather(decoder.kv[layer, :, side], decoder.requests.pages[b], length)
+            for b, length in enumerate(DRY_CASE.prompt_lens)
+            for layer in range(TINY.num_layers)
+            for side in (0, 1)
+        ]
+
+    want = prompts()
+    Loop(decoder, contender.prepare(decoder)).turn(36, bench_decoder.Steps())
+    assert all(map(torch.equal, prompts(), want))
 
 
 def test_rivals_that_are_not_here_are_skipped() -> None:
