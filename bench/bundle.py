@@ -4,6 +4,7 @@
     JITATTN_PRECOMPILED=$PWD/bundle-bench JITATTN_JIT=0 python -m bench.bench_decode --cases figures
     python -m bench.bundle --prefill figures,more -o bundle-bench
     python -m bench.bundle --mla figures,heads,ragged,pages,forms,queries,layouts -o bundle-bench
+    python -m bench.bundle --decoder --generate -o bundle-bench
 
 Needs no GPU. Cases that jitattn doesn't support yet are left out.
 """
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import jitattn
+from bench import bench_generate
 from bench.bench_dispatch import CASE as DISPATCH_CASE
 from bench.cases import GROUPS, select
 from bench.contenders import VARIANTS, JitAttn
+from bench.decoder_contenders import kernel_configs
+from bench.decoder_model import DECODER_CASES, LLAMA_8B
 from bench.mla_cases import MLA_GROUPS, MLACase, select_mla
 from bench.mla_contenders import MLA_WAYS, JitAttnMLA
 from bench.prefill_cases import (
@@ -67,6 +71,15 @@ def mla_configurations(cases: Sequence[MLACase], arch: str) -> list[dict[str, ob
     return _supported(wanted, arch)
 
 
+def decoder_configurations() -> list[Mapping[str, object] | str]:
+    """Return what the kernels of bench_decoder are compiled for."""
+    return [
+        config
+        for page_size in sorted({case.page_size for case in DECODER_CASES})
+        for config in kernel_configs(LLAMA_8B, page_size)
+    ]
+
+
 def _supported(wanted: Sequence[Arguments], arch: str) -> list[Arguments]:
     return [
         arguments
@@ -85,10 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", help="of bench_decode; figures, unless another is given")
     parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
     parser.add_argument("--mla", metavar="CASES", help="of bench_mla")
+    parser.add_argument("--decoder", action="store_true", help="of bench_decoder")
+    parser.add_argument("--generate", action="store_true", help="of bench_generate")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args(argv)
-    if options.cases is options.prefill is options.mla is None:
+    is_other = options.decoder or options.generate
+    if options.cases is options.prefill is options.mla is None and not is_other:
         options.cases = "figures"
     report = jitattn.precompile(_chosen(options), options.arch, options.out)
     for failure in report.failures:
@@ -97,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(report.failures))
 
 
-def _chosen(options: argparse.Namespace) -> list[dict[str, object]]:
-    chosen: list[dict[str, object]] = []
+def _chosen(options: argparse.Namespace) -> list[Mapping[str, object] | str]:
+    chosen: list[Mapping[str, object] | str] = []
     if options.cases is not None:
         chosen += [dict(a) for a in configurations(select(options.cases), options.arch)]
     if options.prefill is not None:
@@ -106,6 +122,10 @@ def _chosen(options: argparse.Namespace) -> list[dict[str, object]]:
         chosen += [dict(a) for a in prefill_configurations(cases, options.arch)]
     if options.mla is not None:
         chosen += mla_configurations(select_mla(options.mla), options.arch)
+    if options.decoder:
+        chosen += decoder_configurations()
+    if options.generate:
+        chosen += bench_generate.kernel_configs(bench_generate.LLAMA)
     return chosen
 
 

@@ -53,8 +53,8 @@ def record(kind: str, env: Mapping[str, object], **facts: object) -> dict[str, o
     """Return one measurement as it is stored.
 
     Args:
-        kind: which bench wrote it: "decode", "prefill", "mla", "gather", "compile", "import",
-            "dispatch" or "manager".
+        kind: which bench wrote it: "decode", "prefill", "mla", "decoder", "generate", "gather",
+            "compile", "import", "dispatch" or "manager".
         env: see `environment`.
         **facts: the figures; seconds end in ``_s``, microseconds in ``_us``.
     """

@@ -272,12 +272,12 @@ class Fa3Step:
         metadata: list[Tensor] = []
 
         def plan() -> None:
-            metadata[:] = [self._schedule()]
+            metadata[:] = [self.schedule()]
 
         def run(copy: int) -> Call:
             k, v = caches[copy]
             q_of, out = q[copy], outs[copy]
-            return lambda: self._forward(q_of, k, v, out, sinks, metadata[0])
+            return lambda: self.forward(q_of, k, v, out, sinks, metadata[0])
 
         plan()
         runs = tuple(run(copy) for copy in range(q.shape[0]))
@@ -287,8 +287,8 @@ class Fa3Step:
         """Return how far a query token sees to its left and right; -1 is without end."""
         return (self.window_left, 0) if self.window_left >= 0 else (-1, -1)
 
-    def _schedule(self) -> Tensor:
-        """Split the work on the device, with the arguments that `_forward` repeats."""
+    def schedule(self) -> Tensor:
+        """Split the work on the device, with the arguments that `forward` repeats."""
         none = None
         schedule: Tensor = torch.ops._vllm_fa3_C.get_scheduler_metadata(
             self.seq_lens.shape[0], self.max_q_len, self.max_kv_len,
@@ -302,9 +302,10 @@ class Fa3Step:
         )  # fmt: skip
         return schedule
 
-    def _forward(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None, metadata: Tensor
     ) -> None:
+        """Attend by ``metadata`` of `schedule`."""
         none = None
         seq_lens = self.seq_lens if self.kv_indptr is None else none
         torch.ops._vllm_fa3_C.fwd(

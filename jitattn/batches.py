@@ -228,9 +228,9 @@ def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
     found = {"requests": requests, "positions": positions, "slots": slots}
     for name, values in found.items():
         if (tensor := getattr(info, name)) is not None:
-            tensor.copy_(torch.tensor(values + padding, dtype=tensor.dtype))
+            tensor.copy_(torch.tensor(values + padding, dtype=tensor.dtype, device="cpu"))
     for indptr, lens in ((info.qo_indptr, q_lens), (info.kv_indptr, kv_lens)):
-        indptr.copy_(torch.tensor([0, *lens]).cumsum(0))
+        indptr.copy_(torch.tensor([0, *lens], device="cpu").cumsum(0))
     return info
 
 

@@ -21,7 +21,14 @@ from jitattn.config import PlannerConfig
 from jitattn.cuda_plan import CudaPlan, Part
 from jitattn.driver import DeviceFacts, device_facts, load_kernel
 from jitattn.errors import ConfigError
-from jitattn.recipes import MAX_IDLE_ROOM, AttentionArguments, Recipe, Recipes, plan_bytes
+from jitattn.recipes import (
+    MAX_IDLE_ROOM,
+    AttentionArguments,
+    Recipe,
+    Recipes,
+    plan_bytes,
+    workspace_size,
+)
 from jitattn.spec import (
     DecodeSpec,
     KernelSpec,
@@ -36,7 +43,7 @@ from jitattn.tiling import (
     attention_tile_for,
     tile_for,
 )
-from jitattn.workspace import Workspace, default_workspace
+from jitattn.workspace import Workspace, capture_buffers, default_workspace
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class KernelSet:
 
     def __init__(self, config: AttentionArguments, device: torch.device) -> None:
         assert device.index is not None
+        _refuse_loading()
         self.config = config
         self.device = device
         self.facts = device_facts(device.index)
@@ -150,6 +158,8 @@ class KernelSet:
 
     def _kernels_for(self, specs: Sequence[PlannedSpec]) -> BoundKernels:
         key = tuple(specs)
+        if key not in self._bound:
+            _refuse_loading()
         with self._lock:
             if key not in self._bound:
                 self._bound[key] = self._attention_kernels(specs, self._start(specs))
@@ -164,6 +174,7 @@ class KernelSet:
         """
         if role in self._needed:
             return
+        _refuse_loading()
         while True:
             bound = tuple(self._bound.values())
             for kernels in bound:
@@ -188,7 +199,24 @@ class KernelSet:
         if workspace is None:
             plan = self._plan_on_this_stream(recipes, rooms)
         else:
-            plan = CudaPlan(self, workspace, recipes, rooms)
+            plan = CudaPlan(self, workspace.reserve(*workspace_size(recipes)), recipes, rooms)
+        plan.begin(batch)
+        return plan
+
+    def plan_in_capture(self, batch: Batch) -> CudaPlan:
+        """Return a plan whose memory and whose schedule are those of the graph that is captured.
+
+        Nothing but that graph can run it: outside of a replay there is no schedule.
+
+        Raises:
+            ValueError: the batch needs a kernel that isn't loaded.
+        """
+        recipes = self.recipes_for(batch.max_q_len)
+        size = batch.batch_size, batch.max_q_len
+        rooms = tuple([recipe.room_for(*size) for recipe in recipes])
+        buffers = capture_buffers(self.device, *workspace_size(recipes))
+        stream = _C._cuda_getCurrentRawStream(self.facts.index)
+        plan = CudaPlan(self, buffers, recipes, rooms, stream)
         plan.begin(batch)
         return plan
 
@@ -222,7 +250,8 @@ class KernelSet:
         except IndexError:  # another thread was faster
             plan = None
         if plan is None or not plan.has_buffers_of(workspace):  # it grows
-            plan = CudaPlan(self, workspace, recipes, rooms, stream)
+            buffers = workspace.reserve(*workspace_size(recipes))
+            plan = CudaPlan(self, buffers, recipes, rooms, stream)
         plan.idle = idle
         return plan
 
@@ -303,6 +332,13 @@ class KernelSet:
         rows = spec if isinstance(spec, DecodeSpec) else tile
         assert not isinstance(rows, DecodeTile)
         return AttentionKernel(pending, tile, rows.row_tile, self.facts.index)
+
+
+def _refuse_loading() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a kernel is not loaded, and a capture can't load it: make such a call before it"
+        )
 
 
 def arch_of(facts: DeviceFacts) -> str:

@@ -35,7 +35,7 @@ from jitattn.params import (
     Schedule,
     ScheduleParams,
 )
-from jitattn.recipes import Recipe, Recipes, schedule_offsets, workspace_size
+from jitattn.recipes import Recipe, Recipes, schedule_offsets
 from jitattn.scalars import INT32_MAX
 from jitattn.variant_values import VariantParams
 from jitattn.workspace import SLICE_BYTES, Workspace
@@ -70,7 +70,7 @@ class CudaPlan:
     def __init__(
         self,
         kernels: KernelSet,
-        workspace: Workspace,
+        buffers: tuple[Tensor, Tensor],
         recipes: Recipes,
         rooms: tuple[int, ...],
         stream: int | None = None,
@@ -81,7 +81,6 @@ class CudaPlan:
         # Those that the allocator knows to use our memory.
         self._streams = set() if stream is None else {stream}
         # One after the other, the kernels of a plan have the same memory.
-        buffers = workspace.reserve(*workspace_size(recipes))
         self._parts = [
             kernels.part_type(recipe, room, buffers)
             for recipe, room in zip(recipes, rooms, strict=True)

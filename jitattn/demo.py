@@ -123,7 +123,9 @@ def mixed_lengths(num_requests: int, longest: int) -> tuple[int, ...]:
     """Return lengths from 1 to ``longest``, spread evenly and shuffled, the same every time."""
     generator = torch.Generator().manual_seed(0)
     lengths = [max(1, longest * i // (num_requests - 1)) for i in range(num_requests)]
-    return tuple(lengths[i] for i in torch.randperm(num_requests, generator=generator).tolist())
+    return tuple(
+        lengths[i] for i in torch.randperm(num_requests, generator=generator, device="cpu").tolist()
+    )
 
 
 def make_batch(seq_lens: Sequence[int], device: torch.device) -> Batch:
@@ -246,7 +248,9 @@ def _reference_oracle(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _torch_oracle(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # torch's attention does not define a row without keys; the contract does: 0 and -inf.
     if not len(k):
-        return torch.zeros_like(q, dtype=torch.float64), torch.full(q.shape[:2], -math.inf)
+        return torch.zeros_like(q, dtype=torch.float64), torch.full(
+            q.shape[:2], -math.inf, device="cpu"
+        )
     group_size = q.shape[1] // k.shape[1]
     q = q.double().transpose(0, 1)
     k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))

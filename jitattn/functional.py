@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jitattn.config import PlannerConfig
 from jitattn.pages import Pages
-from jitattn.planner import AttentionPlanner, Scale
+from jitattn.planner import AttentionPlanner, Scale, plan_for_call
 from jitattn.quantization import KVCache, QuantizedKV
 from jitattn.scalars import check_flag
 
@@ -62,7 +62,7 @@ def attention(
         },
         q.device,
     )
-    plan = planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len)
+    plan = plan_for_call(planner, pages, seq_lens, qo_indptr, max_q_len=max_q_len)
     kv = planner.bind(kv_cache, k_scale=k_scale, v_scale=v_scale)
     return plan.run(q, kv, return_lse=return_lse, sinks=sinks, custom_mask=custom_mask)
 

@@ -117,7 +117,7 @@ def gather_kv(
 def _gather_by_definition(batch: Batch, out: Outs | None) -> tuple[Tensor, Tensor, Tensor]:
     lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
     check_total(sum(lens))
-    ends = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
+    ends = torch.tensor([0, *lens], dtype=torch.int64, device="cpu").cumsum(0)
     total = int(ends[-1])
     if out is not None and total > out[0].shape[0]:
         raise ValueError(f"out has {out[0].shape[0]} rows: seq_lens have {total} tokens together")
@@ -126,11 +126,13 @@ def _gather_by_definition(batch: Batch, out: Outs | None) -> tuple[Tensor, Tenso
     ]
     dtype = getattr(torch, batch.out_dtype)
     if out is None:
-        k, v = (torch.empty((total, *row), dtype=dtype) for row in batch.row_shapes())
-        indptr = torch.empty(len(lens) + 1, dtype=torch.int32)
+        k, v = (torch.empty((total, *row), dtype=dtype, device="cpu") for row in batch.row_shapes())
+        indptr = torch.empty(len(lens) + 1, dtype=torch.int32, device="cpu")
     else:
         k, v = out[0], out[1]
-        indptr = out[2] if len(out) == 3 else torch.empty(len(lens) + 1, dtype=torch.int32)
+        indptr = (
+            out[2] if len(out) == 3 else torch.empty(len(lens) + 1, dtype=torch.int32, device="cpu")
+        )
     for target, parts in zip((k, v), rows, strict=True):
         if parts:
             target[:total] = torch.cat(parts)

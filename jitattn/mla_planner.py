@@ -175,6 +175,23 @@ class MLAPlanner(_Arguments):
         return MLAPlan(self, batch, self._kernels.plan(self._workspace, batch))
 
 
+def latent_plan_for_call(
+    planner: MLAPlanner,
+    pages: Pages,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None = None,
+    *,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+) -> MLAPlan:
+    """Return what ``plan_for_call`` of `jitattn.planner` does of an ``AttentionPlanner``."""
+    kernels = planner._kernels
+    if kernels is None or not torch.cuda.is_current_stream_capturing():
+        return planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len, max_kv_len=max_kv_len)
+    batch = planner._batch(pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
+    return MLAPlan(planner, batch, kernels.plan_in_capture(batch))
+
+
 class MLAPlan(PlanBase):
     """A batch of an ``MLAPlanner``. For one thread at a time, and one stream."""
 

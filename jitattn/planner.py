@@ -268,6 +268,37 @@ class AttentionPlanner(_Arguments):
         return Plan(self, batch, backend)
 
 
+def plan_for_call(
+    planner: AttentionPlanner,
+    pages: Pages,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None = None,
+    *,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+) -> Plan:
+    """Return a plan that is run by the call that makes it and dropped then.
+
+    So it may be captured: each replay plans anew, from what is at the tensors' addresses then.
+
+    Args:
+        planner: the planner.
+        pages: as of ``AttentionPlanner.plan``, like the arguments that follow.
+        seq_lens: likewise.
+        qo_indptr: likewise.
+        max_q_len: likewise.
+        max_kv_len: likewise.
+
+    Raises:
+        TypeError, ValueError: as ``AttentionPlanner.plan``, or a kernel is not loaded in a capture.
+    """
+    kernels = planner._kernels
+    if kernels is None or not torch.cuda.is_current_stream_capturing():
+        return planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len, max_kv_len=max_kv_len)
+    batch = planner._batch(pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
+    return Plan(planner, batch, kernels.plan_in_capture(batch))
+
+
 class Plan(PlanBase):
     """A batch, split over the card. For one thread at a time, and one stream."""
 

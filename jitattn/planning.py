@@ -162,7 +162,7 @@ class PlannerBase:
             _query_limit(layout.batch_size, self.device, qo_indptr, max_q_len),
             layout,
         )
-        if self._checks:
+        if self._checks and not is_capturing(self.device):
             check_lengths(batch, self.config)
         return batch
 

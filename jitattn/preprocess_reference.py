@@ -98,7 +98,7 @@ def places_of(call: TokenCall) -> Places:
 
 
 def _integers(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _places_of_slots(call: TokenCall) -> Places:
@@ -107,7 +107,7 @@ def _places_of_slots(call: TokenCall) -> Places:
     num_rows = call.num_tokens
     if arguments.qo_indptr is not None:
         num_rows = int(arguments.qo_indptr[-1])
-    rows = torch.arange(num_rows)
+    rows = torch.arange(num_rows, device="cpu")
     slots = arguments.slots.long()[:num_rows]
     return Places(rows, torch.zeros_like(rows), torch.zeros_like(rows), slots, slots)
 
@@ -166,7 +166,7 @@ def _computed(
 
 def rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     """Turn the pairs of float64 [num_rows, num_heads, head_dim] by positions [3, num_rows]."""
-    axes = torch.tensor(rope.axes or [0] * len(rope.inv_freq))
+    axes = torch.tensor(rope.axes or [0] * len(rope.inv_freq), device="cpu")
     angles = positions[axes].T.double() * rope.inv_freq.double()  # [num_rows, pairs]
     cos, sin = (f(angles)[:, None] * rope.attention_factor for f in (torch.cos, torch.sin))
     half = rope.rotary_dim // 2

@@ -257,7 +257,7 @@ def _entries(
     begin = int(pages.kv_indptr[request])
     if isinstance(pages, CsrPages):
         return pages.kv_indices[begin + first : begin + last], 1
-    return torch.tensor([begin, begin + kv_len - 1]), 1
+    return torch.tensor([begin, begin + kv_len - 1], device="cpu"), 1
 
 
 def _mask(mask: Mask, rows: slice, request: int, kv_len: int) -> Tensor:

@@ -342,7 +342,7 @@ def _frequencies(rope: Rope) -> Frequencies:
     try:
         inv_freq, attention_factor = compute(rope, keys)
     except ZeroDivisionError:
-        inv_freq, attention_factor = torch.tensor(math.nan), 1.0
+        inv_freq, attention_factor = torch.tensor(math.nan, device="cpu"), 1.0
     keys.finish()
     if not bool(inv_freq.isfinite().all()) or not math.isfinite(attention_factor):
         raise ValueError(
@@ -353,7 +353,7 @@ def _frequencies(rope: Rope) -> Frequencies:
 
 
 def _unscaled(base: float, dim: int) -> Tensor:
-    return 1.0 / (base ** (torch.arange(0, dim, 2).float() / dim))
+    return 1.0 / (base ** (torch.arange(0, dim, 2, device="cpu").float() / dim))
 
 
 def _default(rope: Rope, keys: _Keys) -> Frequencies:
@@ -407,8 +407,8 @@ def _yarn(rope: Rope, keys: _Keys) -> Frequencies:
         bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
     first, last = max(bounds[0], 0), min(bounds[1], dim - 1)
     last += 0.001 if first == last else 0
-    ramp = ((torch.arange(dim // 2).float() - first) / (last - first)).clamp(0, 1)
-    powers = base ** (torch.arange(0, dim, 2).float() / dim)
+    ramp = ((torch.arange(dim // 2, device="cpu").float() - first) / (last - first)).clamp(0, 1)
+    powers = base ** (torch.arange(0, dim, 2, device="cpu").float() / dim)
     keep = 1 - ramp
     inv_freq = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
     if attention_factor is None:
@@ -436,7 +436,7 @@ def _longrope(rope: Rope, keys: _Keys) -> Frequencies:
         attention_factor = (
             1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
         )
-    exponents = torch.arange(0, rope.rotary_dim, 2).float() / rope.rotary_dim
+    exponents = torch.arange(0, rope.rotary_dim, 2, device="cpu").float() / rope.rotary_dim
     return 1.0 / (factors * rope.base**exponents), attention_factor
 
 
@@ -448,7 +448,7 @@ def _factors(name: str, values: object, count: int) -> Tensor:
             f"scaling[{name!r}] has {len(values)} factors: expected rotary_dim / 2 = {count}"
         )
     numbers = [_number(f"scaling[{name!r}][{i}]", value) for i, value in enumerate(values)]
-    return torch.tensor(numbers, dtype=torch.float32)
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 _SCALINGS: dict[str, Callable[[Rope, _Keys], Frequencies]] = {

@@ -106,7 +106,9 @@ def build_block_table(
         shape = _shape_of(batch) if given is None else given.shape
         card = card_of(batch.device)
         if card is None:
-            given = given if given is not None else torch.empty(shape, dtype=torch.int32)
+            given = (
+                given if given is not None else torch.empty(shape, dtype=torch.int32, device="cpu")
+            )
             _fill_by_definition(batch, given)
             return out if isinstance(out, BlockTable) else BlockTable(given)
         table = torch.empty(shape, device="meta") if given is None else given
@@ -376,7 +378,7 @@ class _Fill:
             assert not isinstance(copy, BlockTable)
             others = (None if t is None else t.cpu() for t in (rows, kv_start, slot_map))
             batch = _checked(copy, seq_lens.cpu(), self._page_size, *others)
-            _fill_by_definition(batch, torch.empty(self._shape, dtype=torch.int32))
+            _fill_by_definition(batch, torch.empty(self._shape, dtype=torch.int32, device="cpu"))
 
 
 _recent: Recent[_Fill] = Recent()

@@ -60,6 +60,17 @@ class Workspace:
             return self.partials, self.counters
 
 
+def capture_buffers(
+    device: torch.device, num_partials: int, num_counters: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return buffers for a call that is being captured, in the memory of its graph.
+
+    Each replay clears the counters.
+    """
+    partials = torch.empty(num_partials, dtype=torch.float32, device=device)
+    return partials, torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+
 def workspace_bytes(num_partials: int, num_counters: int) -> int:
     """Return the bytes of a workspace of so many floats and counters."""
     return aligned(4 * num_partials) + aligned(4 * num_counters)

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn.config import PlannerConfig
+from jitattn.preprocess_config import PreprocessConfig
+
 WINDOW = 16
 VOCABULARY = 256
 BASE = {
@@ -109,6 +112,27 @@ def generated(
     return out[:, tokens.shape[1] :].tolist()
 
 
+def gpu_configs() -> list[PlannerConfig | PreprocessConfig]:
+    """What tests/gpu/test_transformers.py launches, for a bundle."""
+    found: list[PlannerConfig | PreprocessConfig] = []
+    for dtype in ("float16", "bfloat16"):
+        for soft_cap in (0.0, 5.0):
+            for page_size, page_table in ((None, "ragged"), (8, "shared")):
+                found.append(
+                    PlannerConfig(
+                        num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=page_size,
+                        page_table=page_table, q_dtype=dtype, kv_dtype=dtype,
+                        logits_soft_cap=soft_cap,
+                    )
+                )  # fmt: skip
+        found.append(
+            PreprocessConfig(
+                head_dim=16, page_size=8, pairing="none", qkv_dtype=dtype, kv_dtype=dtype
+            )
+        )
+    return found
+
+
 def generated_in_batches(
     model: Any, prompts: list[list[int]], num_new: int, **others: object
 ) -> list[list[int]]:
@@ -131,10 +155,15 @@ def generated_in_batches(
 
 @dataclass(frozen=True)
 class Compared:
-    """How many tokens were compared, and how many of them differ where logits are too close."""
+    """How many tokens were compared, and how many of them differ where logits are too close.
+
+    And how many are not the best ones of the same weights in float32, and how many of eager's.
+    """
 
     num_tokens: int
     num_ties: int
+    num_inexact: int
+    num_inexact_of_eager: int
 
 
 @torch.no_grad()
@@ -146,7 +175,8 @@ def compare(model: Any, prompts: list[list[int]], found: list[list[int]]) -> Com
     each of the two logits.
     """
     assert model.config._attn_implementation == "eager"
-    exact, num_ties = copy.deepcopy(model).float(), 0
+    exact = copy.deepcopy(model).float()
+    num_tokens = num_ties = num_inexact = num_inexact_of_eager = 0
     for prompt, tokens in zip(prompts, found, strict=True):
         row = torch.tensor([prompt + tokens], device=model.device)
         logits, wanted = (
@@ -157,4 +187,9 @@ def compare(model: Any, prompts: list[list[int]], found: list[list[int]]) -> Com
             gap = float(logits[step].max() - logits[step, token])
             assert gap <= 4 * rounding, (prompt, step, token, gap, rounding)
             num_ties += gap > 0
-    return Compared(sum(len(tokens) for tokens in found), num_ties)
+        best = wanted.argmax(-1).tolist()
+        num_tokens += len(tokens)
+        num_inexact += sum(a != b for a, b in zip(tokens, best, strict=True))
+        of_eager = logits.argmax(-1).tolist()
+        num_inexact_of_eager += sum(a != b for a, b in zip(of_eager, best, strict=True))
+    return Compared(num_tokens, num_ties, num_inexact, num_inexact_of_eager)

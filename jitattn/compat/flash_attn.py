@@ -25,7 +25,7 @@ from jitattn.pages import (
     check_indptr,
     check_tensor,
 )
-from jitattn.planner import AttentionPlanner
+from jitattn.planner import AttentionPlanner, plan_for_call
 from jitattn.preprocess import append_kv
 from jitattn.scalars import INT32_MAX, check_count, check_flag, check_number
 
@@ -176,8 +176,8 @@ def flash_attn_varlen_func(
         sm_scale=_scale(softmax_scale),
         logits_soft_cap=check_number("softcap", softcap, least=0.0),
     )
-    seq_lens = cu_seqlens_k.diff()
-    plan = planner.plan(pages, seq_lens, cu_seqlens_q, max_q_len=max_q_len, max_kv_len=max_kv_len)
+    limits = {"max_q_len": max_q_len, "max_kv_len": max_kv_len}
+    plan = plan_for_call(planner, pages, cu_seqlens_k.diff(), cu_seqlens_q, **limits)
     mask = window.mask_of(cu_seqlens_q, q.shape[0], max_q_len)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     out = plan.run(q, (k, v), lse=lse.t(), custom_mask=mask)
@@ -343,7 +343,7 @@ def _attend_cached(given: _Given) -> Tensor | tuple[Tensor, Tensor]:
     kv = planner.bind((cache.k, cache.v))
     q, seq_lens = _written(given, cache, cached)
     offsets = None if seqlen_q == 1 else _even_indptr(batch_size, seqlen_q, q.device)
-    plan = planner.plan(cache.pages, seq_lens, offsets, max_q_len=seqlen_q)
+    plan = plan_for_call(planner, cache.pages, seq_lens, offsets, max_q_len=seqlen_q)
     lse = torch.empty((batch_size * seqlen_q, q.shape[2]), dtype=torch.float32, device=q.device)
     out = plan.run(
         q.flatten(0, 1),

@@ -366,7 +366,7 @@ def _blocks(
             raise ValueError(f"{missing} is None: {name} is an address, expected both")
         address = check_count(name, pool)
         count = check_count("num_blocks", num_blocks, most=INT32_MAX)
-        size = torch.empty(0, dtype=dtype).element_size()
+        size = torch.empty(0, dtype=dtype, device="cpu").element_size()
         if address % size:
             raise ValueError(f"{name} is {address:#x}: expected a multiple of {size} bytes")
         num_bytes = count * size * block[0] * block[1] * block[2]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jitattn.functional import planner_of
 from jitattn.pages import BlockTable, Pages, RaggedKV
-from jitattn.planner import AttentionPlanner, Plan
+from jitattn.planner import AttentionPlanner, Plan, plan_for_call
 from jitattn.preprocess import append_kv
 from jitattn.scalars import INT32_MAX
 
@@ -428,7 +428,8 @@ def _attend_paged(
         ("page_table", pages.layout.value),
         ("page_size", page_size),
     )
-    plan = _planner(config, q.device).plan(
+    plan = plan_for_call(
+        _planner(config, q.device),
         pages,
         batch.seq_lens,
         batch.qo_indptr,

@@ -138,6 +138,6 @@ def _upload(parts: Sequence[Ids], device: torch.device) -> Tensor:
     """Return arrays on a device, one after the other, without waiting."""
     # torch gives pinned memory to others only after the copies from it that it knows of.
     size = sum(part.size for part in parts)
-    here = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    here = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
     np.concatenate(parts, out=here.numpy())
     return here.to(device, non_blocking=True)

@@ -152,4 +152,4 @@ class _Parts:
 def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Mapping[int, int]) -> None:
     if pairs:
         listed = [(source, target) for target, source in pairs.items()]
-        copy_pages(src, dst, torch.tensor(listed, dtype=torch.int32))
+        copy_pages(src, dst, torch.tensor(listed, dtype=torch.int32, device="cpu"))

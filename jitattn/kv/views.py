@@ -222,7 +222,7 @@ def _listed_rows(rows: object) -> Tensor:
     if isinstance(rows, str) or not isinstance(rows, Sequence | np.ndarray):
         raise TypeError(f"rows is a {type(rows).__name__}: expected integers, or a tensor")
     counts = [check_count("rows", row, least=0, most=_LAST_ROW) for row in rows]
-    return torch.tensor(counts, dtype=torch.int64)
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 class LayerView:

@@ -25,9 +25,12 @@ from tests import (
     compiled,
     deepseek,
     engines,
+    flash_attn_calls,
     flashinfer_pairs,
+    hf_models,
     kv_serving,
     mla,
+    nano,
     variant_cases,
 )
 from tests.cases import kernel_configs
@@ -67,7 +70,18 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
     found: list[Config] = [*every_config()]
     if not only_transfers:
         found += kernel_configs(arch)
-        for module in (mla, kv_serving, deepseek, cascades, compiled, engines, variant_cases):
+        for module in (
+            mla,
+            kv_serving,
+            deepseek,
+            cascades,
+            compiled,
+            engines,
+            flash_attn_calls,
+            nano,
+            hf_models,
+            variant_cases,
+        ):
             found += module.gpu_configs()
         found += flashinfer_pairs.gpu_configs(arch)
     return found

@@ -6,6 +6,7 @@ new tensors are made of NaN. The definition below is written from flash-attn's d
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -18,7 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from jitattn.compat import flash_attn
 from jitattn.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.unit import fake_cuda
 
 NAN = math.nan
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -567,3 +570,89 @@ def test_contiguous_caches_are_pages_of_few_sizes(
     cache = torch.zeros(2, seqlen, 2, 16).half()
     kvcache(k_cache=cache, v_cache=cache.clone())
     assert asked == [page_size]
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def small_cache() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    bf16 = {"dtype": torch.bfloat16}
+    return {
+        "q": torch.randn(3, 1, 4, 16, **bf16),
+        "k_cache": torch.randn(5, 16, 2, 16, **bf16),
+        "v_cache": torch.randn(5, 16, 2, 16, **bf16),
+        "k": torch.randn(3, 1, 2, 16, **bf16),
+        "v": torch.randn(3, 1, 2, 16, **bf16),
+        "cache_seqlens": torch.tensor([20, 0, 7], dtype=torch.int32),
+        "block_table": torch.tensor([[3, 1], [0, -1], [4, -1]], dtype=torch.int32),
+    }
+
+
+def every_call(device: str | None = None) -> list[Tensor]:
+    """Both functions, over pages, rows and ragged tokens, with windows and lse."""
+    with torch.device(device) if device else contextlib.nullcontext():
+        given = {name: tensor.clone() for name, tensor in SMALL.items()}
+        outs = [flash_attn_with_kvcache(**given, causal=True)]
+        rows = {
+            "k_cache": given["k_cache"].reshape(1, 80, 2, 16).expand(3, -1, -1, -1).contiguous(),
+            "v_cache": given["v_cache"].reshape(1, 80, 2, 16).expand(3, -1, -1, -1).contiguous(),
+        }
+        for more in (
+            {"cache_leftpad": SMALL["cache_seqlens"]},
+            {"cache_seqlens": 33, "window_size": (8, 0)},
+            {"cache_seqlens": 9, "cache_batch_idx": SMALL["block_table"][:, 1] + 1},
+        ):
+            outs += flash_attn_with_kvcache(
+                given["q"].expand(3, 3, 4, 16), **rows, return_softmax_lse=True, **more
+            )
+        offsets = SMALL["cache_seqlens"].cumsum(0, dtype=torch.int32)
+        tokens = torch.arange(27 * 32, device="cpu").sin().bfloat16().view(27, 2, 16)
+        outs += flash_attn_varlen_func(
+            tokens, tokens, tokens, offsets - 20, offsets - 20, 9, 9,
+            window_size=(-1, 2), return_attn_probs=True,
+        )  # fmt: skip
+    return [out for out in outs if out.numel()]
+
+
+SMALL = small_cache()
+
+
+def test_new_tensors_lie_where_the_callers_do() -> None:
+    """Whatever torch makes new ones of by default, as engines set it while they begin."""
+    expected = every_call()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = every_call("meta")
+    finally:
+        torch.set_default_dtype(dtype)
+    assert len(found) == len(expected) == 1 + 3 * 2 + 2
+    for a, b in zip(found, expected, strict=True):
+        assert (a.device.type, a.dtype) == ("cpu", b.dtype)
+        assert torch.equal(a, b)
+
+
+def test_calls_are_captured_with_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = fake_cuda.install(monkeypatch)
+    planners: dict[str, object] = {}
+
+    def planner_of(arguments: dict[str, object], device: torch.device) -> object:
+        return (
+            planners.setdefault(str(arguments), None)
+            or planners.update({str(arguments): cuda.planner(**arguments)})
+            or planners[str(arguments)]
+        )
+
+    monkeypatch.setattr(flash_attn, "planner_of", planner_of)
+    given = {name: tensor.clone() for name, tensor in SMALL.items()}
+    flash_attn_with_kvcache(**given, causal=True)
+    eager = [launch.symbol for launch in cuda.launches]
+    assert [symbol.split("_")[1] for symbol in eager] == ["schedule", "decode"]
+    cuda.is_capturing, cuda.stream = True, 3
+    cuda.launches.clear()
+    flash_attn_with_kvcache(**given, causal=True)
+    assert [launch.symbol for launch in cuda.launches] == eager
+    assert {launch.stream for launch in cuda.launches} == {3}
+    assert [*cuda.workspaces] == [0]
+    cuda.is_capturing = False

@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn import binding
+from jitattn import binding, planning
+from jitattn import planner as planner_module
 from jitattn.binding import NO_LAYOUT, RowLayout
 from jitattn.cuda_plan import CudaPlan, Part
+from jitattn.mla_planner import latent_plan_for_call
+from jitattn.planner import plan_for_call
 from tests.unit import fake_cuda
 from tests.unit.fake_cuda import FakeCuda
 
@@ -663,6 +666,98 @@ def test_memory_of_a_captured_plan_is_not_used_again(cuda: FakeCuda) -> None:
         cuda.is_capturing = False
         del plan
         assert planner.plan(pages, lengths.int())._backend is not backend
+
+
+# --- plans of a call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_q_len", [1, 3, 100])
+def test_a_plan_for_a_call_may_be_captured(cuda: FakeCuda, max_q_len: int) -> None:
+    """Its memory is of the graph: nothing that others use, cleared by each replay."""
+    planner = cuda.planner(**SHAPE)
+    kv, q = planner.bind(cache()), queries(6)
+    given = (None, None) if max_q_len == 1 else (OFFSETS, max_q_len)
+    q = q if max_q_len > 1 else queries()
+    offsets, most = given
+
+    def call() -> Part:
+        plan = plan_for_call(planner, table(), LENS, offsets, max_q_len=most)
+        plan.run(q, kv)
+        assert isinstance(plan._backend, CudaPlan)
+        assert not plan._backend._is_empty
+        return plan._backend._parts[0]
+
+    eager = call()
+    num_launches = len(cuda.launches)
+    (workspace,) = cuda.workspaces.values()
+    partials, counters = workspace.partials, workspace.counters
+    cuda.is_capturing, cuda.stream = True, 7
+    captured = [call(), call()]
+    cuda.is_capturing = False
+    assert [*cuda.workspaces] == [0]
+    assert (workspace.partials is partials, workspace.counters is counters) == (True, True)
+    for part in captured:
+        assert part._memory.data_ptr() != eager._memory.data_ptr()
+        assert part.buffers[1].count_nonzero() == 0
+        for mine, theirs in zip(part.buffers, (partials, counters), strict=True):
+            assert mine.numel() == theirs.numel()
+            assert mine.data_ptr() != theirs.data_ptr()
+    launches = cuda.launches[num_launches:]
+    assert len(launches) == 2 * num_launches
+    assert {launch.stream for launch in launches} == {7}
+    symbols = [launch.symbol for launch in launches]
+    assert symbols[:num_launches] == [launch.symbol for launch in cuda.launches[:num_launches]]
+    cuda.stream = 0
+    plan = planner.plan(table(), LENS, offsets, max_q_len=most)
+    assert plan._backend._parts[0].buffers[0] is partials  # type: ignore[attr-defined]
+
+
+def test_latent_plans_for_a_call_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Kernels:
+        def plan_in_capture(self, batch: object) -> CudaPlan:
+            made.append(batch)
+            return CudaPlan.__new__(CudaPlan)
+
+    planner = jitattn.MLAPlanner(num_heads=16, page_size=4, sm_scale=0.1, device="cpu")
+    monkeypatch.setattr(CudaPlan, "give_back", lambda plan: None)
+    planner._kernels = Kernels()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    plan = latent_plan_for_call(planner, table(), LENS)
+    assert plan._batch is made[0]
+
+
+def test_a_capture_loads_no_kernel(cuda: FakeCuda) -> None:
+    planner = cuda.planner(**SHAPE)
+    odd = torch.zeros(B * 2 * PAGE * HKV * D + 1, dtype=torch.bfloat16)[1:].view(B, 2, PAGE, HKV, D)
+    cuda.is_capturing = True
+    for call in (
+        lambda: plan_for_call(planner, table(), LENS, OFFSETS, max_q_len=100),
+        lambda: planner.bind(odd),
+        lambda: cuda.planner(**SHAPE),
+    ):
+        with pytest.raises(ValueError, match="a capture can't load it: make such a call before"):
+            call()
+    cuda.is_capturing = False
+    planner.bind(odd)
+    planner.plan(table(), LENS, OFFSETS, max_q_len=100)
+    cuda.is_capturing = True
+    planner.bind(odd)
+    plan_for_call(planner, table(), LENS, OFFSETS, max_q_len=100)
+
+
+def test_captured_calls_are_not_looked_at(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JITATTN_CHECK would wait for the device."""
+    monkeypatch.setenv("JITATTN_CHECK", "1")
+    monkeypatch.setattr(planning, "is_capturing", lambda device: cuda.is_capturing)
+    monkeypatch.setattr(planner_module, "is_capturing", lambda device: cuda.is_capturing)
+    planner = cuda.planner(**SHAPE)
+    kv, long = planner.bind(cache()), torch.tensor([5, 9, 10**6], dtype=torch.int32)
+    with pytest.raises(ValueError, match="seq_lens"):
+        plan_for_call(planner, table(), long)
+    cuda.is_capturing = True
+    plan_for_call(planner, table(), long).run(queries(), kv)
 
 
 def test_plans_are_not_copied(cuda: FakeCuda) -> None:

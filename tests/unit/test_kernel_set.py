@@ -101,6 +101,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     monkeypatch.setattr(cuda_backend, "start", fake.start)
     for module in (attention_kernels, cuda_backend):
         monkeypatch.setattr(module, "load_kernel", fake.load)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tensor_maps, "encode_tensor_map", fake_cuda.encode_tensor_map)
     return fake
 
@@ -238,6 +239,7 @@ def test_without_jit_the_constructor_says_what_is_missing(
 ) -> None:
     facts = DeviceFacts(0, "card", (9, 0), num_sms=132, max_smem_bytes=232448)
     monkeypatch.setattr(cuda_backend, "device_facts", lambda index: facts)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("JITATTN_JIT", "0")
     with pytest.raises(KernelNotFoundError, match="--config head_dim=64"):
         KernelSet(CONFIG, torch.device("cuda", 0))

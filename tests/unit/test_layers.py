@@ -288,6 +288,24 @@ def test_no_public_name_is_also_a_module() -> None:
     assert not set(MODULES) & set(jitattn.__all__)
 
 
+def test_new_tensors_say_where_they_lie() -> None:
+    """Engines have other default devices while they make models, which are the caller's affair."""
+    makers = {"arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn"}
+    makers |= {"eye", "linspace", "randperm", "scalar_tensor", "tensor", "zeros"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in makers
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("package", DOORS)
 def test_heavy_packages_have_their_doors(package: str) -> None:
     users = {

@@ -443,3 +443,12 @@ def test_values_compare() -> None:
     with pytest.raises(AttributeError, match="can't be changed"):
         a.base = 1e4
     assert repr(a) == "Rope(64, rotary_dim=64, base=500000.0)"
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}])
+def test_frequencies_lie_on_the_cpu(scaling: dict[str, Any] | None) -> None:
+    """Whatever torch's default is: engines make models on others, and on no device at all."""
+    want = jitattn.Rope(16, scaling=scaling).inv_freq
+    with torch.device("meta"):
+        rope = jitattn.Rope(16, scaling=scaling)
+    assert torch.equal(rope.inv_freq, want)

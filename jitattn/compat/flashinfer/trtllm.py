@@ -25,6 +25,7 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.config import FP8_DTYPES, dtype_name
 from jitattn.functional import planner_of
 from jitattn.pages import BlockTable, check_device, check_tensor
+from jitattn.planner import plan_for_call
 from jitattn.scalars import check_count, check_flag, check_number
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -256,7 +257,8 @@ class _Call(NamedTuple):
         kv = planner.bind((k, v), **scales)
         form = LseForm()
         lse = form.new(query, given["lse"], given["return_lse"])
-        plan = planner.plan(
+        plan = plan_for_call(
+            planner,
             self.pages,
             self.seq_lens,
             self.qo_indptr,

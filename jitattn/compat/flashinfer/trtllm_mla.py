@@ -22,6 +22,7 @@ from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.config import dtype_name
 from jitattn.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
+from jitattn.mla_planner import latent_plan_for_call
 from jitattn.pages import BlockTable, check_device, check_tensor
 from jitattn.scalars import check_count, check_number
 
@@ -108,7 +109,7 @@ def _attend_latents(given: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     planner = latent_planner(arguments, query.device)
     bound = planner.bind(cache, **scales)
     pages = BlockTable(table if table.dim() == 2 else table[:, 0])
-    plan = planner.plan(pages, lens, offsets, max_q_len=q_len, max_kv_len=most)
+    plan = latent_plan_for_call(planner, pages, lens, offsets, max_q_len=q_len, max_kv_len=most)
     out, lse = _outputs_of(given, rows, rank)
     found = plan.run(rows[..., :rank], rows[..., rank:], bound, out=out, lse=lse)
     assert isinstance(found, Tensor)
