@@ -23,7 +23,7 @@ EVERYTHING = AttentionVariant(
     // Some keys are masked, whatever their "logit" (and this is no return).
     if ((kv_idx + request + qo_head) % 5 == params.masked) return neg_inf();
     const float far = float(qo_idx - kv_idx) / float(qo_len + kv_len);
-    const float shift = params.shift[qo_head] + params.kind(kv_head, qo_idx % 2);
+    const float shift = params.shift[qo_head] + params.kind(kv_head, qo_idx & 1);
     return params.alpha * logit + params.table(qo_head % 3, 1) * far + shift;
     """,
     {

@@ -67,6 +67,7 @@ struct Lane {
   struct Accumulator { int pending = 0; std::vector<float> values; };
   std::map<float*, Accumulator> accumulators;
   std::vector<uint32_t> unfenced;  // words of shared memory that it wrote since its last fence
+  std::vector<std::pair<uint32_t, uint16_t>> acquired;  // words of others, and whose they are
 };
 static std::vector<Lane> lanes;
 static Lane* current;
@@ -185,17 +186,33 @@ inline uint8_t* written(uint32_t smem, int size) {
   }
   return place;
 }
+// Of what this thread wrote, and of what it has waited for.
 inline void fence_before_boxes() {
   for (uint32_t word : current->unfenced) {
     if (writers[word] == threadIdx.x + 1) writers[word] = 0;
   }
   current->unfenced.clear();
+  for (const auto& [word, writer] : current->acquired) {
+    if (writers[word] == writer) writers[word] = 0;
+  }
+  current->acquired.clear();
 }
 inline void copy_later(uint32_t smem, const void* source, int size, bool valid) {
   if (valid && reinterpret_cast<uintptr_t>(source) % size) std::abort();
   uint8_t* place = at(smem, size);
   if (seed) std::memset(place, 0xff, size);
   current->open.push_back({smem, static_cast<const uint8_t*>(source), size, valid});
+}
+inline uint4 ld_global_16(const void* source, bool exists) {
+  if (reinterpret_cast<uintptr_t>(source) % 16) std::abort();
+  uint4 words = {};
+  if (exists) std::memcpy(&words, source, 16);
+  return words;
+}
+inline uint32_t ld_global_4(const void* source, bool exists) {
+  uint32_t word = 0;
+  if (exists) std::memcpy(&word, source, 4);
+  return word;
 }
 template <int kFetchBytes> void cp_async_16(uint32_t smem, const void* source, bool valid) {
   copy_later(smem, source, 16, valid);
@@ -226,20 +243,36 @@ inline void cp_async_wait_all() {
 struct Phases {
   int count, pending, bytes;
   uint32_t parity;
+  // What those who arrive have written without a fence: in this phase, and in the one before.
+  std::vector<std::pair<uint32_t, uint16_t>> arriving, arrived;
 
   void finish() {
     if (pending < 0) fault = "more arrive than a barrier counts";
-    if (pending == 0 && bytes == 0) pending = count, parity ^= 1, ++events;
+    if (pending != 0 || bytes != 0) return;
+    pending = count, parity ^= 1, ++events;
+    arrived = std::move(arriving);
+    arriving.clear();
   }
 };
 static std::map<uint32_t, Phases> phases;
-inline void mbarrier_init(uint32_t barrier, int count) { phases[barrier] = {count, count, 0, 0}; }
+inline void mbarrier_init(uint32_t barrier, int count) {
+  phases[barrier] = {count, count, 0, 0, {}, {}};
+}
 inline void mbarrier_expect(uint32_t barrier, int bytes) {
   Phases& now = phases.at(barrier);
   --now.pending, now.bytes += bytes;
   now.finish();
 }
-inline void mbarrier_arrive(uint32_t barrier) { mbarrier_expect(barrier, 0); }
+// One lane arrives for its warp, which has met before.
+inline void mbarrier_arrive(uint32_t barrier) {
+  for (unsigned i = threadIdx.x / 32 * 32; i < threadIdx.x / 32 * 32 + 32 && i < lanes.size(); ++i) {
+    for (uint32_t word : lanes[i].unfenced) {
+      if (writers[word] == i + 1) phases.at(barrier).arriving.push_back({word, writers[word]});
+    }
+    lanes[i].unfenced.clear();
+  }
+  mbarrier_expect(barrier, 0);
+}
 inline void mbarrier_inval(uint32_t barrier) { phases.erase(barrier); }
 inline bool elect_one() {
   __syncwarp();
@@ -250,36 +283,39 @@ struct Map {
   uint64_t pointer, item_bytes, sizes[5], strides[4];
   uint32_t box[5];
 };
-inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, int token, int segment,
-                     int head, int page) {
+// `from` counts in the map's dimensions but the first, of which a box has all elements.
+inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, const int (&from)[4]) {
   const int row_bytes = it.box[0] * it.item_bytes;
-  if (row_bytes != 128 || smem % 1024) std::abort();
-  for (int s = 0; s < it.box[2]; ++s) {
-    for (int t = 0; t < it.box[1]; ++t) {
-      const bool exists = token + t < it.sizes[1] && segment + s < it.sizes[2] && page >= 0 &&
-                          page < it.sizes[4];
-      const auto* row = reinterpret_cast<const uint8_t*>(it.pointer) +
-                        (token + t) * it.strides[0] + (segment + s) * it.strides[1] +
-                        head * it.strides[2] + page * it.strides[3];
-      const uint32_t place = smem + (s * it.box[1] + t) * 128;
-      for (int v = 0; v < 8; ++v) {
-        uint8_t* vector = at(place + (v ^ place / 128 % 8) * 16, 16);
-        if (exists) std::memcpy(vector, row + v * 16, 16);
-        else std::memset(vector, 0, 16);
-      }
+  if (row_bytes != 128 || smem % 1024 || it.box[4] != 1) std::abort();
+  const int rows = it.box[1] * it.box[2] * it.box[3];
+  for (int r = 0; r < rows; ++r) {
+    const int steps[4] = {r % int(it.box[1]), r / int(it.box[1]) % int(it.box[2]),
+                          r / int(it.box[1] * it.box[2]), 0};
+    const auto* row = reinterpret_cast<const uint8_t*>(it.pointer);
+    bool exists = true;
+    for (int d = 0; d < 4; ++d) {
+      const int64_t place = from[d] + steps[d];
+      exists &= place >= 0 && place < int64_t(it.sizes[d + 1]);
+      row += place * int64_t(it.strides[d]);
+    }
+    const uint32_t place = smem + r * 128;
+    for (int v = 0; v < 8; ++v) {
+      uint8_t* vector = at(place + (v ^ place / 128 % 8) * 16, 16);
+      if (exists) std::memcpy(vector, row + v * 16, 16);
+      else std::memset(vector, 0, 16);
     }
   }
   Phases& now = phases.at(barrier);
-  now.bytes -= it.box[1] * it.box[2] * row_bytes;
+  now.bytes -= rows * row_bytes;
   now.finish();
 }
 inline void copy_box(uint32_t smem, const void* map, uint32_t barrier, int token, int segment,
                      int head, int page) {
   Map it;
   std::memcpy(&it, map, sizeof it);
-  const auto land = [=] { land_box(smem, it, barrier, token, segment, head, page); };
+  const auto land = [=] { land_box(smem, it, barrier, {token, segment, head, page}); };
   if (!seed) return land();
-  const int size = it.box[1] * it.box[2] * 128;
+  const int size = it.box[1] * it.box[2] * it.box[3] * 128;
   for (uint32_t word = smem / 4; word < (smem + size) / 4; ++word) {
     if (writers[word]) fault = "a box overwrites what was written without a fence";
   }
@@ -287,7 +323,9 @@ inline void copy_box(uint32_t smem, const void* map, uint32_t barrier, int token
   boxes.push_back(land);
 }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-  while (phases.at(barrier).parity == parity) yield();
+  const Phases& now = phases.at(barrier);
+  while (now.parity == parity) yield();
+  current->acquired.insert(current->acquired.end(), now.arrived.begin(), now.arrived.end());
 }
 inline void mbarrier_arrive_later(uint32_t barrier) {
   std::vector<Copy> copies;
@@ -298,7 +336,7 @@ inline void mbarrier_arrive_later(uint32_t barrier) {
       if (copy.valid) std::memcpy(place, copy.source, copy.size);
       else std::memset(place, 0, copy.size);
     }
-    mbarrier_arrive(barrier);
+    mbarrier_expect(barrier, 0);
   };
   if (!seed) return land();
   boxes.push_back(land);
