@@ -33,7 +33,7 @@ def alibi_slopes(num_qo_heads: int, *, device: torch.device | str | None = None)
     power = 1 << num_qo_heads.bit_length() - 1
     exponents = [-8 * i / power for i in range(1, power + 1)]
     exponents += [-4 * i / power for i in range(1, 2 * power + 1, 2)]
-    slopes = torch.tensor(exponents[:num_qo_heads], dtype=torch.float64).exp2()
+    slopes = torch.tensor(exponents[:num_qo_heads], dtype=torch.float64, device="cpu").exp2()
     return slopes.to(torch.float32).to(device)
 
 
@@ -63,7 +63,7 @@ def t5_bias(
     num_buckets = weight.shape[0] // 2 if bidirectional else weight.shape[0]
     num_exact = num_buckets // 2
     max_distance = check_count("max_distance", max_distance, least=num_exact + 1)
-    distance = torch.arange(-max_distance, max_distance + 1)  # to earlier keys
+    distance = torch.arange(-max_distance, max_distance + 1, device="cpu")  # to earlier keys
     size = distance.abs() if bidirectional else distance.clamp(min=0)
     # In float32, as the model was trained.
     ratio = torch.log(size.clamp(min=1).float() / num_exact) / math.log(max_distance / num_exact)

@@ -216,6 +216,7 @@ def engine_of(folder: Path, calls: Calls) -> Iterator[Any]:
     layer.flash_attn_varlen_func = calls.flash_attn_varlen_func
     layer.flash_attn_with_kvcache = calls.flash_attn_with_kvcache
     tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens: "")
+    dtype = torch.get_default_dtype()
     try:
         engine = nano.LLM(
             str(folder),
@@ -229,7 +230,11 @@ def engine_of(folder: Path, calls: Calls) -> Iterator[Any]:
         yield engine
         engine.exit()
     finally:
+        # What an engine leaves that fails while it begins, or decodes.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
 
 
 def decode(
