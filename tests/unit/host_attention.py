@@ -265,7 +265,8 @@ inline void mbarrier_expect(uint32_t barrier, int bytes) {
 }
 // One lane arrives for its warp, which has met before.
 inline void mbarrier_arrive(uint32_t barrier) {
-  for (unsigned i = threadIdx.x / 32 * 32; i < threadIdx.x / 32 * 32 + 32 && i < lanes.size(); ++i) {
+  const size_t first = threadIdx.x / 32 * 32;
+  for (size_t i = first; i < std::min(first + 32, lanes.size()); ++i) {
     for (uint32_t word : lanes[i].unfenced) {
       if (writers[word] == i + 1) phases.at(barrier).arriving.push_back({word, writers[word]});
     }
