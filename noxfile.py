@@ -63,7 +63,10 @@ def compiler(session: nox.Session, packages: tuple[str, ...]) -> None:
 def torch(session: nox.Session, packages: tuple[str, ...]) -> None:
     """Run planners and the reference with one torch, on the CPU."""
     session.install(*packages, "-e", ".[test]")
-    session.run("pytest", "-q", *(session.posargs or UNIT))
+    # Its Dynamo takes no plan as an argument; eager calls are tried.
+    compiled = ("--deselect", "tests/unit/test_cascade.py::test_it_compiles")
+    old = compiled if "torch==2.6.0" in packages else ()
+    session.run("pytest", "-q", *(session.posargs or UNIT), *old)
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])
