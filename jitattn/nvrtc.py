@@ -29,7 +29,8 @@ _INSTALL_12 = "pip install 'jitattn[cu12]'"
 
 # Where the wheels put the library, below a folder on sys.path, and the binding that chooses.
 _WHEEL_OF_12 = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
-_WHEEL_FILES = ("nvidia/cu13/lib/libnvrtc.so.13", _WHEEL_OF_12, "cuda/bindings/__init__.py")
+_WHEEL_OF_13 = "nvidia/cu13/lib/libnvrtc.so.13"
+_WHEEL_FILES = (_WHEEL_OF_13, _WHEEL_OF_12, "cuda/bindings/__init__.py")
 
 
 class Compiled(NamedTuple):
@@ -254,12 +255,18 @@ def _binding() -> Any:
 
 
 def _prefer_what_the_driver_accepts() -> None:
-    """Load NVRTC 12 where the driver is too old for 13: the binding takes what is loaded."""
-    driver = driver_version()
-    if driver is None or driver[0] >= 13 or loaded_libraries():
+    """Load what is to be used: the binding takes what is loaded, of 12 and 13 the latter.
+
+    That is NVRTC 12 where the driver is too old for 13. Elsewhere it is 13, also where torch for
+    CUDA 12 has loaded an NVRTC of its own, which may be too old for some architectures.
+    """
+    driver, loaded = driver_version(), loaded_libraries()
+    takes_13 = driver is None or driver[0] >= 13
+    if any("libnvrtc.so.13" in library for library in loaded) or takes_13 != bool(loaded):
         return
-    wheels = [os.path.join(folder, _WHEEL_OF_12) for folder in sys.path]  # noqa: PTH118
-    for path in (*wheels, "libnvrtc.so.12"):  # the last is for the loader to find
+    wheel = _WHEEL_OF_13 if takes_13 else _WHEEL_OF_12
+    paths = [os.path.join(folder, wheel) for folder in sys.path]  # noqa: PTH118
+    for path in paths if takes_13 else (*paths, "libnvrtc.so.12"):  # the last: the loader's to find
         with suppress(OSError):
             ctypes.CDLL(path)
             return

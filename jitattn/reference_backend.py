@@ -16,7 +16,7 @@ from jitattn.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.mla_reference import latent_attention
 from jitattn.pages import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.quantization import dequantize_kv, saturated
-from jitattn.reference import attention, first_visible, gather
+from jitattn.reference import attention, chosen, first_visible, gather
 from jitattn.variant_values import transform_of
 
 
@@ -330,5 +330,5 @@ def _gather_slots(cache: Tensor, slots: Tensor, kv_len: int, start: int) -> Tens
     nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
     tokens = cache.new_full((kv_len, *cache.shape[2:]), nothing)
     live = slots[start:kv_len].long()
-    tokens[start:] = cache[live // page_size, live % page_size]
+    tokens[start:] = chosen(cache, live // page_size, live % page_size)
     return tokens

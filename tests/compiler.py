@@ -27,6 +27,11 @@ def compile_kernel(spec: KernelSpec, arch: str) -> nvrtc.Compiled:
     )
 
 
+def most_spilled() -> int:
+    """Bytes that a thread may spill: none, but of registers that an older ptxas deals out."""
+    return 0 if nvrtc.version() >= (13, 5) else 16
+
+
 def advice(log: str) -> list[str]:
     """What ptxas says of products that it serialises, and of registers it can't hand over: C75xx.
 

@@ -215,6 +215,29 @@ int nvrtcGetPTX(void* program, char* text) {{ memcpy(text, ptx, sizeof ptx); ret
 int nvrtcGetCUBINSize(void* program, size_t* size) {{ *size = sizeof cubin - 1; return 0; }}
 int nvrtcGetCUBIN(void* program, char* code) {{ memcpy(code, cubin, sizeof cubin - 1); return 0; }}
 """
+TORCH_BEFORE = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1])  # as torch for CUDA 12 does when it is imported
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "takes_13"), [(12080, False), (13000, True), (0, True)], ids=["old", "new", "none"]
+)
+def test_what_torch_has_loaded_does_not_decide(
+    tmp_path: Path, version: int, takes_13: bool
+) -> None:
+    driver = library(tmp_path / "driver" / "libcuda.so.1", DRIVER.format(version=version, status=0))
+    nvrtc_12 = library(tmp_path / "site" / nvrtc._WHEEL_OF_12, NVRTC_12)
+    nvrtc_13 = library(tmp_path / "site" / nvrtc._WHEEL_OF_13, NVRTC_13.format(minor=5))
+    search = os.pathsep.join([str(REPOSITORY), str(tmp_path / "site")])
+    env = {**os.environ, "PYTHONPATH": search, "LD_LIBRARY_PATH": str(driver.parent)}
+    command = [sys.executable, "-c", TORCH_BEFORE + CHOICE, str(nvrtc_12)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    loaded = sorted(map(str, [nvrtc_12, nvrtc_13] if takes_13 else [nvrtc_12]))
+    assert done.stdout.strip().endswith(str(loaded)), done.stdout + done.stderr
+
+
 BUILD = """
 from jitattn import build, cubin, knobs
 from jitattn.cubin import Resources
