@@ -119,15 +119,15 @@ def gather(cache: Tensor, page_ids: Tensor, kv_len: int, *, start: int = 0) -> T
     tokens = cache.new_full((last_page * page_size, num_kv_heads, head_dim), nothing)
     if first_page < last_page:
         live = page_ids[first_page:last_page].long()
-        tokens[first_page * page_size :] = chosen(cache, live).flatten(0, 1)
+        tokens[first_page * page_size :] = chosen(cache, (live,)).flatten(0, 1)
     return tokens[:kv_len]
 
 
-def chosen(cache: Tensor, *indices: Tensor) -> Tensor:
-    """``cache[indices]``, as bytes of an FP8 cache, which not every torch can index on the CPU."""
+def chosen(cache: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+    """``cache[index]``, as bytes of an FP8 cache, which not every torch can index on the CPU."""
     if cache.dtype.itemsize > 1:
-        return cache[indices]
-    return cache.view(torch.uint8)[indices].view(cache.dtype)
+        return cache[index]
+    return cache.view(torch.uint8)[index].view(cache.dtype)
 
 
 def first_visible(kv_len: int, q_len: int, window_left: int) -> int:

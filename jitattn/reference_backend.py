@@ -330,5 +330,5 @@ def _gather_slots(cache: Tensor, slots: Tensor, kv_len: int, start: int) -> Tens
     nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
     tokens = cache.new_full((kv_len, *cache.shape[2:]), nothing)
     live = slots[start:kv_len].long()
-    tokens[start:] = chosen(cache, live // page_size, live % page_size)
+    tokens[start:] = chosen(cache, (live // page_size, live % page_size))
     return tokens

@@ -17,6 +17,7 @@ import jitattn
 
 NOT_RUN = {"engines.md": "needs the engines themselves: tests/unit/test_transformers.py"}
 RENAMED = {
+    "variants.md": {"jitattn.precompile(": "check("},
     "page-manager.md": {'"cuda"': '"cpu"', "8 << 30": "1 << 27", "16 << 30": "1 << 27"},
     "from-tensorrt-llm.md": {'"cuda:0"': '"cpu"'},
     # Inductor takes a minute; what is compiled there is compiled in tests/unit/test_compiled.py.
@@ -151,6 +152,15 @@ def from_tensorrt_llm() -> dict[str, object]:
     }
 
 
+def variants() -> dict[str, object]:
+    def check(configs: list[dict[str, object]], *, arch: str, out: str) -> None:
+        """What ``precompile`` is given, without the compiler."""
+        assert all(jitattn.check_config(arch=arch, **config).supported for config in configs)
+
+    bias = SimpleNamespace(weight=torch.randn(32, HEADS))
+    return {"layer": SimpleNamespace(relative_attention_bias=bias), "check": check}
+
+
 SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "cascade.md": cascade,
     "from-flash-attn.md": from_flash_attn,
@@ -160,6 +170,7 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "page-manager.md": page_manager,
     "preprocessing.md": preprocessing,
     "torch-compile.md": torch_compile,
+    "variants.md": variants,
 }
 
 
