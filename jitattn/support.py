@@ -46,7 +46,7 @@ KV_LAYOUTS = ("NHD", "HND")
 # Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
 TESTED_ON = {
     "sm_80": "run from PTX on H200",
-    "sm_90a": "run on H200, and before the last changes of decode over quantised caches on H100",
+    "sm_90a": "run on H200, and before the last changes on H100",
     "sm_100f": "compiled, not run",
     "sm_120f": "compiled, not run",
 }
