@@ -102,11 +102,6 @@ def new_buffers(
     return pool[:, 1, :, : sizes[0]], pool[:, 1, :, sizes[0] : sum(sizes)]
 
 
-def cells_of(buffer: Tensor, page_size: int) -> Tensor:
-    """[slots, heads, elements], whatever the layout; a copy."""
-    return buffer.transpose(1, 2).flatten(0, 1) if buffer.dim() == 4 else buffer
-
-
 @dataclass
 class Engine:
     """How backends, layers and batches are made."""

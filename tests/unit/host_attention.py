@@ -1,4 +1,4 @@
-"""The kernels of warps, compiled for the CPU and launched by the real host code.
+"""The kernels of attention, compiled for the CPU and launched by the real host code.
 
 The lanes of a CTA are coroutines, which meet where a warp or the CTA does; CTAs run one after the
 other. Instructions that the host hasn't are written anew here; the templates and the headers of

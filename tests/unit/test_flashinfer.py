@@ -999,12 +999,6 @@ PREFILL_BUFFERS = {
     "paged_kv_indices_buf": torch.zeros(5).int(),
     "paged_kv_last_page_len_buf": torch.zeros(2).int(),
 }
-MLA_BUFFERS = {
-    "__init__.qo_indptr": torch.zeros(3).int(),
-    "__init__.kv_indptr": torch.zeros(3).int(),
-    "__init__.kv_indices": torch.zeros(5).int(),
-    "__init__.kv_len_arr": torch.zeros(2).int(),
-}
 ONE = torch.ones(1)
 INTS = torch.tensor([0, 2, 3]).int()
 # What no wrapper and function takes, by those that have it.

@@ -461,8 +461,6 @@ def test_context_parallelism_that_is_not_supported(given: dict[str, Any]) -> Non
 
 # --- what is refused ------------------------------------------------------------------------------
 
-LAYER = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2}
-
 
 @pytest.mark.parametrize(
     ("given", "message"),
