@@ -47,7 +47,7 @@ _PURPOSES = {
     "torch": "for all but compiling and looking at kernels",
     "nvidia-cuda-nvrtc": "to compile",
     "nvidia-cuda-nvdisasm": "for the instructions of jitattn explain",
-    "nvidia-cutlass": "to compile kernels with wgmma (prefill, compute capability 9.0)",
+    "nvidia-cutlass": "to compile prefill and latent attention for compute capability 9.0",
     "numpy": "for jitattn.kv",
 }
 # Of no use where nothing may be compiled.

@@ -318,7 +318,9 @@ class MLAPlan(PlanBase):
         planner = self._planner
         bound = kv if isinstance(kv, BoundMLACache) else planner.bind(kv)
         if bound.config != planner.config:
-            raise ValueError("kv was bound by a planner of another configuration")
+            raise ValueError(
+                "kv was bound by a planner of another configuration: bind it with this one"
+            )
         if bound.device != planner.device:
             raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
         return bound

@@ -143,18 +143,20 @@ FAMILIES: Mapping[str, Family] = {
 """By ``model_type``. Others are read from their fields alone."""
 
 _NO_KERNEL = "which no kernel computes"
+_VARIANT = "which is not read from a model; there are kernels with variant="
+_ALIBI = f"ALiBi, {_VARIANT}alibi"
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta-v2")
 _REFUSED_TYPES = {
     **dict.fromkeys(_ENCODERS, "queries that see later tokens, which is not understood"),
-    "bloom": f"ALiBi, {_NO_KERNEL}",
-    "mpt": f"ALiBi, {_NO_KERNEL}",
-    "t5": f"relative position biases, {_NO_KERNEL}",
+    "bloom": _ALIBI,
+    "mpt": _ALIBI,
+    "t5": f"relative position bias, {_VARIANT}relative_bias",
     "deepseek_v32": f"attention over chosen tokens, {_NO_KERNEL}",
 }
 # Fields that change attention, wherever they are on.
 _REFUSED_FIELDS = {
-    "alibi": f"ALiBi, {_NO_KERNEL}",
-    "use_alibi": f"ALiBi, {_NO_KERNEL}",
+    "alibi": _ALIBI,
+    "use_alibi": _ALIBI,
     "attention_chunk_size": f"attention within chunks, {_NO_KERNEL}",
     "dual_chunk_attention_config": f"attention within chunks, {_NO_KERNEL}",
     "sparse_attention_config": f"sparse attention, {_NO_KERNEL}",
@@ -329,7 +331,8 @@ class _Fields:
                 self.refuse(f"{name} is {_short(value)}: {meaning}")
         kind = self.get("position_embedding_type")
         if isinstance(kind, str) and ("relative" in kind or "alibi" in kind):
-            self.refuse(f"position_embedding_type is {kind!r}: biases of scores, {_NO_KERNEL}")
+            meaning = _ALIBI if "alibi" in kind else f"biases of scores, {_NO_KERNEL}"
+            self.refuse(f"position_embedding_type is {kind!r}: {meaning}")
         if self.get("is_causal") is False:
             self.refuse("is_causal is False: queries that see later tokens, not understood")
         quantization = self.get("quantization_config")

@@ -434,7 +434,9 @@ class Plan(PlanBase):
         planner = self._planner
         bound = kv if isinstance(kv, BoundCache) else planner.bind(kv)
         if bound.config is not planner.config and bound.config != planner.config:
-            raise ValueError("kv was bound by a planner of another configuration")
+            raise ValueError(
+                "kv was bound by a planner of another configuration: bind it with this one"
+            )
         if bound.device != planner.device:
             raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
         return bound

@@ -263,7 +263,9 @@ def _planner(
 
 def _refuse_alibi(alibi_slopes: Tensor | None) -> None:
     if alibi_slopes is not None:
-        raise ValueError("alibi_slopes are given: scores without a bias only, expected None")
+        raise ValueError(
+            "alibi_slopes are given, expected None: AttentionPlanner(variant='alibi') has ALiBi"
+        )
 
 
 def _check_keys(name: str, keys: Tensor, q: Tensor, table: str | None) -> None:

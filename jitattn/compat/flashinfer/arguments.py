@@ -38,7 +38,7 @@ _HALF = "scores and sums are float32"
 
 # What an argument may be, and why not something else.
 _ALLOWED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "pos_encoding_mode": (("NONE",), _ROTARY),
+    "pos_encoding_mode": (("NONE",), f"{_ROTARY}, and AttentionPlanner(variant='alibi') has ALiBi"),
     "rope_scale": ((None,), _ROTARY),
     "rope_theta": ((None,), _ROTARY),
     "window_right": ((0,), "a query's own key is the last that it sees"),
