@@ -143,18 +143,20 @@ FAMILIES: Mapping[str, Family] = {
 """By ``model_type``. Others are read from their fields alone."""
 
 _NO_KERNEL = "which no kernel computes"
+_ALIBI = "ALiBi, which is not read from files: give arguments with variant=alibi"
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta-v2")
 _REFUSED_TYPES = {
     **dict.fromkeys(_ENCODERS, "queries that see later tokens, which is not understood"),
-    "bloom": f"ALiBi, {_NO_KERNEL}",
-    "mpt": f"ALiBi, {_NO_KERNEL}",
-    "t5": f"relative position biases, {_NO_KERNEL}",
+    "bloom": _ALIBI,
+    "mpt": _ALIBI,
+    "t5": "relative position biases, which are not read from files: give arguments with "
+    "variant=relative_bias",
     "deepseek_v32": f"attention over chosen tokens, {_NO_KERNEL}",
 }
 # Fields that change attention, wherever they are on.
 _REFUSED_FIELDS = {
-    "alibi": f"ALiBi, {_NO_KERNEL}",
-    "use_alibi": f"ALiBi, {_NO_KERNEL}",
+    "alibi": _ALIBI,
+    "use_alibi": _ALIBI,
     "attention_chunk_size": f"attention within chunks, {_NO_KERNEL}",
     "dual_chunk_attention_config": f"attention within chunks, {_NO_KERNEL}",
     "sparse_attention_config": f"sparse attention, {_NO_KERNEL}",
