@@ -49,7 +49,7 @@ def check_number(name: str, value: object, *, least: float = -math.inf) -> float
     try:
         number = float(value)
     except OverflowError:  # integers and fractions have no end
-        number = math.inf if value > 0 else -math.inf
+        raise ValueError(f"{name} is beyond floats: expected a finite number") from None
     if not math.isfinite(number) or number < least:
         wanted = "a finite number" if least == -math.inf else f"a finite number from {least} on"
         raise ValueError(f"{name} is {number}: expected {wanted}")

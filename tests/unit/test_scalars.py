@@ -37,7 +37,7 @@ def test_a_flag_of_numpy_is_told_from_a_bool() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_numbers_beyond_floats(sign: int) -> None:
     for value in (sign * 10**400, Fraction(sign * 10**400)):
-        with pytest.raises(ValueError, match="a is -?inf: expected a finite number"):
+        with pytest.raises(ValueError, match="a is beyond floats"):
             check_number("a", value)
 
 
