@@ -15,7 +15,10 @@ def check_flag(name: str, value: object) -> bool:
         TypeError: it is no bool: ``"no"`` is true, too.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a bool")
+        kind = type(value)
+        # NumPy's type has the same name.
+        own = "numpy.bool" if kind.__name__ == "bool" else kind.__name__
+        raise TypeError(f"{name} is a {own}: expected a bool")
     return value
 
 
@@ -43,7 +46,10 @@ def check_number(name: str, value: object, *, least: float = -math.inf) -> float
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # integers and fractions have no end
+        raise ValueError(f"{name} is beyond floats: expected a finite number") from None
     if not math.isfinite(number) or number < least:
         wanted = "a finite number" if least == -math.inf else f"a finite number from {least} on"
         raise ValueError(f"{name} is {number}: expected {wanted}")

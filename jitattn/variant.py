@@ -24,10 +24,11 @@ _MAX_NAME = 32
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _POINTER = re.compile(r"(\w+)\s*\*")
 _TABLE = re.compile(r"(\w+)\s*\[([^\[\]]*)\]")
+_SIZE = re.compile(r"[1-9][0-9]{0,17}")  # int64 holds it
 _OPEN = {")": "(", "]": "[", "}": "{"}
 # What brackets and a `return` may hide in: comments and literals, ended or not.
 _HIDDEN = re.compile(
-    r"//[^\n]*"
+    r"//(?:\\[ \t\r]*\n|[^\n])*"
     r"|/\*.*?(?:\*/|(?P<comment>\Z))"
     r'|"(?:\\.|[^"\\\n])*(?:"|(?P<string>\n|\Z))'
     r"|(?<![0-9A-Za-z_])'(?:\\.|[^'\\\n])*(?:'|(?P<character>\n|\Z))",
@@ -67,7 +68,7 @@ def parse_type(text: str) -> ParamType | None:
 def _parse_size(text: str) -> int | str | None:
     if text == "*" or text in NAMED_SIZES:
         return text
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    return int(text) if _SIZE.fullmatch(text) else None
 
 
 Reference = Callable[[Any, Any], Any]
@@ -181,6 +182,8 @@ def _checked_text(name: str, text: object) -> str:
     lines = textwrap.dedent(text).rstrip()
     if "\0" in lines:
         raise ValueError(f"variant {name!r}: logits_transform holds a NUL character")
+    if any("\ud800" <= character <= "\udfff" for character in lines):
+        raise ValueError(f"variant {name!r}: logits_transform holds half of a surrogate pair")
     visible = _HIDDEN.sub(_blank, lines)
     if not visible.strip():
         raise ValueError(f"variant {name!r}: logits_transform is empty")
@@ -188,10 +191,14 @@ def _checked_text(name: str, text: object) -> str:
         if hidden.lastgroup is not None:
             line = lines.count("\n", 0, hidden.start()) + 1
             raise ValueError(f"variant {name!r}:{line}: a {hidden.lastgroup} that doesn't end")
+    # Of which the compiler warns alone, and the result is any.
+    for found in re.finditer(r"\breturn\s*;", visible):
+        line = visible.count("\n", 0, found.start()) + 1
+        raise ValueError(f"variant {name!r}:{line}: a return without a float")
     # Else the compiler would blame the lines around the user's.
     for line, what in _loose_brackets(visible):
         raise ValueError(f"variant {name!r}:{line}: {what}")
-    if visible.rstrip().endswith("\\"):
+    if lines.endswith("\\"):  # in a comment, too: what follows the text would be part of it
         raise ValueError(f"variant {name!r}: logits_transform ends with a backslash")
     return lines
 
@@ -220,7 +227,10 @@ def _checked_params(name: str, params: object) -> tuple[tuple[str, str], ...]:
     pairs = tuple(params.items() if isinstance(params, Mapping) else params)
     if len(pairs) > MAX_PARAMS:
         raise ValueError(f"variant {name!r} has {len(pairs)} params: {MAX_PARAMS} at most")
-    for param, kind in pairs:
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"params has {pair!r}: expected a tuple, name and type")
+        param, kind = pair
         if not isinstance(param, str) or not isinstance(kind, str):
             raise TypeError(f"params has {param!r}: {kind!r}: expected a name and a type")
         if not _NAME.fullmatch(param) or len(param) > _MAX_NAME:

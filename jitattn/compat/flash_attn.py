@@ -139,7 +139,7 @@ def flash_attn_varlen_func(
         dropout_p: refused unless 0.
         softmax_scale: None: head_dim ** -0.5.
         causal: queries see no later keys.
-        window_size: see ``flash_attn_with_kvcache``; the mask is [total_q, max_seqlen_q].
+        window_size: see ``flash_attn_with_kvcache``.
         softcap: score becomes softcap * tanh(score / softcap); 0 is off.
         alibi_slopes: refused unless None.
         deterministic: of flash-attn's backward pass. The forward pass always is: no effect.
@@ -162,7 +162,7 @@ def flash_attn_varlen_func(
     check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)
     _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
-    max_q_len = check_count("max_seqlen_q", max_seqlen_q, least=0)
+    max_q_len = min(check_count("max_seqlen_q", max_seqlen_q, least=0), q.shape[0])
     max_kv_len = check_count("max_seqlen_k", max_seqlen_k, least=0)
     pages: Pages = RaggedKV(cu_seqlens_k) if block_table is None else BlockTable(block_table)
     window = _Window.of(causal, window_size, max_q_len)

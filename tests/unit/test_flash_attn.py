@@ -542,6 +542,15 @@ def test_deterministic_changes_nothing() -> None:
     assert torch.equal(plain, varlen(deterministic=True))
 
 
+@pytest.mark.parametrize("most", [5, 2**31 - 1, 2**40])
+def test_masks_are_no_wider_than_there_are_queries(most: int) -> None:
+    outs = []
+    for limit in (3, most):
+        torch.manual_seed(0)
+        outs.append(varlen(max_seqlen_q=limit, window_size=(3, 1)))
+    assert torch.equal(*outs)
+
+
 def test_equal_calls_share_a_planner() -> None:
     from jitattn import functional
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import jitattn
-from jitattn.scalars import check_count, check_flag
+from jitattn.scalars import check_count, check_flag, check_number
 from tests.unit.fake_cuda import FakeCuda, install
 from tests.unit.host_kernels import use_host_kernels
 
@@ -25,6 +27,18 @@ def test_flags(value: object) -> None:
     assert check_flag("a", True) is True
     with pytest.raises(TypeError, match=r"a is a .*: expected a bool"):
         check_flag("a", value)
+
+
+def test_a_flag_of_numpy_is_told_from_a_bool() -> None:
+    with pytest.raises(TypeError, match=r"a is a numpy\.bool_?: expected a bool"):
+        check_flag("a", np.bool_(True))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_beyond_floats(sign: int) -> None:
+    for value in (sign * 10**400, Fraction(sign * 10**400)):
+        with pytest.raises(ValueError, match="a is beyond floats"):
+            check_number("a", value)
 
 
 def test_counts() -> None:

@@ -68,6 +68,7 @@ def compile_log(spec: AttentionSpec, arch: str = ARCH) -> str:
         ("float[qo_heads, *,kv_heads]", ParamType("float", sizes=("qo_heads", "*", "kv_heads"))),
         *((text, None) for text in ("double", "float16", "float**", "float[]", "float[0]", "")),
         *((text, None) for text in ("float[a]", "float[1,2,3,4,5]", "const float*", "float[-1]")),
+        *((text, None) for text in ("float[03]", "float[\u0663]", f"float[{'9' * 5000}]")),
     ],
 )
 def test_types(text: str, want: ParamType | None) -> None:
@@ -86,15 +87,24 @@ REFUSED = {
     "an open comment": (("x", "logit\n/* + 1"), ValueError, "'x':2: a comment that doesn't end"),
     "an open string": (("x", 'f("logit)'), ValueError, "'x':1: a string that doesn't end"),
     "a backslash": (("x", "logit \\"), ValueError, "ends with a backslash"),
+    "a backslash in a comment": (("x", "logit // a \\"), ValueError, "ends with a backslash"),
+    "a bracket in a comment's second line": (
+        ("x", "return f(logit // \\ \n);\n"), ValueError, "'x':1: '\\(' is never closed",
+    ),
+    "no result": (("x", "if (logit > 0.f)\n  return /* it */\n;"), ValueError, "'x':2: a return"),
+    "half a character": (("x", "logit // \ud800"), ValueError, "half of a surrogate pair"),
     "a NUL": (("x", "logit\0"), ValueError, "NUL"),
     "params of no kind": (("x", "logit", ["a"]), TypeError, "params is a list"),
     "no type": (("x", "logit", {"a": 1}), TypeError, "expected a name and a type"),
     "another type": (("x", "logit", {"a": "double"}), ValueError, "type 'double': expected float"),
     "no parameter's name": (("x", "logit", {"a b": "int"}), ValueError, "params has 'a b'"),
+    "a name without a type": (("x", "logit", (1,)), TypeError, "params has 1: expected a tuple"),
+    "a pair in a list": (("x", "logit", (["a", "int"],)), TypeError, "expected a tuple"),
+    "three in a pair": (("x", "logit", (("a", "int", 3),)), TypeError, "expected a tuple"),
     "many params": (("x", "logit", {f"a{i}": "int" for i in range(17)}), ValueError, "16 at most"),
     "a name twice": (("x", "logit", (("a", "int"), ("a", "int"))), ValueError, "two params"),
     "no function": (("x", "logit", {}, "logit"), TypeError, "reference is a str"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -345,6 +355,7 @@ BAD = {
     "a bool": ({"masked": True}, TypeError, "is a bool"),
     "a large integer": ({"masked": 2**31}, ValueError, "is 2147483648"),
     "no number": ({"alpha": "1"}, TypeError, r"\['alpha'\] is a str: expected a number"),
+    "a larger integer": ({"alpha": 10**400}, ValueError, "is beyond floats"),
     "a large number": ({"alpha": 1e39}, ValueError, "expected a finite float32"),
     "infinity": ({"alpha": float("inf")}, ValueError, "expected a finite number"),
     "no tensor": ({"shift": 1.0}, TypeError, r"\['shift'\] is a float: expected a tensor"),
