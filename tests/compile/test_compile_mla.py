@@ -39,6 +39,24 @@ JOBS = [
 KIB = 1024
 
 
+def product_dtype(spec: MLASpec, arch: str) -> str:
+    """Warpgroups multiply what is FP8 throughout in float16."""
+    is_narrow = spec.kv_dtype is not spec.q_dtype and spec.rope_dtype is spec.kv_dtype
+    has_warpgroups = isinstance(latent_tile_for(spec, arch), WarpgroupTile)
+    return "float16" if is_narrow and has_warpgroups else str(spec.q_dtype)
+
+
+def code_allowed(spec: MLASpec) -> int:
+    """KiB: conversions are unrolled over half a tile."""
+    return 90 if spec.kv_dtype is spec.q_dtype else 104
+
+
+def spills_allowed(spec: MLASpec, arch: str) -> int:
+    """Bytes: single elements, looked up in a list, leave two registers too few once a job."""
+    is_plain = spec.loader is Loader.PLAIN and spec.page_table == "csr"
+    return 8 if arch == "sm_90a" and is_plain and spec.kv_dtype is spec.q_dtype else 0
+
+
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_kernel(job: Job, tmp_path: Path) -> None:
     spec = job.spec
@@ -46,15 +64,14 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
     tile, result = latent_tile_for(spec, job.arch), compile_kernel(spec, job.arch)
     for symbol, smem_bytes in ((spec.symbol, tile.smem_bytes), (f"{spec.symbol}_merge", 0)):
         resources = resources_of(result.cubin, symbol, job.arch)
-        assert resources.spill_bytes == 0
+        assert resources.spill_bytes <= spills_allowed(spec, job.arch)
         assert resources.smem_bytes + smem_bytes <= SMEM_LIMIT[job.arch]
-        assert resources.code_bytes <= (90 if smem_bytes else 14) * KIB
+        assert resources.code_bytes <= (code_allowed(spec) if smem_bytes else 14) * KIB
     assert not advice(result.log)
     found = opcodes(result.cubin, tmp_path)
     products = {kind: [op for op in found if op.startswith(kind)] for kind in ("HGMMA.", "HMMA.")}
-    assert all(
-        (".BF16" in op) == (spec.q_dtype == "bfloat16") for ops in products.values() for op in ops
-    )
+    is_bfloat16 = product_dtype(spec, job.arch) == "bfloat16"
+    assert all((".BF16" in op) == is_bfloat16 for ops in products.values() for op in ops)
     steps, tokens = spec.head_dim // 16, tile.tile_tokens
     if isinstance(tile, WarpgroupTile):
         assert len(products["HGMMA."]) == steps + tokens // 16
