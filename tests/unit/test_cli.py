@@ -512,7 +512,7 @@ def test_a_bundle_becomes_a_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_an_interruption_leaves_whole_entries(tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
-    command = [sys.executable, "-m", "jitattn", "precompile", "--arch", "sm_80,sm_90a", "-j", "2"]
+    command = [sys.executable, "-m", "jitattn", "precompile", "--arch", "sm_80,sm_90a", "-j", "1"]
     command += ["--config", CONFIG, "-o", str(folder)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # In a group of its own, all of which a terminal's Ctrl-C would reach.
