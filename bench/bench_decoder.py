@@ -30,7 +30,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from bench import records, report
+from bench import command, records, report
 from bench.contenders import SkipError
 from bench.decoder_contenders import (
     DecoderContender,
@@ -385,11 +385,9 @@ def print_case(case: DecoderCase, results: Sequence[Result]) -> None:
             f"{result.error:.1e} of {_number(facts, 'limit'):.1e}",
             f"{facts['differing_tokens']}",
         )
-    out = report.console()
-    out.print(table)
+    report.console().print(table)
     for result in results:
-        if result.reason:
-            out.print(f"    {result.contender}: {result.reason[:400]}", markup=False)
+        report.print_reason(result)
 
 
 def _number(facts: Mapping[str, object], name: str) -> float:
@@ -426,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [to_record(r, case, weights, options.steps, env) for r in results]
         records.append_json(options.json, lines)
         print_case(case, results)
-        status |= int(any(result.status == "wrong" for result in results))
+        status |= command.status_of([results])
         torch.cuda.empty_cache()
     return status
 
@@ -446,9 +444,8 @@ def _parse(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespa
     parser.add_argument("--dry-run", action="store_true", help="jitattn alone, tiny, on the CPU")
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)
-    for given, there in ((options.cases, known), (options.contenders, names)):
-        if unknown := set(given.split(",")) - set(there):
-            parser.error(f"no {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+    command.check_names(parser, "case", options.cases, known)
+    command.check_names(parser, "contender", options.contenders, names)
     if options.rounds < 2 or options.steps < NUM_CHECKED:
         parser.error(f"expected at least 2 rounds and {NUM_CHECKED} steps")
     return options

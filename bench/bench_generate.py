@@ -27,7 +27,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from bench import records, report
+from bench import command, records, report
 from bench.timing import summarize
 from bench.turns import Result
 
@@ -271,11 +271,9 @@ def print_table(workload: Workload, results: Sequence[Result]) -> None:
             "-" if ours is None else f"{seconds / ours:.3f}",
             f"{good:.3f}",
         )
-    out = report.console()
-    out.print(table)
+    report.console().print(table)
     for result in results:
-        if result.reason:
-            out.print(f"    {result.contender}: {result.reason[:400]}", markup=False)
+        report.print_reason(result)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,8 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)
-    if unknown := set(options.contenders.split(",")) - set(names):
-        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    command.check_names(parser, "contender", options.contenders, names)
     if options.rounds < 2:
         parser.error("expected at least 2 rounds")
     if not options.dry_run and not torch.cuda.is_available():
@@ -336,7 +333,7 @@ def _measure_all(options: argparse.Namespace) -> int:
     ]
     records.append_json(options.json, lines)
     print_table(workload, results)
-    return int(any(result.status == "wrong" for result in results))
+    return command.status_of([results])
 
 
 if __name__ == "__main__":

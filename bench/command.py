@@ -88,13 +88,20 @@ def parse(
     add("--table", action="store_true", help="print the tables at the end")
     add("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)
-    if unknown := set(options.contenders.split(",")) - set(names):
-        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    check_names(parser, "contender", options.contenders, names)
     try:
         select(options.cases)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def check_names(
+    parser: argparse.ArgumentParser, what: str, given: str, known: Sequence[str]
+) -> None:
+    """Refuse comma-separated names that aren't ``known``."""
+    if unknown := set(given.split(",")) - set(known):
+        parser.error(f"no {what} {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
 
 def status_of(results: Iterable[Sequence[Result]]) -> int:

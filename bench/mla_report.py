@@ -9,7 +9,17 @@ from rich.table import Table
 from bench.cases import BASELINE
 from bench.ceilings import TensorCeilings
 from bench.mla_cases import MLA_GROUPS, MLACase
-from bench.report import best_ours_s, best_rival, console, print_mean, ratio, short, text, times
+from bench.report import (
+    best_ours_s,
+    best_rival,
+    console,
+    print_mean,
+    print_reason,
+    ratio,
+    short,
+    text,
+    times,
+)
 from bench.turns import Result
 
 Rows = Sequence[tuple[MLACase, Sequence[Result]]]
@@ -29,8 +39,7 @@ def print_case(
     floor = f"floor {case.floor_s(limits) * 1e6:.1f} us"
     out.print(f"{case.name} ({method}): {floor}; " + "; ".join(cells), markup=False)
     for result in results:
-        if result.reason:
-            out.print(f"    {result.contender}: {result.reason[:400]}", markup=False)
+        print_reason(result)
         if result.facts.get("same_bits_as_shared") is False:
             out.print(f"    {result.contender}: some bits differ from {BASELINE}'s")
     for key, title in {"event_median_s": "alone", "plan_s": "plan"}.items():

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from bench.cases import BASELINE
 from bench.prefill_cases import CONTIGUOUS, PREFILL_GROUPS, PrefillCase
-from bench.report import console, print_mean, ratio, short, text, times
+from bench.report import console, print_mean, print_reason, ratio, short, text, times
 from bench.turns import Result
 
 Rows = Sequence[tuple[PrefillCase, Sequence[Result]]]
@@ -22,8 +22,7 @@ def print_case(case: PrefillCase, method: str, results: Sequence[Result]) -> Non
     cells = [f"{result.contender} {_figure(case, result)}" for result in results]
     out.print(f"{case.name} ({method}): " + "; ".join(cells), markup=False)
     for result in results:
-        if result.reason:
-            out.print(f"    {result.contender}: {result.reason[:400]}", markup=False)
+        print_reason(result)
     extra = {"event_median_s": "alone", "plan_s": "plan"}
     for key, title in extra.items():
         known = [(r.contender, r.facts[key]) for r in results if key in r.facts]

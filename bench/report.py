@@ -42,6 +42,12 @@ def print_head(env: Mapping[str, object], limits: Ceilings | None = None) -> Non
     )
 
 
+def print_reason(result: Result) -> None:
+    """Print why a contender has no figures, if it has none."""
+    if result.reason:
+        console().print(f"    {result.contender}: {result.reason[:400]}", markup=False)
+
+
 def print_case(case: Case, method: str, results: Sequence[Result]) -> None:
     """Print one case as soon as it is done: a long run that is cut off has shown its figures."""
     cells = []
@@ -51,8 +57,7 @@ def print_case(case: Case, method: str, results: Sequence[Result]) -> None:
     out = console()
     out.print(f"{case.name} ({method}): " + "; ".join(cells), markup=False)
     for result in results:
-        if result.reason:
-            out.print(f"    {result.contender}: {result.reason[:400]}", markup=False)
+        print_reason(result)
         if result.facts.get("same_bits_as_shared") is False:
             out.print(f"    {result.contender}: some bits differ from jitattn-shared's")
 

@@ -558,12 +558,10 @@ def kernel_params(
     layout: PageTable, variant: AttentionVariant | None, *, is_latent: bool
 ) -> type[ctypes.Structure]:
     """Return ``struct KernelParams`` of attention kernels; of a variant, its parameters, too."""
-    others: tuple[tuple[str, type[ctypes.Structure]], ...] = ()
     if variant is None:
         return (MLA_PARAMS if is_latent else KERNEL_PARAMS)[layout]
-    if is_latent:
-        others = (("latent", LatentParams),)
-    return _kernel_params(layout, ("variant", variant_params(variant)), *others)
+    latent = (("latent", LatentParams),) if is_latent else ()
+    return _kernel_params(layout, ("variant", variant_params(variant)), *latent)
 
 
 def _preprocess_params(layout: PageTable | None) -> type[ctypes.Structure]:

@@ -6,6 +6,7 @@ what these are is said at launch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import textwrap
@@ -241,6 +242,7 @@ def _checked_params(name: str, params: object) -> tuple[tuple[str, str], ...]:
     return pairs
 
 
+@functools.lru_cache(maxsize=256)  # each call of a plan asks for its parameters' types
 def _known_type(text: str) -> ParamType:
     found = parse_type(text)
     if found is None:

@@ -96,6 +96,32 @@ def padded(prompts: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
     return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
 
+def through(model: Any, attention: str) -> None:
+    """Set the attention of a model."""
+    model.set_attn_implementation(attention)
+    assert model.config._attn_implementation == attention
+
+
+@torch.no_grad()
+def logit_errors(model: Any, lengths: tuple[int, ...], device: str) -> dict[str, float]:
+    """How far jitattn's and eager's logits are from those of the same model in float32.
+
+    Teacher-forced, of a whole batch with padding. The model is in float32 afterwards.
+    """
+    tokens, mask = padded(prompts_of(lengths), device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    logits = {}
+    for attention in ("jitattn", "eager"):
+        through(model, attention)
+        logits[attention] = model(tokens, **given).logits[mask.bool()].float()
+    wanted = model.float()(tokens, **given).logits[mask.bool()]
+    return {
+        attention: float((found - wanted).square().mean().sqrt())
+        for attention, found in logits.items()
+    }
+
+
 def generated(
     model: Any, prompts: list[list[int]], num_new: int, **others: object
 ) -> list[list[int]]:

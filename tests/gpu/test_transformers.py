@@ -47,17 +47,12 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
         made.destroy_cached_continuous_batching_manager()
 
 
-def through(model: Any, name: str) -> None:
-    model.set_attn_implementation(name)
-    assert model.config._attn_implementation == name
-
-
 def check(model: Any, found: list[list[int]], note: Note) -> None:
     """Compare with eager's tokens.
 
     Where bfloat16 itself gives other tokens than float32, ours may be others, too: about as many.
     """
-    through(model, "eager")
+    hf_models.through(model, "eager")
     compared = hf_models.compare(model, hf_models.prompts_of(LENGTHS), found)
     assert compared.num_tokens == len(LENGTHS) * NUM_NEW
     assert len({token for tokens in found for token in tokens}) > 10, "tokens don't vary"
@@ -69,7 +64,7 @@ def check(model: Any, found: list[list[int]], note: Note) -> None:
 
 
 def test_tokens_of_generate(model: Any, record_property: Note) -> None:
-    through(model, "jitattn")
+    hf_models.through(model, "jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     dynamic = hf_models.generated(model, prompts, NUM_NEW)
     static = hf_models.generated(model, prompts, NUM_NEW, cache_implementation="static")
@@ -78,7 +73,7 @@ def test_tokens_of_generate(model: Any, record_property: Note) -> None:
 
 
 def test_tokens_of_generate_batch(model: Any, record_property: Note) -> None:
-    through(model, "paged|jitattn")
+    hf_models.through(model, "paged|jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     found = hf_models.generated_in_batches(model, prompts, NUM_NEW, **BATCHES)
     check(model, found, record_property)
@@ -88,7 +83,7 @@ def test_tokens_of_generate_batch(model: Any, record_property: Note) -> None:
 def test_tokens_of_graphs(name: str, record_property: Note) -> None:
     """Batches whose steps are captured: each call of attention plans in the graph."""
     made = hf_models.make_model(name, device=DEVICE, dtype=torch.float16)
-    through(made, "paged|jitattn")
+    hf_models.through(made, "paged|jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     replays: list[object] = []
     replay = torch.cuda.CUDAGraph.replay
@@ -107,16 +102,5 @@ def test_tokens_of_graphs(name: str, record_property: Note) -> None:
 
 
 def test_logits_are_as_good_as_eagers(model: Any) -> None:
-    """Teacher-forced, of a whole batch with padding, beside the same model in float32."""
-    tokens, mask = hf_models.padded(hf_models.prompts_of(LENGTHS), DEVICE)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-    errors, logits = {}, {}
-    with torch.no_grad():
-        for attention in ("jitattn", "eager"):
-            through(model, attention)
-            logits[attention] = model(tokens, **given).logits[mask.bool()].float()
-        wanted = model.float()(tokens, **given).logits[mask.bool()]
-    for attention, found in logits.items():
-        errors[attention] = float((found - wanted).square().mean().sqrt())
+    errors = hf_models.logit_errors(model, LENGTHS, DEVICE)
     assert errors["jitattn"] <= 1.25 * errors["eager"], errors

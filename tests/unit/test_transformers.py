@@ -36,11 +36,6 @@ def _batches() -> None:
     pytest.importorskip("psutil", reason="generate_batch asks psutil for the memory of the CPU")
 
 
-def through(model: Any, name: str) -> None:
-    model.set_attn_implementation(name)
-    assert model.config._attn_implementation == name
-
-
 def check(model: Any, found: list[list[int]], dtype: torch.dtype) -> None:
     model.set_attn_implementation("eager")
     prompts = hf_models.prompts_of(LENGTHS)
@@ -54,7 +49,7 @@ def check(model: Any, found: list[list[int]], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_tokens_of_generate(name: str, dtype: torch.dtype) -> None:
     model = hf_models.make_model(name, dtype=dtype)
-    through(model, "jitattn")
+    hf_models.through(model, "jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     dynamic = hf_models.generated(model, prompts, NUM_NEW)
     static = hf_models.generated(model, prompts, NUM_NEW, cache_implementation="static")
@@ -67,7 +62,7 @@ def test_tokens_of_generate(name: str, dtype: torch.dtype) -> None:
 def test_tokens_of_generate_batch(name: str) -> None:
     """In batches of 24 tokens, so that prompts come in parts."""
     model = hf_models.make_model(name, dtype=torch.float16)
-    through(model, "paged|jitattn")
+    hf_models.through(model, "paged|jitattn")
     found = hf_models.generated_in_batches(model, hf_models.prompts_of(LENGTHS), NUM_NEW)
     check(model, found, torch.float16)
 
@@ -96,7 +91,7 @@ def test_tokens_of_block_tables(is_padded: bool, monkeypatch: pytest.MonkeyPatch
             backend="eager", fullgraph=False, dynamic=None, mode=None
         )
     model = hf_models.make_model("llama", dtype=torch.float16)
-    through(model, "paged|jitattn")
+    hf_models.through(model, "paged|jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     found = hf_models.generated_in_batches(model, prompts, NUM_NEW, **others)
     assert seen
@@ -106,20 +101,8 @@ def test_tokens_of_block_tables(is_padded: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_logits_are_as_good_as_eager_ones(name: str) -> None:
-    """Of a whole batch with padding, beside the same model in float32."""
     model = hf_models.make_model(name, dtype=torch.float16)
-    tokens, mask = hf_models.padded(hf_models.prompts_of(LENGTHS), "cpu")
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    errors = {}
-    with torch.no_grad():
-        given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-        logits = {}
-        for attention in ("jitattn", "eager"):
-            through(model, attention)
-            logits[attention] = model(tokens, **given).logits[mask.bool()].float()
-        wanted = model.float()(tokens, **given).logits[mask.bool()]
-    for attention, found in logits.items():
-        errors[attention] = float((found - wanted).square().mean().sqrt())
+    errors = hf_models.logit_errors(model, LENGTHS, "cpu")
     assert errors["jitattn"] <= 1.25 * errors["eager"], errors
 
 
@@ -271,7 +254,7 @@ def test_layers_of_a_step_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = integration._plan
     monkeypatch.setattr(integration, "_plan", lambda *args: made.append(0) or plan(*args))
     model = hf_models.make_model("gemma3")
-    through(model, "jitattn")
+    hf_models.through(model, "jitattn")
     with torch.no_grad():
         model(torch.arange(1, 9)[None], use_cache=False)
     assert len(made) == 2  # layers with a window, layers without
@@ -342,14 +325,14 @@ def test_what_paged_attention_does_not_take(changes: dict[str, Any], message: st
 
 def test_a_model_in_float32_is_refused() -> None:
     model = hf_models.make_model("llama", dtype=torch.float32)
-    through(model, "jitattn")
+    hf_models.through(model, "jitattn")
     with pytest.raises(ValueError, match="q_dtype"), torch.no_grad():
         model(torch.arange(1, 9)[None])
 
 
 def test_training_is_refused() -> None:
     model = hf_models.make_model("llama")
-    through(model, "jitattn")
+    hf_models.through(model, "jitattn")
     with pytest.raises(ValueError, match="requires a gradient"):
         model(torch.arange(1, 9)[None])
 
