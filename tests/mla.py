@@ -391,19 +391,21 @@ def expected(inputs: MLAInputs) -> tuple[Tensor, Tensor]:
     return want.out, want.lse
 
 
-def rounds_rows(inputs: MLAInputs) -> bool:
-    """Whether the kernel multiplies rows with their scales, and rounds, before it uses them."""
-    if inputs.case.form != "fp8_rows" or inputs.q_nope.device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(inputs.q_nope.device) == (9, 0)
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether products of warpgroups compute there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def expected_with_magnitude(inputs: MLAInputs) -> Expected:
-    """The same and the scales of errors, with all products of a request at once and a mask."""
+def expected_with_magnitude(inputs: MLAInputs, *, rounds_rows: bool = False) -> Expected:
+    """The same and the scales of errors, with all products of a request at once and a mask.
+
+    ``rounds_rows``: latents are multiplied with the scales of their rows, and rounded, before they
+    are used.
+    """
     case = inputs.case
     q = np.concatenate([x.double().cpu().numpy() for x in (inputs.q_nope, inputs.q_pe)], axis=2)
     latent = inputs.latent
-    if rounds_rows(inputs):
+    if rounds_rows:
         latent = latent.to(getattr(torch, case.dtype))
     tokens = [x.double().cpu().numpy() for x in (latent, inputs.rope)]
     keys, values = np.concatenate(tokens, axis=1), tokens[0]
@@ -467,10 +469,18 @@ def check(inputs: MLAInputs, out: Tensor, lse: Tensor) -> None:
     torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=1e-6, atol=1e-5)
 
 
-def check_kernel(inputs: MLAInputs, out: Tensor, lse: Tensor) -> None:
-    """The same of what rounds probabilities to q_dtype."""
+def check_kernel(
+    inputs: MLAInputs, out: Tensor, lse: Tensor, *, warpgroups: bool | None = None
+) -> None:
+    """The same of what rounds probabilities to q_dtype.
+
+    ``warpgroups``: whether these compute it; None is as where the inputs are.
+    """
     case = inputs.case
-    check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), expected_with_magnitude(inputs))
+    if warpgroups is None:
+        warpgroups = has_warpgroups(inputs.q_nope.device)
+    want = expected_with_magnitude(inputs, rounds_rows=warpgroups and case.form == "fp8_rows")
+    check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), want)
 
 
 def run_case(case: MLACase, device: str = "cpu") -> None:

@@ -263,14 +263,18 @@ inline void mbarrier_expect(uint32_t barrier, int bytes) {
   --now.pending, now.bytes += bytes;
   now.finish();
 }
-// One lane arrives for its warp, which has met before.
+// One lane arrives for its warp, which has met before. Others of it may have written more since,
+// which they publish again when that is said to be there.
 inline void mbarrier_arrive(uint32_t barrier) {
   const size_t first = threadIdx.x / 32 * 32;
   for (size_t i = first; i < std::min(first + 32, lanes.size()); ++i) {
-    for (uint32_t word : lanes[i].unfenced) {
-      if (writers[word] == i + 1) phases.at(barrier).arriving.push_back({word, writers[word]});
-    }
-    lanes[i].unfenced.clear();
+    std::vector<uint32_t>& words = lanes[i].unfenced;
+    std::sort(words.begin(), words.end());
+    words.erase(std::unique(words.begin(), words.end()), words.end());
+    words.erase(std::remove_if(words.begin(), words.end(),
+                               [&](uint32_t word) { return writers[word] != i + 1; }),
+                words.end());
+    for (uint32_t word : words) phases.at(barrier).arriving.push_back({word, writers[word]});
   }
   mbarrier_expect(barrier, 0);
 }

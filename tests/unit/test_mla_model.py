@@ -43,13 +43,22 @@ WARPGROUPS = {
     "not causal": replace(MIXED, causal=False, page_table="csr", page_size=128),
     "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=3, page_table="token"),
     "ragged": replace(MIXED, page_table="ragged"),
+    "8 bits": replace(MIXED, form="fp8_pair", page_table="separate", scale="number"),
+    "8 bits, one tensor": replace(
+        BASE, form="fp8_one", kv_lora_rank=512, page_size=1, dtype="float16", lengths=(130, 3)
+    ),
+    "8 bits, rope of 16": replace(MIXED, form="fp8_mixed", scale="1d", page_table="csr"),
+    "rows of 656 bytes": replace(
+        MIXED, form="fp8_rows", kv_lora_rank=512, page_size=7, lengths=(150, 64, 0, 1)
+    ),
+    "8 bits, elements": replace(MIXED, layout="odd", form="fp8_pair", page_table="token"),
 }
 
 
 def run(case: MLACase, host: HostCuda, **arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = make_inputs(case)
     out, lse = inputs.run(host.mla_planner(**(case.planner_arguments() | arguments)))
-    check_kernel(inputs, out, lse)
+    check_kernel(inputs, out, lse, warpgroups=host.arch == "sm_90a")
     return out, lse
 
 
@@ -64,7 +73,7 @@ def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("name", ["boxes", "vectors", "not causal"])
+@pytest.mark.parametrize("name", ["boxes", "vectors", "not causal", "8 bits"])
 def test_warpgroups_in_any_order(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a", seed))
 
