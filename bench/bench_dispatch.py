@@ -27,7 +27,7 @@ from bench.report import console
 from bench.rivals import FlashInferFa2
 from bench.timing import Call, Timing, no_gc, summarize
 from bench.workloads import Batch, Case, make_batch
-from jitattn.cuda_plan import CudaPlan
+from jitattn.kernels.attention.launch import CudaPlan
 
 CASE = Case(
     name="B8x256-h32_8-d128-p16",

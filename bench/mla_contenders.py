@@ -27,8 +27,8 @@ from bench.mla_cases import (
 from bench.oracle import LIMITS, relative_error
 from bench.prefill_contenders import sampled_rows
 from bench.rivals import ON_HOST, flashinfer, workspace
-from jitattn.mla_reference import latent_attention
-from jitattn.reference import gather
+from jitattn.kernels.attention.reference import gather
+from jitattn.kernels.mla.reference import latent_attention
 
 K_SCALE = 0.05
 """Of an FP8 cache: normal numbers, divided by it, use its range; who ignores it is wrong."""

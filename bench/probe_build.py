@@ -18,10 +18,10 @@ def build_decode(config_text: str, arch: str) -> dict[str, object]:
         config_text: the planner's arguments, as `jitattn precompile --config` takes them.
         arch: for example "sm_90a".
     """
-    from jitattn import knobs
-    from jitattn.build import build
-    from jitattn.config import PlannerConfig
-    from jitattn.support import resolve
+    from jitattn.base import knobs
+    from jitattn.jit.build import build
+    from jitattn.spec.config import PlannerConfig
+    from jitattn.spec.support import resolve
 
     spec = resolve(PlannerConfig.parse(config_text), arch)[0]
     settings = knobs.load()
@@ -50,18 +50,21 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
     import torch
 
     start = time.perf_counter()
-    from jitattn import attention_kernels, cuda_backend
-    from jitattn.config import PlannerConfig
-    from jitattn.driver import DeviceFacts
+    from jitattn.device.driver import DeviceFacts
+    from jitattn.kernels.attention import kernels as attention_kernels
+    from jitattn.kernels.attention import loaded_kernels
+    from jitattn.spec.config import PlannerConfig
 
     capability = divmod(int(re.sub(r"\D", "", arch)), 10)
     facts = DeviceFacts(0, "none", capability, num_sms=132, max_smem_bytes=0)
     with (
-        mock.patch.object(cuda_backend, "device_facts", lambda index: facts),
-        mock.patch.object(cuda_backend, "load_kernel", lambda *arguments: None),
+        mock.patch.object(attention_kernels, "device_facts", lambda index: facts),
         mock.patch.object(attention_kernels, "load_kernel", lambda *arguments: None),
+        mock.patch.object(loaded_kernels, "load_kernel", lambda *arguments: None),
     ):
-        kernels = cuda_backend.KernelSet(PlannerConfig.parse(config_text), torch.device("cuda", 0))
+        kernels = attention_kernels.KernelSet(
+            PlannerConfig.parse(config_text), torch.device("cuda", 0)
+        )
     seconds = time.perf_counter() - start
     infos = kernels.infos()  # waits
     return {
@@ -79,11 +82,11 @@ def read_all(config_text: str, arch: str) -> dict[str, object]:
     import torch  # noqa: F401
 
     start = time.perf_counter()
-    from jitattn import knobs
-    from jitattn.build import build_all
-    from jitattn.config import PlannerConfig
-    from jitattn.spec import Loader, MergeSpec
-    from jitattn.support import resolve
+    from jitattn.base import knobs
+    from jitattn.jit.build import build_all
+    from jitattn.spec.config import PlannerConfig
+    from jitattn.spec.kernel_spec import Loader, MergeSpec
+    from jitattn.spec.support import resolve
 
     imported = time.perf_counter()
     specs = [

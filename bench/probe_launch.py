@@ -24,9 +24,9 @@ import jitattn
 from bench import records
 from bench.report import console
 from bench.timing import Call, no_gc, summarize
-from jitattn import driver
-from jitattn.cuda_plan import CudaPlan
-from jitattn.driver import Launch
+from jitattn.device import driver
+from jitattn.device.driver import Launch
+from jitattn.kernels.attention.launch import CudaPlan
 
 LAUNCHES = 32
 BLOCKS = 100

@@ -91,7 +91,7 @@ def compiler() -> str:
     if os.environ.get("JITATTN_JIT") == "0":
         return "not asked, JITATTN_JIT=0"
     try:
-        from jitattn import nvrtc
+        from jitattn.jit import nvrtc
 
         return nvrtc.toolchain()
     except Exception as error:  # whatever keeps it from loading is what the record should say

@@ -17,7 +17,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from jitattn.quantization import NVFP4_BLOCK, quantize_kv
+from jitattn.tensors.quantization import NVFP4_BLOCK, quantize_kv
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _PAGES_AT_ONCE = 4096  # that are quantised, since that takes several floats an element

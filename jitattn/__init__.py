@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
-    from jitattn.batches import BatchInfo, batch_info
-    from jitattn.binding import BoundCache
-    from jitattn.bundles import Report, precompile
-    from jitattn.cascade import BoundCascadeCache, CascadeLevel, CascadePlan, CascadePlanner
-    from jitattn.cuda_backend import KernelInfo
-    from jitattn.errors import (
+    from jitattn.base.errors import (
         CacheError,
         CompileError,
         ConfigError,
@@ -24,72 +19,82 @@ if TYPE_CHECKING:
         JitAttnError,
         KernelNotFoundError,
     )
-    from jitattn.functional import attention
-    from jitattn.gather import gather_kv
-    from jitattn.merge import merge_states
-    from jitattn.mla_cache import BoundMLACache
-    from jitattn.mla_planner import MLAPlan, MLAPlanner
-    from jitattn.page_copies import copy_pages
-    from jitattn.pages import BlockTable, CsrPages, RaggedKV, TokenTable
-    from jitattn.planner import AttentionPlanner, Plan, build_info
-    from jitattn.position_bias import alibi_slopes, t5_bias
-    from jitattn.preprocess import append_kv, preprocess_qkv
-    from jitattn.quantization import QuantizedKV, dequantize_kv, quantize_kv
-    from jitattn.rotary import Rope
-    from jitattn.support import Config, Support, check_config, supported_configs
-    from jitattn.tables import build_block_table, convert_pages
-    from jitattn.variant import ALIBI, RELATIVE_BIAS, AttentionVariant
-    from jitattn.workspace import Workspace
+    from jitattn.bundles.precompile import Report, precompile
+    from jitattn.device.workspace import Workspace
+    from jitattn.kernels.attention.api import AttentionPlanner, Plan, build_info
+    from jitattn.kernels.attention.cascade import (
+        BoundCascadeCache,
+        CascadeLevel,
+        CascadePlan,
+        CascadePlanner,
+    )
+    from jitattn.kernels.attention.functional import attention
+    from jitattn.kernels.attention.kernels import KernelInfo
+    from jitattn.kernels.merge.api import merge_states
+    from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
+    from jitattn.kernels.mla.check import BoundMLACache
+    from jitattn.kernels.pages.batch_info import BatchInfo, batch_info
+    from jitattn.kernels.pages.block_table import build_block_table, convert_pages
+    from jitattn.kernels.pages.copy_pages import copy_pages
+    from jitattn.kernels.pages.gather import gather_kv
+    from jitattn.kernels.preprocess.api import append_kv, preprocess_qkv
+    from jitattn.spec.support import Config, Support, check_config, supported_configs
+    from jitattn.spec.variant import ALIBI, RELATIVE_BIAS, AttentionVariant
+    from jitattn.tensors.cache_views import BoundCache
+    from jitattn.tensors.page_tables import BlockTable, CsrPages, RaggedKV, TokenTable
+    from jitattn.tensors.position_bias import alibi_slopes, t5_bias
+    from jitattn.tensors.quantization import QuantizedKV, dequantize_kv, quantize_kv
+    from jitattn.tensors.rope import Rope
 
 _HOME = {
-    "ALIBI": "variant",
-    "AttentionPlanner": "planner",
-    "AttentionVariant": "variant",
-    "BatchInfo": "batches",
-    "BlockTable": "pages",
-    "BoundCache": "binding",
-    "BoundCascadeCache": "cascade",
-    "BoundMLACache": "mla_cache",
-    "CacheError": "errors",
-    "CascadeLevel": "cascade",
-    "CascadePlan": "cascade",
-    "CascadePlanner": "cascade",
-    "CompileError": "errors",
-    "Config": "support",
-    "ConfigError": "errors",
-    "CsrPages": "pages",
-    "DriverError": "errors",
-    "JitAttnError": "errors",
-    "KernelInfo": "cuda_backend",
-    "KernelNotFoundError": "errors",
-    "MLAPlan": "mla_planner",
-    "MLAPlanner": "mla_planner",
-    "Plan": "planner",
-    "QuantizedKV": "quantization",
-    "RELATIVE_BIAS": "variant",
-    "RaggedKV": "pages",
-    "Report": "bundles",
-    "Rope": "rotary",
-    "Support": "support",
-    "TokenTable": "pages",
-    "Workspace": "workspace",
-    "alibi_slopes": "position_bias",
-    "append_kv": "preprocess",
-    "attention": "functional",
-    "batch_info": "batches",
-    "build_block_table": "tables",
-    "build_info": "planner",
-    "check_config": "support",
-    "convert_pages": "tables",
-    "copy_pages": "page_copies",
-    "dequantize_kv": "quantization",
-    "gather_kv": "gather",
-    "merge_states": "merge",
-    "precompile": "bundles",
-    "preprocess_qkv": "preprocess",
-    "quantize_kv": "quantization",
-    "supported_configs": "support",
-    "t5_bias": "position_bias",
+    "ALIBI": "spec.variant",
+    "AttentionPlanner": "kernels.attention.api",
+    "AttentionVariant": "spec.variant",
+    "BatchInfo": "kernels.pages.batch_info",
+    "BlockTable": "tensors.page_tables",
+    "BoundCache": "tensors.cache_views",
+    "BoundCascadeCache": "kernels.attention.cascade",
+    "BoundMLACache": "kernels.mla.check",
+    "CacheError": "base.errors",
+    "CascadeLevel": "kernels.attention.cascade",
+    "CascadePlan": "kernels.attention.cascade",
+    "CascadePlanner": "kernels.attention.cascade",
+    "CompileError": "base.errors",
+    "Config": "spec.support",
+    "ConfigError": "base.errors",
+    "CsrPages": "tensors.page_tables",
+    "DriverError": "base.errors",
+    "JitAttnError": "base.errors",
+    "KernelInfo": "kernels.attention.kernels",
+    "KernelNotFoundError": "base.errors",
+    "MLAPlan": "kernels.mla.api",
+    "MLAPlanner": "kernels.mla.api",
+    "Plan": "kernels.attention.api",
+    "QuantizedKV": "tensors.quantization",
+    "RELATIVE_BIAS": "spec.variant",
+    "RaggedKV": "tensors.page_tables",
+    "Report": "bundles.precompile",
+    "Rope": "tensors.rope",
+    "Support": "spec.support",
+    "TokenTable": "tensors.page_tables",
+    "Workspace": "device.workspace",
+    "alibi_slopes": "tensors.position_bias",
+    "append_kv": "kernels.preprocess.api",
+    "attention": "kernels.attention.functional",
+    "batch_info": "kernels.pages.batch_info",
+    "build_block_table": "kernels.pages.block_table",
+    "build_info": "kernels.attention.api",
+    "check_config": "spec.support",
+    "convert_pages": "kernels.pages.block_table",
+    "copy_pages": "kernels.pages.copy_pages",
+    "dequantize_kv": "tensors.quantization",
+    "gather_kv": "kernels.pages.gather",
+    "merge_states": "kernels.merge.api",
+    "precompile": "bundles.precompile",
+    "preprocess_qkv": "kernels.preprocess.api",
+    "quantize_kv": "tensors.quantization",
+    "supported_configs": "spec.support",
+    "t5_bias": "tensors.position_bias",
 }
 
 __all__ = [

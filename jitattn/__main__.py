@@ -2,7 +2,7 @@
 
 import sys
 
-from jitattn.cli import main
+from jitattn.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,26 @@ def _own_cache(
     for name in [name for name in os.environ if name.startswith("JITATTN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("JITATTN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that asks for kernels which tests/gpu/bundle.py lacks."""
+    from tests.support.asked import Asked  # costs seconds, so only when a test asks
+
+    asked = Asked(monkeypatch)
+    yield
+    assert asked.configs
+    missing = sorted(spec.symbol for spec in asked.specs_beside_the_bundle())
+    assert not missing, f"tests/gpu/bundle.py lacks {', '.join(missing)}"
+
+
+@pytest.fixture
+def new_tensors_are_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN, so that what is not written is seen."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.isnan(torch.empty(3)).all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -13,9 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import INT32_MAX, check_count, check_flag, check_number
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.functional import planner_of
-from jitattn.pages import (
+from jitattn.kernels.attention.api import AttentionPlanner, plan_for_call
+from jitattn.kernels.attention.functional import planner_of
+from jitattn.kernels.preprocess.api import append_kv
+from jitattn.tensors.page_tables import (
     INTEGERS,
     BlockTable,
     Pages,
@@ -25,9 +28,6 @@ from jitattn.pages import (
     check_indptr,
     check_tensor,
 )
-from jitattn.planner import AttentionPlanner, plan_for_call
-from jitattn.preprocess import append_kv
-from jitattn.scalars import INT32_MAX, check_count, check_flag, check_number
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

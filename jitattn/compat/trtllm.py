@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.config import dtype_name
-from jitattn.pages import INTEGERS, BlockTable, check_device, check_tensor
-from jitattn.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
-from jitattn.scalars import INT32_MAX, check_count, check_flag
+from jitattn.base.validate import INT32_MAX, check_count, check_flag
+from jitattn.spec.config import dtype_name
+from jitattn.tensors.page_tables import INTEGERS, BlockTable, check_device, check_tensor
+from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
 
 __all__ = ["LayerPool", "block_table", "check_block_offsets", "layer_pool", "pool_of_layer"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.binding import BoundCache
-from jitattn.functional import planner_of
-from jitattn.mla_planner import MLAPlanner
-from jitattn.pages import Pages
-from jitattn.planner import AttentionPlanner
+from jitattn.kernels.attention.api import AttentionPlanner
+from jitattn.kernels.attention.functional import planner_of
+from jitattn.kernels.mla.api import MLAPlanner
+from jitattn.tensors.cache_views import BoundCache
+from jitattn.tensors.page_tables import Pages
 
 Planner = AttentionPlanner | MLAPlanner
 Scale = float | Tensor

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.functional import planner_of
-from jitattn.pages import BlockTable, Pages, RaggedKV
-from jitattn.planner import AttentionPlanner, Plan, plan_for_call
-from jitattn.preprocess import append_kv
-from jitattn.scalars import INT32_MAX
+from jitattn.base.validate import INT32_MAX
+from jitattn.kernels.attention.api import AttentionPlanner, Plan, plan_for_call
+from jitattn.kernels.attention.functional import planner_of
+from jitattn.kernels.preprocess.api import append_kv
+from jitattn.tensors.page_tables import BlockTable, Pages, RaggedKV
 
 __all__ = ["register"]
 

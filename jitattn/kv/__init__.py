@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitattn.errors import KVCacheError
+from jitattn.base.errors import KVCacheError
 from jitattn.kv.config import KVCacheConfig, LayerConfig
 from jitattn.kv.layout import LayerGroup
 from jitattn.kv.manager import KVCacheManager, PoolStats, Region, Stats
@@ -17,7 +17,7 @@ from jitattn.kv.sequence import KVSequence
 from jitattn.kv.state import Scratch
 
 if TYPE_CHECKING:
-    from jitattn.kv.views import LayerView
+    from jitattn.kv.layer_view import LayerView
 
 __all__ = [
     "KVCacheConfig",
@@ -38,7 +38,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import what needs torch when it is used."""
     if name == "LayerView":
-        from jitattn.kv.views import LayerView
+        from jitattn.kv.layer_view import LayerView
 
         return LayerView
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

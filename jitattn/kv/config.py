@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jitattn.config import dtype_name
-from jitattn.scalars import check_count
+from jitattn.base.validate import check_count
+from jitattn.spec.config import dtype_name
 
 if TYPE_CHECKING:
     import torch

@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jitattn.errors import KVCacheError
+from jitattn.base.errors import KVCacheError
+from jitattn.kernels.common.launch_cache import is_capturing
+from jitattn.kernels.pages.layer_tables import write_layer_tables
 from jitattn.kv.ledger import Ledger
 from jitattn.kv.state import Scratch
 from jitattn.kv.tables import Ids
-from jitattn.layer_tables import write_layer_tables
-from jitattn.params import SlotChange, TableRequest
-from jitattn.prepared import is_capturing
+from jitattn.spec.params import SlotChange, TableRequest
 
 _REQUEST, _CHANGE = np.dtype(TableRequest), np.dtype(SlotChange)
 _REQUEST_INTS, _CHANGE_INTS = _REQUEST.itemsize // 4, _CHANGE.itemsize // 4

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from jitattn.config import MAX_KV_LEN
-from jitattn.errors import KVCacheError
+from jitattn.base.errors import KVCacheError
+from jitattn.base.validate import check_count
 from jitattn.kv.config import DEFAULT_PRIORITY, MAX_PRIORITY, KVCacheConfig
-from jitattn.kv.engine import Engine, as_int64
 from jitattn.kv.layout import LayerGroup, check_slots, make_layout, split_bytes
 from jitattn.kv.mode import PageIndexMode
 from jitattn.kv.sequence import KVSequence
+from jitattn.kv.sequences import Engine, as_int64
 from jitattn.kv.state import State, Status
-from jitattn.scalars import check_count
+from jitattn.spec.config import MAX_KV_LEN
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from jitattn.kv.layer_view import LayerView, TableMaker
     from jitattn.kv.storage import Storage
-    from jitattn.kv.views import LayerView, TableMaker
 
 _NO_TOKENS = np.empty(0, np.int64)
 
@@ -145,7 +145,7 @@ class KVCacheManager:
             import torch
 
             from jitattn.kv.storage import Storage
-            from jitattn.pages import check_supported
+            from jitattn.tensors.page_tables import check_supported
 
             where = _with_index(torch.device(device))
             check_supported(where)
@@ -309,7 +309,7 @@ class KVCacheManager:
         return self._views[key]
 
     def _make_view(self, layer_id: int, mode: PageIndexMode) -> LayerView:
-        from jitattn.kv.views import LayerView
+        from jitattn.kv.layer_view import LayerView
 
         place = self._layout.places[layer_id]
         cache = None
@@ -347,7 +347,7 @@ class KVCacheManager:
         if self._table_maker is None:
             import torch
 
-            from jitattn.kv.views import TableMaker
+            from jitattn.kv.layer_view import TableMaker
 
             device = torch.device("cpu") if self._storage is None else self._storage.device
             self._table_maker = TableMaker(self, self._engine, device)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from jitattn.errors import KVCacheError
-from jitattn.kv.slots import Slots
+from jitattn.base.errors import KVCacheError
+from jitattn.kv.slot_allocator import Slots
 
 
 class Page:

@@ -7,13 +7,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jitattn.config import MAX_KV_LEN
-from jitattn.errors import KVCacheError
-from jitattn.kv.engine import Engine, as_int64
+from jitattn.base.errors import KVCacheError
+from jitattn.base.validate import check_count
 from jitattn.kv.layout import LayerGroup
 from jitattn.kv.mode import PageIndexMode
+from jitattn.kv.sequences import Engine, as_int64
 from jitattn.kv.state import Scratch, State, Status
-from jitattn.scalars import check_count
+from jitattn.spec.config import MAX_KV_LEN
 
 
 class Manager(Protocol):

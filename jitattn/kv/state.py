@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jitattn.kv.pool import Page
-from jitattn.kv.tree import Node
+from jitattn.kv.prefix_cache import Node
 
 
 class Status(StrEnum):

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from jitattn.kernels.pages.copy_pages import copy_pages
 from jitattn.kv.config import LayerConfig
 from jitattn.kv.layout import Layout, Place
 from jitattn.kv.pool import PagePool
-from jitattn.page_copies import copy_pages
-from jitattn.quantization import QuantizedKV
+from jitattn.tensors.quantization import QuantizedKV
 
 KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import nvrtc
-from jitattn.config import PlannerConfig
-from jitattn.cubin import resources_of
-from jitattn.spec import (
+from jitattn.jit import nvrtc
+from jitattn.jit.cubin import resources_of
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import (
     AttentionSpec,
     DecodeSpec,
     DType,
@@ -27,10 +27,10 @@ from jitattn.spec import (
     PrefillSpec,
     ScheduleSpec,
 )
-from jitattn.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
-from jitattn.tiling import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
-from tests.compiler import advice, compile_kernel, instructions, most_spilled, opcodes
-from tests.warpgroups import warpgroup_specs
+from jitattn.spec.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
+from jitattn.spec.tile import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
+from tests.support.compiler import advice, compile_kernel, instructions, most_spilled, opcodes
+from tests.support.warpgroups import warpgroup_specs
 
 
 @dataclass(frozen=True)

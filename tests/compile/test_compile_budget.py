@@ -18,15 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jitattn import nvrtc
-from jitattn.build import headers_of
-from jitattn.config import PlannerConfig
-from jitattn.cubin import resources_of
-from jitattn.explain import count_opcodes
-from jitattn.render import headers, render
-from jitattn.spec import KernelSpec
-from jitattn.support import resolve
-from jitattn.wrappers import WRAPPERS, wrapper_headers
+from jitattn.jit import nvrtc
+from jitattn.jit.build import headers_of
+from jitattn.jit.cubin import resources_of
+from jitattn.jit.cutlass import WRAPPERS, wrapper_headers
+from jitattn.jit.render import headers, render
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.support import resolve
+from jitattn.tools.explain import count_opcodes
 
 # Of the compiler that CI installs. Others make somewhat different code.
 MEASURED_WITH = (13, 5)

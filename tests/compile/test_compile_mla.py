@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jitattn.cubin import resources_of
-from jitattn.mla_config import MLAConfig
-from jitattn.spec import Loader, MLASpec
-from jitattn.support import ARCHITECTURES
-from jitattn.tiling import SMEM_LIMIT, PrefillTile, WarpgroupTile, latent_tile_for
+from jitattn.jit.cubin import resources_of
+from jitattn.spec.kernel_spec import Loader, MLASpec
+from jitattn.spec.mla_config import MLAConfig
+from jitattn.spec.support import ARCHITECTURES
+from jitattn.spec.tile import SMEM_LIMIT, PrefillTile, WarpgroupTile, latent_tile_for
 from tests.compile.test_compile_all import Job
-from tests.compiler import advice, compile_kernel, opcodes
+from tests.support.compiler import advice, compile_kernel, opcodes
 
 HOPPER = (
     "num_heads=128",

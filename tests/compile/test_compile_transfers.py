@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from jitattn.cubin import resources_of
-from jitattn.spec import DType, GatherSpec, TransferSpec
-from jitattn.support import ARCHITECTURES
-from jitattn.tiling import SMEM_LIMIT, tile_for
-from jitattn.transfer_config import every_config
-from tests.compiler import compile_kernel
+from jitattn.jit.cubin import resources_of
+from jitattn.spec.kernel_spec import DType, GatherSpec, TransferSpec
+from jitattn.spec.support import ARCHITECTURES
+from jitattn.spec.tile import SMEM_LIMIT, tile_for
+from jitattn.spec.transfer_config import every_config
+from tests.support.compiler import compile_kernel
 
 # What the largest has, and some more: 10 ms of ptxas for each KiB.
 CODE_BYTES = 44 * 1024

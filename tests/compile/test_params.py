@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from jitattn import nvrtc, params, render, support
-from jitattn.build import headers_of
-from jitattn.config import PlannerConfig
-from jitattn.mla_config import MLAConfig
-from jitattn.spec import (
+from jitattn.jit import nvrtc, render
+from jitattn.jit.build import headers_of
+from jitattn.spec import params, support
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import (
     BatchInfoSpec,
     BlockTableSpec,
     CopyPagesSpec,
@@ -22,7 +22,8 @@ from jitattn.spec import (
     PageTable,
     ScheduleSpec,
 )
-from tests.variants import VARIANTS
+from jitattn.spec.mla_config import MLAConfig
+from tests.support.variants import VARIANTS
 
 ARCH = "sm_90a"
 
@@ -177,7 +178,7 @@ def test_a_moved_field_is_seen() -> None:
     class Moved(ctypes.Structure):
         _fields_ = (("header", ctypes.c_void_p), ("boundaries", ctypes.c_void_p))
 
-    from jitattn.errors import CompileError
+    from jitattn.base.errors import CompileError
 
     with pytest.raises(CompileError, match="boundaries"):
         _compile(

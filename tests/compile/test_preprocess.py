@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from jitattn.cubin import resources_of
-from jitattn.params import PREPROCESS_PARAMS, CacheStrides, PreprocessParams, RowStrides
-from jitattn.preprocess_config import KV_DTYPES, PreprocessConfig
-from jitattn.render import render
-from jitattn.spec import Loader, PageTable, PreprocessSpec
-from jitattn.support import ARCHITECTURES, HEAD_DIMS
+from jitattn.jit.cubin import resources_of
+from jitattn.jit.render import render
+from jitattn.spec.kernel_spec import Loader, PageTable, PreprocessSpec
+from jitattn.spec.params import PREPROCESS_PARAMS, CacheStrides, PreprocessParams, RowStrides
+from jitattn.spec.preprocess_config import KV_DTYPES, PreprocessConfig
+from jitattn.spec.support import ARCHITECTURES, HEAD_DIMS
 from tests.compile.test_params import _asserts, _compile
-from tests.compiler import compile_kernel, instructions
+from tests.support.compiler import compile_kernel, instructions
 
 _FIELDS: dict[str, tuple[object, ...]] = {
     "head_dim": HEAD_DIMS,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jitattn.spec import KernelSpec, ScheduleSpec
-from jitattn.support import sample_specs
-from tests.compiler import compile_kernel
-from tests.warpgroups import warpgroup_specs
+from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
+from jitattn.spec.support import sample_specs
+from tests.support.compiler import compile_kernel
+from tests.support.warpgroups import warpgroup_specs
 
 SPECS: tuple[KernelSpec, ...] = (
     *sample_specs("sm_90a")[3:60:28],

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jitattn.config import PlannerConfig
-from jitattn.spec import DType, GatherSpec, KernelSpec, MergeSpec, ScheduleSpec
-from jitattn.support import resolve
-from tests.compiler import compile_kernel, opcodes
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import DType, GatherSpec, KernelSpec, MergeSpec, ScheduleSpec
+from jitattn.spec.support import resolve
+from tests.support.compiler import compile_kernel, opcodes
 
 F16 = DType.FLOAT16
 KERNELS: dict[tuple[str, str], KernelSpec] = {

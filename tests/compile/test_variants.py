@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from jitattn.config import PlannerConfig
-from jitattn.cubin import resources_of
-from jitattn.mla_config import MLAConfig
-from jitattn.spec import AttentionSpec, Loader
-from jitattn.support import ARCHITECTURES, specs_of
-from jitattn.tiling import SMEM_LIMIT, tile_for
+from jitattn.jit.cubin import resources_of
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import AttentionSpec, Loader
+from jitattn.spec.mla_config import MLAConfig
+from jitattn.spec.support import ARCHITECTURES, specs_of
+from jitattn.spec.tile import SMEM_LIMIT, tile_for
 from tests.compile.test_compile_all import Job
-from tests.compiler import compile_kernel
-from tests.variants import EVERYTHING
+from tests.support.compiler import compile_kernel
+from tests.support.variants import EVERYTHING
 
 EVERYWHERE = (PlannerConfig(), MLAConfig(num_heads=16))
 # Prefill of warps and with conversions, latents of warps, and what needs most registers.

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jitattn
-from jitattn import knobs
-from jitattn.build import build
-from jitattn.bundles import Config, kernels_of
-from jitattn.errors import KernelNotFoundError
-from jitattn.support import ARCHITECTURES
-from jitattn.transfer_config import every_config
-from tests import (
+from jitattn.base import knobs
+from jitattn.base.errors import KernelNotFoundError
+from jitattn.bundles.precompile import Config, kernels_of
+from jitattn.jit.build import build
+from jitattn.spec.support import ARCHITECTURES
+from jitattn.spec.transfer_config import every_config
+from tests.support import (
     cascades,
     compiled,
     deepseek,
@@ -33,7 +33,7 @@ from tests import (
     nano,
     variant_cases,
 )
-from tests.cases import kernel_configs
+from tests.support.cases import kernel_configs
 
 
 def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ import sys
 
 from bench.token_workloads import configs as bench_configs
 from tests.gpu.bundle import fill, parser_of
-from tests.token_sets import kinds_of
+from tests.support.token_sets import kinds_of
 
 
 def main(arguments: list[str] | None = None) -> int:

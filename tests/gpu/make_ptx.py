@@ -19,17 +19,17 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from jitattn.sources import headers
-from jitattn.spec import KernelSpec, PrefillSpec
-from jitattn.support import resolve
-from tests.cases import kernel_configs
+from jitattn.jit.sources import headers
+from jitattn.spec.kernel_spec import KernelSpec, PrefillSpec
+from jitattn.spec.support import resolve
+from tests.support.cases import kernel_configs
 
 ARCH, VIRTUAL = "sm_80", "compute_80"
 
 
 def specs() -> tuple[KernelSpec, ...]:
     """The decode kernels of all GPU tests, the prefill kernels of some, and what goes with them."""
-    from tests.mixed_strategies import SM80_VARIANTS  # needs hypothesis
+    from tests.support.mixed_strategies import SM80_VARIANTS  # needs hypothesis
 
     kernels = [spec for config in kernel_configs(ARCH) for spec in resolve(config, ARCH)]
     found = {spec: None for spec in kernels if not isinstance(spec, PrefillSpec)}
@@ -85,7 +85,9 @@ def _check(status: int, what: str) -> None:
 
 def make(job: tuple[KernelSpec, Path, Path]) -> int:
     """Write one kernel's PTX, compressed; its size."""
-    from jitattn.render import render  # needs Jinja; the machine with the card uses `specs` only
+    from jitattn.jit.render import (
+        render,  # needs Jinja; the machine with the card uses `specs` only
+    )
 
     spec, library, out = job
     ptx = compile_ptx(load(library), render(spec, ARCH), spec.symbol)

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from tests.cases import D128
-from tests.harness import attend
-from tests.inputs import make_inputs
+from tests.support.cases import D128
+from tests.support.harness import attend
+from tests.support.inputs import make_inputs
 
 
 def main() -> None:

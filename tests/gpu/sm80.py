@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from jitattn import build, cuda_backend, driver, merge_dispatch
-from jitattn.build import Kernel, Pending
-from jitattn.driver import LoadedKernel
-from jitattn.spec import KernelSpec
-from jitattn.tiling import tile_for
-from tests import harness
+from jitattn.device import driver
+from jitattn.device.driver import LoadedKernel
+from jitattn.jit import build
+from jitattn.jit.build import Kernel, Pending
+from jitattn.kernels.attention import kernels as attention_kernels
+from jitattn.kernels.merge import launch as merge_launch
+from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.tile import tile_for
 from tests.gpu.make_ptx import ARCH, specs
+from tests.support import harness
 
 NUM_THREADS = 16
 
@@ -43,7 +46,7 @@ class PtxKernels:
         return gzip.decompress((self.folder / f"{spec.symbol}.ptx.gz").read_bytes()) + b"\0"
 
     def build(self, spec: KernelSpec, arch: str, knobs: object, *, hint: str = "") -> Kernel:
-        """Stands for jitattn.build.build."""
+        """Stands for jitattn.jit.build.build."""
         del knobs, hint
         assert arch == ARCH
         return Kernel(
@@ -63,7 +66,7 @@ class PtxKernels:
     def start(
         self, wanted: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str = ""
     ) -> tuple[Pending, ...]:
-        """Stands for jitattn.build.start; not every planner's prefill kernel is in the folder."""
+        """Stands for jitattn.jit.build.start; not every planner's prefill kernel is in the folder."""
         pending = []
         for spec in wanted:
             make = partial(self.build, spec, arch, knobs, hint=hint)
@@ -73,7 +76,7 @@ class PtxKernels:
         return tuple(pending)
 
     def load(self, cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> LoadedKernel:
-        """Stands for jitattn.driver.LoadedKernel."""
+        """Stands for jitattn.device.driver.LoadedKernel."""
         del cubin
         assert device_index == 0
         kernel = self.loaded[symbol]
@@ -85,10 +88,10 @@ class PtxKernels:
 def pretend_sm80(folder: Path) -> Iterator[None]:
     """Planners made in here run the sm_80 code; none of them lives on outside."""
     kernels = PtxKernels(folder)
-    caches = (harness._planner, merge_dispatch._kernel)
+    caches = (harness._planner, merge_launch._kernel)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_backend, "arch_of", lambda facts: ARCH)
-        patch.setattr(cuda_backend, "start", kernels.start)
+        patch.setattr(attention_kernels, "arch_of", lambda facts: ARCH)
+        patch.setattr(attention_kernels, "start", kernels.start)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)
         for cache in caches:

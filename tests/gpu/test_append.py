@@ -14,8 +14,8 @@ import torch
 
 import jitattn
 from tests.gpu.device import DEVICE
-from tests.token_cases import CACHE_DTYPES, MEMORY, POISON, check_tokens, make_token_inputs
-from tests.token_sets import APPENDS
+from tests.support.token_cases import CACHE_DTYPES, MEMORY, POISON, check_tokens, make_token_inputs
+from tests.support.token_sets import APPENDS
 
 pytestmark = pytest.mark.gpu
 BASE = APPENDS["append bfloat16"]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.support import wide_row_tile
-from tests.cases import (
+from jitattn.spec.support import wide_row_tile
+from tests.gpu.device import DEVICE
+from tests.support.cases import (
     CACHES_SHARED,
     D64,
     D128,
@@ -30,8 +31,7 @@ from tests.cases import (
     Case,
     of,
 )
-from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.harness import (
     Result,
     assert_same,
     attend,
@@ -44,8 +44,8 @@ from tests.harness import (
     planner_for,
     same_bits,
 )
-from tests.inputs import ROW_VIEWS, Inputs, make_inputs
-from tests.layouts import check_every_table
+from tests.support.inputs import ROW_VIEWS, Inputs, make_inputs
+from tests.support.layouts import check_every_table
 
 LENGTHS = (4097, 1, 0, 16, 255, 12000, 33)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from jitattn.spec import Loader
-from tests.cases import BOX_DIMS, BOX_PAGES, D64, D128, E4M3, Case, loader_of, of
+from jitattn.spec.kernel_spec import Loader
 from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.cases import BOX_DIMS, BOX_PAGES, D64, D128, E4M3, Case, loader_of, of
+from tests.support.harness import (
     assert_dead_slots_do_not_count,
     assert_same,
     attend,
@@ -22,7 +22,7 @@ from tests.harness import (
     plan_of,
     planner_for,
 )
-from tests.inputs import Inputs, make_inputs, random_tokens
+from tests.support.inputs import Inputs, make_inputs, random_tokens
 
 
 def boxed(case: Case) -> Case:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import jitattn
-from tests.cascades import HEADS, Tree, check_tree, planner_config
 from tests.gpu.device import DEVICE
+from tests.support.cascades import HEADS, Tree, check_tree, planner_config
 
 
 @pytest.mark.parametrize("table", ["shared", "csr"])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import (
+from tests.gpu.device import DEVICE
+from tests.support.cases import (
     D64,
     D128,
     D128_FP16,
@@ -25,8 +26,7 @@ from tests.cases import (
     SOFT_CAP,
     Case,
 )
-from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.harness import (
     HIGH_PAGES,
     assert_dead_slots_do_not_count,
     assert_same,
@@ -40,7 +40,7 @@ from tests.harness import (
     target_rows,
     uniform,
 )
-from tests.inputs import address_probe, make_inputs, random_tokens, uniform_probe
+from tests.support.inputs import address_probe, make_inputs, random_tokens, uniform_probe
 
 # --- C01: K and V interleaved inside each page ----------------------------------------------------
 

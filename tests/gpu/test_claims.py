@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import jitattn
-from tests.cases import D64, D128, D128_TOKEN, D256, E4M3, RAGGED, WIDE, Case, of
 from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.cases import D64, D128, D128_TOKEN, D256, E4M3, RAGGED, WIDE, Case, of
+from tests.support.harness import (
     Result,
     assert_same,
     attend,
@@ -20,7 +20,7 @@ from tests.harness import (
     plan_of,
     planner_for,
 )
-from tests.inputs import Inputs, make_inputs
+from tests.support.inputs import Inputs, make_inputs
 
 # Empty requests at the end, which slots of the last round hold many of.
 MANY = tuple((997 * b) % 5000 for b in range(120)) + (0,) * 180

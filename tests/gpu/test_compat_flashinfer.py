@@ -13,7 +13,8 @@ from torch import Tensor
 
 from jitattn.compat import flashinfer as ours
 from jitattn.compat import trtllm
-from tests.flashinfer_pairs import (
+from tests.gpu.device import DEVICE
+from tests.support.flashinfer_pairs import (
     GROUPS,
     HEAD_DIM,
     PAGE_SIZE,
@@ -23,8 +24,7 @@ from tests.flashinfer_pairs import (
     pairs,
     workspace,
 )
-from tests.gpu.device import DEVICE
-from tests.scattered import indptr_of
+from tests.support.scattered import indptr_of
 
 PAIRS = pairs()
 

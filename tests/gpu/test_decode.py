@@ -8,9 +8,19 @@ import pytest
 import torch
 
 import jitattn
-from tests.cases import D64, D128, D128_FP16, D128_SEPARATE, D256, PAGE_1, WIDE, Case, decode_cases
 from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.cases import (
+    D64,
+    D128,
+    D128_FP16,
+    D128_SEPARATE,
+    D256,
+    PAGE_1,
+    WIDE,
+    Case,
+    decode_cases,
+)
+from tests.support.harness import (
     attend,
     check,
     expected,
@@ -20,7 +30,7 @@ from tests.harness import (
     same_bits,
     target_rows,
 )
-from tests.inputs import Inputs, address_probe, make_inputs, uniform_probe
+from tests.support.inputs import Inputs, address_probe, make_inputs, uniform_probe
 
 FAMILIES = (D64, D128, D128_FP16, D128_SEPARATE, D256, PAGE_1, WIDE)
 

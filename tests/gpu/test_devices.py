@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.support import resolve
-from tests.cases import D128, D128_CSR, D192X128, RAGGED, Case
-from tests.compiler import skip_unless_compiled
+from jitattn.spec.support import resolve
 from tests.gpu.device import DEVICE, arch_of_device
-from tests.harness import assert_same, attend, check, expected, planner_for, replayed
-from tests.inputs import Inputs, make_inputs
-from tests.transfers import (
+from tests.support.cases import D128, D128_CSR, D192X128, RAGGED, Case
+from tests.support.compiler import skip_unless_compiled
+from tests.support.harness import assert_same, attend, check, expected, planner_for, replayed
+from tests.support.inputs import Inputs, make_inputs
+from tests.support.transfers import (
     Copy,
     Gather,
     Slots,
@@ -173,8 +173,8 @@ SCRIPT = """
 import sys
 from dataclasses import replace
 import torch
-from tests.cases import D128
-from tests.harness import planner_for, run_case
+from tests.support.cases import D128
+from tests.support.harness import planner_for, run_case
 import jitattn
 case = replace(D128, lengths=(9, 5000, 0))
 run_case(case, "cuda")

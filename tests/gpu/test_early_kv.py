@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import D64, D128, D128_FLOAT, D192X128, E4M3, EVERY_LAYOUT, RAGGED, Case, of
 from tests.gpu.device import DEVICE
-from tests.harness import assert_same, attend, check, expected, extras, plan_of, planner_for
-from tests.inputs import Inputs, make_inputs
+from tests.support.cases import (
+    D64,
+    D128,
+    D128_FLOAT,
+    D192X128,
+    E4M3,
+    EVERY_LAYOUT,
+    RAGGED,
+    Case,
+    of,
+)
+from tests.support.harness import assert_same, attend, check, expected, extras, plan_of, planner_for
+from tests.support.inputs import Inputs, make_inputs
 
 
 def early(case: Case, **changes: object) -> jitattn.AttentionPlanner:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import sglang_runs, vllm_runs
-from tests.engines import GPU_HEADS, Scores, packed
 from tests.gpu.device import DEVICE
-from tests.harness import forbid_waiting
+from tests.support import sglang_runs, vllm_runs
+from tests.support.engines import GPU_HEADS, Scores, packed
+from tests.support.harness import forbid_waiting
 
 # What a kernel's probabilities are rounded to, and its output.
 SLACK = 3.0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flash_attn_calls import FUNCTIONS, LENS, Function, Tensors, results
 from tests.gpu.device import DEVICE
-from tests.harness import forbid_waiting
+from tests.support.flash_attn_calls import FUNCTIONS, LENS, Function, Tensors, results
+from tests.support.harness import forbid_waiting
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="graphs are the device's")
 

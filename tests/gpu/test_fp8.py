@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import (
+from tests.gpu.device import DEVICE
+from tests.gpu.test_graphs import Layer, captured
+from tests.support.cases import (
     BYTE_FAMILIES,
     CACHES_SHARED,
     E4M3,
@@ -32,9 +34,7 @@ from tests.cases import (
     of,
     twins_of,
 )
-from tests.gpu.device import DEVICE
-from tests.gpu.test_graphs import Layer, captured
-from tests.harness import (
+from tests.support.harness import (
     HIGH_PAGES,
     assert_dead_slots_do_not_count,
     assert_same,
@@ -48,7 +48,7 @@ from tests.harness import (
     planner_for,
     run_case,
 )
-from tests.inputs import (
+from tests.support.inputs import (
     Inputs,
     address_probe,
     is_poison,
@@ -56,8 +56,8 @@ from tests.inputs import (
     random_tokens,
     uniform_probe,
 )
-from tests.layouts import assert_same_through_every_table
-from tests.scales import (
+from tests.support.layouts import assert_same_through_every_table
+from tests.support.scales import (
     FORMS,
     V_SCALES,
     check_k_scale,

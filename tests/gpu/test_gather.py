@@ -13,11 +13,11 @@ from hypothesis import given
 from torch import Tensor
 
 import jitattn
-from tests.cases import CACHES_SEPARATE, CACHES_SHARED, D128, TABLES, Case
 from tests.gpu.device import DEVICE
-from tests.harness import forbid_waiting, planner_for
-from tests.inputs import make_inputs
-from tests.transfers import (
+from tests.support.cases import CACHES_SEPARATE, CACHES_SHARED, D128, TABLES, Case
+from tests.support.harness import forbid_waiting, planner_for
+from tests.support.inputs import make_inputs
+from tests.support.transfers import (
     SATURATIONS,
     Gather,
     assert_bits,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import D128, D128_CSR, D192X128, EVERY_LAYOUT, RAGGED, Case, of
 from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.cases import D128, D128_CSR, D192X128, EVERY_LAYOUT, RAGGED, Case, of
+from tests.support.harness import (
     Result,
     assert_same,
     attend,
@@ -24,7 +24,7 @@ from tests.harness import (
     plan_of,
     planner_for,
 )
-from tests.inputs import Inputs, make_inputs
+from tests.support.inputs import Inputs, make_inputs
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="graphs and streams are the device's")
 

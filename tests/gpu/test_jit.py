@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import jitattn
-from jitattn.support import resolve
-from tests.cases import D128
-from tests.compiler import skip_unless_compiled
+from jitattn.spec.support import resolve
 from tests.gpu.device import DEVICE, arch_of_device
+from tests.support.cases import D128
+from tests.support.compiler import skip_unless_compiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 COMPUTE = """
 import json, sys
 from dataclasses import replace
-from tests.cases import D128
-from tests.harness import planner_for, run_case
+from tests.support.cases import D128
+from tests.support.harness import planner_for, run_case
 import jitattn
 case = replace(D128, lengths=(300, 0, 5000))
 run_case(case, "cuda")
@@ -79,7 +79,7 @@ def test_a_process_that_only_decodes_leaves_the_prefill_kernel_too(tmp_path: Pat
     """It compiles in the background, and the process waits for it at its end."""
     needs_compiler()
     own = {"JITATTN_CACHE_DIR": str(tmp_path), "JITATTN_PRECOMPILED": None, "JITATTN_JIT": None}
-    decode = "from tests.cases import D128; from tests.harness import run_case\n"
+    decode = "from tests.support.cases import D128; from tests.support.harness import run_case\n"
     compute(decode + "run_case(D128, 'cuda'); print('{}')", **own)
     assert set(compute(COMPUTE, **own)["origins"]) == {"disk"}
 

@@ -17,9 +17,9 @@ from jitattn.kv import (
     PageIndexMode,
 )
 from tests.gpu.device import DEVICE
-from tests.harness import forbid_waiting
-from tests.kv_serving import Pressure, check_tables_written_in_place, check_worked_example
-from tests.kv_tables import (
+from tests.support.harness import forbid_waiting
+from tests.support.kv_serving import Pressure, check_tables_written_in_place, check_worked_example
+from tests.support.kv_tables import (
     Tables,
     Twins,
     check_layer_tables,
@@ -27,7 +27,7 @@ from tests.kv_tables import (
     make_manager,
     table_calls,
 )
-from tests.transfers import examples
+from tests.support.transfers import examples
 
 
 def test_the_worked_example() -> None:

@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import MASKED_KERNELS, Case, Kernel, of
 from tests.gpu.device import DEVICE
-from tests.harness import assert_same, attend, check, expected
-from tests.inputs import Inputs, Tokens, make_inputs, random_tokens, uniform_probe
-from tests.queries import MaskOf, Rows, mask_of_last_keys, pack, ragged_mask, request_and_place
+from tests.support.cases import MASKED_KERNELS, Case, Kernel, of
+from tests.support.harness import assert_same, attend, check, expected
+from tests.support.inputs import Inputs, Tokens, make_inputs, random_tokens, uniform_probe
+from tests.support.queries import (
+    MaskOf,
+    Rows,
+    mask_of_last_keys,
+    pack,
+    ragged_mask,
+    request_and_place,
+)
 
 FORMS = ("bool", "packed", "ragged")
 

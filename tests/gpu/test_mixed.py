@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import jitattn
-from tests.cases import (
+from tests.gpu.device import DEVICE
+from tests.gpu.test_graphs import Layer, captured, forbid_waiting
+from tests.support.cases import (
     CACHES_SHARED,
     D64,
     D128,
@@ -26,9 +28,7 @@ from tests.cases import (
     Case,
     mixed_cases,
 )
-from tests.gpu.device import DEVICE
-from tests.gpu.test_graphs import Layer, captured, forbid_waiting
-from tests.harness import (
+from tests.support.harness import (
     Result,
     assert_same,
     attend,
@@ -42,9 +42,9 @@ from tests.harness import (
     run_case,
     same_bits,
 )
-from tests.inputs import ROW_VIEWS, Inputs, make_inputs
-from tests.layouts import check_every_table
-from tests.queries import row_starts
+from tests.support.inputs import ROW_VIEWS, Inputs, make_inputs
+from tests.support.layouts import check_every_table
+from tests.support.queries import row_starts
 
 on_the_device = pytest.mark.skipif(DEVICE != "cuda", reason="the CPU refuses or has no graphs")
 # Both kernels, splits in both, padding and requests without queries.

@@ -10,8 +10,8 @@ import torch
 
 import jitattn
 from tests.gpu.device import DEVICE
-from tests.harness import same_bits
-from tests.mla import (
+from tests.support.harness import same_bits
+from tests.support.mla import (
     DECODE_ON_A_CARD,
     LAYOUTS,
     ON_A_CARD,

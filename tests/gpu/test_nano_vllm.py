@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import nano
 from tests.gpu.device import DEVICE
+from tests.support import nano
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cuda", reason="nano-vllm runs on CUDA devices"),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import BLOCK_FAMILIES, CACHES_SHARED, NVFP4, NVFP4_D256, Case, of
 from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.cases import BLOCK_FAMILIES, CACHES_SHARED, NVFP4, NVFP4_D256, Case, of
+from tests.support.harness import (
     HIGH_PAGES,
     assert_same,
     attend,
@@ -26,7 +26,14 @@ from tests.harness import (
     plan_of,
     planner_for,
 )
-from tests.inputs import address_probe, make_inputs, random_tokens, split_blocks, values, zeros_of
+from tests.support.inputs import (
+    address_probe,
+    make_inputs,
+    random_tokens,
+    split_blocks,
+    values,
+    zeros_of,
+)
 
 PAIRS = ((1, 4097), (1, 1), (3, 0), (0, 255), (64, 3000), (100, 133), (2, 5000), (5, 3), (1, -1))
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import (
+from tests.gpu.device import DEVICE
+from tests.support.cases import (
     D64,
     D128,
     D128_CSR,
@@ -35,8 +36,7 @@ from tests.cases import (
     Case,
     of,
 )
-from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.harness import (
     assert_dead_slots_do_not_count,
     assert_same,
     attend,
@@ -51,8 +51,8 @@ from tests.harness import (
     planner_for,
     uniform,
 )
-from tests.inputs import address_probe, make_inputs, random_tokens, uniform_probe
-from tests.queries import Rows, request_and_place
+from tests.support.inputs import address_probe, make_inputs, random_tokens, uniform_probe
+from tests.support.queries import Rows, request_and_place
 
 FAMILIES = (D64, D128, D128_FP16, D128_SEPARATE, D128_PAGE_3, PAGE_1, WIDE, D192X128, D256, D512)
 

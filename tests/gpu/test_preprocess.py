@@ -17,7 +17,7 @@ from torch import Tensor
 
 import jitattn
 from tests.gpu.device import DEVICE
-from tests.token_cases import (
+from tests.support.token_cases import (
     CACHE_DTYPES,
     MEMORY,
     POISON,
@@ -26,8 +26,8 @@ from tests.token_cases import (
     check_tokens,
     make_token_inputs,
 )
-from tests.token_sets import APPENDS, KINDS, kinds_of
-from tests.transfers import examples
+from tests.support.token_sets import APPENDS, KINDS, kinds_of
+from tests.support.transfers import examples
 
 pytestmark = pytest.mark.gpu
 BASE = KINDS["bf16"]
@@ -210,13 +210,13 @@ def test_graphs() -> None:
 
 @on_the_device
 def test_a_capture_of_something_new_is_refused() -> None:
-    from jitattn import preprocess_cuda
+    from jitattn.kernels.preprocess import launch as preprocess_launch
 
     case = replace(BASE, page_table="token")
     inputs = make_token_inputs(case).to(DEVICE)
-    preprocess_cuda._memory.families.clear()
-    kernels = dict(preprocess_cuda._kernels)
-    preprocess_cuda._kernels.clear()
+    preprocess_launch._memory.families.clear()
+    kernels = dict(preprocess_launch._kernels)
+    preprocess_launch._kernels.clear()
     graph, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=DEVICE)
     try:
         with torch.cuda.graph(graph):
@@ -224,7 +224,7 @@ def test_a_capture_of_something_new_is_refused() -> None:
             with pytest.raises(ValueError, match="before it"):
                 inputs.run()
     finally:
-        preprocess_cuda._kernels.update(kernels)
+        preprocess_launch._kernels.update(kernels)
     check_tokens(case, DEVICE)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.gpu.device import DEVICE
 
 pytest.importorskip("hypothesis")
-from tests.strategies import NUM_SHARDS, Shards, examples
+from tests.support.strategies import NUM_SHARDS, Shards, examples
 
 SHARDS = Shards(examples(), DEVICE)
 SEEDS = range(1, NUM_SHARDS + 1)

@@ -10,8 +10,8 @@ import pytest
 from tests.gpu.device import DEVICE
 
 pytest.importorskip("hypothesis")
-from tests.mixed_strategies import VARIANTS, examples
-from tests.strategies import NUM_SHARDS, Shards
+from tests.support.mixed_strategies import VARIANTS, examples
+from tests.support.strategies import NUM_SHARDS, Shards
 
 SHARDS = Shards(examples(), DEVICE)
 SEEDS = range(1, NUM_SHARDS + 1)

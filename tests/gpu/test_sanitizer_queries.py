@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jitattn.spec import Loader, PageTable
-from tests.cases import (
+from jitattn.spec.kernel_spec import Loader, PageTable
+from tests.gpu.device import DEVICE
+from tests.support.cases import (
     D64,
     D128,
     D128_CSR,
@@ -24,9 +25,8 @@ from tests.cases import (
     Case,
     loader_of,
 )
-from tests.gpu.device import DEVICE
-from tests.harness import extras, plan_of, planner_for, run_case
-from tests.inputs import make_inputs
+from tests.support.harness import extras, plan_of, planner_for, run_case
+from tests.support.inputs import make_inputs
 
 
 def of(case: Case, *pairs: tuple[int, int], **changes: object) -> Case:

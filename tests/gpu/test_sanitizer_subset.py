@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec import Loader, PageTable
-from tests.cases import (
+from jitattn.spec.kernel_spec import Loader, PageTable
+from tests.gpu.device import DEVICE
+from tests.support.cases import (
     D64,
     D128,
     D128_CSR,
@@ -28,9 +29,8 @@ from tests.cases import (
     Case,
     loader_of,
 )
-from tests.gpu.device import DEVICE
-from tests.harness import run_case
-from tests.inputs import make_inputs
+from tests.support.harness import run_case
+from tests.support.inputs import make_inputs
 
 SPLIT = (2500, 1, 0, 17)  # the first request is split over many CTAs, and merged
 

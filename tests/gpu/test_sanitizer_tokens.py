@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cases import D128, TABLES, Case
 from tests.gpu.device import DEVICE
-from tests.kv_tables import Tables, check_layer_tables
-from tests.token_cases import TokenCase, check_tokens
-from tests.token_sets import APPENDS, KINDS
-from tests.transfers import (
+from tests.support.cases import D128, TABLES, Case
+from tests.support.kv_tables import Tables, check_layer_tables
+from tests.support.token_cases import TokenCase, check_tokens
+from tests.support.token_sets import APPENDS, KINDS
+from tests.support.transfers import (
     Copy,
     Gather,
     Slots,

@@ -15,9 +15,13 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec import PrefillSpec
-from jitattn.support import resolve
-from tests.cases import (
+from jitattn.spec.kernel_spec import PrefillSpec
+from jitattn.spec.support import resolve
+from tests.gpu.device import DEVICE
+from tests.gpu.sm80 import pretend_sm80
+from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v
+from tests.gpu.test_nvfp4 import check_every_code_of_k, check_every_code_of_v
+from tests.support.cases import (
     BLOCK_FAMILIES,
     BYTE_FAMILIES,
     D128,
@@ -26,19 +30,15 @@ from tests.cases import (
     decode_cases,
     mixed_cases,
 )
-from tests.gpu.device import DEVICE
-from tests.gpu.sm80 import pretend_sm80
-from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v
-from tests.gpu.test_nvfp4 import check_every_code_of_k, check_every_code_of_v
-from tests.harness import attend, check, expected, planner_for, run_case, same_bits
-from tests.inputs import make_inputs
+from tests.support.harness import attend, check, expected, planner_for, run_case, same_bits
+from tests.support.inputs import make_inputs
 
 pytest.importorskip("hypothesis")
-from tests import mixed_strategies, strategies
 from tests.gpu.make_ptx import ARCH, specs
-from tests.harness import assert_same, replayed
-from tests.mixed_strategies import SM80_VARIANTS
-from tests.strategies import NUM_SHARDS, Shards
+from tests.support import mixed_strategies, strategies
+from tests.support.harness import assert_same, replayed
+from tests.support.mixed_strategies import SM80_VARIANTS
+from tests.support.strategies import NUM_SHARDS, Shards
 
 FOLDER = os.environ.get("JITATTN_TEST_PTX", "")
 NUM_EXAMPLES = int(os.environ.get("JITATTN_TEST_SM80_EXAMPLES", "3000"))

@@ -11,10 +11,10 @@ from hypothesis import given
 from torch import Tensor
 
 import jitattn
-from tests.cases import Case
 from tests.gpu.device import DEVICE
-from tests.harness import forbid_waiting
-from tests.transfers import (
+from tests.support.cases import Case
+from tests.support.harness import forbid_waiting
+from tests.support.transfers import (
     Slots,
     Tokens,
     check_batch_info,

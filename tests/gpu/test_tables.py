@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 
 import jitattn
-from tests.cases import D64, D128, D192X128, EVERY_LAYOUT, RAGGED, TABLES, TWINS, Case, twins_of
 from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.cases import (
+    D64,
+    D128,
+    D192X128,
+    EVERY_LAYOUT,
+    RAGGED,
+    TABLES,
+    TWINS,
+    Case,
+    twins_of,
+)
+from tests.support.harness import (
     HIGH_PAGES,
     assert_same,
     attend,
@@ -24,8 +34,8 @@ from tests.harness import (
     same_bits,
     target_rows,
 )
-from tests.inputs import CACHES, Inputs, address_probe, make_inputs, random_tokens, spread
-from tests.layouts import attend_through, ragged_inputs, same_pages
+from tests.support.inputs import CACHES, Inputs, address_probe, make_inputs, random_tokens, spread
+from tests.support.layouts import attend_through, ragged_inputs, same_pages
 
 Pair = tuple[Tensor, Tensor]
 LENGTHS = (4097, 1, 0, 16, 255, 2000, 33)

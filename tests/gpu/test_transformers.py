@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jitattn.integrations import transformers as integration
-from tests import hf_models
 from tests.gpu.device import DEVICE
+from tests.support import hf_models
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.device import DEVICE
-from tests.untouched import CHECK, FORK, IMPORT, PLAN, run_apart
+from tests.support.untouched import CHECK, FORK, IMPORT, PLAN, run_apart
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="tests/unit has what holds without a GPU")
 
 USE = """
 from dataclasses import replace
-from tests.cases import D128
-from tests.harness import planner_for, run_case
+from tests.support.cases import D128
+from tests.support.harness import planner_for, run_case
 CASE = replace(D128, lengths=(300, 0, 40))
 """
 
@@ -20,7 +20,7 @@ CASE = replace(D128, lengths=(300, 0, 40))
 FORK_AFTER_USE = """
 import signal
 import torch
-from tests.harness import plan_of
+from tests.support.harness import plan_of
 inputs = run_case(CASE, "cuda")
 planner = planner_for(CASE, "cuda:0")
 plan, kv, out = plan_of(inputs, planner), inputs.bind(planner), inputs.new_out()

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 import jitattn
-from tests.cases import Case
 from tests.gpu.device import DEVICE
-from tests.harness import (
+from tests.support.cases import Case
+from tests.support.harness import (
     assert_same,
     attend,
     check,
@@ -21,11 +21,18 @@ from tests.harness import (
     run_case,
     same_bits,
 )
-from tests.inputs import make_inputs
-from tests.mla import MLACase, check_kernel
-from tests.mla import make_inputs as make_latents
-from tests.strategies import Shards
-from tests.variant_cases import CASES, LATENTS, examples, latents, latents_on_a_card, on_a_card
+from tests.support.inputs import make_inputs
+from tests.support.mla import MLACase, check_kernel
+from tests.support.mla import make_inputs as make_latents
+from tests.support.strategies import Shards
+from tests.support.variant_cases import (
+    CASES,
+    LATENTS,
+    examples,
+    latents,
+    latents_on_a_card,
+    on_a_card,
+)
 
 SHARDS = Shards(examples(), DEVICE, num_examples=600)
 SEEDS = range(1, 21)

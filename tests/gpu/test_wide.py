@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.support import wide_row_tile
-from tests.cases import (
+from jitattn.spec.support import wide_row_tile
+from tests.gpu.device import DEVICE
+from tests.gpu.test_graphs import Layer, captured
+from tests.gpu.test_mixed import overwrite, replays_are_eager
+from tests.support.cases import (
     CACHES_SHARED,
     D64,
     D128,
@@ -24,10 +27,7 @@ from tests.cases import (
     Case,
     of,
 )
-from tests.gpu.device import DEVICE
-from tests.gpu.test_graphs import Layer, captured
-from tests.gpu.test_mixed import overwrite, replays_are_eager
-from tests.harness import (
+from tests.support.harness import (
     assert_dead_slots_do_not_count,
     assert_same,
     attend,
@@ -37,9 +37,9 @@ from tests.harness import (
     plan_of,
     planner_for,
 )
-from tests.inputs import Inputs, make_inputs, random_tokens
-from tests.layouts import assert_same_through_every_table
-from tests.queries import MaskOf, mask_of_last_keys, ragged_mask
+from tests.support.inputs import Inputs, make_inputs, random_tokens
+from tests.support.layouts import assert_same_through_every_table
+from tests.support.queries import MaskOf, mask_of_last_keys, ragged_mask
 
 D64_PAGE_64 = next(case for case in DRAFTS if case.page_size == 64)  # with boxes of 32 tokens
 

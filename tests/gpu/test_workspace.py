@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import jitattn
-from tests.cases import D128
 from tests.gpu.device import DEVICE
-from tests.workspaces import plan_of
+from tests.support.cases import D128
+from tests.support.workspaces import plan_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the memory is the device's")
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_flag
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.config import FP8_DTYPES, dtype_name
-from jitattn.pages import INTEGERS, check_device, check_tensor
-from jitattn.quantization import KVCache, QuantizedKV
-from jitattn.scalars import check_flag
+from jitattn.spec.config import FP8_DTYPES, dtype_name
+from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
+from jitattn.tensors.quantization import KVCache, QuantizedKV
 
 Scale = float | Tensor
 

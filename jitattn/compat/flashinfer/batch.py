@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from jitattn.compat.flashinfer.arguments import as_lengths
-from jitattn.functional import planner_of
-from jitattn.pages import INTEGERS, Pages, check_device, check_indptr, check_tensor
-from jitattn.planner import AttentionPlanner, Plan
+from jitattn.kernels.attention.api import AttentionPlanner, Plan
+from jitattn.kernels.attention.functional import planner_of
+from jitattn.tensors.page_tables import INTEGERS, Pages, check_device, check_indptr, check_tensor
 
 
 class Batch:

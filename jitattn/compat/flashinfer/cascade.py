@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from jitattn import merge
 from jitattn.compat.flashinfer.arguments import LOG2_E
-from jitattn.pages import check_device, check_tensor
+from jitattn.kernels.merge import api as merge_api
+from jitattn.tensors.page_tables import check_device, check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -110,5 +110,5 @@ def _check_state(v_name: str, v: Tensor, s_name: str, s: Tensor, first: Tensor) 
 
 def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merge states, the first dimension, whose lse is base 2."""
-    out, lse = merge.merge_states(outs, lses * math.log(2))
+    out, lse = merge_api.merge_states(outs, lses * math.log(2))
     return out, lse.mul_(LOG2_E)

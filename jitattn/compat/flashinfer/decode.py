@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_count
 from jitattn.compat.flashinfer.arguments import (
     LseForm,
     Scale,
@@ -33,8 +34,7 @@ from jitattn.compat.flashinfer.wrapper import (
     score_arguments,
     window_change,
 )
-from jitattn.pages import BlockTable, CsrPages, Pages
-from jitattn.scalars import check_count
+from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):

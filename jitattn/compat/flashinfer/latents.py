@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from jitattn.mla_planner import MLAPlanner
-from jitattn.scalars import check_count
+from jitattn.base.validate import check_count
+from jitattn.kernels.mla.api import MLAPlanner
 
 
 def check_dims(name: str, value: object, allowed: tuple[int, ...]) -> None:

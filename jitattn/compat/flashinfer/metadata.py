@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from jitattn.base.validate import check_count
 from jitattn.compat.flashinfer.arguments import as_lengths
 from jitattn.compat.flashinfer.batch import (
     FixedBuffers,
@@ -15,7 +16,6 @@ from jitattn.compat.flashinfer.batch import (
     check_indices,
     check_offsets,
 )
-from jitattn.scalars import check_count
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_count, check_flag, check_number
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
@@ -28,11 +29,10 @@ from jitattn.compat.flashinfer.metadata import (
     tables_of,
 )
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.config import dtype_name
-from jitattn.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
-from jitattn.mla_planner import MLAPlan, MLAPlanner
-from jitattn.pages import BlockTable, CsrPages, Pages, check_tensor
-from jitattn.scalars import check_count, check_flag, check_number
+from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
+from jitattn.spec.config import dtype_name
+from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
+from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, check_tensor
 
 _FP8 = torch.float8_e4m3fn
 _NO_SINKS = "latent attention has no sinks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_count
 from jitattn.compat.flashinfer.arguments import Q_DTYPES, check_layout, paged_cache
 from jitattn.compat.flashinfer.batch import (
     check_indices,
@@ -13,10 +14,9 @@ from jitattn.compat.flashinfer.batch import (
     csr_lens,
 )
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.pages import INTEGERS, check_device, check_tensor
-from jitattn.preprocess import append_kv
-from jitattn.quantization import KVCache, QuantizedKV
-from jitattn.scalars import check_count
+from jitattn.kernels.preprocess.api import append_kv
+from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
+from jitattn.tensors.quantization import KVCache, QuantizedKV
 
 _TOKENS = tuple(getattr(torch, name) for name in Q_DTYPES)
 _CACHES = (*_TOKENS, torch.float8_e4m3fn, torch.float8_e5m2)

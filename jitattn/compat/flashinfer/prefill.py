@@ -32,7 +32,7 @@ from jitattn.compat.flashinfer.queries import (
 from jitattn.compat.flashinfer.wrapper import (
     window_change,
 )
-from jitattn.pages import BlockTable, CsrPages, Pages
+from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):

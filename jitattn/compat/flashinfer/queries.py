@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_count, check_flag
 from jitattn.compat.flashinfer.arguments import (
     refuse_unbuilt,
 )
@@ -25,8 +26,7 @@ from jitattn.compat.flashinfer.wrapper import (
     planner_arguments,
     score_arguments,
 )
-from jitattn.pages import Pages, check_tensor
-from jitattn.scalars import check_count, check_flag
+from jitattn.tensors.page_tables import Pages, check_tensor
 
 
 class PrefillWrapper(Wrapper):

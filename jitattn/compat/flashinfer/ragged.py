@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_flag
 from jitattn.compat.flashinfer.arguments import (
     LseForm,
     Scale,
@@ -30,8 +31,7 @@ from jitattn.compat.flashinfer.queries import (
 from jitattn.compat.flashinfer.wrapper import (
     Results,
 )
-from jitattn.pages import RaggedKV
-from jitattn.scalars import check_flag
+from jitattn.tensors.page_tables import RaggedKV
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):

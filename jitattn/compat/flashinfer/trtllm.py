@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_count, check_flag, check_number
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
@@ -22,11 +23,10 @@ from jitattn.compat.flashinfer.arguments import (
 from jitattn.compat.flashinfer.batch import check_equal, check_offsets
 from jitattn.compat.flashinfer.wrapper import window_change
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.config import FP8_DTYPES, dtype_name
-from jitattn.functional import planner_of
-from jitattn.pages import BlockTable, check_device, check_tensor
-from jitattn.planner import plan_for_call
-from jitattn.scalars import check_count, check_flag, check_number
+from jitattn.kernels.attention.api import plan_for_call
+from jitattn.kernels.attention.functional import planner_of
+from jitattn.spec.config import FP8_DTYPES, dtype_name
+from jitattn.tensors.page_tables import BlockTable, check_device, check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

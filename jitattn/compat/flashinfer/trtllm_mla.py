@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_count, check_number
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
@@ -20,11 +21,10 @@ from jitattn.compat.flashinfer.batch import check_offsets
 from jitattn.compat.flashinfer.latents import check_dims, latent_planner
 from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.config import dtype_name
-from jitattn.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
-from jitattn.mla_planner import latent_plan_for_call
-from jitattn.pages import BlockTable, check_device, check_tensor
-from jitattn.scalars import check_count, check_number
+from jitattn.kernels.mla.api import latent_plan_for_call
+from jitattn.spec.config import dtype_name
+from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
+from jitattn.tensors.page_tables import BlockTable, check_device, check_tensor
 
 _FP8 = torch.float8_e4m3fn
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from jitattn.base.validate import INT32_MAX, check_count, check_flag, check_number
 from jitattn.compat.flashinfer.arguments import (
     LseForm,
     Scale,
@@ -20,10 +21,9 @@ from jitattn.compat.flashinfer.arguments import (
 )
 from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_changes
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.config import HEAD_DIMS
-from jitattn.functional import planner_of
-from jitattn.quantization import KVCache, QuantizedKV
-from jitattn.scalars import INT32_MAX, check_count, check_flag, check_number
+from jitattn.kernels.attention.functional import planner_of
+from jitattn.spec.config import HEAD_DIMS
+from jitattn.tensors.quantization import KVCache, QuantizedKV
 
 
 class Results(NamedTuple):

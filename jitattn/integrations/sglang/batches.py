@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from jitattn.integrations.steps import Scale, Step, is_quantised
-from jitattn.pages import BlockTable, Pages, RaggedKV, TokenTable
-from jitattn.tables import build_block_table
+from jitattn.kernels.pages.block_table import build_block_table
+from jitattn.tensors.page_tables import BlockTable, Pages, RaggedKV, TokenTable
 
 
 @dataclass(frozen=True)

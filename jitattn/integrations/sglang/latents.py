@@ -16,9 +16,9 @@ from torch import Tensor
 
 from jitattn.integrations.sglang.batches import Forward, paged, scales_of
 from jitattn.integrations.steps import LayerPlanners, Scale, place_of
-from jitattn.mla_cache import BoundMLACache
-from jitattn.mla_planner import MLAPlanner
-from jitattn.preprocess import append_kv
+from jitattn.kernels.mla.api import MLAPlanner
+from jitattn.kernels.mla.check import BoundMLACache
+from jitattn.kernels.preprocess.api import append_kv
 
 
 class LatentLayers:

@@ -15,9 +15,9 @@ from torch import Tensor
 from jitattn.integrations.sglang.batches import Batch, Buffers, Forward, Pools, paged, scales_of
 from jitattn.integrations.sglang.latents import LatentLayers
 from jitattn.integrations.steps import BoundCaches, LayerPlanners, Scale
-from jitattn.pages import Pages
-from jitattn.planner import AttentionPlanner
-from jitattn.preprocess import append_kv
+from jitattn.kernels.attention.api import AttentionPlanner
+from jitattn.kernels.preprocess.api import append_kv
+from jitattn.tensors.page_tables import Pages
 
 
 @dataclass

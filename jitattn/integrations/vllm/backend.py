@@ -20,7 +20,6 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from jitattn.config import HEAD_DIMS
 from jitattn.integrations.steps import FP8
 from jitattn.integrations.vllm.layers import (
     CACHE_DTYPES,
@@ -32,7 +31,8 @@ from jitattn.integrations.vllm.layers import (
     Shards,
     Tensors,
 )
-from jitattn.support import arch_for, check_config
+from jitattn.spec.config import HEAD_DIMS
+from jitattn.spec.support import arch_for, check_config
 
 NAME = "CUSTOM"  # a member of vLLM's list of backends
 

@@ -13,13 +13,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from jitattn.config import HEAD_DIMS
+from jitattn.device.workspace import canonical_device
 from jitattn.integrations.steps import FP8, BoundCaches, LayerPlanners, Step, is_quantised
-from jitattn.merge import merge_states
-from jitattn.pages import BlockTable, RaggedKV
-from jitattn.planner import AttentionPlanner
-from jitattn.preprocess import append_kv
-from jitattn.workspace import canonical_device
+from jitattn.kernels.attention.api import AttentionPlanner
+from jitattn.kernels.merge.api import merge_states
+from jitattn.kernels.preprocess.api import append_kv
+from jitattn.spec.config import HEAD_DIMS
+from jitattn.tensors.page_tables import BlockTable, RaggedKV
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8)
 # [num_pages, num_kv_heads, page_size, head_dim + head_dim_vo], in this order of names.

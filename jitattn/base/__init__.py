@@ -1,0 +1,1 @@
+"""Errors, settings from the environment, record types and argument validation."""

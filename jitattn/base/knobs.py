@@ -1,0 +1,107 @@
+"""Every environment variable jitattn reads. Nothing else in the package touches os.environ."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jitattn.base.record import Value
+
+
+class Knobs(Value):
+    """One process's settings, as ``load()`` read them."""
+
+    cache_dir: Path | None
+    """JITATTN_CACHE_DIR: where compiled kernels go. Default: ``jitattn`` in the platform's user
+    cache; None where the user has no home, then kernels stay in memory."""
+
+    precompiled: tuple[Path, ...] = ()
+    """JITATTN_PRECOMPILED: bundles made by ``jitattn precompile``, searched first, separated by
+    ``:``. They are only read. Installed wheels of bundles come after them."""
+
+    bundle_sha256: str | None = None
+    """JITATTN_BUNDLE_SHA256: the digest, as ``jitattn bundle sha256`` prints it, of the one bundle
+    that may be used; all others are refused."""
+
+    jit: bool = True
+    """JITATTN_JIT: ``0`` forbids compiling, but to ``precompile``; a missing kernel raises
+    KernelNotFoundError."""
+
+    lock_timeout: float = 120.0
+    """JITATTN_LOCK_TIMEOUT: seconds to wait for another process that compiles the same kernel."""
+
+    lineinfo: bool = False
+    """JITATTN_LINEINFO: ``1`` compiles with source lines, for Nsight Compute and the sanitizer."""
+
+    check: bool = False
+    """JITATTN_CHECK: ``1`` verifies page ids, lengths and offsets on the device."""
+
+
+def load(environ: Mapping[str, str] = os.environ) -> Knobs:
+    """Read the settings, or raise ValueError naming the variable and what it accepts."""
+    folder = environ.get("JITATTN_CACHE_DIR", "")
+    bundles = environ.get("JITATTN_PRECOMPILED", "").split(":")
+    return Knobs(
+        cache_dir=_path("JITATTN_CACHE_DIR", folder) if folder else _user_cache(),
+        precompiled=tuple(_path("JITATTN_PRECOMPILED", bundle) for bundle in bundles if bundle),
+        bundle_sha256=_digest(environ, "JITATTN_BUNDLE_SHA256"),
+        jit=_flag(environ, "JITATTN_JIT", default=True),
+        lock_timeout=_seconds(environ, "JITATTN_LOCK_TIMEOUT", default=120.0),
+        lineinfo=_flag(environ, "JITATTN_LINEINFO", default=False),
+        check=_flag(environ, "JITATTN_CHECK", default=False),
+    )
+
+
+def _path(name: str, text: str) -> Path:
+    # Absolute, so that a later chdir changes nothing. "~" reaches us unexpanded from container
+    # files, and a folder of that name helps nobody.
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{name}={text!r}: expected a path ({error})") from error
+
+
+def _user_cache() -> Path | None:
+    import platformdirs  # 6 ms, and not needed where JITATTN_CACHE_DIR is set
+
+    try:
+        folder = platformdirs.user_cache_path("jitattn", appauthor=False)
+    except (RuntimeError, KeyError, OSError):
+        return None  # neither HOME nor a passwd entry
+    return folder if folder.is_absolute() else None
+
+
+def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name}={value!r}: expected 0 or 1")
+    return default if value == "" else value == "1"
+
+
+def _digest(environ: Mapping[str, str], name: str) -> str | None:
+    value = environ.get(name, "").lower()
+    if value and not (len(value) == 64 and set(value) <= set("0123456789abcdef")):
+        raise ValueError(f"{name}={value!r}: expected the 64 hexadecimal digits of a SHA-256")
+    return value or None
+
+
+def _seconds(environ: Mapping[str, str], name: str, *, default: float) -> float:
+    value = environ.get(name, "")
+    try:
+        seconds = float(value) if value else default
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{name}={value!r}: expected a number of seconds, 0 or more")
+    return seconds
+
+
+def library_search(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the variables that decide which NVRTC the CUDA bindings find, in a fixed order.
+
+    jitattn does not act on them; they only tell one toolchain from another.
+    """
+    names = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX")
+    return tuple(environ.get(name, "") for name in names)

@@ -1,0 +1,1 @@
+"""Precompiled kernel bundles: contents per model, compilation, wheels."""

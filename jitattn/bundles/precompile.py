@@ -1,0 +1,384 @@
+"""Fill a bundle: compile the kernels of many configurations, without a GPU and without torch.
+
+Each worker is a fresh Python process that reads jobs from a pipe. Forking would copy threads and
+locks of the caller; multiprocessing's other ways run the caller's main module again, which a
+script without a ``__main__`` guard does not survive.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from jitattn.base.errors import CompilerMissingError, ConfigError, JitAttnError
+from jitattn.base.validate import check_count, check_flag
+from jitattn.jit.cache import KernelCache
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.support import OtherConfig, config_of, parse_config, resolve
+
+if TYPE_CHECKING:
+    from jitattn.jit.build import Kernel
+
+_PAGE_SIZES = (16, 32, 64)
+_PAGE_TABLES = ("shared", "separate")
+
+# The caller's search path travels along: it knows where it found this package and the compiler.
+_WORKER = (
+    "import sys; sys.path[:] = {path!r}; from jitattn.bundles.precompile import serve; serve()"
+)
+
+
+def _everyday(heads: str) -> tuple[str, ...]:
+    return tuple(
+        f"{heads},page_size={page_size},page_table={page_table}"
+        for page_size in _PAGE_SIZES
+        for page_table in _PAGE_TABLES
+    )
+
+
+PRESETS: Mapping[str, tuple[str, ...]] = {
+    "llama-3.1-8b": _everyday("num_qo_heads=32,num_kv_heads=8,head_dim=128"),
+    "llama-3.1-70b": _everyday("num_qo_heads=64,num_kv_heads=8,head_dim=128"),
+    "mistral-7b": _everyday("num_qo_heads=32,num_kv_heads=8,head_dim=128"),
+    "qwen2.5-7b": _everyday("num_qo_heads=28,num_kv_heads=4,head_dim=128"),
+    "qwen3-30b-a3b": _everyday("num_qo_heads=32,num_kv_heads=4,head_dim=128"),
+    "gemma-2-9b": _everyday("num_qo_heads=16,num_kv_heads=8,head_dim=256,logits_soft_cap=50.0"),
+    "gpt-oss-20b": _everyday("num_qo_heads=64,num_kv_heads=8,head_dim=64,use_sinks=true"),
+}
+"""Planner arguments of well-known models, for the usual page sizes and both page tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precompiled:
+    """One kernel of a bundle."""
+
+    entry: str
+    symbol: str
+    arch: str
+    origin: str
+    """``"compiled"`` now, or ``"precompiled"`` before."""
+    seconds: float
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    cubin_bytes: int
+    stored_bytes: int = 0
+    """Of its entry: the kernel, its source and what is known of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A kernel that could not be put into the bundle."""
+
+    symbol: str
+    arch: str
+    error: Exception
+
+    def __str__(self) -> str:
+        """Name the kernel and say what happened."""
+        return f"{self.symbol} for {self.arch}: {self.error}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What ``precompile`` did."""
+
+    entries: tuple[Precompiled, ...]
+    """Every kernel asked for that the bundle now holds, in the order they were asked for."""
+    failures: tuple[Failure, ...]
+    seconds: float
+
+    @property
+    def compiled(self) -> int:
+        """How many entries were compiled now."""
+        return sum(entry.origin == "compiled" for entry in self.entries)
+
+    @property
+    def reused(self) -> int:
+        """How many entries the bundle held already."""
+        return len(self.entries) - self.compiled
+
+
+@dataclass(frozen=True)
+class _Job:
+    spec: KernelSpec
+    arch: str
+    folder: Path
+
+
+_Outcome = Precompiled | Failure
+Config = PlannerConfig | OtherConfig | str | Mapping[str, object]
+
+
+def precompile(
+    configs: Config | Iterable[Config],
+    arch: str | Sequence[str],
+    out: str | os.PathLike[str],
+    jobs: int | None = None,
+    progress: bool = True,
+) -> Report:
+    """Put every kernel that planners of ``configs`` may need into the bundle ``out``.
+
+    Args:
+        configs: one or more sets of planner arguments: a mapping, a string as ``--config`` takes it
+            (``"head_dim=128,page_size=16"``), or a PlannerConfig. A string that begins with
+            ``kernel=preprocess`` selects kernels of ``preprocess_qkv`` and ``append_kv``, and
+            ``kernel=gather,kv_dtype=..,out_dtype=..`` one of ``gather_kv``.
+        arch: architectures, as a sequence or separated by commas: ``"sm_90a,sm_80"``.
+        out: the folder; created, readable by everyone, if it does not exist. Kernels that it holds
+            already are not compiled again.
+        jobs: worker processes; None: one for each CPU this process may use.
+        progress: show progress on stderr.
+
+    Returns:
+        What is in the bundle now, and what failed: one kernel that does not compile does not stop
+        the others.
+
+    Raises:
+        ConfigError: some arguments have no kernel; nothing has been compiled then.
+        CompilerMissingError: NVRTC, its binding or nvidia-cutlass is not installed.
+        CacheError: ``out`` is owned by someone else, or others may write to it.
+        OSError: ``out`` cannot be written.
+    """
+    started = time.perf_counter()
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else check_count("jobs", jobs)
+    check_flag("progress", progress)
+    folder = Path(out).absolute()
+    work = [_Job(spec, name, folder) for spec, name in kernels_of(configs, arch)]
+    bundle = KernelCache(folder, mode=0o755)
+    bundle.create()
+    outcomes = _run(work, jobs, progress)
+    for outcome in outcomes:
+        if isinstance(outcome, Failure) and isinstance(outcome.error, CompilerMissingError):
+            raise outcome.error
+    bundle.write_manifest()
+    return Report(
+        entries=tuple(outcome for outcome in outcomes if isinstance(outcome, Precompiled)),
+        failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def kernels_of(
+    configs: Config | Iterable[Config], arch: str | Sequence[str]
+) -> list[tuple[KernelSpec, str]]:
+    """Return what ``precompile`` of these puts into a bundle, each with its architecture.
+
+    Raises:
+        ConfigError: some arguments have no kernel.
+    """
+    return list(_kernels(_configs(configs), _archs(arch)))
+
+
+def serve() -> None:
+    """Be a worker: read pickled jobs from stdin until it ends, answer each on stdout."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Whatever else prints must not get between the answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(_fill(job), answers)
+        answers.flush()
+
+
+class _Worker:
+    """A process that compiles one kernel after another."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", _WORKER.format(path=sys.path)]
+        # In a group of its own a terminal's Ctrl-C does not reach it, even while it starts.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
+
+    def run(self, job: _Job) -> _Outcome:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.flush()
+            answer: _Outcome = pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            error = JitAttnError(f"the worker process ended with status {self._process.wait()}")
+            return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
+        return answer
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Let the worker finish what it does, and end."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        self._process.wait()
+
+
+def _run(work: Sequence[_Job], jobs: int, progress: bool) -> list[_Outcome]:
+    """Return the outcome of each job, in their order; only what is missing takes long."""
+    outcomes = {job: outcome for job in work if (outcome := _look_up(job)) is not None}
+    missing = [job for job in work if job not in outcomes]
+    if missing:
+        with _progress_bar(len(missing), progress) as advance:
+            made = _make(missing, jobs, advance)
+        outcomes |= zip(missing, made, strict=True)
+    return [outcomes[job] for job in work]
+
+
+def _make(
+    work: Sequence[_Job], jobs: int, advance: Callable[[_Outcome], _Outcome]
+) -> list[_Outcome]:
+    count = min(jobs, len(work))
+    if count < 2:
+        return [advance(_fill(job)) for job in work]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+
+    def run(job: _Job) -> _Outcome:
+        worker = idle.get()
+        outcome = worker.run(job)
+        if not worker.alive:
+            worker.close()
+            worker = _Worker()
+        idle.put(worker)
+        return advance(outcome)
+
+    # One thread waits for each process.
+    pool = ThreadPoolExecutor(count, thread_name_prefix="jitattn-precompile")
+    try:
+        for _ in range(count):
+            idle.put(_Worker())
+        return list(pool.map(run, work))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        while not idle.empty():
+            idle.get().close()
+
+
+def _look_up(job: _Job) -> _Outcome | None:
+    from jitattn.jit.build import stored
+
+    try:
+        kernel = stored(job.spec, job.arch, job.folder)
+    except (JitAttnError, OSError, ValueError) as error:
+        return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
+    return None if kernel is None else _precompiled(kernel, job.folder)
+
+
+def _fill(job: _Job) -> _Outcome:
+    from jitattn.jit.build import fill  # imports Jinja, which --help and the like can do without
+
+    try:
+        kernel = fill(job.spec, job.arch, job.folder)
+    except (JitAttnError, OSError, ValueError) as error:
+        return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
+    return _precompiled(kernel, job.folder)
+
+
+def _precompiled(kernel: Kernel, folder: Path) -> Precompiled:
+    return Precompiled(
+        entry=kernel.entry,
+        symbol=kernel.symbol,
+        arch=kernel.arch,
+        origin=kernel.origin,
+        seconds=kernel.seconds,
+        registers=kernel.registers,
+        spill_bytes=kernel.spill_bytes,
+        smem_bytes=kernel.smem_bytes,
+        cubin_bytes=len(kernel.cubin),
+        stored_bytes=sum(file.stat().st_size for file in (folder / kernel.entry).iterdir()),
+    )
+
+
+@contextmanager
+def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outcome]]:
+    """Yield a function that counts an outcome and returns it."""
+    if not show:
+        yield lambda outcome: outcome
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
+
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # names of kernels are long
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}", table_column=rest),
+    )
+    with Progress(*columns, console=Console(stderr=True), expand=True) as bar:
+        task = bar.add_task("kernels", total=total, now="")
+
+        def advance(outcome: _Outcome) -> _Outcome:
+            bar.update(task, advance=1, now=f"{outcome.arch} {outcome.symbol}")
+            return outcome
+
+        yield advance
+
+
+def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig | OtherConfig]:
+    one = isinstance(configs, (PlannerConfig, OtherConfig, str, Mapping))
+    given: list[Config] = [configs] if one else list(configs)  # type: ignore[list-item, arg-type]
+    if not given:
+        raise ConfigError(["no configuration is given"])
+    return [_config(config) for config in given]
+
+
+def _config(config: Config) -> PlannerConfig | OtherConfig:
+    if isinstance(config, (PlannerConfig, OtherConfig)):
+        return config
+    if isinstance(config, str):
+        return parse_config(config)
+    return config_of(config)
+
+
+def _archs(arch: str | Sequence[str]) -> list[str]:
+    names = arch.split(",") if isinstance(arch, str) else arch
+    if not names:
+        raise ConfigError(["no arch is given"])
+    return list(dict.fromkeys(name.strip() for name in names))
+
+
+def _kernels(
+    configs: Sequence[PlannerConfig | OtherConfig], archs: Sequence[str]
+) -> dict[tuple[KernelSpec, str], None]:
+    """Return each kernel once, in the order of first need, as the keys of a dict."""
+    kernels: dict[tuple[KernelSpec, str], None] = {}
+    reasons: dict[str, None] = {}
+    for arch in archs:
+        for config in configs:
+            try:
+                specs = (
+                    config.specs(arch) if isinstance(config, OtherConfig) else resolve(config, arch)
+                )
+                kernels |= {(spec, arch): None for spec in specs}
+            except ConfigError as error:
+                reasons |= dict.fromkeys(error.reasons)
+    if reasons:
+        raise ConfigError(list(reasons))
+    return kernels

@@ -1,0 +1,1 @@
+"""CUDA driver calls and device workspaces."""

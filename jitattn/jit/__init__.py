@@ -1,0 +1,1 @@
+"""Rendering, compiling with NVRTC, and the kernel cache on disk."""

@@ -1,0 +1,497 @@
+"""From a spec to a cubin: look in memory, bundles and the user's cache, else compile and store.
+
+Reading an entry loads neither NVRTC nor Jinja, once the user's cache has notes of the compiler that
+this machine has and of what the templates render to; where compiling is forbidden (JITATTN_JIT=0)
+NVRTC is never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from jitattn.base.errors import CacheError, CompilerMissingError, KernelNotFoundError
+from jitattn.base.knobs import Knobs
+from jitattn.base.record import Value
+from jitattn.jit import bundle_discovery, nvrtc
+from jitattn.jit.cache import KernelCache, Meta, digest, entry_name
+from jitattn.jit.sources import headers, inputs
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import AttentionSpec, KernelSpec
+from jitattn.spec.variant import READY
+from jitattn.version import __version__
+
+logger = logging.getLogger("jitattn")
+
+
+class Kernel(Value):
+    """A compiled kernel and where it came from."""
+
+    spec: KernelSpec
+    symbol: str
+    """Name of the function in the cubin."""
+    arch: str
+    cubin: bytes
+    origin: str
+    """``"memory"``, ``"disk"`` (the user's cache), ``"precompiled"`` (a bundle), ``"compiled"``."""
+    seconds: float
+    """What finding or compiling it took this time."""
+    registers: int
+    """Per thread."""
+    spill_bytes: int
+    """Spill stores and loads, per thread."""
+    smem_bytes: int
+    """Static shared memory per CTA."""
+    compiler: str
+    """The NVRTC build that made it, for example ``"V13.5.37 CL-39125733"``."""
+    entry: str
+    """Its name in a cache."""
+
+
+class _Job(NamedTuple):
+    """One kernel to find or make."""
+
+    spec: KernelSpec
+    arch: str
+    lineinfo: bool
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return nvrtc.options(self.arch, lineinfo=self.lineinfo)
+
+    def render(self) -> tuple[str, str]:
+        """Return the entry's name and the source that it covers."""
+        from jitattn.jit.render import (
+            render,  # imports Jinja, which reading an entry can do without
+        )
+
+        source = render(self.spec, self.arch)
+        fields = {"source": source.encode(), "options": "\0".join(self.options).encode()}
+        # Not the headers of nvidia-cutlass: each wrapper is one asm statement, so their version
+        # cannot change what a kernel computes. Who reads an entry need not have them, nor hash a
+        # megabyte.
+        fields |= {f"header {name}": text.encode() for name, text in headers()}
+        return entry_name(self.arch, self.spec.symbol, fields), source
+
+    def note_key(self) -> str:
+        """Return what the entry's name is noted under: a digest of all that it depends on."""
+        options = "\0".join(self.options).encode()
+        return digest({"options": options, **inputs(self.spec, self.arch)})
+
+
+class _Memory:
+    """This process's kernels, and one lock for each, so that threads compile a kernel once."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[tuple[_Job, Knobs], Kernel] = {}
+        self._locks: dict[tuple[_Job, Knobs], threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def lock(self, key: tuple[_Job, Knobs]) -> threading.Lock:
+        with self._guard:
+            return self._locks.setdefault(key, threading.Lock())
+
+    def forget_locks(self) -> None:
+        self._locks = {}
+        self._guard = threading.Lock()
+
+
+_memory = _Memory()
+# A lock that some thread held at a fork would never be released in the child.
+os.register_at_fork(after_in_child=_memory.forget_locks)
+
+_warned: set[str] = set()
+
+
+def build(spec: KernelSpec, arch: str, knobs: Knobs, *, hint: str = "") -> Kernel:
+    """Return the kernel of ``spec`` for ``arch``, compiling it at most once.
+
+    Bundles come first, whoever compiled them; of the user's cache only what this machine's compiler
+    made is used, unless there is no compiler to ask.
+
+    Args:
+        spec: what to build.
+        arch: for example ``"sm_90a"``.
+        knobs: where to look and whether to compile.
+        hint: the planner's arguments as ``jitattn precompile --config`` takes them, for the error.
+
+    Raises:
+        KernelNotFoundError: ``knobs.jit`` is off and the kernel is in no bundle or cache.
+        CompileError: the kernel does not compile, or there is no compiler.
+        CacheError: a bundle or the user's cache must not be used.
+    """
+    started = time.perf_counter()
+    key = (_Job(spec, arch, knobs.lineinfo), knobs)
+    kernel = _find(*key)
+    if kernel is None:
+        with _memory.lock(key):
+            kernel = _find(*key) or _make(*key, hint)
+    return replace(kernel, seconds=time.perf_counter() - started)
+
+
+class Pending:
+    """A kernel that was found, or that another thread compiles."""
+
+    def __init__(self, work: Kernel | Future[Kernel], make: Callable[[], Kernel]) -> None:
+        """Made by ``start``; ``make`` builds the kernel on the calling thread."""
+        self._work = work
+        self._make = make
+        self._process = os.getpid()
+
+    @property
+    def was_found(self) -> bool:
+        """Whether nothing had to be compiled."""
+        return isinstance(self._work, Kernel)
+
+    def result(self) -> Kernel:
+        """Wait for the kernel and return it; raise what ``build`` raises, at every call."""
+        if isinstance(self._work, Kernel):
+            return self._work
+        if os.getpid() != self._process:
+            return self._make()  # forked, and the other thread stayed with the parent
+        if (error := self._work.exception()) is not None:
+            # One object is raised at every call: it must not collect the frames of each.
+            raise error.with_traceback(None)
+        return self._work.result()
+
+
+def start(
+    specs: Sequence[KernelSpec], arch: str, knobs: Knobs, *, hint: str = ""
+) -> tuple[Pending, ...]:
+    """Look up several kernels and let other threads compile the rest; see ``build``.
+
+    They compile as many at a time as there are cores, in the order of ``specs``, so that who needs
+    only the first ones hardly notices the others. At its end the process waits for all of them.
+
+    Raises:
+        KernelNotFoundError, CacheError: as ``build`` does; a failing compilation raises later, from
+            ``Pending.result``.
+    """
+    # Threads only delay reading, but NVRTC lets them work side by side.
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="jitattn-build")
+    pending = []
+    for spec in specs:
+        started = time.perf_counter()
+        make = functools.partial(build, spec, arch, knobs, hint=hint)
+        work: Kernel | Future[Kernel]
+        if (kernel := _find(_Job(spec, arch, knobs.lineinfo), knobs)) is not None:
+            work = replace(kernel, seconds=time.perf_counter() - started)
+        else:
+            work = _submit(pool, make) if knobs.jit else make()
+        pending.append(Pending(work, make))
+    pool.shutdown(wait=False)
+    return tuple(pending)
+
+
+def _submit(pool: ThreadPoolExecutor, make: Callable[[], Kernel]) -> Kernel | Future[Kernel]:
+    try:
+        return pool.submit(make)
+    except RuntimeError:
+        # The main thread has ended, though others go on: pools take no more work.
+        return make()
+
+
+def build_all(
+    specs: Sequence[KernelSpec], arch: str, knobs: Knobs, *, hint: str = ""
+) -> tuple[Kernel, ...]:
+    """Build several kernels, those to compile at the same time; see ``build``."""
+    return tuple(pending.result() for pending in start(specs, arch, knobs, hint=hint))
+
+
+def stored(spec: KernelSpec, arch: str, folder: Path) -> Kernel | None:
+    """Return a kernel that the bundle ``folder`` holds; None where it doesn't.
+
+    Raises:
+        CacheError: the bundle must not be used.
+    """
+    started = time.perf_counter()
+    job = _Job(spec, arch, lineinfo=False)
+    kernel = _stored(job, job.render()[0], KernelCache(folder))
+    return kernel and replace(kernel, seconds=time.perf_counter() - started)
+
+
+def _stored(job: _Job, entry: str, bundle: KernelCache) -> Kernel | None:
+    found = bundle.get(entry)
+    return None if found is None else _kernel(job, entry, found.cubin, found.meta, "precompiled")
+
+
+def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
+    """Put one kernel into the bundle ``folder`` unless it is there, and return it.
+
+    Its origin is ``"precompiled"`` or ``"compiled"``.
+
+    Raises:
+        CompileError: the kernel does not compile, or there is no compiler.
+        CacheError: the bundle must not be used.
+        OSError: the bundle cannot be written.
+    """
+    started = time.perf_counter()
+    bundle = KernelCache(folder, mode=0o755)
+    job = _Job(spec, arch, lineinfo=False)
+    entry, source = job.render()
+    if (kernel := _stored(job, entry, bundle)) is None:
+        cubin, meta = _compile(job, source)
+        bundle.put(entry, cubin, source, meta)
+        kernel = _kernel(job, entry, cubin, meta, "compiled")
+    return replace(kernel, seconds=time.perf_counter() - started)
+
+
+def headers_of(source: str) -> dict[str, str]:
+    """Return the text of every header that a rendered kernel is compiled with, by its name.
+
+    Raises:
+        CompilerMissingError: it includes nvidia-cutlass' wrappers, which are not installed.
+    """
+    from jitattn.jit.cutlass import wrapper_headers  # only a compilation needs them
+
+    return dict((*headers(), *wrapper_headers(source)))
+
+
+def forget() -> None:
+    """Drop the kernels in this process's memory, so that the next ``build`` looks on disk again."""
+    _memory.kernels.clear()
+    _warned.clear()
+    bundle_discovery.forget()
+
+
+def _find(job: _Job, knobs: Knobs) -> Kernel | None:
+    """Return the kernel from memory, a bundle or the user's cache."""
+    if (kernel := _memory.kernels.get((job, knobs))) is not None:
+        return replace(kernel, origin="memory")
+    noted = _noted_entry(job, knobs)
+    kernel = _look_up(job, noted, knobs) if noted else None
+    if kernel is None:
+        entry, _ = job.render()
+        if entry != noted and (kernel := _look_up(job, entry, knobs)) and kernel.origin == "disk":
+            _note_entry(job, entry, knobs)
+    if kernel is not None:
+        _memory.kernels[job, knobs] = kernel
+    return kernel
+
+
+def _look_up(job: _Job, entry: str, knobs: Knobs) -> Kernel | None:
+    for origin, cache in _places(knobs):
+        if (stored := cache.get(entry)) is not None:
+            logger.debug("%s comes from %s", entry, cache.root)
+            return _kernel(job, entry, stored.cubin, stored.meta, origin)
+    return None
+
+
+def _noted_entry(job: _Job, knobs: Knobs) -> str | None:
+    """Return the entry's name from an earlier process's note."""
+    if knobs.cache_dir is None:
+        return None
+    try:
+        entry = KernelCache(knobs.cache_dir).recall(job.note_key())
+    except CacheError:
+        return None  # a bundle may have the kernel, and then the cache does not matter
+    return entry if entry and entry.startswith(f"{job.arch}-{job.spec.symbol}-") else None
+
+
+def _note_entry(job: _Job, entry: str, knobs: Knobs) -> None:
+    if knobs.cache_dir is not None:
+        KernelCache(knobs.cache_dir).remember(job.note_key(), entry)
+
+
+def _make(job: _Job, knobs: Knobs, hint: str) -> Kernel:
+    if not knobs.jit:
+        raise KernelNotFoundError(_not_found(job, knobs, hint))
+    kernel = _compile_and_store(job, knobs)
+    _memory.kernels[job, knobs] = kernel
+    return kernel
+
+
+def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
+    """Yield where to look, in order; the compiler is asked for after the bundles had nothing."""
+    for bundle in bundle_discovery.bundles(knobs):
+        yield "precompiled", bundle
+    if knobs.cache_dir is None:
+        return
+    cache = KernelCache(knobs.cache_dir)
+    cache.check()
+    if knobs.jit:
+        try:
+            compiler = _compiler(cache)
+        except CompilerMissingError:
+            pass  # then what any other compiler made is better than nothing
+        else:
+            yield "disk", cache.division(compiler)
+            return
+    for division in cache.divisions():
+        if not nvrtc.why_refused(division.root.name):
+            yield "disk", division
+
+
+def _compiler(cache: KernelCache) -> str:
+    """Return ``nvrtc.toolchain()``; from a note, if possible, instead of loading NVRTC.
+
+    Raises:
+        CompilerMissingError: there is none, or the driver cannot load what it makes.
+    """
+    compiler = _noted_compiler(cache)
+    if reason := nvrtc.why_refused(compiler):
+        raise CompilerMissingError(reason)
+    return compiler
+
+
+def _noted_compiler(cache: KernelCache) -> str:
+    key = nvrtc.search_digest()
+    noted, *libraries = (cache.recall(key) or "").splitlines() or [""]
+    if noted and libraries and nvrtc.still_there(libraries):
+        return noted
+    toolchain = nvrtc.toolchain()
+    if loaded := nvrtc.loaded_libraries():
+        cache.remember(key, "\n".join((toolchain, *loaded)))
+    return toolchain
+
+
+def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
+    entry, source = job.render()
+    compiler = nvrtc.toolchain()
+    if reason := nvrtc.why_refused(compiler):
+        raise CompilerMissingError(reason)
+    if knobs.cache_dir is None:
+        _warn_once("there is no home folder, so compiled kernels stay in memory")
+        return _kernel(job, entry, *_compile(job, source), "compiled")
+    cache = KernelCache(knobs.cache_dir).division(compiler)
+    with cache.locked(entry, knobs.lock_timeout):
+        # Another process may have compiled it while this one waited.
+        if (stored := cache.get(entry)) is not None:
+            return _kernel(job, entry, stored.cubin, stored.meta, "disk")
+        cubin, meta = _compile(job, source)
+        try:
+            cache.put(entry, cubin, source, meta)
+        except CacheError:
+            raise
+        except OSError as error:
+            _warn_once(f"compiled kernels stay in memory, because they cannot be stored: {error}")
+        else:
+            _note_entry(job, entry, knobs)
+    return _kernel(job, entry, cubin, meta, "compiled")
+
+
+def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
+    from jitattn.jit.cubin import resources_of  # only a compilation needs them
+    from jitattn.jit.cutlass import wrapper_package
+
+    started = time.perf_counter()
+    symbol = job.spec.symbol
+    compiled = nvrtc.compile_cubin(
+        source,
+        name=f"{symbol}.cu",
+        headers=headers_of(source),
+        options=job.options,
+    )
+    seconds = time.perf_counter() - started
+    logger.info("compiled %s for %s in %.2f s", symbol, job.arch, seconds)
+    resources = resources_of(compiled.cubin, symbol, job.arch)
+    # No clock, host or path in it: machines with the same packages make equal bundles.
+    meta: Meta = {
+        "symbol": symbol,
+        "arch": job.arch,
+        "options": list(job.options),
+        "compiler": nvrtc.toolchain(),
+        "outside_headers": list(wrapper_package(source)),
+        "jitattn": __version__,
+        **asdict(resources),
+    }
+    return compiled.cubin, meta
+
+
+def _kernel(job: _Job, entry: str, cubin: bytes, meta: Meta, origin: str) -> Kernel:
+    return Kernel(
+        spec=job.spec,
+        symbol=job.spec.symbol,
+        arch=job.arch,
+        cubin=cubin,
+        origin=origin,
+        seconds=0.0,
+        registers=_count(meta, "registers"),
+        spill_bytes=_count(meta, "spill_bytes"),
+        smem_bytes=_count(meta, "smem_bytes"),
+        compiler=str(meta.get("compiler", "unknown")),
+        entry=entry,
+    )
+
+
+def _count(meta: Meta, name: str) -> int:
+    value = meta.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
+    from shlex import quote
+
+    found = [
+        bundle.root
+        for bundle in bundle_discovery.bundles(knobs)
+        if bundle.root not in knobs.precompiled
+    ]
+    places = [*knobs.precompiled, *found, *([knobs.cache_dir] if knobs.cache_dir else [])]
+    searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
+    if job.lineinfo:
+        return (
+            f"{job.spec.symbol} for {job.arch} with source lines (JITATTN_LINEINFO=1) is not "
+            f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
+            "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
+        )
+    stale = "".join(_why_not(job, place) for place in places)
+    folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
+    return (
+        f"{job.spec.symbol} for {job.arch} is not precompiled, and JITATTN_JIT=0 forbids compiling "
+        f"it. Searched: {searched}.{stale} Make it {_how_to_make(job, hint, folder)}\n"
+        f"and set JITATTN_PRECOMPILED={folder}"
+    )
+
+
+def _how_to_make(job: _Job, hint: str, folder: str) -> str:
+    from shlex import quote
+
+    variant = job.spec.variant if isinstance(job.spec, AttentionSpec) else None
+    if variant is not None and variant not in [ready.code for ready in READY.values()]:
+        return (
+            f"where its variant {variant.name!r} is defined, from the planner's arguments, with\n"
+            f"    jitattn.precompile(..., arch={job.arch!r}, out={folder!r})"
+        )
+    config = quote(hint or _config_text(job.spec))
+    return f"with\n    jitattn precompile --arch {job.arch} --config {config} -o {folder}"
+
+
+def _why_not(job: _Job, place: Path) -> str:
+    """Say what of the kernel a bundle has that can't be taken."""
+    found = {
+        path.parent.name for path in place.glob(f"{job.arch}-{job.spec.symbol}-*/kernel.cubin")
+    }
+    if not found:
+        return ""
+    if job.render()[0] in found:
+        return f" {place} has it damaged (jitattn cache verify says how): fill that bundle again."
+    return f" {place} has it as another version of jitattn renders it: fill that bundle again."
+
+
+def _config_text(spec: KernelSpec) -> str:
+    """Return arguments that select ``spec``, for callers that have only the spec."""
+    known = {field.name for field in fields(PlannerConfig)}
+    chosen = {name: value for name, value in spec.context().items() if name in known}
+    if isinstance(spec, AttentionSpec) and spec.variant is not None:
+        chosen["variant"] = spec.variant.name
+    return ",".join(f"{name}={value}" for name, value in chosen.items()) or "head_dim=128"
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"jitattn: {reason}; set JITATTN_CACHE_DIR to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,1 @@
+"""Kernel families: one folder each, with the same file names."""

@@ -1,0 +1,1 @@
+"""Decode and prefill attention over paged KV caches."""

@@ -1,0 +1,1 @@
+"""Planner base, launch cache and torch operators shared by the kernel families."""

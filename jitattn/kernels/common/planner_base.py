@@ -1,0 +1,422 @@
+"""What planners and their plans have in common: arguments, batches, tables, outputs."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import fields
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from jitattn.base import knobs
+from jitattn.base.errors import ConfigError
+from jitattn.base.validate import check_count
+from jitattn.device.workspace import Workspace, canonical_device
+from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
+from jitattn.spec.variant import AttentionVariant
+from jitattn.tensors.cache_views import (
+    NO_BATCH,
+    NO_LAYOUT,
+    Again,
+    Batch,
+    BatchLayout,
+    RowLayout,
+    check_last_stride,
+    check_rows,
+    check_writable,
+)
+from jitattn.tensors.device_checks import check_lengths
+from jitattn.tensors.overlap import refuse_shared_bytes
+from jitattn.tensors.page_tables import (
+    BlockTable,
+    CsrPages,
+    Pages,
+    RaggedKV,
+    TokenTable,
+    check_device,
+    check_indptr,
+    check_vector,
+)
+from jitattn.tensors.tensor_handles import new_handle
+from jitattn.tensors.variant_params import VariantParams, check_variant_params
+
+if TYPE_CHECKING:
+    from jitattn.kernels.attention.kernels import KernelSet
+
+_TABLES = (BlockTable, TokenTable, CsrPages, RaggedKV)
+_BACKENDS = ("auto", "cuda", "reference")
+
+# Kernels read q and write out in vectors of so many elements where rows begin at a multiple.
+Q_VECTOR, OUT_VECTOR = 8, 4
+
+
+class DtypedConfig(PagedConfig, Protocol):
+    """What planners look at themselves, of any planner's arguments."""
+
+    @property
+    def q_dtype(self) -> str:
+        """Of queries."""
+        ...
+
+    @property
+    def out_dtype(self) -> str | None:
+        """Of outputs; None is that of queries."""
+        ...
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Heads of queries."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        ...
+
+    @property
+    def variant(self) -> AttentionVariant | None:
+        """What becomes of logits."""
+        ...
+
+
+class PlannerBase:
+    """A configuration on a device, and the arguments of it, to be read under their names.
+
+    Attributes:
+        config: the arguments, with dtypes as names.
+        device: where its tensors must be.
+        backend: "cuda" or "reference".
+    """
+
+    config: DtypedConfig
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object: ...
+
+    def __init__(
+        self,
+        config: DtypedConfig,
+        *,
+        device: torch.device | str | int | None,
+        backend: str,
+        workspace: Workspace | None,
+    ) -> None:
+        """Choose device and backend; loads nothing."""
+        self.config = config
+        self.device = canonical_device(device)
+        self.backend = _choose_backend(backend, self.device)
+        _check_reference(config.variant, self.backend)
+        self._workspace = _check_workspace(workspace, self.device)
+        self._q_dtype: torch.dtype = getattr(torch, config.q_dtype)
+        self._out_dtype: torch.dtype = getattr(torch, config.out_dtype or config.q_dtype)
+        self._checks = knobs.load().check
+        self._batch_layout = NO_BATCH
+        self._kernels: KernelSet | None = None
+
+    @property
+    def workspace(self) -> Workspace | None:
+        """The workspace given, or None for one of each device and stream."""
+        return self._workspace
+
+    def workspace_bytes(self, batch_size: int, *, max_q_len: int = 1) -> int:
+        """Return the device memory that a plan takes, before there is one.
+
+        That is a workspace, which all plans on a stream share whatever their size, and the plan's
+        own schedule. No tensor that ``run`` is given or returns counts. Plans keep their memory for
+        later ones of their size; nothing else is allocated, and nothing has to be cleared.
+
+        Args:
+            batch_size: requests of the batch.
+            max_q_len: the most query tokens of a request.
+
+        Returns:
+            Bytes; 0 on the backend "reference".
+
+        Raises:
+            TypeError, ValueError: no count.
+        """
+        batch_size, max_q_len = _count("batch_size", batch_size), _count("max_q_len", max_q_len)
+        return 0 if self._kernels is None else self._kernels.plan_bytes(batch_size, max_q_len)
+
+    def _batch(
+        self,
+        pages: Pages,
+        seq_lens: Tensor,
+        qo_indptr: Tensor | None,
+        max_q_len: int | None,
+        max_kv_len: int | None,
+    ) -> Batch:
+        """Check what a plan is made of."""
+        layout = self._batch_layout
+        if not layout.fits(pages, seq_lens):
+            # One that is read and replaced whole, since other threads plan, too.
+            layout = self._batch_layout = self._check_batch(pages, seq_lens)
+        batch = Batch(
+            pages,
+            layout.batch_size,
+            seq_lens,
+            qo_indptr,
+            _kv_limit(layout.capacity, max_kv_len),
+            _query_limit(layout.batch_size, self.device, qo_indptr, max_q_len),
+            layout,
+        )
+        if self._checks and not is_capturing(self.device):
+            check_lengths(batch, self.config)
+        return batch
+
+    def _check_batch(self, pages: Pages, seq_lens: Tensor) -> BatchLayout:
+        _check_pages(pages, self.config, self.device)
+        check_vector("seq_lens", seq_lens, device=self.device)
+        batch_size = pages.batch_size
+        if seq_lens.shape[0] != batch_size:
+            raise ValueError(
+                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
+                "request of pages"
+            )
+        return BatchLayout(pages, seq_lens, pages.capacity(self.config.page_size or 1))
+
+
+def make_readable(planner: type[PlannerBase], arguments: type[Arguments]) -> None:
+    """Give ``planner`` a property for each of the ``arguments`` of its configuration."""
+    for field in fields(arguments):
+        # A __getattr__ would slow down the reading of every attribute.
+        setattr(planner, field.name, property(operator.attrgetter(f"config.{field.name}")))
+
+
+class Backend(Protocol):
+    """What every plan needs of the code that computes."""
+
+    def refresh(self) -> None:
+        """Read lengths and offsets anew."""
+        ...
+
+    def give_back(self) -> None:
+        """Let later plans have the memory."""
+        ...
+
+
+class PlanBase:
+    """A batch, split over the card, and how the tensors of its last ``run`` lay.
+
+    Attributes:
+        handle: int64 [] on the CPU, what stands for the plan in calls of ``torch.ops.jitattn``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_again",
+        "_backend",
+        "_batch",
+        "_checked_lens",
+        "_checked_queries",
+        "_lse_layout",
+        "_new_lse_layout",
+        "_new_out_layout",
+        "_out_is_like_q",
+        "_out_layout",
+        "_pages",
+        "_planner",
+        "_q_layout",
+        "handle",
+    )
+
+    _queries = "q"
+
+    def __init__(self, planner: PlannerBase, batch: Batch, backend: Backend) -> None:
+        """Made by ``plan``."""
+        self._backend = backend
+        self._planner = planner
+        self.handle = new_handle(self)
+        self._batch = batch
+        # The last table that passed its checks, how the last tensors lay that did, and those that
+        # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
+        self._pages = batch.pages
+        self._again: Again | None = None
+        self._q_layout = NO_LAYOUT
+        self._out_is_like_q = False
+        self._out_layout = self._new_out_layout = NO_LAYOUT
+        self._lse_layout = self._new_lse_layout = NO_LAYOUT
+        # The lengths that the schedule was made from, while the caller's may move on.
+        self._checked_lens = batch.seq_lens.clone() if planner._checks else None
+        self._checked_queries = (
+            batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
+        )
+
+    def __del__(self) -> None:
+        self._backend.give_back()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a plan can't be copied or pickled: make another one")
+
+    def refresh(self) -> None:
+        """Recompute the schedule from the tensors the plan was given, on the current stream.
+
+        Who captures this or ``run`` keeps the plan as long as the graph.
+        """
+        if self._checked_lens is not None and not is_capturing(self._planner.device):
+            check_lengths(self._batch, self._planner.config)
+            self._checked_lens = self._batch.seq_lens.clone()
+            if self._batch.qo_indptr is not None:
+                self._checked_queries = self._batch.qo_indptr.clone()
+        self._backend.refresh()
+
+    def _forget_outputs(self) -> None:
+        self._out_is_like_q = False
+        self._out_layout = self._new_out_layout = NO_LAYOUT
+        self._lse_layout = self._new_lse_layout = NO_LAYOUT
+
+    def _refuse(self, **arguments: object) -> None:
+        for name, value in arguments.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is given, but this planner's configuration has no use for it"
+                )
+
+    def _checked_params(self, given: object) -> VariantParams | None:
+        planner, config = self._planner, self._planner.config
+        return check_variant_params(
+            config.variant,
+            given,
+            planner.device,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+        )
+
+    def _checked_pages(self, pages: Pages) -> Pages:
+        if pages is not self._pages:
+            self._check_same_size(pages)
+            self._pages = pages
+        return pages
+
+    def _check_same_size(self, pages: Pages) -> None:
+        planned = self._batch.pages
+        _check_pages(pages, self._planner.config, self._planner.device)
+        page_size = self._planner.config.page_size or 1
+        given, wanted = (
+            (table.batch_size, table.capacity(page_size)) for table in (pages, planned)
+        )
+        if given != wanted:
+            raise ValueError(
+                f"pages has {given[0]} requests of at most {given[1]} tokens: expected {wanted[0]} "
+                f"of at most {wanted[1]}, like the plan's"
+            )
+
+    def _new_out(self, q: Tensor) -> tuple[Tensor, RowLayout]:
+        if self._out_is_like_q:
+            return torch.empty_like(q), self._new_out_layout  # takes half the time
+        planner = self._planner
+        out = torch.empty(self._out_shape(), dtype=planner._out_dtype, device=planner.device)
+        if self._new_out_layout is NO_LAYOUT:
+            self._new_out_layout = RowLayout(out, vector=OUT_VECTOR)
+            self._out_is_like_q = self._new_out_layout.fits(q)
+        return out, self._new_out_layout
+
+    def _checked_out(self, out: Tensor, q: Tensor) -> tuple[Tensor, RowLayout]:
+        if not self._out_layout.fits(out):
+            planner = self._planner
+            check_rows("out", out, self._out_shape(), planner._out_dtype, planner.device)
+            check_writable("out", out)
+            check_last_stride("out", out)
+            self._out_layout = RowLayout(out, vector=OUT_VECTOR)
+        # Few calls get as far as the second question.
+        if -self._out_layout.span < out.data_ptr() - q.data_ptr() < self._q_layout.span:
+            refuse_shared_bytes([("out", out)], [(self._queries, q)])
+        return out, self._out_layout
+
+    def _lse(self, lse: Tensor | None) -> tuple[Tensor, RowLayout]:
+        device = self._planner.device
+        if lse is not None and self._lse_layout.fits(lse):
+            return lse, self._lse_layout
+        shape = self._out_shape()[:2]
+        if lse is not None:
+            check_rows("lse", lse, shape, torch.float32, device)
+            check_writable("lse", lse)
+            self._lse_layout = RowLayout(lse)
+            return lse, self._lse_layout
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        if self._new_lse_layout is NO_LAYOUT:
+            self._new_lse_layout = RowLayout(lse)
+        return lse, self._new_lse_layout
+
+    def _out_shape(self) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph is being captured, which can't wait: JITATTN_CHECK sees eager calls only."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _choose_backend(backend: str, device: torch.device) -> str:
+    if backend not in _BACKENDS:
+        raise ConfigError([f"backend={backend!r} is not one of {', '.join(_BACKENDS)}"])
+    if backend == "auto":
+        return "cuda" if device.type == "cuda" else "reference"
+    if backend == "cuda" and device.type != "cuda":
+        raise ConfigError([f"backend='cuda' needs a CUDA device: device={device}"])
+    return backend
+
+
+def _check_reference(variant: AttentionVariant | None, backend: str) -> None:
+    if backend == "reference" and variant is not None and variant.reference is None:
+        raise ConfigError(
+            [
+                f"variant={variant} has no reference, which backend='reference' runs: give "
+                "AttentionVariant(..., reference=...), or a CUDA device"
+            ]
+        )
+
+
+def _check_workspace(workspace: Workspace | None, device: torch.device) -> Workspace | None:
+    if workspace is not None:
+        if not isinstance(workspace, Workspace):
+            raise TypeError(
+                f"workspace is a {type(workspace).__name__}: expected jitattn.Workspace"
+            )
+        if workspace.device != device:
+            raise ValueError(f"workspace is on {workspace.device}: expected {device}")
+    return workspace
+
+
+def _check_pages(pages: Pages, config: PagedConfig, device: torch.device) -> None:
+    if not isinstance(pages, _TABLES):
+        raise TypeError(
+            f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
+            "RaggedKV"
+        )
+    if pages.layout != config.page_table:
+        raise ValueError(
+            f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "
+            f"page_table={config.page_table!r}"
+        )
+    check_device("pages", pages, device)
+
+
+def _kv_limit(capacity: int, max_kv_len: int | None) -> int:
+    if max_kv_len is None:
+        return capacity
+    return min(capacity, _count("max_kv_len", max_kv_len))
+
+
+def _query_limit(
+    batch_size: int, device: torch.device, qo_indptr: Tensor | None, max_q_len: int | None
+) -> int:
+    if max_q_len is not None:
+        max_q_len = _count("max_q_len", max_q_len)
+    if qo_indptr is None:
+        if max_q_len not in (None, 1):
+            raise ValueError(f"max_q_len is {max_q_len}: without qo_indptr a request has one token")
+        return 1
+    check_indptr("qo_indptr", qo_indptr)
+    check_device("qo_indptr", qo_indptr, device)
+    if qo_indptr.shape[0] != batch_size + 1:
+        raise ValueError(f"qo_indptr has {qo_indptr.shape[0]} entries: expected {batch_size + 1}")
+    if max_q_len is None:
+        raise ValueError("max_q_len is None: qo_indptr needs the most tokens of a request")
+    return max_q_len
+
+
+def _count(name: str, value: object) -> int:
+    return min(check_count(name, value, least=0), MAX_KV_LEN)

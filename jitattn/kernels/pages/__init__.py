@@ -1,0 +1,1 @@
+"""Gathering and copying of pages, and construction of page tables."""

@@ -1,0 +1,288 @@
+"""What a step's kernels want to know of its tokens: ``batch_info``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from jitattn.base.validate import INT32_MAX, check_count
+from jitattn.kernels.common.launch_cache import (
+    PagedTable,
+    Recent,
+    asks_for_checks,
+    card_of,
+    checking,
+    is_capturing,
+    launch_on,
+    lengths_of,
+    load,
+    on_cpu,
+    page_list_of,
+    point_at,
+    tile_of,
+)
+from jitattn.kernels.pages.block_table import (
+    check_offsets,
+    check_page_size,
+    check_per_request,
+    slots_of,
+)
+from jitattn.spec.kernel_spec import BatchInfoSpec
+from jitattn.spec.params import BatchInfoParams
+from jitattn.tensors.page_tables import (
+    INTEGERS,
+    BlockTable,
+    CsrPages,
+    Pages,
+    TokenTable,
+    check_device,
+    check_tensor,
+    check_vector,
+)
+
+if TYPE_CHECKING:
+    from jitattn.device.driver import Launch
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BatchInfo:
+    """Where the query tokens of a batch stand, as ``batch_info`` says."""
+
+    qo_indptr: Tensor
+    """int32 [batch_size + 1], where the query tokens of each request begin."""
+    kv_indptr: Tensor
+    """int32 [batch_size + 1], where the KV tokens of each request would begin one after the
+    other."""
+    requests: Tensor
+    """int32 [num_tokens], the request of each query token; -1 past the last one's."""
+    positions: Tensor
+    """int32 [num_tokens], the position of each query token in its request: seq_len - q_len + i;
+    -1 where that is negative, and past the last one."""
+    slots: Tensor | None
+    """int64 [num_tokens], the slot of each query token, page * page_size + place; -1 where it has
+    no position or its request no page there. None without ``pages``."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        found = (self.qo_indptr, self.kv_indptr, self.requests, self.positions)
+        return found if self.slots is None else (*found, self.slots)
+
+
+def batch_info(
+    seq_lens: Tensor,
+    q_lens: Tensor,
+    *,
+    num_tokens: int,
+    pages: Pages | None = None,
+    page_size: int | None = None,
+    out: BatchInfo | None = None,
+) -> BatchInfo:
+    """Say of every query token which request it is of, and where: one launch, to be captured.
+
+    Args:
+        seq_lens: int32 or int64 [batch_size], all KV tokens of each request, this step's included.
+        q_lens: int32 or int64 [batch_size], query tokens of each request, its last ones. Zero and
+            less is none.
+        num_tokens: query tokens to speak of, padding included: the rows of q.
+        pages: a BlockTable of shared ids, CsrPages or a TokenTable, for the slots that this step's
+            K and V go to; read like the lengths when the kernel runs.
+        page_size: tokens of a page, with ``pages`` that list pages.
+        out: what an earlier call of these sizes returned, to be written again.
+
+    Returns:
+        ``out``, or new tensors. Query tokens past ``num_tokens`` are left out, of the offsets not.
+
+    Raises:
+        TypeError, ValueError: an argument that doesn't fit. On the CPU also more query tokens than
+            ``num_tokens``, more KV tokens together than int32 offsets reach, or a token that its
+            table has no room for; on the device its slot is -1.
+    """
+    # With types, since 1.0 and True are equal to 1.
+    facts = type(num_tokens), num_tokens, type(pages), type(page_size), page_size, out is None
+    tensors = [seq_lens, q_lens, *(() if pages is None else getattr(pages, "tensors", ()))]
+    tensors += [] if out is None else getattr(out, "tensors", ())
+    call = _recent.find(facts, tensors)
+    if call is None:
+        batch = _checked(seq_lens, q_lens, num_tokens, pages, page_size)
+        if out is not None:
+            _check_out(out, batch)
+        if (card := card_of(batch.device)) is None:
+            return _info_by_definition(batch, batch.maker()() if out is None else out)
+        call = _recent.add(facts, tensors, _Info(batch, card))
+    return call(seq_lens, q_lens, pages, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The arguments, checked."""
+
+    seq_lens: Tensor
+    q_lens: Tensor
+    num_tokens: int
+    pages: PagedTable | None
+    page_size: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.seq_lens.device
+
+    def maker(self) -> Callable[[], BatchInfo]:
+        """Return what makes tensors for the result; it keeps none of ours."""
+        return functools.partial(
+            _new_info,
+            self.num_tokens,
+            self.seq_lens.shape[0],
+            self.device,
+            has_slots=self.pages is not None,
+        )
+
+
+def _checked(
+    seq_lens: Tensor,
+    q_lens: Tensor,
+    num_tokens: int,
+    pages: Pages | None,
+    page_size: int | None,
+) -> _Batch:
+    check_tensor("seq_lens", seq_lens, INTEGERS)
+    check_vector("seq_lens", seq_lens, device=seq_lens.device)
+    check_per_request("q_lens", q_lens, seq_lens.shape[0], seq_lens.device)
+    num_tokens = check_count("num_tokens", num_tokens, least=0, most=INT32_MAX)
+    if pages is None:
+        if page_size is not None:
+            raise ValueError("page_size is given without pages")
+        return _Batch(seq_lens, q_lens, num_tokens, None, 1)
+    table = _checked_pages(pages, page_size, seq_lens)
+    return _Batch(seq_lens, q_lens, num_tokens, table, page_size or 1)
+
+
+def _checked_pages(pages: Pages, page_size: int | None, seq_lens: Tensor) -> PagedTable:
+    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
+        raise TypeError(f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable")
+    if pages.layout == "separate":
+        raise ValueError(f"pages is {pages!r}: separate ids of K and V are two slots a token")
+    if page_size is not None:
+        page_size = check_page_size(page_size)
+    elif not isinstance(pages, TokenTable):
+        raise ValueError("page_size is None: pages need the tokens of a page")
+    check_device("pages", pages, seq_lens.device)
+    if pages.batch_size != seq_lens.shape[0]:
+        raise ValueError(f"pages has {pages.batch_size} requests: expected {seq_lens.shape[0]}")
+    return pages
+
+
+def _check_out(out: BatchInfo, batch: _Batch) -> None:
+    if not isinstance(out, BatchInfo):
+        raise TypeError(f"out is a {type(out).__name__}: expected a BatchInfo")
+    for name in ("qo_indptr", "kv_indptr"):
+        check_offsets(f"out.{name}", getattr(out, name), batch.seq_lens.shape[0], batch.device)
+    if (out.slots is None) != (batch.pages is None):
+        raise ValueError(
+            f"out.slots is {'None' if out.slots is None else 'a tensor'}, but pages are "
+            f"{'not ' if batch.pages is None else ''}given"
+        )
+    for name in ("requests", "positions", "slots"):
+        tensor = getattr(out, name)
+        if tensor is None:
+            continue
+        check_tensor(f"out.{name}", tensor, (torch.int64 if name == "slots" else torch.int32,))
+        if tuple(tensor.shape) != (batch.num_tokens,):
+            raise ValueError(
+                f"out.{name} has shape {list(tensor.shape)}: expected [{batch.num_tokens}]"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"out.{name} has the stride {tensor.stride(0)}: expected 1")
+        check_device(f"out.{name}", tensor, batch.device)
+
+
+def _new_info(
+    num_tokens: int, batch_size: int, device: torch.device, *, has_slots: bool
+) -> BatchInfo:
+    # One allocation. Slots come first, since they are wider than the others.
+    sizes = [2 * num_tokens * has_slots, num_tokens, num_tokens, batch_size + 1, batch_size + 1]
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    slots, requests, positions, qo_indptr, kv_indptr = torch.split(memory, sizes)
+    return BatchInfo(
+        qo_indptr, kv_indptr, requests, positions, slots.view(torch.int64) if has_slots else None
+    )
+
+
+def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
+    kv_lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
+    q_lens = [max(int(n), 0) for n in batch.q_lens.tolist()]
+    total = sum(q_lens)
+    if total > batch.num_tokens:
+        raise ValueError(f"q_lens have {total} tokens together: num_tokens is {batch.num_tokens}")
+    if sum(kv_lens) > INT32_MAX:
+        raise ValueError(f"seq_lens have {sum(kv_lens)} tokens together: at most {INT32_MAX}")
+    requests, positions, slots = [], [], []
+    for b, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
+        wanted = [max(kv_len - q_len + i, -1) for i in range(q_len)]
+        requests += [b] * q_len
+        positions += wanted
+        if batch.pages is not None and q_len > 0:
+            known = slots_of(batch.pages, b, kv_len, batch.page_size).tolist()
+            slots += [known[position] if position >= 0 else -1 for position in wanted]
+    padding = [-1] * (batch.num_tokens - total)
+    found = {"requests": requests, "positions": positions, "slots": slots}
+    for name, values in found.items():
+        if (tensor := getattr(info, name)) is not None:
+            tensor.copy_(torch.tensor(values + padding, dtype=tensor.dtype, device="cpu"))
+    for indptr, lens in ((info.qo_indptr, q_lens), (info.kv_indptr, kv_lens)):
+        indptr.copy_(torch.tensor([0, *lens], device="cpu").cumsum(0))
+    return info
+
+
+class _Info:
+    """A launch for batches that lie alike."""
+
+    def __init__(self, batch: _Batch, card: int) -> None:
+        from jitattn.device.driver import Launch
+
+        self._card = card
+        self._new_info = batch.maker()
+        self._checks = asks_for_checks()
+        self._sizes = batch.num_tokens, batch.page_size
+        self._params = params = BatchInfoParams(num_tokens=batch.num_tokens)
+        params.seq_lens = lengths_of(batch.seq_lens)
+        params.q_lens = lengths_of(batch.q_lens)
+        if batch.pages is not None:
+            params.pages = page_list_of(batch.pages, batch.page_size)
+        num_threads = tile_of(BatchInfoSpec(), card).num_threads
+        grid = max(1, -(-batch.num_tokens // num_threads))
+        self._launch: Launch = Launch(load(BatchInfoSpec(), card), params, grid, num_threads)
+
+    def __call__(
+        self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None, out: BatchInfo | None
+    ) -> BatchInfo:
+        """Launch for these, which lie like those it was made with."""
+        params = self._params
+        if self._checks and not is_capturing(seq_lens.device):
+            self._verify(seq_lens, q_lens, pages)
+        info = self._new_info() if out is None else out
+        params.seq_lens.values, params.q_lens.values = seq_lens.data_ptr(), q_lens.data_ptr()
+        if pages is not None:
+            point_at(params.pages, pages)  # type: ignore[arg-type]
+            assert info.slots is not None
+            params.slots = info.slots.data_ptr()
+        params.qo_indptr, params.kv_indptr = info.qo_indptr.data_ptr(), info.kv_indptr.data_ptr()
+        params.requests, params.positions = info.requests.data_ptr(), info.positions.data_ptr()
+        launch_on(self._card, self._launch)
+        return info
+
+    def _verify(self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None) -> None:
+        """Refuse what would be -1 or left out."""
+        num_tokens, page_size = self._sizes
+        with checking():
+            table = None if pages is None else on_cpu(pages)  # type: ignore[arg-type]
+            batch = _Batch(seq_lens.cpu(), q_lens.cpu(), num_tokens, table, page_size)
+            _info_by_definition(batch, batch.maker()())
+
+
+_recent: Recent[_Info] = Recent()

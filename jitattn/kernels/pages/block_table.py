@@ -1,0 +1,568 @@
+"""Page tables made of others: ``build_block_table`` of slots, ``convert_pages`` of any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from jitattn.base.validate import INT32_MAX, check_count
+from jitattn.kernels.common.launch_cache import (
+    PagedTable,
+    Recent,
+    asks_for_checks,
+    card_of,
+    checking,
+    is_capturing,
+    launch_on,
+    lengths_of,
+    load,
+    on_cpu,
+    page_list_of,
+    point_at,
+    slot_rows_of,
+    tile_of,
+)
+from jitattn.spec.config import MAX_PAGE_SIZE
+from jitattn.spec.kernel_spec import BlockTableSpec
+from jitattn.spec.params import BlockTableParams, Divisor, Lengths
+from jitattn.tensors.cache_views import check_writable
+from jitattn.tensors.overlap import Apart, refuse_shared_bytes
+from jitattn.tensors.page_tables import (
+    INTEGERS,
+    BlockTable,
+    CsrPages,
+    Pages,
+    TokenTable,
+    check_device,
+    check_tensor,
+    check_vector,
+)
+
+if TYPE_CHECKING:
+    from jitattn.device.driver import Launch
+
+_LAYOUTS = ("shared", "separate", "csr", "token")
+
+
+# --- slots to a block table
+
+
+def build_block_table(
+    slots: Tensor | TokenTable | CsrPages,
+    seq_lens: Tensor,
+    page_size: int,
+    *,
+    rows: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    slot_map: Tensor | None = None,
+    out: Tensor | BlockTable | None = None,
+) -> BlockTable:
+    """Make a block table out of the slots of all tokens: one launch on the current stream.
+
+    Args:
+        slots: int32 or int64 [num_rows, width], page * page_size + place of every token (a
+            request-to-token pool), any strides; or a TokenTable; or CsrPages whose entries are
+            slots, one a token.
+        seq_lens: int32 or int64 [batch_size], all tokens of each request; zero and less is none.
+            Slots past them are never read.
+        page_size: tokens of a page, any number up to 2**20.
+        rows: int32 or int64 [batch_size], the row of ``slots`` of each request; None is its own.
+        kv_start: int32 or int64 [batch_size], the first token of each request that counts, as a
+            sliding window leaves it; None is 0. Slots before it are not read and pages wholly
+            before it become -1; the others keep their columns.
+        slot_map: int32 or int64 [num_slots], the slot to use instead of each, as where layers with
+            a sliding window have a pool of their own.
+        out: int32 [batch_size, width], or a shared BlockTable of it without rows, to fill; any
+            strides. Then nothing is allocated, and the call can be captured. None has the columns
+            that ``slots`` has room for; of CsrPages those that the longest request needs, which the
+            device is waited for.
+
+    Returns:
+        [batch_size, width] with -1 in every column that is not a page of the request.
+
+    Raises:
+        TypeError, ValueError: an argument that doesn't fit. On the CPU also a request with more
+            tokens than its slots or ``out`` hold, a slot that is negative or outside ``slot_map``,
+            and tokens that don't follow each other inside a page; on the device their page is -1.
+    """
+    given = out.table if isinstance(out, BlockTable) else out
+    has_width = given is not None or not isinstance(slots, CsrPages)
+    facts: tuple[object, ...] = type(slots), type(page_size), page_size, rows is None
+    facts += kv_start is None, slot_map is None, given is None
+    tensors = [*(slots.tensors if isinstance(slots, TokenTable | CsrPages) else (slots,)), seq_lens]
+    tensors += [tensor for tensor in (rows, kv_start, slot_map, given) if tensor is not None]
+    call = _recent.find(facts, tensors) if has_width else None
+    if call is not None and given is not None:
+        call.refuse_shared_bytes(tensors)
+    if call is None:
+        batch = _checked(slots, seq_lens, page_size, rows, kv_start, slot_map)
+        if given is not None:
+            _check_out(out, batch)
+            _refuse_shared_bytes(tensors)
+        shape = _shape_of(batch) if given is None else given.shape
+        card = card_of(batch.device)
+        if card is None:
+            given = (
+                given if given is not None else torch.empty(shape, dtype=torch.int32, device="cpu")
+            )
+            _fill_by_definition(batch, given)
+            return out if isinstance(out, BlockTable) else BlockTable(given)
+        table = torch.empty(shape, device="meta") if given is None else given
+        call = _Fill(batch, table, card, tensors)
+        if has_width:
+            _recent.add(facts, tensors, call)
+    table = call(slots, seq_lens, rows, kv_start, slot_map, given)
+    return out if isinstance(out, BlockTable) else BlockTable(table)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """What a block table is made of, checked; ``slots`` is a table or lists one slot a token."""
+
+    slots: Tensor | CsrPages
+    rows: Tensor | None
+    seq_lens: Tensor
+    page_size: int
+    kv_start: Tensor | None
+    slot_map: Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.seq_lens.device
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.seq_lens.shape[0])
+
+
+def _checked(
+    slots: Tensor | TokenTable | CsrPages,
+    seq_lens: Tensor,
+    page_size: int,
+    rows: Tensor | None,
+    kv_start: Tensor | None,
+    slot_map: Tensor | None,
+) -> _Slots:
+    page_size = check_page_size(page_size)
+    if isinstance(slots, TokenTable | CsrPages) and rows is not None:
+        raise ValueError(f"rows are given, but slots is {slots!r}, which says where requests lie")
+    if isinstance(slots, TokenTable):
+        rows, slots = slots.rows, slots.slots
+    batch_size = slots.batch_size if isinstance(slots, CsrPages) else _check_slots(slots, rows)
+    device = slots.device
+    check_per_request("seq_lens", seq_lens, batch_size, device)
+    if kv_start is not None:
+        check_per_request("kv_start", kv_start, batch_size, device)
+    if slot_map is not None:
+        check_vector("slot_map", slot_map, device=device)
+    return _Slots(slots, rows, seq_lens, page_size, kv_start, slot_map)
+
+
+def _check_slots(slots: Tensor, rows: Tensor | None) -> int:
+    """Check slots in rows; return how many requests they are of."""
+    check_tensor("slots", slots, INTEGERS)
+    if slots.dim() != 2:
+        raise ValueError(f"slots has shape {list(slots.shape)}: expected [num_rows, width]")
+    if rows is not None:
+        check_vector("rows", rows, device=slots.device)
+    return int((slots if rows is None else rows).shape[0])
+
+
+def check_per_request(name: str, values: Tensor, batch_size: int, device: torch.device) -> None:
+    """Raise unless ``values`` is int32 or int64 [batch_size] on ``device``."""
+    check_tensor(name, values, INTEGERS)
+    check_vector(name, values, device=device)
+    if values.shape[0] != batch_size:
+        raise ValueError(
+            f"{name} has {values.shape[0]} entries: expected {batch_size}, one for each request"
+        )
+
+
+def check_page_size(page_size: object) -> int:
+    """Return ``page_size``; raise unless it is an integer from 1 to 2**20."""
+    return check_count("page_size", page_size, most=MAX_PAGE_SIZE)
+
+
+def check_offsets(name: str, indptr: Tensor, batch_size: int, device: torch.device) -> None:
+    """Raise unless ``indptr`` is contiguous int32 [batch_size + 1] on ``device``: an output."""
+    check_tensor(name, indptr, (torch.int32,))
+    if tuple(indptr.shape) != (batch_size + 1,):
+        raise ValueError(f"{name} has shape {list(indptr.shape)}: expected [{batch_size + 1}]")
+    if not indptr.is_contiguous():
+        raise ValueError(f"{name} has the stride {indptr.stride(0)}: expected a contiguous tensor")
+    check_device(name, indptr, device)
+
+
+def _shape_of(batch: _Slots) -> tuple[int, int]:
+    """The shape of a new table."""
+    if isinstance(batch.slots, CsrPages):
+        if is_capturing(batch.device):
+            raise ValueError(
+                "out is None in a capture: only the device knows the longest request; give out"
+            )
+        longest = max(int(batch.seq_lens.max()), 0) if batch.batch_size else 0
+        if longest > batch.slots.kv_indices.shape[0]:
+            b = int(batch.seq_lens.argmax())
+            raise ValueError(
+                f"seq_lens[{b}] is {longest}: slots has {batch.slots.kv_indices.shape[0]} entries"
+            )
+    else:
+        longest = int(batch.slots.shape[1])
+    return batch.batch_size, -(-longest // batch.page_size)
+
+
+def _check_out(out: Tensor | BlockTable | None, batch: _Slots) -> None:
+    if isinstance(out, BlockTable):
+        if out.layout != "shared" or out.rows is not None:
+            raise ValueError(f"out is {out!r}: expected a shared table without rows")
+        out = out.table
+    check_tensor("out", out, (torch.int32,))
+    assert isinstance(out, Tensor)
+    if out.dim() != 2 or out.shape[0] != batch.batch_size:
+        raise ValueError(f"out has shape {list(out.shape)}: expected [{batch.batch_size}, width]")
+    check_writable("out", out)
+    check_device("out", out, batch.device)
+
+
+def _refuse_shared_bytes(tensors: Sequence[Tensor]) -> None:
+    *others, out = tensors
+    refuse_shared_bytes([("out", out)], [("an argument that it is made of", t) for t in others])
+
+
+def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
+    size = batch.page_size
+    filled = torch.full_like(table, -1)
+    starts = [0] * batch.batch_size if batch.kv_start is None else batch.kv_start.tolist()
+    for b, (kv_len, start) in enumerate(zip(batch.seq_lens.tolist(), starts, strict=True)):
+        kv_len, start = max(kv_len, 0), max(start, 0)
+        if kv_len > table.shape[1] * size:
+            raise ValueError(
+                f"seq_lens[{b}] is {kv_len}: out holds {table.shape[1]} pages of {size} tokens"
+            )
+        if start >= kv_len:
+            continue
+        slots = _slots_of_request(batch, b, kv_len, start)
+        for column in range(start // size, -(-kv_len // size)):
+            first = max(column * size, start)
+            page = _page_of(slots[first : (column + 1) * size], first % size, size)
+            if page is None:
+                raise ValueError(
+                    f"request {b}: the slots of tokens {first} to "
+                    f"{min((column + 1) * size, kv_len) - 1} are not those of a page of {size} "
+                    "tokens, one after the other"
+                )
+            if page > INT32_MAX:
+                raise ValueError(f"request {b}: token {first} is in page {page}: ids are int32")
+            filled[b, column] = page
+    table.copy_(filled)
+
+
+def _slots_of_request(batch: _Slots, request: int, kv_len: int, start: int) -> list[int]:
+    """The slots of a request's tokens, mapped; those before ``start`` are not looked at."""
+    entries = (
+        _csr_entries(batch.slots, request)
+        if isinstance(batch.slots, CsrPages)
+        else _row_of(batch.slots, batch.rows, request)
+    )
+    if kv_len > entries.shape[0]:
+        raise ValueError(f"seq_lens[{request}] is {kv_len}: it has {entries.shape[0]} slots")
+    slots = [-1] * start + [int(slot) for slot in entries[start:kv_len].tolist()]
+    if batch.slot_map is None:
+        return slots
+    size = batch.slot_map.shape[0]
+    for token, slot in enumerate(slots[start:], start):
+        if not 0 <= slot < size:
+            raise ValueError(
+                f"request {request}: token {token} has slot {slot}: slot_map has {size} entries"
+            )
+    return slots[:start] + [int(batch.slot_map[slot]) for slot in slots[start:]]
+
+
+def _page_of(slots: list[int], place: int, page_size: int) -> int | None:
+    """The page that holds ``slots`` one after the other from ``place`` on."""
+    page, found = divmod(slots[0], page_size)
+    follows = slots == list(range(slots[0], slots[0] + len(slots)))
+    return page if page >= 0 and found == place and follows else None
+
+
+class _Fill:
+    """A launch for slots that lie alike, and a table that lies like this one."""
+
+    def __init__(self, batch: _Slots, table: Tensor, card: int, tensors: Sequence[Tensor]) -> None:
+        from jitattn.device.driver import Launch
+
+        # Of a table that is given, which comes last.
+        out = len(tensors) - 1
+        self._apart = Apart(tensors, [(out, i) for i in range(out)])
+
+        self._card = card
+        self._shape, self._device = table.shape, batch.device
+        self._checks, self._page_size = asks_for_checks(), batch.page_size
+        self._params = params = BlockTableParams()
+        if isinstance(batch.slots, CsrPages):
+            params.slots = page_list_of(batch.slots, batch.page_size)
+        else:
+            params.slots = slot_rows_of(batch.slots, batch.rows)
+            params.slots.page_size = Divisor.of(batch.page_size)
+        params.seq_lens = lengths_of(batch.seq_lens)
+        params.kv_start = Lengths() if batch.kv_start is None else lengths_of(batch.kv_start)
+        if batch.slot_map is not None:
+            params.slot_map_stride = batch.slot_map.stride(0)
+            params.num_slots = batch.slot_map.shape[0]
+            params.slot_map_is_int64 = batch.slot_map.dtype is torch.int64
+        params.row_stride, params.column_stride = table.stride()
+        params.width = table.shape[1]
+        # Threads for the tokens of a page, as far as a warp goes.
+        params.lanes_log2 = min((batch.page_size - 1).bit_length(), 5)
+        tile = tile_of(BlockTableSpec(), card)
+        num_threads = (batch.batch_size * table.shape[1]) << params.lanes_log2
+        self._launch: Launch | None = None
+        if num_threads:
+            kernel = load(BlockTableSpec(), card)
+            grid = -(-num_threads // tile.num_threads)
+            self._launch = Launch(kernel, params, grid, tile.num_threads)
+
+    def refuse_shared_bytes(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse a table, the last of ``tensors``, that shares memory with another of them."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._apart.holds(pointers):
+            _refuse_shared_bytes(tensors)
+            self._apart.learn(pointers)
+
+    def __call__(
+        self,
+        slots: Tensor | TokenTable | CsrPages,
+        seq_lens: Tensor,
+        rows: Tensor | None,
+        kv_start: Tensor | None,
+        slot_map: Tensor | None,
+        table: Tensor | None,
+    ) -> Tensor:
+        """Launch for these, which lie like those it was made with, and return the table."""
+        params = self._params
+        if self._checks and not is_capturing(self._device):
+            self._verify(slots, seq_lens, rows, kv_start, slot_map)
+        if table is None:
+            table = torch.empty(self._shape, dtype=torch.int32, device=self._device)
+        if isinstance(slots, TokenTable | CsrPages):
+            point_at(params.slots, slots)
+        else:
+            params.slots.entries = slots.data_ptr()
+        if rows is not None:
+            params.slots.rows = rows.data_ptr()
+        params.seq_lens.values = seq_lens.data_ptr()
+        if kv_start is not None:
+            params.kv_start.values = kv_start.data_ptr()
+        if slot_map is not None:
+            params.slot_map = slot_map.data_ptr()
+        params.table = table.data_ptr()
+        if self._launch is not None:
+            launch_on(self._card, self._launch)
+        return table
+
+    def _verify(
+        self,
+        slots: Tensor | TokenTable | CsrPages,
+        seq_lens: Tensor,
+        rows: Tensor | None,
+        kv_start: Tensor | None,
+        slot_map: Tensor | None,
+    ) -> None:
+        """Refuse what would be -1 in the table or not fit it."""
+        with checking():
+            copy = on_cpu(slots) if isinstance(slots, TokenTable | CsrPages) else slots.cpu()
+            assert not isinstance(copy, BlockTable)
+            others = (None if t is None else t.cpu() for t in (rows, kv_start, slot_map))
+            batch = _checked(copy, seq_lens.cpu(), self._page_size, *others)
+            _fill_by_definition(batch, torch.empty(self._shape, dtype=torch.int32, device="cpu"))
+
+
+_recent: Recent[_Fill] = Recent()
+
+
+# --- the definition of a table
+
+
+def slots_of(
+    pages: PagedTable, request: int, num_tokens: int, page_size: int, *, which: int = 0
+) -> Tensor:
+    """Return the slots of a request's first tokens in K (``which`` 0) or V (1), by definition.
+
+    Returns:
+        int64 [num_tokens], page * page_size + place; negative where the entry is.
+
+    Raises:
+        ValueError: the table lists fewer tokens, or has no such row.
+    """
+    if num_tokens == 0:  # of padding, which may have any row
+        return torch.empty(0, dtype=torch.int64, device=pages.device)
+    if isinstance(pages, CsrPages):
+        entries = _csr_entries(pages, request)
+    else:
+        table = pages.table if isinstance(pages, BlockTable) else pages.slots
+        row = _row_of(table, pages.rows, request)
+        entries = row if row.dim() == 1 else row[which]
+    size = 1 if isinstance(pages, TokenTable) else page_size
+    if num_tokens > entries.shape[0] * size:
+        raise ValueError(
+            f"seq_lens[{request}] is {num_tokens}: the table lists {entries.shape[0] * size} tokens"
+        )
+    tokens = torch.arange(num_tokens, device=entries.device)
+    ids = entries[tokens // size].long()
+    return torch.where(ids < 0, -1, ids * size + tokens % size)
+
+
+def _row_of(table: Tensor, rows: Tensor | None, request: int) -> Tensor:
+    row = request if rows is None else int(rows[request])
+    if not 0 <= row < table.shape[0]:
+        raise ValueError(f"rows[{request}] is {row}: the table has {table.shape[0]} rows")
+    return table[row]
+
+
+def _csr_entries(pages: CsrPages, request: int) -> Tensor:
+    begin, end = (int(n) for n in pages.kv_indptr[request : request + 2])
+    return pages.kv_indices[begin:end]
+
+
+# --- from one layout to another
+
+
+def convert_pages(
+    pages: Pages,
+    layout: str,
+    *,
+    page_size: int,
+    seq_lens: Tensor,
+    max_kv_len: int | None = None,
+) -> Pages:
+    """Return the same pages in another layout, as new tensors; any strides and ``rows`` are gone.
+
+    Args:
+        pages: a BlockTable, CsrPages or TokenTable. Only a token table whose tokens follow each
+            other inside pages has another layout. Separate ids of K and V have no other layout.
+        layout: "shared", "separate", "csr" or "token".
+        page_size: tokens of a page.
+        seq_lens: int32 or int64 [batch_size], tokens of each request; what lies past them becomes
+            -1, or is left out of "csr".
+        max_kv_len: the most tokens of a request: what lies past them is left out. None is what the
+            width of a table has room for; of CsrPages the longest, which the device is waited for.
+
+    Returns:
+        A table of that layout. That of "csr" has room for all columns, and -1 past its last page.
+
+    Raises:
+        TypeError, ValueError: an argument that doesn't fit, or on the CPU a request longer than its
+            table, a row that the table hasn't, slots beyond int32 (on a device they are -1), or
+            tokens that don't follow each other.
+    """
+    page_size = check_page_size(page_size)
+    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
+        raise TypeError(f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable")
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout is {layout!r}: expected one of {', '.join(_LAYOUTS)}")
+    if pages.layout == "separate" and layout != "separate":
+        raise ValueError(f"pages has ids of its own for V, which layout={layout!r} has no room for")
+    check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
+    lens = seq_lens.clamp(min=0).long()
+    if max_kv_len is not None:
+        max_kv_len = check_count("max_kv_len", max_kv_len, least=0)
+        pages = _narrowed(pages, max_kv_len, page_size)
+    ids = _live_ids(pages, lens, page_size, max_kv_len)
+    if layout == "separate":
+        return BlockTable(ids if ids.dim() == 3 else torch.stack((ids, ids), dim=1))
+    if layout == "shared":
+        return BlockTable(ids)
+    return _csr_of(ids) if layout == "csr" else _tokens_of(ids, lens, page_size)
+
+
+def _narrowed(pages: PagedTable, max_kv_len: int, page_size: int) -> PagedTable:
+    """Return the columns of a table that requests of so many tokens need."""
+    if isinstance(pages, TokenTable):
+        return TokenTable(pages.slots[:, :max_kv_len], rows=pages.rows)
+    if isinstance(pages, BlockTable):
+        width = -(-max_kv_len // page_size)
+        return BlockTable(pages.table[..., :width], rows=pages.rows)
+    return pages
+
+
+def _live_ids(pages: PagedTable, lens: Tensor, page_size: int, max_kv_len: int | None) -> Tensor:
+    """Return page ids [batch_size, width] or [batch_size, 2, width], -1 past each request."""
+    if isinstance(pages, TokenTable):
+        return build_block_table(pages, lens, page_size).table
+    if isinstance(pages, BlockTable):
+        ids = pages.table if pages.rows is None else pages.table[_valid_rows(pages, lens)]
+        room = torch.full_like(lens, ids.shape[-1])
+    else:
+        longest = max_kv_len
+        if longest is None:
+            longest = int(lens.max()) if lens.numel() else 0
+            # No request has more pages than there are.
+            longest = min(longest, pages.kv_indices.shape[0] * page_size)
+        ids, room = _padded(pages, -(-max(longest, 0) // page_size))
+    num_pages = lens // page_size + (lens % page_size > 0)
+    if lens.device.type == "cpu" and bool((num_pages > room).any()):
+        b = int((num_pages > room).int().argmax())
+        raise ValueError(
+            f"seq_lens[{b}] is {int(lens[b])}: the table has {int(room[b])} pages of it"
+        )
+    columns = torch.arange(ids.shape[-1], device=ids.device)
+    is_live = columns < torch.minimum(num_pages, room)[:, None]
+    return ids.where(is_live if ids.dim() == 2 else is_live[:, None], -1)
+
+
+def _valid_rows(pages: BlockTable, lens: Tensor) -> Tensor:
+    assert pages.rows is not None
+    if lens.device.type == "cpu":
+        for b in lens.nonzero().flatten().tolist():
+            _row_of(pages.table, pages.rows, b)
+    # A padding request may have any row: nothing of it is looked at.
+    return pages.rows.long().clamp(0, max(pages.table.shape[0] - 1, 0))
+
+
+def _padded(pages: CsrPages, width: int) -> tuple[Tensor, Tensor]:
+    """Return the entries as rows of ``width``, and how many each request may have."""
+    begins, ends = pages.kv_indptr[:-1].long(), pages.kv_indptr[1:].long()
+    room = (ends.clamp(max=pages.kv_indices.shape[0]) - begins).clamp(min=0, max=width)
+    columns = torch.arange(width, device=begins.device)
+    places = torch.where(columns < room[:, None], begins[:, None] + columns, 0)
+    if pages.kv_indices.shape[0] == 0:
+        return torch.full_like(places, -1, dtype=torch.int32), room
+    return pages.kv_indices[places], room
+
+
+def _csr_of(ids: Tensor) -> CsrPages:
+    is_live = ids >= 0
+    # Live columns come first in a row, but for holes, which keep their place.
+    columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    counts = (is_live * columns).amax(dim=1) if ids.shape[1] else ids.new_zeros(ids.shape[0])
+    indptr = torch.zeros(ids.shape[0] + 1, dtype=torch.int32, device=ids.device)
+    indptr[1:] = counts.cumsum(0)
+    places = indptr[:-1, None].long() + torch.arange(ids.shape[1], device=ids.device)
+    is_listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
+    indices = torch.full((ids.numel() + 1,), -1, dtype=torch.int32, device=ids.device)
+    # What isn't listed goes to one place more than there are.
+    indices[places.where(is_listed, ids.numel())] = ids
+    indices[-1:].fill_(-1)  # an assignment of the number would copy it, which a capture refuses
+    return CsrPages(indptr, indices[:-1])
+
+
+def _tokens_of(ids: Tensor, lens: Tensor, page_size: int) -> TokenTable:
+    if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= 2**31 // page_size:
+        raise ValueError(
+            f"pages lists page {int(ids.max())}: slots of pages of {page_size} tokens are int32"
+        )
+    slots = _slots_of_pages(ids, page_size)
+    tokens = torch.arange(slots.shape[1], device=ids.device)
+    return TokenTable(slots.where(tokens < lens[:, None], -1))
+
+
+def _slots_of_pages(ids: Tensor, page_size: int) -> Tensor:
+    """Return int32 [batch_size, width * page_size]; -1 where a page is none, or beyond int32."""
+    places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
+    is_page = (ids >= 0) & (ids <= 2**31 // page_size - 1)  # a bound in int32
+    slots = ids[:, :, None] * page_size + places
+    return slots.where(is_page[:, :, None], -1).flatten(1)

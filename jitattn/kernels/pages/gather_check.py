@@ -1,0 +1,300 @@
+"""The arguments of ``gather_kv``: what was given, and what it comes to. Launches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from jitattn.base.validate import INT32_MAX
+from jitattn.kernels.common.launch_cache import PagedTable
+from jitattn.kernels.pages.block_table import check_offsets, check_per_request
+from jitattn.spec.config import QUANTISED_DTYPES, PlannerConfig, dtype_name
+from jitattn.tensors.cache_views import BoundCache, CacheView, Scale, view_caches, view_scale
+from jitattn.tensors.overlap import refuse_shared_bytes
+from jitattn.tensors.page_tables import (
+    BlockTable,
+    CsrPages,
+    Pages,
+    TokenTable,
+    check_device,
+    check_tensor,
+)
+from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
+
+Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+
+_PLAIN_DTYPES = tuple(getattr(torch, name) for name in CACHE_DTYPES if name != "nvfp4")
+_OUT_DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The arguments of ``gather_kv`` as they were given."""
+
+    kv: BoundCache | KVCache
+    pages: Pages
+    seq_lens: Tensor
+    kv_layout: str
+    k_scale: float | Tensor | None
+    v_scale: float | Tensor | None
+    out_dtype: torch.dtype | str | None
+    out: Outs | None
+    scales: tuple[float | Tensor | None, float | Tensor | None] = (None, None)  # that count
+
+    def __post_init__(self) -> None:
+        self.scales = self.k_scale, self.v_scale
+        if isinstance(self.kv, BoundCache) and self.kv.k_scale is not None:
+            k, v = self.kv.k_scale, self.kv.v_scale
+            assert v is not None
+            self.scales = (
+                k.value if k.tensor is None else k.tensor,
+                v.value if v.tensor is None else v.tensor,
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors among them: of caches, pages, lengths, scales and out."""
+        kv, out = self.kv, self.out
+        found: list[Tensor]
+        if isinstance(kv, Tensor):
+            found = [kv]
+        elif isinstance(kv, BoundCache):
+            found = [view.tensor for view in (kv.k, kv.v, *(kv.block_scales or ()))]
+        elif isinstance(kv, QuantizedKV):
+            found = [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
+        else:
+            found = [*kv] if isinstance(kv, (tuple, list)) else [kv]
+        found += [*getattr(self.pages, "tensors", ()), self.seq_lens]
+        found += [scale for scale in self.scales if isinstance(scale, Tensor)]
+        return [*found, *out] if isinstance(out, (tuple, list)) else found
+
+    def names(self) -> list[str]:
+        """Say of each of ``tensors`` which argument it is of."""
+        num_outs = len(self.out) if isinstance(self.out, (tuple, list)) else 0
+        scales = [
+            name
+            for name, scale in zip(("k_scale", "v_scale"), self.scales, strict=True)
+            if isinstance(scale, Tensor)
+        ]
+        own = ["pages"] * len(self.pages.tensors) + ["seq_lens", *scales]
+        own += [f"out[{i}]" for i in range(num_outs)]
+        return ["kv"] * (len(self.tensors()) - len(own)) + own
+
+    def facts(self) -> tuple[object, ...]:
+        """All that isn't a tensor: calls of equal facts whose tensors lie alike are alike."""
+        kv, out = self.kv, self.out
+        bound: tuple[object, ...] = ()
+        if isinstance(kv, BoundCache):
+            config = kv.config
+            # It takes no other scales.
+            bound = (config.q_dtype, config.kv_layout, config.page_table)
+            bound += (self.k_scale is None, self.v_scale is None, kv.block_scales is None)
+        k_scale, v_scale = self.scales
+        return (
+            type(kv),
+            type(self.pages),
+            bound,
+            self.kv_layout,
+            # With their types, since True is equal to 1.
+            *(type(k_scale), None if isinstance(k_scale, Tensor) else k_scale),
+            *(type(v_scale), None if isinstance(v_scale, Tensor) else v_scale),
+            self.out_dtype,
+            len(out) if isinstance(out, (tuple, list)) else type(out),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is gathered, checked."""
+
+    k: CacheView
+    v: CacheView
+    k_scale: Scale | None
+    v_scale: Scale | None
+    pages: PagedTable
+    seq_lens: Tensor
+    kv_dtype: str
+    out_dtype: str
+    block_scales: tuple[CacheView, CacheView] | None = None  # of NVFP4
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors are."""
+        return self.seq_lens.device
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return int(self.k.tensor.shape[1])
+
+    @property
+    def copies_bits(self) -> bool:
+        """Whether stored elements are copied as they are."""
+        return self.kv_dtype == self.out_dtype
+
+    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a token's K and V."""
+        per_element = 2 if self.block_scales else 1
+        k, v = (
+            (*view.tensor.shape[2:-1], per_element * view.tensor.shape[-1])
+            for view in (self.k, self.v)
+        )
+        return k, v
+
+
+# --- checks
+
+
+def checked(arguments: Arguments) -> Batch:
+    """Return the batch that ``arguments`` describe.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is wanted.
+    """
+    pages, seq_lens = arguments.pages, arguments.seq_lens
+    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
+        raise TypeError(
+            f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable (ragged K and V "
+            "lie one request after the other already)"
+        )
+    check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
+    batch = _viewed(arguments, pages)
+    if batch.out_dtype not in (*_OUT_DTYPES, batch.kv_dtype) or batch.out_dtype == "nvfp4":
+        own = "" if batch.block_scales else f" or that of the cache, {batch.kv_dtype}"
+        raise ValueError(f"out_dtype is {batch.out_dtype}: expected {', '.join(_OUT_DTYPES)}{own}")
+    given = (arguments.k_scale, arguments.v_scale)
+    if batch.copies_bits and any(scale is not None for scale in given):
+        raise ValueError(
+            f"k_scale or v_scale is given, but out_dtype={batch.out_dtype} copies what is stored"
+        )
+    if arguments.out is not None:
+        _check_out(arguments.out, batch)
+        tensors = [*zip(arguments.names(), arguments.tensors(), strict=True)]
+        count = len(arguments.out)
+        refuse_shared_bytes(tensors[-count:], tensors[:-count])
+    return batch
+
+
+def _viewed(arguments: Arguments, pages: PagedTable) -> Batch:
+    """Return the caches and their scales, but for ``out_dtype`` checked."""
+    kv, device = arguments.kv, pages.device
+    blocks = None
+    if isinstance(kv, BoundCache):
+        _check_bound(kv, arguments)
+        config, k, v = kv.config, kv.k, kv.v
+        k_scale, v_scale = kv.k_scale, kv.v_scale
+        blocks = kv.block_scales
+    else:
+        config = _config_of(kv, pages, arguments.kv_layout)
+        if isinstance(kv, QuantizedKV):
+            stored = replace(config, kv_dtype="uint8")
+            k, v = view_caches((kv.k, kv.v), stored, device)
+            per_block = NVFP4_BLOCK // 2
+            stored = replace(
+                config,
+                kv_dtype="float8_e4m3fn",
+                head_dim=kv.k.shape[-1] // per_block,
+                head_dim_vo=kv.v.shape[-1] // per_block,
+            )
+            blocks = view_caches((kv.k_block_scales, kv.v_block_scales), stored, device)
+        else:
+            k, v = view_caches(kv, config, device)
+        k_scale, v_scale = (
+            view_scale(name, scale, config.kv_dtype, device, num_kv_heads=config.num_kv_heads)
+            for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale))
+        )
+    if arguments.out_dtype is not None:
+        out_dtype = dtype_name(arguments.out_dtype)
+    else:
+        out_dtype = config.q_dtype if config.kv_dtype in QUANTISED_DTYPES else config.kv_dtype
+    return Batch(
+        k, v, k_scale, v_scale, pages, arguments.seq_lens, config.kv_dtype, out_dtype, blocks
+    )
+
+
+def _check_bound(kv: BoundCache, arguments: Arguments) -> None:
+    config, pages = kv.config, arguments.pages
+    if config.page_table == "ragged":
+        raise ValueError("kv was bound as ragged K and V, which have no pages to gather from")
+    if (pages.layout == "separate") != (config.page_table == "separate"):
+        raise ValueError(
+            f"pages is {pages!r} of the layout {pages.layout.value!r}: kv was bound with "
+            f"page_table={config.page_table!r}"
+        )
+    if arguments.kv_layout not in ("NHD", config.kv_layout):
+        raise ValueError(f"kv_layout is {arguments.kv_layout!r}: kv was bound as another")
+    for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale)):
+        if scale is not None:
+            raise ValueError(f"{name} is given, but a bound cache has its own: give it to bind")
+    if kv.device != pages.device:
+        raise ValueError(f"kv is on {kv.device}: expected {pages.device}, like pages")
+
+
+def _config_of(kv: object, pages: Pages, kv_layout: str) -> PlannerConfig:
+    """Read off the tensors what ``view_caches`` compares them with; it checks the rest."""
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")
+    kv_dtypes = _PLAIN_DTYPES
+    one, k, v = kv, kv, kv
+    if isinstance(kv, QuantizedKV):
+        one, k, v, kv_dtypes = kv.k, kv.k, kv.v, (torch.uint8,)
+    elif isinstance(kv, (tuple, list)) and len(kv) == 2:
+        one, k, v = kv[0], kv[0], kv[1]
+    elif not isinstance(kv, Tensor):
+        raise TypeError(
+            f"kv is a {type(kv).__name__}: expected a tensor, (k_cache, v_cache), a "
+            "QuantizedKV or what planner.bind returns"
+        )
+    for name, cache in (("kv" if k is v else "kv[0]", k), ("kv" if k is v else "kv[1]", v)):
+        check_tensor(name, cache, kv_dtypes)
+    assert isinstance(one, Tensor)
+    assert isinstance(v, Tensor)
+    num_dims = 5 if one is kv else 4
+    if one.dim() != num_dims:
+        page = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
+        wanted = f"[num_pages, {'2, ' if num_dims == 5 else ''}{page}, head_dim]"
+        raise ValueError(f"kv has shape {list(one.shape)}: expected {wanted}")
+    if 0 in (*one.shape[1:], v.shape[-1]):
+        raise ValueError(f"kv has shape {list(one.shape)}: a page of it holds nothing")
+    token_dim, head_dim = (-3, -2) if kv_layout == "NHD" else (-2, -3)
+    return PlannerConfig.from_arguments(
+        {
+            "num_qo_heads": one.shape[head_dim],
+            "num_kv_heads": one.shape[head_dim],
+            "head_dim": one.shape[-1],
+            "head_dim_vo": v.shape[-1],
+            "page_size": one.shape[token_dim],
+            "kv_dtype": "nvfp4" if isinstance(kv, QuantizedKV) else one.dtype,
+            "kv_layout": kv_layout,
+            "page_table": pages.layout.value,
+        }
+    )
+
+
+def _check_out(out: object, batch: Batch) -> None:
+    if not isinstance(out, (tuple, list)) or len(out) not in (2, 3):
+        raise TypeError(f"out is a {type(out).__name__}: expected (k, v) or (k, v, kv_indptr)")
+    dtype = getattr(torch, batch.out_dtype)
+    for i, (tensor, row) in enumerate(zip(out, batch.row_shapes(), strict=False)):
+        check_tensor(f"out[{i}]", tensor, (dtype,))
+        num_rows = out[0].shape[0] if out[0].dim() else 0
+        if tuple(tensor.shape) != (num_rows, *row):
+            raise ValueError(
+                f"out[{i}] has shape {list(tensor.shape)}: expected {[num_rows, *row]}"
+            )
+        if num_rows > INT32_MAX:
+            raise ValueError(f"out[{i}] has {num_rows} rows: expected at most {INT32_MAX}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"out[{i}] has strides {list(tensor.stride())}: expected a contiguous tensor"
+            )
+        check_device(f"out[{i}]", tensor, batch.device)
+    if len(out) == 3:
+        check_offsets("out[2]", out[2], batch.seq_lens.shape[0], batch.device)
+
+
+def check_total(num_tokens: int) -> None:
+    """Raise ValueError where there are more tokens than offsets reach."""
+    if num_tokens > INT32_MAX:
+        raise ValueError(f"seq_lens have {num_tokens} tokens together: at most {INT32_MAX}")

@@ -1,0 +1,1 @@
+"""Fused QKV preprocessing and KV cache writes."""

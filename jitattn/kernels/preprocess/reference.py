@@ -1,0 +1,230 @@
+"""The definition of ``preprocess_qkv`` and ``append_kv``, in float64 PyTorch.
+
+A row of Q, K or V gets its bias, is scaled to a mean square of 1 and by the weights of its norm (Q
+and K), is turned by its position (Q and K), and is rounded to the type of qkv. That is stored: as
+it is, or as ``quantization.quantize_kv`` says. So one call stores what several would, one after
+the other. What nothing is done to keeps its bits.
+
+Written from the definition alone: it knows nothing of the kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jitattn.kernels.preprocess.check import TokenCall
+from jitattn.spec.config import QUANTISED_DTYPES
+from jitattn.spec.kernel_spec import DType
+from jitattn.tensors.cache_views import CacheView, Scale
+from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
+from jitattn.tensors.quantization import quantize_kv, saturated
+from jitattn.tensors.rope import Rope
+
+
+class Places(NamedTuple):
+    """Tokens that count, in the order of rows, and where they lie; -1: K and V are not stored."""
+
+    rows: Tensor  # of q, k and v
+    requests: Tensor
+    positions: Tensor
+    k_slots: Tensor  # page * page_size + place
+    v_slots: Tensor
+
+
+def preprocess(call: TokenCall) -> Tensor | None:
+    """Write K and V into the cache, and return q; None where there is none.
+
+    Rows of q that don't count stay as they are in ``q_out``, and are undefined in a new tensor.
+    """
+    arguments = call.arguments
+    places = places_of(call)
+    rows = places.rows
+    biases = [None] * 3 if call.biases is None else list(call.biases)
+    positions = _rotary_positions(call, places)
+    out = None
+    if call.q is not None:
+        out = arguments.q_out
+        if out is None:
+            out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.device)
+        q = _computed(call.q[rows], biases[0], arguments.q_norm, call, positions)
+        out[rows] = _stored(q, DType(str(out.dtype).removeprefix("torch.")), call.q_scale)[0]
+    k = _computed(call.k[rows], biases[1], arguments.k_norm, call, positions)
+    v = _computed(call.v[rows], biases[2], None, call, None)
+    _write(call.k_cache, call.k_blocks, _stored(k, call.kv_dtype, call.k_scale), places.k_slots)
+    _write(call.v_cache, call.v_blocks, _stored(v, call.kv_dtype, call.v_scale), places.v_slots)
+    if arguments.zero_tail:
+        _zero_tails(call, places)
+    return out
+
+
+def places_of(call: TokenCall) -> Places:
+    """Return which tokens count, and where they lie."""
+    arguments = call.arguments
+    if arguments.seq_lens is None:
+        return _places_of_slots(call)
+    lengths = arguments.seq_lens.tolist()
+    starts = (
+        range(len(lengths) + 1) if arguments.qo_indptr is None else arguments.qo_indptr.tolist()
+    )
+    rows, requests, positions = [], [], []
+    for b, length in enumerate(lengths):
+        if length <= 0:
+            continue
+        for row in range(starts[b], starts[b + 1]):
+            rows.append(row)
+            requests.append(b)
+            positions.append(length - (starts[b + 1] - row))
+    where = _integers(rows), _integers(requests), _integers(positions)
+    if arguments.slots is not None:
+        slots = arguments.slots.long()[where[0]]
+        return Places(*where, slots, slots)
+    assert arguments.pages is not None
+    found = [
+        _slots_in(arguments.pages, b, p, call.page_size)
+        for b, p in zip(requests, positions, strict=True)
+    ]
+    k_slots, v_slots = (_integers([pair[i] for pair in found]) for i in range(2))
+    for name, view, slots in (("K", call.k_cache, k_slots), ("V", call.v_cache, v_slots)):
+        end = view.tensor.shape[0] * call.page_size
+        if bool((slots >= end).any()):
+            raise ValueError(
+                f"pages lists page {int(slots.max()) // call.page_size} for {name}: "
+                f"the cache has {view.tensor.shape[0]}"
+            )
+    return Places(*where, k_slots, v_slots)
+
+
+def _integers(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def _places_of_slots(call: TokenCall) -> Places:
+    arguments = call.arguments
+    assert arguments.slots is not None
+    num_rows = call.num_tokens
+    if arguments.qo_indptr is not None:
+        num_rows = int(arguments.qo_indptr[-1])
+    rows = torch.arange(num_rows, device="cpu")
+    slots = arguments.slots.long()[:num_rows]
+    return Places(rows, torch.zeros_like(rows), torch.zeros_like(rows), slots, slots)
+
+
+def _slots_in(pages: Pages, request: int, position: int, page_size: int) -> tuple[int, int]:
+    page, place = divmod(position, page_size)
+    if isinstance(pages, CsrPages):
+        ids = [int(pages.kv_indices[int(pages.kv_indptr[request]) + page])] * 2
+    else:
+        assert isinstance(pages, BlockTable | TokenTable)
+        row = request if pages.rows is None else int(pages.rows[request])
+        if isinstance(pages, TokenTable):
+            slot = int(pages.slots[row, position])
+            return slot, slot
+        entries = pages.table[row]
+        ids = entries[..., page].reshape(-1).tolist()
+        ids = ids if len(ids) == 2 else ids * 2
+    k_slot, v_slot = (-1 if min(ids) < 0 else i * page_size + place for i in ids)
+    return k_slot, v_slot
+
+
+def _rotary_positions(call: TokenCall, places: Places) -> Tensor | None:
+    """Return int64 [3, rows]: the positions of each axis."""
+    arguments = call.arguments
+    if arguments.rope is None:
+        return None
+    if arguments.positions is not None:
+        return arguments.positions.long()[..., places.rows].expand(3, -1)
+    positions = places.positions
+    if arguments.position_delta is not None:
+        positions = positions + arguments.position_delta.long()[places.requests]
+    return positions.expand(3, -1)
+
+
+def _computed(
+    values: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    call: TokenCall,
+    positions: Tensor | None,
+) -> Tensor:
+    """Return rows [num_rows, num_heads, dim] in their own type."""
+    if bias is None and norm is None and positions is None:
+        return values
+    x = values.double()
+    if bias is not None:
+        x = x + bias.double().reshape(x.shape[1:])
+    if norm is not None:
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        x = x / (mean_square + call.arguments.norm_eps).sqrt() * norm.double()
+    if positions is not None:
+        assert call.arguments.rope is not None
+        x = rotate(x, call.arguments.rope, positions)
+    return saturated(x, values.dtype)
+
+
+def rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """Turn the pairs of float64 [num_rows, num_heads, head_dim] by positions [3, num_rows]."""
+    axes = torch.tensor(rope.axes or [0] * len(rope.inv_freq), device="cpu")
+    angles = positions[axes].T.double() * rope.inv_freq.double()  # [num_rows, pairs]
+    cos, sin = (f(angles)[:, None] * rope.attention_factor for f in (torch.cos, torch.sin))
+    half = rope.rotary_dim // 2
+    if rope.interleaved:
+        first, second = slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
+    else:
+        first, second = slice(0, half), slice(half, rope.rotary_dim)
+    a, b = x[..., first], x[..., second]
+    turned = x.clone()
+    turned[..., first] = a * cos - b * sin
+    turned[..., second] = b * cos + a * sin
+    return turned
+
+
+def _stored(values: Tensor, dtype: DType, scale: Scale) -> tuple[Tensor, Tensor | None]:
+    """Return what is stored for values, and the scales of blocks."""
+    if getattr(torch, dtype.value, None) is values.dtype:
+        return values, None
+    factor = scale.value if scale.tensor is None else scale.tensor
+    stored = quantize_kv(
+        values, dtype.value, scale=factor if dtype.value in QUANTISED_DTYPES else None
+    )
+    return stored if isinstance(stored, tuple) else (stored, None)
+
+
+def _write(
+    cache: CacheView,
+    blocks: CacheView | None,
+    stored: tuple[Tensor, Tensor | None],
+    slots: Tensor,
+) -> None:
+    kept = slots >= 0
+    page_size = cache.tensor.shape[1]
+    where = slots[kept] // page_size, slots[kept] % page_size
+    # As bytes: not every type has an indexed assignment.
+    data, scales = stored
+    _bits(cache.tensor)[where] = _bits(data)[kept]
+    if blocks is not None and scales is not None:
+        _bits(blocks.tensor)[where] = _bits(scales)[kept]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+
+
+def _zero_tails(call: TokenCall, places: Places) -> None:
+    page_size = call.page_size
+    lasts = {int(b): i for i, b in enumerate(places.requests)}
+    sides = (
+        (call.k_cache, call.k_blocks, places.k_slots),
+        (call.v_cache, call.v_blocks, places.v_slots),
+    )
+    for cache, blocks, slots in sides:
+        for i in lasts.values():
+            slot = int(slots[i])
+            if slot < 0:
+                continue
+            page, place = divmod(slot, page_size)
+            for view in (cache, blocks):
+                if view is not None:
+                    _bits(view.tensor)[page, place + 1 :] = 0

@@ -1,0 +1,1 @@
+"""Kernel specialisations as values: dtypes, layouts, architectures, configurations and support."""

@@ -1,0 +1,240 @@
+"""The planner's arguments as a value: torch-free, so that a build machine can name a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from numbers import Integral
+from typing import ClassVar, Protocol, Self
+
+from jitattn.base.errors import ConfigError
+from jitattn.base.record import Value
+from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.variant import READY, AttentionVariant
+
+# No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
+# same.
+MAX_KV_LEN = 2**30
+MAX_PAGE_SIZE = 2**20
+HEAD_DIMS = (*range(16, 257, 16), 512)
+Q_DTYPES = ("bfloat16", "float16")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+PAGE_TABLES = tuple(table.value for table in PageTable)
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+QUANTISED_DTYPES = (*FP8_DTYPES, "int8", "nvfp4")
+_OPTIONAL = frozenset(
+    (
+        *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
+        *("variant", "skip_softmax_threshold", "num_sms"),
+    )
+)
+_DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
+
+
+class Arguments(Value):
+    """Arguments of a planner that are not objects of a device, normalised: its subclasses' fields.
+
+    Dtypes are names (``"bfloat16"``). Construct them with ``from_arguments`` or ``parse``, which
+    check types.
+    """
+
+    optional: ClassVar[frozenset[str]] = _OPTIONAL
+    """Names of arguments that may be given as None."""
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, object]) -> Self:
+        """Return the configuration of keyword arguments.
+
+        Raises:
+            ConfigError: with one reason for each unknown argument and each value of a wrong type.
+        """
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        values: dict[str, object] = {}
+        reasons: list[str] = []
+        for name, value in arguments.items():
+            if name not in kinds:
+                reasons.append(
+                    f"{name}={value!r} is no planner argument; known: {', '.join(kinds)}"
+                )
+                continue
+            try:
+                if value is not None or name not in cls.optional:
+                    value = _normalise(name, kinds[name], value)
+                values[name] = value
+            except (TypeError, ValueError) as error:
+                reasons.append(str(error))
+        if reasons:
+            raise ConfigError(reasons)
+        return cls(**values)
+
+    @classmethod
+    def among(cls, values: Mapping[str, object]) -> Self:
+        """Return the configuration of a caller's ``locals()``, which has a value for each field.
+
+        Raises:
+            ConfigError: with one reason for each value of a wrong type.
+        """
+        return cls.from_arguments({field.name: values[field.name] for field in fields(cls)})
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the configuration of ``"head_dim=128,page_size=16,page_table=separate"``.
+
+        Raises:
+            ConfigError: a part is not ``name=value``, is unknown, repeated or of a wrong type.
+        """
+        arguments: dict[str, object] = {}
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, equals, value = (x.strip() for x in part.partition("="))
+            if not equals:
+                raise ConfigError([f"{part!r} is not name=value"])
+            if name in arguments:
+                raise ConfigError([f"{name} is given twice"])
+            arguments[name] = _from_text(kinds.get(name, "str"), value)
+        return cls.from_arguments(arguments)
+
+    def arguments_text(self) -> str:
+        """Return the arguments that differ from the defaults as ``parse`` reads them."""
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            assert field.default is not MISSING  # every argument has a default
+            if value != field.default:
+                parts.append(
+                    f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
+                )
+        return ",".join(parts)
+
+
+class PlannerConfig(Arguments):
+    """The arguments of ``AttentionPlanner`` that are not objects of a device.
+
+    What combinations have kernels is ``jitattn.spec.support``'s business.
+    """
+
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int | None = 16
+    head_dim_vo: int | None = None
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    kv_layout: str = "NHD"
+    page_table: str = "shared"
+    causal: bool = True
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float | None = None
+    use_sinks: bool = False
+    use_custom_mask: bool = False
+    variant: AttentionVariant | None = None
+    skip_softmax_threshold: float | None = None
+    batch_invariant: bool = False
+    early_kv: bool = False
+    num_sms: int | None = None
+
+    def arguments_text(self) -> str:
+        """Return the arguments that differ from the defaults, at least one, for ``parse``."""
+        return super().arguments_text() or f"head_dim={self.head_dim}"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies q.k: ``sm_scale`` or its default."""
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+
+class PagedConfig(Protocol):
+    """What lengths, tables and pages are checked against, of any planner."""
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a page; None for ragged K and V."""
+        ...
+
+    @property
+    def page_table(self) -> str:
+        """The layout of the tables."""
+        ...
+
+    @property
+    def window_left(self) -> int:
+        """Earlier tokens that a query sees besides itself; -1 is all."""
+        ...
+
+
+def dtype_name(value: object) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
+    name = str(value).removeprefix("torch.")
+    if not isinstance(value, str) and not str(value).startswith("torch."):
+        raise TypeError(f"{value!r} is not a dtype: give a torch.dtype or its name")
+    return name
+
+
+def _normalise(name: str, kind: str, value: object) -> object:
+    if name in _DTYPES:
+        return dtype_name(value)
+    if kind.startswith("bool"):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
+        return value
+    if kind.startswith("int"):
+        return _integer(name, value)
+    if kind.startswith("float"):
+        return _number(name, value)
+    if kind.startswith("AttentionVariant"):
+        return _variant(name, value)
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: expected a string")
+    return value
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r}: expected an integer")
+    number = int(value)
+    return min(number, MAX_KV_LEN) if name == "window_left" else number
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}={value!r}: expected a number")
+    try:
+        number = float(value.__float__())
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number}: expected a finite number")
+    return number
+
+
+def _variant(name: str, value: object) -> AttentionVariant:
+    if isinstance(value, AttentionVariant):
+        return value
+    if not isinstance(value, str) or value not in READY:
+        raise TypeError(
+            f"{name}={value!r}: expected an AttentionVariant or one of {', '.join(READY)}"
+        )
+    return READY[value]
+
+
+def _from_text(kind: str, text: str) -> object:
+    lowered = text.lower()
+    if lowered == "none" and "None" in kind:
+        return None
+    if kind.startswith("bool"):
+        return {"true": True, "1": True, "false": False, "0": False}.get(lowered, text)
+    for prefix, convert in (("int", int), ("float", float)):
+        if kind.startswith(prefix):
+            try:
+                return convert(text)
+            except ValueError:
+                return text  # from_arguments says what was expected
+    return text

@@ -1,0 +1,66 @@
+"""The lines of the tables that say which arguments of planners are supported. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+from jitattn.spec.config import MAX_PAGE_SIZE, PagedConfig
+from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.variant import READY
+
+ConfigT = TypeVar("ConfigT")
+PagedT = TypeVar("PagedT", bound=PagedConfig)
+
+VARIANT_RANGE = f"None, any AttentionVariant, {', '.join(READY)}"
+
+
+class Rule(NamedTuple, Generic[ConfigT]):
+    """One line of a support table: what an argument may be, and the reason when it is not."""
+
+    argument: str
+    allowed: str  # the range, as the support table prints it
+    holds: Callable[[ConfigT], bool]
+    reason: Callable[[ConfigT], str]
+
+
+def rule(
+    argument: str, allowed: str, holds: Callable[[ConfigT], bool], wanted: str
+) -> Rule[ConfigT]:
+    """Return the rule whose reason is the argument, its value and ``wanted``."""
+
+    def reason(config: ConfigT) -> str:
+        return f"{argument}={getattr(config, argument)} {wanted}"
+
+    return Rule(argument, allowed, holds, reason)
+
+
+def one_of(argument: str, choices: tuple[str, ...], why: str = "") -> Rule[ConfigT]:
+    """Return the rule that an argument is one of ``choices``."""
+    return rule(
+        argument,
+        ", ".join(choices),
+        lambda config: getattr(config, argument) in choices,
+        f"is not one of {', '.join(choices)}{why}",
+    )
+
+
+def page_size_rule() -> Rule[PagedT]:
+    """Return the rule of page sizes."""
+    return rule(
+        "page_size",
+        "1 and up, any integer; None with page_table=ragged",
+        _page_size_fits,
+        "does not fit page_table: ragged K/V have page_size=None, pages 1 to 2**20 tokens",
+    )
+
+
+def _page_size_fits(config: PagedConfig) -> bool:
+    if config.page_table == PageTable.RAGGED:
+        return config.page_size is None
+    return config.page_size is not None and 1 <= config.page_size <= MAX_PAGE_SIZE
+
+
+def broken(rules: Iterable[Rule[ConfigT]], config: ConfigT) -> list[str]:
+    """Return the reasons of the rules that don't hold."""
+    return [rule.reason(config) for rule in rules if not rule.holds(config)]

@@ -1,0 +1,147 @@
+"""Tensor maps of a cache: what the hardware that copies boxes of K and V reads them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jitattn.device.driver import encode_tensor_map
+from jitattn.spec.tile import SEGMENT_BYTES, AttentionTile, WarpgroupTile
+from jitattn.tensors.cache_views import CacheView
+
+# Tokens whose segments a box of groups brings one after the other: as many as a swizzle repeats at.
+_GROUP_TOKENS = 8
+
+
+class Box(NamedTuple):
+    """What a kernel brings at a time."""
+
+    tokens: int
+    key_columns: int
+    value_columns: int
+    # Whether it arrives as groups of eight tokens, of which each has all its segments before the
+    # next, instead of as segments, of which each has all tokens. Of one head only.
+    is_grouped: bool = False
+    # Whether the L2 cache fetches two lines of a row at a time. Who waits for memory alone is 5 %
+    # slower then on an H200, and who computes too is not: docs/perf-log.md.
+    fetches_pairs: bool = False
+
+
+def box_of(tile: AttentionTile, head_dim: int) -> Box:
+    """Return the boxes that a kernel of ``tile`` brings, whose K has ``head_dim`` columns."""
+    key_columns = tile.key_box_columns or head_dim
+    fetches_pairs = isinstance(tile, WarpgroupTile)
+    return Box(tile.box_tokens, key_columns, tile.value_dim, fetches_pairs=fetches_pairs)
+
+
+class TensorMaps:
+    """The tensor maps of a cache's K and V, as launches of each kernel take them."""
+
+    __slots__ = ("_boxes", "_encoded", "_first", "_k", "_last", "_v")
+
+    def __init__(self, k: CacheView, v: CacheView, boxes: Mapping[str, Box]) -> None:
+        """Encode those of the first kernel; the others follow when they are needed.
+
+        Args:
+            k: keys.
+            v: values.
+            boxes: what the kernels bring at a time, by what they are for.
+
+        Raises:
+            ValueError: the driver has none for these strides.
+        """
+        self._k, self._v, self._boxes = k, v, boxes
+        # By box: kernels that bring the same have the same maps.
+        self._encoded: dict[Box, tuple[int, int, bytes]] = {}
+        # By what kernels are for, which is soon found.
+        self._last: dict[str, tuple[int, int, bytes]] = {}
+        self._first = next(iter(boxes))
+        self.at(self._first, k.tensor.data_ptr(), v.tensor.data_ptr())
+
+    def at(self, role: str, k_at: int, v_at: int) -> bytes:
+        """Return the bytes of both for a kernel, where K and V are at these addresses now."""
+        last = self._last.get(role)
+        if last is None or k_at != last[0] or v_at != last[1]:
+            # A kernel that uses none gets those of the first.
+            box = self._boxes.get(role) or self._boxes[self._first]
+            last = self._encoded.get(box)
+            if last is None or (k_at, v_at) != last[:2]:
+                last = self._encoded[box] = k_at, v_at, self._encode(box, k_at, v_at)
+            self._last[role] = last
+        return last[2]
+
+    def _encode(self, box: Box, k_at: int, v_at: int) -> bytes:
+        k, v = _Rows(self._k, k_at), _Rows(self._v, v_at)
+        encode = _grouped_map if box.is_grouped else _tensor_map
+        return encode(k, box, box.key_columns) + encode(v, box, box.value_columns)
+
+
+class _Rows(NamedTuple):
+    """Where K or V is now, as [num_pages, page_size, num_heads, head_dim]."""
+
+    view: CacheView
+    pointer: int
+
+    @property
+    def segment(self) -> int:
+        """Elements of a segment of a row."""
+        return SEGMENT_BYTES // self.view.tensor.element_size()
+
+    @property
+    def byte_strides(self) -> list[int]:
+        """Those of pages, tokens and heads.
+
+        Nobody steps along a dimension of size 1, whose stride is 0 here, which is none to the
+        driver.
+        """
+        item_bytes = self.view.tensor.element_size()
+        return [
+            stride * item_bytes if size > 1 else SEGMENT_BYTES
+            for stride, size in zip(self.view.strides, self.view.tensor.shape[:3], strict=True)
+        ]
+
+    def encode(
+        self, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], *, in_pairs: bool
+    ) -> bytes:
+        """Return the map of these dimensions, or raise ValueError."""
+        tensor = self.view.tensor
+        # Beside a row of one line may lie another head's, which others read when it suits them.
+        fetch_bytes = 256 if in_pairs and tensor.shape[3] > self.segment else 128
+        encoded = 0 not in strides and encode_tensor_map(
+            self.pointer, tensor.element_size(), sizes, strides, box, fetch_bytes=fetch_bytes
+        )
+        if not encoded:
+            given = list(tensor.stride())
+            raise ValueError(f"the driver maps no tensor of strides {given} at {self.pointer:#x}")
+        return encoded
+
+
+def _tensor_map(rows: _Rows, box: Box, columns: int) -> bytes:
+    """Return the map of K or V, whose boxes have so many columns.
+
+    Dimensions as in struct TensorMap of attention_params.cuh.
+    """
+    num_pages, page_size, num_heads, head_dim = rows.view.tensor.shape
+    page_stride, token_stride, head_stride = rows.byte_strides
+    return rows.encode(
+        (rows.segment, page_size, head_dim // rows.segment, num_heads, num_pages),
+        (token_stride, SEGMENT_BYTES, head_stride, page_stride),
+        (rows.segment, box.tokens, columns // rows.segment, 1, 1),
+        in_pairs=box.fetches_pairs,
+    )
+
+
+def _grouped_map(rows: _Rows, box: Box, columns: int) -> bytes:
+    """Return the map of rows of one head, whose boxes arrive as groups of tokens.
+
+    Dimensions {elements of a segment, tokens of a group, segments of a row, groups, pages}.
+    """
+    num_pages, page_size, _, head_dim = rows.view.tensor.shape
+    page_stride, token_stride, _ = rows.byte_strides
+    groups = page_size // _GROUP_TOKENS
+    return rows.encode(
+        (rows.segment, _GROUP_TOKENS, head_dim // rows.segment, groups, num_pages),
+        (token_stride, SEGMENT_BYTES, token_stride * _GROUP_TOKENS, page_stride),
+        (rows.segment, _GROUP_TOKENS, columns // rows.segment, box.tokens // _GROUP_TOKENS, 1),
+        in_pairs=box.fetches_pairs,
+    )

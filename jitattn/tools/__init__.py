@@ -1,0 +1,1 @@
+"""Command line: demo, doctor, explain, configs, precompile, cache."""

@@ -1,0 +1,274 @@
+"""Filling a bundle: configurations in, entries out; worker processes; presets.
+
+Most tests let every configuration need the schedule kernel only: it compiles quickly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jitattn.base.errors import (
+    CacheError,
+    CompileError,
+    CompilerMissingError,
+    ConfigError,
+    JitAttnError,
+)
+from jitattn.base.knobs import Knobs
+from jitattn.bundles.precompile import PRESETS, Failure, Precompiled, Report
+from jitattn.jit import build
+from jitattn.jit.cache import KernelCache
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
+from jitattn.spec.support import ARCHITECTURES, resolve
+
+# The module, for what it keeps to itself.
+precompile = importlib.import_module("jitattn.bundles")
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_schedule(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
+        resolve(config, arch)
+        return (ScheduleSpec(),)
+
+    monkeypatch.setattr(precompile, "resolve", only_schedule)
+
+
+def run(out: Path, arch: str = "sm_90a", jobs: int | None = 1, config: str = "") -> Report:
+    return precompile.precompile(config, arch=arch, out=out, jobs=jobs, progress=False)
+
+
+# ---------------------------------------------------------------------------- bundles
+
+
+@pytest.mark.usefixtures("quick")
+def test_workers_fill_a_bundle_that_others_can_use(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        report = run(tmp_path / "bundle", arch=",".join(ARCHITECTURES), jobs=2)
+    finally:
+        os.umask(before)
+    assert not report.failures
+    assert (report.compiled, report.reused) == (len(ARCHITECTURES), 0)
+    assert tuple(entry.arch for entry in report.entries) == ARCHITECTURES
+    bundle = KernelCache(tmp_path / "bundle")
+    assert {e.name for e in bundle.entries()} == {e.entry for e in report.entries}
+    assert not bundle.verify()
+    assert not list(bundle.root.glob(".staging-*"))
+    for path in (bundle.root, *bundle.root.rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644)
+    manifest = json.loads((bundle.root / "bundle.json").read_text())
+    assert manifest["architectures"] == sorted(ARCHITECTURES)
+    build.forget()
+    settings = Knobs(cache_dir=None, precompiled=(bundle.root,), jit=False)
+    assert build.build(ScheduleSpec(), "sm_80", settings).origin == "precompiled"
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_is_there_is_reused(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    second = run(tmp_path, arch="sm_90a,sm_80")
+    assert (first.compiled, first.reused) == (1, 0)
+    assert (second.compiled, second.reused) == (1, 1)
+    assert [entry.origin for entry in second.entries] == ["precompiled", "compiled"]
+    reused = second.entries[0]
+    assert (reused.entry, reused.registers) == (first.entries[0].entry, first.entries[0].registers)
+    assert reused.cubin_bytes > 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_progress_is_shown_on_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    precompile.precompile("", arch="sm_90a", out=tmp_path, jobs=1, progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "1/1" in err
+    run(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_real_planner_finds_all_its_kernels(tmp_path: Path) -> None:
+    config = PlannerConfig.parse("head_dim=64,page_size=3,page_table=separate")
+    report = precompile.precompile(config, arch=["sm_90a"], out=tmp_path, progress=False)
+    assert not report.failures
+    build.forget()
+    settings = Knobs(cache_dir=None, precompiled=(tmp_path,), jit=False)
+    kernels = build.build_all(resolve(config, "sm_90a"), "sm_90a", settings)
+    assert {kernel.origin for kernel in kernels} == {"precompiled"}
+    assert [kernel.entry for kernel in kernels] == [entry.entry for entry in report.entries]
+
+
+# A script without a __main__ guard, in a process where torch cannot be imported.
+SCRIPT = """
+import sys
+sys.modules["torch"] = None
+import importlib
+from jitattn.spec.kernel_spec import ScheduleSpec
+module = importlib.import_module("jitattn.bundles")
+module.resolve = lambda config, arch: (ScheduleSpec(),)
+report = module.precompile("", arch="sm_80,sm_90a", out=sys.argv[1], jobs=2, progress=False)
+print(report.compiled, [str(failure) for failure in report.failures])
+"""
+
+
+def test_a_script_needs_neither_guard_nor_torch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "bundle"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "2 []\n", done.stderr
+
+
+# ---------------------------------------------------------------------------- configurations
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "configs",
+    [
+        "head_dim=64",
+        PlannerConfig.parse("head_dim=64"),
+        {"head_dim": 64},
+        ["head_dim=64", {"head_dim": 128}, PlannerConfig.parse("head_dim=256")],
+        (config for config in ["head_dim=64"]),
+    ],
+    ids=["text", "config", "mapping", "list", "generator"],
+)
+def test_configs_have_many_forms(tmp_path: Path, configs: object) -> None:
+    report = precompile.precompile(
+        configs,  # type: ignore[arg-type]
+        arch="sm_90a",
+        out=tmp_path,
+        jobs=1,
+        progress=False,
+    )
+    assert len(report.entries) == 1
+
+
+def test_every_reason_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    configs = ["head_dim=100", "page_size=0,head_dim=100"]
+    with pytest.raises(ConfigError) as caught:
+        precompile.precompile(configs, arch="sm_90a,sm_80", out=tmp_path / "bundle")
+    assert len(caught.value.reasons) == 2
+    assert "head_dim=100" in str(caught.value)
+    assert "page_size=0" in str(caught.value)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("arch", ["sm_999", "", "sm_90a,", []])
+def test_an_unknown_architecture_is_refused(tmp_path: Path, arch: str | list[str]) -> None:
+    with pytest.raises(ConfigError, match="arch"):
+        precompile.precompile("", arch=arch, out=tmp_path)
+
+
+def test_no_configuration_and_no_job_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no configuration is given"):
+        precompile.precompile([], arch="sm_90a", out=tmp_path)
+    with pytest.raises(ValueError, match="jobs is 0: expected at least 1"):
+        run(tmp_path, jobs=0)
+
+
+# ---------------------------------------------------------------------------- failures
+
+
+def test_an_unsafe_or_impossible_folder_is_an_error(tmp_path: Path) -> None:
+    unsafe = tmp_path / "unsafe"
+    unsafe.mkdir()
+    unsafe.chmod(0o777)
+    with pytest.raises(CacheError, match="writable by group or others"):
+        run(unsafe)
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheError, match="not a folder"):
+        run(tmp_path / "file")
+    with pytest.raises(OSError, match="jitattn"):
+        run(Path("/proc/jitattn"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_failure_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = build.fill
+
+    def fill(spec: KernelSpec, arch: str, folder: Path) -> build.Kernel:
+        if arch == "sm_80":
+            raise CompileError("k.cu", "k.cu(1): error: bad", "source")
+        return real(spec, arch, folder)
+
+    monkeypatch.setattr(build, "fill", fill)
+    report = run(tmp_path, arch="sm_80,sm_90a")
+    assert [entry.arch for entry in report.entries] == ["sm_90a"]
+    (failure,) = report.failures
+    assert (failure.symbol, failure.arch) == ("jitattn_schedule", "sm_80")
+    assert str(failure).startswith("jitattn_schedule for sm_80: k.cu does not compile")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_missing_compiler_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(spec: KernelSpec, arch: str, folder: Path) -> build.Kernel:
+        raise CompilerMissingError("pip install it")
+
+    monkeypatch.setattr(build, "fill", fill)
+    with pytest.raises(CompilerMissingError, match="pip install it"):
+        run(tmp_path)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_worker_that_dies_is_a_failure_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies_on_sm_80 = (
+        "import os, sys; sys.path[:] = {path!r}; from jitattn import build\n"
+        "from jitattn.bundles.precompile import serve\n"
+        "real = build.fill\n"
+        "build.fill = lambda s, arch, f: os._exit(9) if arch == 'sm_80' else real(s, arch, f)\n"
+        "serve()"
+    )
+    monkeypatch.setattr(precompile, "_WORKER", dies_on_sm_80)
+    report = run(tmp_path, arch="sm_80,sm_90a,sm_100f,sm_120f", jobs=2)
+    assert [entry.arch for entry in report.entries] == ["sm_90a", "sm_100f", "sm_120f"]
+    assert [failure.arch for failure in report.failures] == ["sm_80"]
+    assert "the worker process ended with status 9" in str(report.failures[0])
+
+
+def test_outcomes_survive_pickling() -> None:
+    error = CompileError("k.cu", "k.cu(1): error: bad", "source")
+    failure = pickle.loads(pickle.dumps(Failure(symbol="k", arch="sm_80", error=error)))
+    assert isinstance(failure.error, JitAttnError)
+    assert "error: bad" in str(failure)
+
+
+def test_a_report_counts() -> None:
+    def entry(origin: str) -> Precompiled:
+        numbers = dict.fromkeys(("registers", "spill_bytes", "smem_bytes", "cubin_bytes"), 1)
+        return Precompiled(
+            entry="e", symbol="k", arch="sm_80", origin=origin, seconds=0.1, **numbers
+        )
+
+    entries = (entry("compiled"), entry("precompiled"), entry("precompiled"))
+    report = Report(entries=entries, failures=(), seconds=1.0)
+    assert (report.compiled, report.reused) == (1, 2)
+
+
+# ---------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_supported_everywhere(name: str) -> None:
+    assert PRESETS[name]
+    for config in PRESETS[name]:
+        for arch in ARCHITECTURES:
+            assert resolve(PlannerConfig.parse(config), arch)

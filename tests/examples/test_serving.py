@@ -1,0 +1,467 @@
+"""The example server over a real socket, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from docs.examples.serving.sampling import Sampler
+from docs.examples.serving.server import MAX_BODY_BYTES, Server
+from docs.examples.serving.text import ByteTokenizer, GrowingText
+from tests.support.serving import (
+    at_once,
+    complete,
+    connect,
+    events_of,
+    make_checkpoint,
+    request,
+    running,
+    stream,
+    text_of,
+    wait_until,
+)
+
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROMPTS = [f"question {i}: " + "lorem ipsum " * (i % 4) for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--kv-bytes", "4000000") as server:
+        yield server
+
+
+def say(server: Server, content: object, **arguments: object) -> tuple[int, Any]:
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **arguments}
+    return request(server, "POST", CHATS, body)
+
+
+def is_idle(server: Server) -> bool:
+    engine = server.engine
+    return not engine.running and not engine.waiting and engine.manager.stats().num_sequences == 0
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def test_models_and_health(server: Server) -> None:
+    status, found = request(server, "GET", "/v1/models")
+    assert status == 200
+    assert [model["id"] for model in found["data"]] == ["random"]
+    assert request(server, "GET", "/v1/models/random")[1]["object"] == "model"
+    assert request(server, "GET", "/health") == (200, {"status": "ok"})
+
+
+def test_an_answer(server: Server) -> None:
+    answer = complete(server, "hello", max_tokens=9, model="random")
+    assert answer["object"] == "text_completion"
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["text"]) == 9
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 9)
+    assert usage["total_tokens"] == 15
+    as_tokens = complete(server, [ByteTokenizer.BEGIN, *b"hello"], max_tokens=9)
+    assert text_of(as_tokens) == choice["text"]
+    assert len(text_of(complete(server, "hello"))) <= 16
+
+
+def test_requests_at_once_are_answered_as_alone(server: Server) -> None:
+    alone = [text_of(complete(server, prompt, max_tokens=12)) for prompt in PROMPTS]
+    server.engine.manager.clear_reusable()
+    calls = [lambda p=prompt: text_of(complete(server, p, max_tokens=12)) for prompt in PROMPTS]
+    assert at_once(calls) == alone
+    assert len(set(alone)) > 1
+
+
+def test_prefixes_are_reused(server: Server) -> None:
+    server.engine.manager.clear_reusable()
+    before = server.engine.manager.stats().reused_tokens
+    prompt = "a system prompt that many share, " * 4
+    answers = [complete(server, prompt + end, max_tokens=5) for end in ("x", "y", "x")]
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+    assert cached[0] == 0
+    assert 0 < cached[1] <= len(prompt) + 1
+    assert cached[2] == len(prompt) + 1  # all but the last token, whose logits are wanted
+    assert server.engine.manager.stats().reused_tokens - before == sum(cached)
+    assert text_of(answers[0]) == text_of(answers[2])
+
+
+def test_a_stream_is_the_whole_in_pieces(server: Server) -> None:
+    body: dict[str, object] = {"prompt": PROMPTS[3], "temperature": 0, "max_tokens": 20}
+    events = stream(server, COMPLETIONS, body)
+    assert "".join(event["choices"][0]["text"] for event in events) == text_of(
+        complete(server, PROMPTS[3], max_tokens=20)
+    )
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * 19
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_a_streamed_chat_of_several_choices(server: Server) -> None:
+    body: dict[str, object] = {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "why?"}]},
+        ],
+        "n": 3, "seed": 5, "max_completion_tokens": 15,
+    }  # fmt: skip
+    *events, last = stream(server, CHATS, {**body, "stream_options": {"include_usage": True}})
+    status, whole = request(server, "POST", CHATS, body)
+    assert status == 200
+    texts, reasons = [""] * 3, [""] * 3
+    for event in events:
+        (choice,) = event["choices"]
+        assert event["object"] == "chat.completion.chunk"
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+    assert len(set(texts)) == 3
+    assert last["choices"] == []
+    cached = whole["usage"].pop("prompt_tokens_details")
+    assert cached["cached_tokens"] > 0
+    last["usage"].pop("prompt_tokens_details")
+    assert last["usage"] == whole["usage"]
+
+
+def test_choices_share_a_prompt(server: Server) -> None:
+    """It is computed once, and the first choice is what its seed alone gives."""
+    wait_until(lambda: is_idle(server))
+    server.engine.manager.clear_reusable()
+    before = server.engine.num_computed
+    status, found = say(server, "tell me " * 20, n=4, seed=3, temperature=1.5, max_tokens=6)
+    assert status == 200
+    usage = found["usage"]
+    assert server.engine.num_computed - before <= usage["prompt_tokens"] + 4 * 5
+    assert len({choice["message"]["content"] for choice in found["choices"]}) > 1
+    _, alone = say(server, "tell me " * 20, seed=3, temperature=1.5, max_tokens=6)
+    assert alone["choices"][0]["message"] == found["choices"][0]["message"]
+    _, greedy = say(server, "tell me " * 20, n=2, max_tokens=6)
+    assert greedy["choices"][0]["message"] == greedy["choices"][1]["message"]
+
+
+def test_a_seed_repeats_and_none_varies(server: Server) -> None:
+    arguments: dict[str, object] = {"temperature": 1.5, "max_tokens": 12}
+    with_seed = [text_of(complete(server, "go", **arguments, seed=7)) for _ in range(2)]
+    assert with_seed[0] == with_seed[1]
+    others = {text_of(complete(server, "go", **arguments)) for _ in range(4)}
+    assert len(others) > 1
+    narrow = complete(server, "go", **(arguments | {"top_p": 1e-6}))
+    assert text_of(narrow) == text_of(complete(server, "go", max_tokens=12))
+
+
+def test_stop_strings_end_an_answer_and_are_not_said(server: Server) -> None:
+    whole = text_of(complete(server, PROMPTS[1], max_tokens=30))
+    stop = whole[10:13]
+    cut = whole[: whole.index(stop)]
+    body: dict[str, object] = {"prompt": PROMPTS[1], "temperature": 0, "max_tokens": 30}
+    for stops in (stop, ["never said", stop]):
+        answer = complete(server, PROMPTS[1], max_tokens=30, stop=stops)
+        assert text_of(answer) == cut
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == len(cut) + 3
+        events = stream(server, COMPLETIONS, {**body, "stop": stops})
+        assert "".join(event["choices"][0]["text"] for event in events) == cut
+
+
+def test_tokens_that_end_an_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = text_of(complete(server, PROMPTS[2], max_tokens=30))
+    last = next(char for char in whole if whole.index(char) >= 4)
+    cut = whole[: whole.index(last)]
+    monkeypatch.setattr(ByteTokenizer, "stop_ids", frozenset(last.encode()))
+    answer = complete(server, PROMPTS[2], max_tokens=30)
+    assert text_of(answer) == cut
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == len(cut) + 1
+
+
+def test_what_asks_for_nothing_is_taken(server: Server) -> None:
+    complete(
+        server, "x", max_tokens=2, stop=None, logit_bias={}, presence_penalty=0.0, user="me",
+        echo=False, best_of=1, suffix=None, n=1, stream=False,
+    )  # fmt: skip
+
+
+# --- clients that go, and memory that runs out ----------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_pages_of_who_goes_are_given_back(server: Server, is_stream: bool) -> None:
+    wait_until(lambda: is_idle(server))
+    computed = server.engine.num_computed
+    wanted = server.engine.max_len - 10
+    connection = connect(server)
+    body = {"prompt": "hi", "max_tokens": wanted, "n": 2, "stream": is_stream, "seed": 1}
+    connection.request("POST", COMPLETIONS, json.dumps(body | {"temperature": 0}))
+    if is_stream:
+        response = connection.getresponse()
+        events = events_of(response)
+        assert [next(events) for _ in range(3)]
+        response.close()
+    else:
+        wait_until(lambda: server.engine.num_computed > computed)
+    connection.close()
+    wait_until(lambda: is_idle(server))
+    assert server.engine.num_computed - computed < wanted
+    pools = server.engine.manager.stats().pools
+    assert all(pool.used == pool.held == 0 for pool in pools)
+
+
+def test_memory_that_runs_out_makes_requests_wait() -> None:
+    """Eight answers need many times the pages; sleepers have no host memory to go to, or some."""
+    prompts = [f"{i} " + "words " * 12 for i in range(8)]
+    with running("--kv-bytes", "4000000") as server:
+        alone = [text_of(complete(server, prompt, max_tokens=24)) for prompt in prompts]
+    small = "--kv-bytes", "300000", "--typical-len", "64"
+    for host_bytes in (0, 100_000):
+        with running(*small, "--host-bytes", str(host_bytes)) as server:
+            assert server.engine.max_len < 700
+            calls = [lambda p=p: text_of(complete(server, p, max_tokens=24)) for p in prompts]
+            assert at_once(calls) == alone
+            assert server.engine.num_suspended > 0
+            assert is_idle(server)
+
+
+def test_all_that_fits_is_answered() -> None:
+    """Requests as long as memory, one after the other; one token more is refused at once."""
+    with running("--kv-bytes", "300000", "--typical-len", "64") as server:
+        most = server.engine.max_len
+        for prompt_len in (most - 3, most - 30):
+            prompt = [ByteTokenizer.BEGIN, *[97] * (prompt_len - 1)]
+            answers = at_once([lambda p=prompt: complete(server, p, max_tokens=most - len(p))] * 3)
+            assert [answer["usage"]["total_tokens"] for answer in answers] == [most] * 3
+            body = {"prompt": prompt, "max_tokens": most - prompt_len + 1}
+            assert request(server, "POST", COMPLETIONS, body)[0] == 400
+
+
+def test_choices_wait_too() -> None:
+    with running("--kv-bytes", "300000", "--typical-len", "64") as server:
+        status, found = say(server, "hi", n=5, seed=1, temperature=1.0, max_tokens=40)
+        assert status == 200
+        assert len(found["choices"]) == 5
+        status, again = say(server, "hi", n=5, seed=1, temperature=1.0, max_tokens=40)
+        assert again["choices"] == found["choices"]
+        assert is_idle(server)
+
+
+def test_an_engine_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        assert complete(server, "x", max_tokens=1)
+
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(server.engine.model, "forward", fail)
+        body = {"prompt": "x", "n": 2}
+        status, found = request(server, "POST", COMPLETIONS, body)
+        assert (status, found["error"]["type"]) == (503, "server_error")
+        assert "out of luck" in found["error"]["message"]
+        assert request(server, "POST", COMPLETIONS, body)[0] == 503
+        assert request(server, "GET", "/health")[0] == 503
+
+
+def test_closing_ends_what_runs() -> None:
+    found: list[Any] = []
+    with running() as server:
+        body = {"prompt": "x", "max_tokens": server.engine.max_len - 4, "temperature": 0}
+        thread = threading.Thread(
+            target=lambda: found.append(request(server, "POST", COMPLETIONS, body))
+        )
+        thread.start()
+        wait_until(lambda: bool(server.engine.running))
+        server.engine.close()
+        thread.join()
+    assert found[0][0] == 503
+
+
+# --- bad requests ---------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [1, 258]}, "token 258"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": "\ud800"}, "surrogates"),
+    ({"prompt": "x" * 100_000}, "expected at most"),
+    ({"max_tokens": 1 << 30}, "expected at most"),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": "5"}, "max_tokens='5'"),
+    ({"max_tokens": True}, "max_tokens=True"),
+    ({"n": 0}, "n=0"),
+    ({"n": 17}, "n=17"),
+    ({"n": 1.5}, "n=1.5"),
+    ({"temperature": -1}, "temperature=-1"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": 10**400}, "temperature="),
+    ({"top_p": 0}, "top_p=0"),
+    ({"top_p": 1.1}, "top_p=1.1"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": 3}, "stop"),
+    ({"seed": "1"}, "seed='1'"),
+    ({"seed": 1 << 63}, "seed="),
+    ({"stream": "yes"}, "stream='yes'"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options"),
+    ({"logprobs": 3}, "logprobs=3 is not supported"),
+    ({"echo": True}, "echo=True is not supported"),
+    ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
+    ({"messages": []}, "unknown parameter: 'messages'"),
+    ({"max_completion_tokens": 5}, "unknown parameter"),
+    ({"top_k": 5}, "unknown parameter: 'top_k'"),
+]
+BAD_CHATS: list[tuple[dict[str, object], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages[0]"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages[0]"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates"),
+    ({"messages": [{"role": "user"}]}, r"messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"parts of text"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls"),
+    ({"prompt": "x"}, "unknown parameter: 'prompt'"),
+    ({"tools": [{}]}, "tools="),
+    ({"response_format": {"type": "json_object"}}, "response_format="),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), BAD)
+def test_bad_completions(server: Server, arguments: dict[str, object], wanted: str) -> None:
+    status, found = request(server, "POST", COMPLETIONS, {"prompt": "x", **arguments})
+    assert status == 400, found
+    assert found["error"]["type"] == "invalid_request_error"
+    assert wanted in found["error"]["message"]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), BAD_CHATS)
+def test_bad_chats(server: Server, arguments: dict[str, object], wanted: str) -> None:
+    status, found = say(server, "x", **arguments)
+    assert status == 400, found
+    assert wanted in found["error"]["message"]
+
+
+def test_bad_paths_methods_models_and_bodies(server: Server) -> None:
+    assert request(server, "GET", "/v2/models")[0] == 404
+    assert request(server, "GET", COMPLETIONS)[0] == 405
+    assert request(server, "POST", "/v1/models", {})[0] == 405
+    assert request(server, "POST", "/v1/embeddings", {})[0] == 404
+    assert request(server, "DELETE", "/v1/models")[0] == 501
+    status, found = request(server, "POST", COMPLETIONS, {"prompt": "x", "model": "gpt-9"})
+    assert (status, found["error"]["code"]) == (404, "model_not_found")
+    for body in (b"{", b"\xff", b"[" * 100_000, b'"x"', b"[]", b""):
+        status, found = request(server, "POST", COMPLETIONS, body)
+        assert (status, found["error"]["type"]) == (400, "invalid_request_error")
+
+
+def exchange(server: Server, sent: bytes) -> bytes:
+    host, port = server.server_address[:2]
+    with socket.create_connection((host, port), timeout=20) as connection:
+        connection.sendall(sent)
+        found = b""
+        while data := connection.recv(65536):
+            found += data
+        return found
+
+
+def test_http_that_is_wrong(server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    length = b"Content-Length: %d\r\n\r\n"
+    assert b" 411 " in exchange(server, head + b"\r\n")
+    assert b" 411 " in exchange(server, head + b"Content-Length: -5\r\n\r\n")
+    assert b" 411 " in exchange(server, head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+    assert b" 413 " in exchange(server, head + length % (MAX_BODY_BYTES + 1))
+    assert b"Bad request syntax" in exchange(server, b"nonsense\r\n\r\n")
+    assert b"invalid_request_error" in exchange(server, b"GET / HTTP/9.9\r\n\r\n")
+
+
+def test_a_connection_takes_several_requests(server: Server) -> None:
+    connection = connect(server)
+    for _ in range(2):
+        connection.request("POST", COMPLETIONS, json.dumps({"prompt": "x", "max_tokens": 1}))
+        response = connection.getresponse()
+        assert response.status == 200
+        response.read()
+        connection.request("POST", "/v1/else", b'{"prompt": 1}')
+        response = connection.getresponse()
+        assert response.status == 404
+        response.read()
+    connection.close()
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "wanted"),
+    [
+        ("añ€😀z", [], "añ€😀z"),
+        ("say END now", ["END"], "say "),
+        ("aab", ["ab", "b"], "a"),
+        ("ababac", ["abac"], "ab"),
+        ("EN", ["END"], "EN"),
+        ("€END", ["D", "€E"], ""),
+    ],
+)
+def test_growing_text(text: str, stops: list[str], wanted: str) -> None:
+    growing = GrowingText(ByteTokenizer(), stops)
+    said = []
+    for token in text.encode():
+        said.append(growing.push(token))
+        assert wanted.startswith("".join(said))
+        if growing.is_stopped:
+            break
+    said.append("" if growing.is_stopped else growing.finish())
+    assert "".join(said) == wanted
+
+
+def test_text_of_random_bytes_is_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokenizer = ByteTokenizer()
+    for _ in range(50):
+        tokens = torch.randint(258, (12,), generator=generator).tolist()
+        growing = GrowingText(tokenizer, [])
+        said = "".join(growing.push(token) for token in tokens) + growing.finish()
+        assert said == tokenizer.decode(tokens)
+
+
+def test_samples_are_in_proportion() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    sampler = Sampler(1.0, 0.9, 0)
+    counts = torch.tensor([sampler.choose(logits) for _ in range(2000)]).bincount(minlength=4)
+    assert counts[3] == 0
+    torch.testing.assert_close(
+        counts[:3] / 2000, torch.tensor([0.5, 0.3, 0.15]) / 0.95, atol=0.04, rtol=0
+    )
+    assert Sampler(1e-9, 1.0, 0).choose(logits) == 0
+    assert Sampler(0, 0.1, 0).choose(logits) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Its greedy words are those that transformers generates, where no two are as good."""
+    pytest.importorskip("transformers")
+    model = make_checkpoint(tmp_path, name)
+    prompt = " ".join(f"w{(7 * i) % 250 + 1}" for i in range(30))
+    with running("--model", str(tmp_path), "--name", name) as server:
+        for _ in range(2):  # the second has a prefix that is there
+            words = text_of(complete(server, prompt, max_tokens=12)).split()
+            tokens = torch.tensor([[int(word[1:]) for word in [*prompt.split(), *words]]])
+            with torch.no_grad():
+                logits = model(tokens).logits[0, 29:-1].float()
+            chosen = logits.gather(1, tokens[0, 30:, None])[:, 0]
+            assert (logits.max(dim=1).values - chosen < 0.05 * logits.abs().max()).all()
+        status, found = say(server, "w1 w2", max_tokens=3)
+        assert status == 200
+        assert found["usage"]["prompt_tokens"] == 4

@@ -1,0 +1,52 @@
+"""The prefill kernel of warpgroups, run on the CPU: 16-bit caches, and every way to end a run.
+
+A few small batches through the whole of the kernel and of the host code that launches it; the GPU
+tests have the large ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.emulator.host_attention import HostCuda
+from tests.support.cases import E4M3, Case, of
+from tests.support.harness import attend, check, expected
+from tests.support.inputs import make_inputs
+
+BASE = Case(head_dim=64, num_kv_heads=1, group_size=2)
+# Two whole tiles and more on two CTAs, rows without keys, and a request that is split.
+PAIRS = ((140, 150), (70, 300), (66, 66), (65, 0))
+LONG = ((64, 700), (60, 650))
+CASES = {
+    "boxes": of(BASE, *PAIRS, spare_rows=2),
+    "vectors": of(replace(BASE, head_dim=96, page_size=5), *PAIRS),
+    "single elements": of(replace(BASE, cache="odd_strides", q_view="odd", out_view="odd"), *PAIRS),
+    "fp16": of(replace(BASE, head_dim=128, dtype="float16", page_table="separate"), *PAIRS),
+    "fp32 out": of(replace(BASE, out_dtype="float32", sm_scale=-0.2, sinks="float32"), *PAIRS),
+    "everything": of(replace(BASE, causal=False, group_size=3, q_view="qkv"), *PAIRS),
+    "window": of(replace(BASE, window_left=70, out_view="heads_outside"), *PAIRS),
+    "soft cap": of(replace(BASE, logits_soft_cap=2.0, sinks="bfloat16"), *PAIRS),
+    "bool mask": of(replace(BASE, mask="bool", causal=False), *PAIRS),
+    "packed mask": of(replace(BASE, mask="packed", window_left=90, logits_soft_cap=5.0), *PAIRS),
+    "ragged mask": of(replace(BASE, mask="ragged", page_table="csr"), *PAIRS),
+    "ragged": of(replace(BASE, page_table="ragged", page_size=1), *PAIRS),
+    "narrow values": of(replace(BASE, head_dim=192, head_dim_vo=48), *PAIRS),
+    "wide": of(replace(BASE, head_dim=192, head_dim_vo=256, page_size=64), *PAIRS),
+    "e4m3": of(replace(BASE, kv_dtype=E4M3.kv_dtype, scales="heads"), *PAIRS),
+    "split": of(BASE, *LONG),
+    "split, sinks": of(replace(BASE, sinks="float32", head_dim=128, window_left=400), *LONG),
+    "split, odd": of(replace(BASE, head_dim_vo=80, logits_soft_cap=9.0, out_view="odd"), *LONG),
+    "split, e4m3": of(replace(BASE, kv_dtype=E4M3.kv_dtype, batch_invariant=True), *LONG),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_computes_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    host = HostCuda(monkeypatch, "sm_90a")
+    inputs = make_inputs(case, "cpu")
+    planner = host.planner(**case.planner_arguments())
+    check(case, *attend(inputs, planner), expected(inputs))
+    assert "prefill" in {symbol.split("_")[1] for symbol in host.ran}

@@ -1,0 +1,801 @@
+"""The schedule kernel's arithmetic: a model of its rounds, and the template itself on the host.
+
+The model takes its constants from the template and is tied to it by the lines that it transcribes.
+Where there is a C++ compiler, templates/schedule.cu.jinja is compiled for the CPU, with one thread,
+and what it writes is held against the model and against what the attention kernels rely on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jitattn.kernels.attention.kernels import KernelSet
+from jitattn.kernels.attention.schedule import _MAX_ROUNDS, _MIN_SPLIT_TOKENS
+from jitattn.spec.params import Schedule, ScheduleParams
+from tests.emulator import fake_cuda
+from tests.emulator.host_cuda import QUALIFIERS, THREADS, WORDS, library_of
+from tests.gpu.test_claims import IN_ROUNDS
+from tests.support.cases import Case
+
+_UNIT_COST, _MIN_SLOT_COST = KernelSet.unit_cost, KernelSet.min_slot_cost
+
+TEMPLATES = Path(__file__).parents[3] / "templates"
+SOURCE = (TEMPLATES / "schedule.cu.jinja").read_text()
+random_examples = settings(
+    max_examples=300,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def constants(pattern: str) -> int:
+    """The number that ``pattern`` finds in the template, the same wherever it does."""
+    (value,) = set(re.findall(pattern, SOURCE))
+    return int(value)
+
+
+MIN_CLAIM = constants(r"kMinClaim = (\d+);")
+LATER = constants(r"total_cost / (\d+) >>")  # the part of the cost that later rounds have
+SPARE = constants(r"most - most / (\d+);")  # the part of the slots that even units may cost
+NUM_BUCKETS = constants(r"kNumBuckets = (\d+);")
+MANY_PIECES = constants(r"kManyPieces = (\d+);")
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """``struct Rounds``: how so many positions are dealt to slots."""
+
+    total_cost: int
+    width: int
+    max_rounds: int
+    min_claim: int = MIN_CLAIM
+
+    @property
+    def count(self) -> int:
+        count = 1
+        while (
+            count < self.max_rounds
+            and self.total_cost // LATER >> (count - 1) >= self.min_claim * self.width
+        ):
+            count += 1
+        return count
+
+    def begin(self, index: int) -> int:
+        if index == 0:
+            return 0
+        if index == self.count:
+            return self.total_cost
+        return self.total_cost - (self.total_cost // LATER >> (index - 1))
+
+    def position(self, slot: int) -> int:
+        index, place = divmod(slot, self.width)
+        first = self.begin(index)
+        size = self.begin(min(index + 1, self.count)) - first
+        return first + (place * size + self.width - 1) // self.width
+
+    def slot(self, position: int) -> int:
+        index = self.count - 1
+        while position < self.begin(index):
+            index -= 1
+        first = self.begin(index)
+        size = self.begin(index + 1) - first
+        return index * self.width + (position - first) * self.width // size
+
+    @property
+    def num_slots(self) -> int:
+        return self.width * self.count
+
+
+def count_whole(num_units: int, most: int) -> int:
+    """``count_whole()``: slots of whole units, or whole units of slots."""
+    least = most - most // SPARE
+    whole = most // num_units * num_units if most >= num_units else most
+    while whole >= least and whole < num_units and num_units % whole:
+        whole -= 1
+    return whole if whole >= least else 0
+
+
+def rounds_of(costs: list[int], most: int, max_rounds: int, max_splits: int) -> Rounds:
+    """The rounds that the kernel deals units of these costs to."""
+    total, num_units = sum(costs), len(costs)
+    is_alike = not max_splits and all(cost * num_units == total for cost in costs)
+    whole = count_whole(num_units, most) if is_alike else 0
+    unit_cost = total // num_units if whole else 0
+    if visit_cost(costs, whole) == 0:
+        total -= num_units * _UNIT_COST
+    return Rounds(total, whole or most, max_rounds, max(unit_cost, MIN_CLAIM))
+
+
+def visit_cost(costs: list[int], whole: int) -> int:
+    """What a visit to a unit costs: nothing where as many slots share each, and all visit one."""
+    sharing = whole // len(costs)
+    return 0 if sharing > 1 and costs[0] - _UNIT_COST >= sharing else _UNIT_COST
+
+
+def suits_whole_units(costs: list[int], num_ctas: int, num_head_blocks: int) -> bool:
+    """``suits_whole_units()``, of a prefill schedule that is not batch-invariant."""
+    if not costs:
+        return False
+    total, longest, pieces = sum(costs), max(costs), len(costs) * num_head_blocks
+    if 4 * total >= 3 * longest * len(costs):
+        passes = -(-pieces // num_ctas)
+        return 100 * pieces >= 93 * passes * num_ctas or pieces >= MANY_PIECES * num_ctas
+    return longest * num_ctas <= total * num_head_blocks
+
+
+def bucket_of(cost: int, longest: int) -> int:
+    """``bucket_of()``: how often the longest's cost is halved before it is below ``cost``."""
+    return sum(cost <= longest >> halvings for halvings in range(1, NUM_BUCKETS))
+
+
+# Who changes one of these in the template has the model to change, too.
+TRANSCRIBED = """
+while (count < max_count && total_cost / 8 >> (count - 1) >= min_claim * width) {
+return width * count;
+if (round == 0) return 0;
+return round == count ? total_cost : total_cost - (total_cost / 8 >> (round - 1));
+const int32_t round = slot / width;
+const int64_t first = begin(round), size = begin(min(round + 1, count)) - first;
+return first + (slot % width * size + width - 1) / width;
+int32_t round = count - 1;
+while (position < begin(round)) --round;
+const int64_t first = begin(round), size = begin(round + 1) - first;
+return round * width + static_cast<int32_t>((position - first) * width / size);
+const int32_t least = most - most / 8;
+int32_t whole = most >= num_units ? most / num_units * num_units : most;
+while (whole >= least && whole < num_units && num_units % whole != 0) --whole;
+return whole >= least ? whole : 0;
+const bool is_alike =
+    params.max_splits == 0 && num_units > 0 && longest * num_units == total_cost;
+const int32_t whole = is_alike ? count_whole(num_units, most) : 0;
+const int32_t sharing = num_units > 0 ? whole / num_units : 0;
+const bool all_visit = sharing > 1 && longest - params.unit_cost >= sharing;
+const Rounds rounds(total_cost, whole ? whole : most, params.max_rounds,
+                    whole && longest > kMinClaim ? longest : kMinClaim);
+const int64_t pieces = static_cast<int64_t>(num_units) * params.num_head_blocks;
+if (4 * total_cost >= 3 * longest * num_units) {
+const int64_t passes = (pieces + ctas - 1) / ctas;
+return 100 * pieces >= 93 * passes * ctas || pieces >= kManyPieces * ctas;
+return longest * ctas <= total_cost * params.num_head_blocks;
+while (bucket + 1 < kNumBuckets && cost <= longest >> (bucket + 1)) ++bucket;
+"""
+
+
+def test_the_model_is_that_of_the_template() -> None:
+    text = " ".join(SOURCE.split())
+    for statement in re.split(r"(?<=[;{])\n", TRANSCRIBED.strip()):
+        numbers = {"total_cost / 8": f"total_cost / {LATER}", "most / 8": f"most / {SPARE}"}
+        wanted = " ".join(statement.split())
+        for given_number, number in numbers.items():
+            wanted = wanted.replace(given_number, number)
+        assert wanted in text, wanted
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> Rounds:
+    width = draw(st.integers(1, 300))
+    largest = draw(st.sampled_from((2 * width, 100 * width, 2**22, 2**40)))
+    total = draw(st.integers(width, max(largest, width)))
+    return Rounds(total, width, draw(st.integers(1, _MAX_ROUNDS)))
+
+
+@random_examples
+@given(rounds())
+def test_slots_of_rounds(dealt: Rounds) -> None:
+    positions = [dealt.position(slot) for slot in range(dealt.num_slots)]
+    ends = [*positions[1:], dealt.total_cost]
+    assert positions[0] == 0
+    for slot, (position, end) in enumerate(zip(positions, ends, strict=True)):
+        assert end > position, "a slot has a position at least"
+        # Both ends of a slot, and so all between them, lie in it.
+        assert dealt.slot(position) == dealt.slot(end - 1) == slot
+    costs = [end - position for position, end in zip(positions, ends, strict=True)]
+    of_rounds = [costs[i : i + dealt.width] for i in range(0, len(costs), dealt.width)]
+    assert len(of_rounds) == dealt.count <= dealt.max_rounds
+    for of_round in of_rounds:
+        assert max(of_round) - min(of_round) <= 1
+    if dealt.count > 1:
+        assert min(costs) >= MIN_CLAIM
+    assert 8 * sum(of_rounds[0]) >= 7 * dealt.total_cost
+    sums = [sum(of_round) for of_round in of_rounds]
+    assert sums == sorted(sums, reverse=True)
+
+
+def test_more_work_has_more_rounds() -> None:
+    counts = [Rounds(total, 132, 6).count for total in range(132, 200_000, 100)]
+    assert counts == sorted(counts)
+    assert set(counts) == {1, 2, 3, 4, 5, 6}
+    # An eighth of the work is worth four positions a slot.
+    assert Rounds(8 * 4 * 132 - 1, 132, 6).count == 1
+    assert Rounds(8 * 4 * 132, 132, 6).count == 2
+
+
+@random_examples
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 10**6))
+def test_even_units_get_whole_slots(most: int, num_units: int, cost: int) -> None:
+    found = count_whole(num_units, most)
+    possible = [
+        n
+        for n in range(most - most // 8, most + 1)
+        if n % num_units == 0 or (n < num_units and num_units % n == 0)
+    ]
+    assert found == max(possible, default=0)
+    costs = [cost] * num_units
+    dealt = rounds_of(costs, most, 6, 0)
+    assert dealt.width == (found or most)
+    if found and dealt.count > 1:
+        ends = [dealt.position(slot) for slot in range(found, dealt.num_slots + 1)]
+        sizes = [end - begin for begin, end in itertools.pairwise(ends)]
+        assert min(sizes) >= cost, "who claims gets as much as a unit at least"
+    assert rounds_of(costs, most, 6, 16).width == most
+    assert rounds_of([*costs, cost + 1], most, 6, 0).width == most
+
+
+# --- the template on the host ---------------------------------------------------------------------
+
+# A thread is a warp. What else the template includes is of no device.
+HOST = f"""
+constexpr int kBlock = $(num_threads);
+{QUALIFIERS}{WORDS}{THREADS}
+inline void __threadfence() {{}}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {{ return value; }}
+inline int64_t __shfl_up_sync(unsigned, int64_t value, int) {{ return value; }}
+namespace jitattn {{
+constexpr int kWarpSize = 1;
+inline void wait_for_previous_kernel() {{}}
+"""
+CALL = """
+extern "C" void call(const jitattn::ScheduleParams* params) {
+  std::vector<std::thread> others;
+  for (int i = 1; i < kBlock; ++i) {
+    others.emplace_back([=] { threadIdx.x = i; schedule(*params); });
+  }
+  schedule(*params);
+  for (std::thread& other : others) other.join();
+}
+"""
+
+# What a kernel finds in each slot, in the words of work.cuh.jinja.
+WORK = """
+namespace jitattn {
+constexpr bool kHasWholeUnits = true;
+constexpr int32_t kInt32Max = 0x7fffffff;
+int32_t kTileTokens;
+struct Divisor { int32_t divide(int32_t x) const { return x; } };
+struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv; };
+struct Pages { bool holds(int32_t, int32_t) const { return true; } };
+struct KernelParams { AttentionParams attention; Pages pages; };
+"""
+FIND = """
+}
+extern "C" int find(const jitattn::Schedule* schedule, int tile_tokens, int32_t (*found)[5]) {
+  using namespace jitattn;
+  kTileTokens = tile_tokens;
+  const KernelParams params = {{*schedule}};
+  int count = 0;
+  for (int slot_index = 0; slot_index < schedule->header->num_slots; ++slot_index) {
+    const SlotRange slot(params.attention, slot_index);
+    for (int index = slot.begin.unit; index <= slot.last_unit; ++index) {
+      const TileRange tiles(params, slot, index);
+      if (tiles.is_skipped) continue;
+      const int32_t part[5] = {slot_index, index, tiles.begin, tiles.end, tiles.unit.num_splits};
+      for (int i = 0; i < 5; ++i) found[count][i] = part[i];
+      ++count;
+    }
+  }
+  return count;
+}
+"""
+
+
+class Call:
+    """The schedule kernel on the CPU, and what kernels find in a schedule."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __call__(self, params: ScheduleParams) -> None:
+        self._library.call(ctypes.byref(params))
+
+    def find(self, schedule: Schedule, tile_tokens: int, most: int) -> list[list[int]]:
+        """Return slot, unit, first tile, end and number of splits of each part of the work."""
+        found = torch.zeros(most, 5, dtype=torch.int32)
+        pointer = ctypes.c_void_p(found.data_ptr())
+        count = self._library.find(ctypes.byref(schedule), tile_tokens, pointer)
+        assert count <= most
+        return found[:count].tolist()
+
+
+UNWRITTEN = -77
+DECODE_ROWS = 8
+MAX_KV_LEN = 2**30
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> Call:
+    """The schedule kernel, compiled for the CPU, with one thread."""
+    return compile_for_host(tmp_path_factory.mktemp("schedule"), 1)
+
+
+@pytest.fixture(scope="module", params=[1, 7], ids=["one thread", "seven threads"])
+def on_threads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
+    """The same with one thread and with several."""
+    return compile_for_host(tmp_path_factory.mktemp("schedule"), request.param)
+
+
+def compile_for_host(folder: Path, num_threads: int) -> Call:
+    types = (TEMPLATES / "include/jitattn/types.cuh").read_text()
+    load_integer = types[types.index("__device__ __forceinline__ int64_t load_integer") :]
+    headers = [
+        (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
+        for name in ("schedule", "schedule_params")
+    ]
+    work = (TEMPLATES / "work.cuh.jinja").read_text()
+    ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
+    parts = (HOST, load_integer, *headers, SOURCE, CALL, WORK, ranges, FIND)
+    text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
+    text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
+    return Call(library_of(text, folder / "schedule.cpp"))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is scheduled, and for how many slots; ``prefill_rows`` is 0 for the decode kernel."""
+
+    lengths: tuple[int, ...]
+    q_lens: tuple[int, ...] | None = None
+    round_slots: int = 132
+    max_rounds: int = 6
+    tile_tokens: int = 64
+    max_splits: int = 0
+    window_left: int = -1
+    is_causal: bool = True
+    group_size: int = 4
+    decode_rows: int = 8
+    prefill_rows: int = 0
+    num_ctas: int = 132
+    num_head_blocks: int = 1
+
+    def is_valid(self, request: int) -> bool:
+        """Whether no length of a request exceeds what was planned."""
+        return self.lengths[request] <= MAX_KV_LEN
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An entry of the schedule: see schedule.cuh."""
+
+    request: int
+    first_row: int
+    kv_begin: int
+    kv_end: int
+    first_slot: int
+    last_slot: int
+    num_splits: int
+    split_tiles: int
+
+    def tiles(self, tile_tokens: int) -> range:
+        """Those that hold a token which it sees."""
+        if self.kv_end <= 0:
+            return range(0)
+        return range(self.kv_begin // tile_tokens, (self.kv_end - 1) // tile_tokens + 1)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What the kernel wrote, and what ``TileRange`` makes of it."""
+
+    num_slots: int
+    is_whole: bool
+    units: list[Unit]
+    boundaries: list[tuple[int, int]]
+    costs: list[int]  # with what a visit costs
+    unit_cost: int  # of a visit, where it counts
+    found: list[list[int]]
+
+
+def schedule(call: Call, batch: Batch) -> Scheduled:
+    count = len(batch.lengths)
+    q_lens = batch.q_lens or (1,) * count
+    rows = [q_len * batch.group_size for q_len in q_lens]
+    most_units = count
+    if batch.prefill_rows:
+        most_units = sum(-(-n // batch.prefill_rows) for n in rows)
+    most_slots = batch.round_slots * batch.max_rounds
+    seq_lens = torch.tensor(batch.lengths, dtype=torch.int64)
+    starts = torch.tensor([0, *q_lens], dtype=torch.int64).cumsum(0).int()
+    parts = [
+        torch.full(shape, UNWRITTEN, dtype=dtype)
+        for shape, dtype in (
+            ((4,), torch.int32),
+            ((count, 4), torch.int32),
+            ((most_units + 1, 8), torch.int32),
+            ((most_slots + 1, 2), torch.int32),
+            ((count + 1,), torch.int32),
+            ((most_units + 1,), torch.int64),
+        )
+    ]
+    params = params_of(batch, seq_lens, starts, parts, max(q_lens))
+    call(params)
+    header, _, units, boundaries, _, cost_begin = parts
+    num_slots, num_units, q_end, is_whole = header.tolist()
+    assert q_end == sum(q_lens)
+    assert is_whole in (0, 1)
+    assert set(units[num_units:].flatten().tolist()) == {UNWRITTEN}
+    found = [Unit(*unit) for unit in units[:num_units].tolist()]
+    begins = cost_begin[:num_units].tolist()
+    costs = [_UNIT_COST + len(unit.tiles(batch.tile_tokens)) for unit in found]
+    # The scan is of the units as requests list them.
+    listed = costs if not is_whole else [costs[i] for i in as_requests_list(found)]
+    unit_cost = _UNIT_COST
+    if found and not is_whole and not batch.max_splits and len(set(costs)) == 1:
+        most = most_slots_of(costs, batch)
+        unit_cost = visit_cost(costs, count_whole(len(costs), most))
+    listed = [cost - _UNIT_COST + unit_cost for cost in listed]
+    assert begins == list(itertools.accumulate(listed, initial=0))[:-1]
+    most_parts = 2 * (num_slots + num_units) + 1
+    return Scheduled(
+        num_slots,
+        bool(is_whole),
+        found,
+        [(u, t) for u, t in boundaries.tolist()],
+        costs,
+        unit_cost,
+        call.find(params.schedule, batch.tile_tokens, most_parts),
+    )
+
+
+def as_requests_list(units: list[Unit]) -> list[int]:
+    """The units in order of their requests, and of one with its last rows first."""
+    return sorted(range(len(units)), key=lambda i: (units[i].request, -units[i].first_row))
+
+
+def params_of(
+    batch: Batch, seq_lens: Tensor, starts: Tensor, parts: list[Tensor], max_q_len: int
+) -> ScheduleParams:
+    return ScheduleParams(
+        seq_lens=seq_lens.data_ptr(),
+        seq_lens_stride=1,
+        seq_lens_are_int64=True,
+        qo_indptr=starts.data_ptr() if batch.q_lens else None,
+        qo_indptr_stride=1,
+        schedule=Schedule(*(part.data_ptr() for part in parts)),
+        max_kv_len=MAX_KV_LEN,
+        batch_size=len(batch.lengths),
+        max_q_len=max_q_len,
+        is_causal=batch.is_causal,
+        window_left=batch.window_left,
+        group_size=batch.group_size,
+        decode_rows=batch.decode_rows,
+        prefill_rows=batch.prefill_rows,
+        round_slots=batch.round_slots,
+        max_rounds=batch.max_rounds,
+        num_ctas=batch.num_ctas,
+        num_head_blocks=batch.num_head_blocks,
+        tile_tokens=batch.tile_tokens,
+        unit_cost=_UNIT_COST,
+        min_slot_cost=_MIN_SLOT_COST,
+        max_splits=batch.max_splits,
+        min_split_tiles=max(1, _MIN_SPLIT_TOKENS // batch.tile_tokens),
+    )
+
+
+def check(batch: Batch, found: Scheduled) -> None:
+    """Assert what the attention kernels rely on, and that the model says the same."""
+    num_units, tile_tokens = len(found.units), batch.tile_tokens
+    check_rows(batch, found)
+    parts = parts_of(found)
+    for unit, unit_parts in zip(found.units, parts, strict=True):
+        # Every tile once; and one slot answers for what sees nothing.
+        assert unit_parts
+        tiles = unit.tiles(tile_tokens)
+        assert [tile for _, part in unit_parts for tile in part] == list(tiles)
+        assert tiles or len(unit_parts) == 1
+    may_be_whole = batch.prefill_rows and not batch.max_splits
+    assert found.is_whole == bool(
+        may_be_whole and suits_whole_units(found.costs, batch.num_ctas, batch.num_head_blocks)
+    )
+    if found.is_whole:
+        check_whole(found)
+        return
+    assert found.boundaries[found.num_slots :] == [(num_units, 0)] * (
+        len(found.boundaries) - found.num_slots
+    )
+    if num_units == 0:
+        assert found.num_slots == 0
+        return
+    assert found.boundaries[: found.num_slots] == sorted(found.boundaries[: found.num_slots])
+    check_rounds(batch, found)
+    places: set[tuple[int, bool]] = set()
+    for unit, found_parts in zip(found.units, parts, strict=True):
+        tiles = unit.tiles(tile_tokens)
+        if not tiles:
+            continue
+        slots = [slot for slot, _ in found_parts]
+        assert (slots[0], slots[-1]) == (unit.first_slot, unit.last_slot)
+        if batch.max_splits:
+            check_splits(unit, tiles, found_parts)
+        else:
+            # Split i lies in slot first_slot + i, and none between is empty.
+            assert slots == [*range(unit.first_slot, unit.last_slot + 1)]
+            assert (unit.num_splits, unit.split_tiles) == (len(slots), 0)
+        if len(slots) > 1:
+            # Where a unit's counter and partial rows are: nobody else's.
+            kept = {(unit.first_slot, True), *((slot, False) for slot in slots[1:])}
+            assert not places & kept
+            places |= kept
+
+
+def parts_of(found: Scheduled) -> list[list[tuple[int, range]]]:
+    """Slots and tiles of each unit's parts."""
+    parts: list[list[tuple[int, range]]] = [[] for _ in found.units]
+    for slot, index, begin, end, num_splits in found.found:
+        # What sees nothing has one split, which is not merged.
+        assert num_splits == max(1, found.units[index].num_splits)
+        assert begin <= end
+        parts[index].append((slot, range(begin, end)))
+    return parts
+
+
+def check_rows(batch: Batch, found: Scheduled) -> None:
+    """Assert that one unit answers for each row of a request that this kernel serves."""
+    if not batch.prefill_rows:
+        assert [(unit.request, unit.first_row) for unit in found.units] == [
+            (request, 0) for request in range(len(batch.lengths))
+        ]
+        return
+    want = []
+    for request, q_len in enumerate(batch.q_lens or ()):
+        if q_len > 1 and q_len * batch.group_size > DECODE_ROWS and batch.is_valid(request):
+            rows = range(0, q_len * batch.group_size, batch.prefill_rows)
+            want += [(request, row) for row in (rows if batch.max_splits else reversed(rows))]
+    order = as_requests_list(found.units) if found.is_whole else range(len(found.units))
+    assert [(found.units[i].request, found.units[i].first_row) for i in order] == want
+
+
+def check_whole(found: Scheduled) -> None:
+    """Assert that slots are units, in the order of their buckets and inside one as listed."""
+    assert found.num_slots == len(found.units)
+    assert set(found.boundaries) == {(UNWRITTEN, UNWRITTEN)}
+    for slot, unit in enumerate(found.units):
+        assert (unit.first_slot, unit.last_slot, unit.num_splits) == (slot, slot, 1)
+        assert unit.split_tiles == 0
+    longest = max(found.costs)
+    buckets = [bucket_of(cost, longest) for cost in found.costs]
+    places = {index: place for place, index in enumerate(as_requests_list(found.units))}
+    order = [(buckets[i], places[i]) for i in range(len(found.units))]
+    assert order == sorted(order)
+
+
+def check_splits(unit: Unit, tiles: range, parts: list[tuple[int, range]]) -> None:
+    """Batch-invariant: the lengths of splits go by the unit alone, and slots hold whole ones."""
+    size = unit.split_tiles
+    assert unit.num_splits == -(-len(tiles) // size) <= 16
+    for _, part in parts:
+        assert (part.start - tiles.start) % size == 0
+
+
+def check_rounds(batch: Batch, found: Scheduled) -> None:
+    most = most_slots_of(found.costs, batch)
+    model = rounds_of(found.costs, most, batch.max_rounds, batch.max_splits)
+    assert found.num_slots == model.num_slots <= batch.round_slots * batch.max_rounds
+    if batch.max_splits:
+        return
+    begins, unit_cost = [0], found.unit_cost
+    for cost in found.costs:
+        begins.append(begins[-1] + cost - _UNIT_COST + unit_cost)
+    for slot in range(found.num_slots):
+        index, tile = found.boundaries[slot]
+        position = model.position(slot)
+        # A boundary is where its position lies, or the tile after a unit's fixed cost.
+        at = begins[min(index, len(found.units))]
+        if index < len(found.units):
+            tiles = found.units[index].tiles(batch.tile_tokens)
+            at += (tile - tiles.start + unit_cost) if tile > tiles.start else 0
+        assert 0 <= at - position <= unit_cost or (
+            at <= position <= at + unit_cost and found.costs[index] > _UNIT_COST
+        )
+
+
+def most_slots_of(costs: list[int], batch: Batch) -> int:
+    """The most slots of a round."""
+    return max(1, min(sum(costs) // _MIN_SLOT_COST, batch.round_slots))
+
+
+LENGTHS = st.one_of(
+    st.lists(st.integers(-2, 3000), min_size=1, max_size=40),
+    st.lists(st.sampled_from((0, 0, 0, 1, 70_000)), min_size=1, max_size=40),
+    st.lists(st.sampled_from((100, 3000, MAX_KV_LEN + 1)), min_size=1, max_size=10),
+    st.builds(lambda n, count: [n] * count, st.integers(1, 20_000), st.integers(1, 200)),
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    lengths = tuple(draw(LENGTHS))
+    q_lens, prefill_rows, max_splits = None, 0, draw(st.sampled_from((0, 0, 16)))
+    if draw(st.booleans()):
+        sizes = st.sampled_from((0, 1, 2, 3, 40, 100))
+        q_lens = tuple(draw(sizes) for _ in lengths)
+        prefill_rows = draw(st.sampled_from((0, 64)))
+    has_rounds = not max_splits and not prefill_rows
+    return Batch(
+        lengths,
+        q_lens,
+        round_slots=draw(st.sampled_from((1, 2, 5, 16, 33, 132, 264))),
+        max_rounds=draw(st.integers(1, _MAX_ROUNDS)) if has_rounds else 1,
+        tile_tokens=draw(st.sampled_from((16, 64, 128))),
+        max_splits=max_splits,
+        window_left=draw(st.sampled_from((-1, -1, 0, 100, 1000))),
+        is_causal=draw(st.booleans()),
+        group_size=draw(st.sampled_from((1, 4, 8))),
+        prefill_rows=prefill_rows,
+        num_ctas=draw(st.sampled_from((1, 3, 16, 132, 264))),
+        num_head_blocks=draw(st.sampled_from((1, 2, 8, 40))),
+    )
+
+
+@random_examples
+@given(batches())
+def test_every_tile_has_its_slot(on_threads: Call, batch: Batch) -> None:
+    check(batch, schedule(on_threads, batch))
+
+
+@st.composite
+def prefill_batches(draw: st.DrawFn) -> Batch:
+    """Of the prefill kernel, whose slots may be whole units."""
+    lengths = st.sampled_from((-1, 0, 100, 2000, 2001, 9000, MAX_KV_LEN + 1))
+    q_lens = st.sampled_from((0, 1, 2, 40, 100, 100, 1000))
+    requests = draw(st.lists(st.tuples(lengths, q_lens), min_size=1, max_size=30))
+    if draw(st.booleans()):
+        requests = requests[:1] * draw(st.integers(1, 60))
+    return Batch(
+        tuple(kv_len for kv_len, _ in requests),
+        tuple(q_len for _, q_len in requests),
+        round_slots=draw(st.sampled_from((1, 16, 132))),
+        max_rounds=1,
+        window_left=draw(st.sampled_from((-1, -1, 100, 1000))),
+        is_causal=draw(st.booleans()),
+        prefill_rows=draw(st.sampled_from((64, 128))),
+        num_ctas=draw(st.sampled_from((1, 16, 132))),
+        num_head_blocks=draw(st.sampled_from((1, 8))),
+    )
+
+
+@random_examples
+@given(prefill_batches())
+def test_every_row_has_its_unit(on_threads: Call, batch: Batch) -> None:
+    check(batch, schedule(on_threads, batch))
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_slots"),
+    [
+        # Requests that are worth all rounds, and some.
+        (Batch((10**6, 10**5), round_slots=16), 16 * 6),
+        (Batch((100_000, 90_000), round_slots=16), 16 * 4),
+        # One that is cut evenly.
+        (Batch((10**6,), round_slots=16), 16),
+        # Whole ones, claimed one by one at the end.
+        (Batch((1000,) * 256, round_slots=16), 16 * 3),
+        # Too little to claim.
+        (Batch((3000,), round_slots=16), 16),
+        (Batch((70_000,) * 3, round_slots=5), 5 * 6),
+        # Requests of one tile: whole ones in each slot, at most a slot each.
+        (Batch((17,) * 264, round_slots=132), 132),
+        (Batch((17,) * 120, round_slots=132), 120),
+        (Batch((1000,) * 43, round_slots=132), 129),
+        # Nobody sees anything, but each has to be answered for.
+        (Batch((0,) * 300, round_slots=132), 132),
+        (Batch((0, -5, 0)), 3),
+        (Batch((10**6, *[0] * 299), round_slots=132), 132 * 3),
+        # All rows fit a wider tile, and one tile of rows has too many for the narrower.
+        (Batch((100_000, 90_000), (4, 2), round_slots=16, decode_rows=16), 16 * 4),
+        (Batch((100_000, 90_000), (4, 2), round_slots=16), 16 * 3),
+        # No request is for this kernel.
+        (Batch((100, 100), (1, 1), prefill_rows=64, max_rounds=1), 0),
+    ],
+)
+def test_some_batches(on_threads: Call, batch: Batch, num_slots: int) -> None:
+    found = schedule(on_threads, batch)
+    check(batch, found)
+    assert found.num_slots == num_slots
+
+
+PREFILL = Batch((), round_slots=16, max_rounds=1, prefill_rows=64, num_head_blocks=8)
+
+
+def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object) -> Batch:
+    return replace(PREFILL, lengths=lengths, q_lens=q_lens, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_whole"),
+    [
+        # Alike: 16 units of a CTA's pieces make one pass, which 128 of 132 CTAs fill.
+        (prefill((20_000,) * 16, (16,) * 16), True),
+        # A pass is filled to 93 % and no less.
+        (prefill((20_000,) * 93, (16,) * 93, num_ctas=100, num_head_blocks=1), True),
+        (prefill((20_000,) * 92, (16,) * 92, num_ctas=100, num_head_blocks=1), False),
+        # The second one is nearly empty.
+        (prefill((20_000,) * 17, (16,) * 17), False),
+        # Eight full passes make up for it.
+        (prefill((20_000,) * 132, (16,) * 132), True),
+        (prefill((20_000,) * 133, (16,) * 133), True),
+        # A causal prompt, long enough for its longest units to be a part of a CTA's share.
+        (prefill((8000,), (8000,)), True),
+        (prefill((8000,), (8000,), num_ctas=10**6), False),
+        # One unit alone takes longer than all CTAs together, however many pieces there are.
+        (prefill((10**6, *[64] * 200), (16,) * 201), False),
+        # More units than there is room for boundaries.
+        (prefill((1000,) * 300, (100,) * 300), True),
+        # Nobody sees anything, but each has to be answered for.
+        (prefill((0,) * 16, (16,) * 16), True),
+        (prefill((0, -3, 0), (16, 16, 5000), num_ctas=30, num_head_blocks=1), True),
+        # Those that the other kernel answers for leave nothing.
+        (prefill((100, MAX_KV_LEN + 1), (1, 100)), False),
+        # Units whose splits are theirs alone, and those of the decode kernel.
+        (prefill((20_000,) * 16, (16,) * 16, max_splits=16), False),
+        (prefill((20_000,) * 16, (2,) * 16, prefill_rows=0), False),
+    ],
+)
+def test_whole_units(on_threads: Call, batch: Batch, is_whole: bool) -> None:
+    found = schedule(on_threads, batch)
+    check(batch, found)
+    assert found.is_whole == is_whole
+
+
+def test_whole_units_of_a_causal_prompt_get_shorter(on_host: Call) -> None:
+    found = schedule(on_host, prefill((8000,), (8000,)))
+    assert found.costs == sorted(found.costs, reverse=True)
+
+
+def test_short_units_come_last(on_threads: Call) -> None:
+    lengths = (300, 9000, 20, 9000, 0, 1000)
+    found = schedule(on_threads, prefill(lengths, (16,) * 6, num_ctas=2, window_left=-1))
+    assert found.is_whole
+    assert [unit.request for unit in found.units] == [1, 3, 5, 0, 2, 4]
+
+
+@pytest.mark.parametrize(("case", "changes", "at_least"), IN_ROUNDS, ids=str)
+def test_what_is_run_in_rounds_has_them(
+    on_host: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    changes: dict[str, object],
+    at_least: int,
+) -> None:
+    """The decode schedules of tests/gpu/test_claims.py, on a card like an H100."""
+    planner = fake_cuda.install(monkeypatch).planner(**case.planner_arguments() | changes)
+    kernels = planner._kernels
+    assert kernels is not None
+    recipe = kernels.recipes_for(max(case.queries))[0]
+    params = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+    batch = Batch(
+        case.lengths,
+        case.q_lens,
+        round_slots=params.round_slots,
+        max_rounds=params.max_rounds,
+        tile_tokens=params.tile_tokens,
+        window_left=case.window_left,
+        group_size=case.group_size,
+        decode_rows=params.decode_rows,
+    )
+    found = schedule(on_host, batch)
+    check(batch, found)
+    assert found.num_slots == at_least * params.round_slots

@@ -1,0 +1,137 @@
+"""Kernels of variants, run on the CPU by the code that launches them, against the definition.
+
+Some hundred small batches of few kernels, and the warpgroups of both families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.emulator.host_attention import HostCuda
+from tests.support.cases import E4M3, NVFP4, Case, of
+from tests.support.harness import attend, check, expected
+from tests.support.inputs import make_inputs
+from tests.support.mla import MLACase, check_kernel
+from tests.support.mla import make_inputs as make_latents
+
+PAIRS = ((1, 40), (1, 150), (3, 0), (2, 17), (40, 70), (1, 0), (9, 4))
+BASE = Case(head_dim=32, page_size=5, num_kv_heads=2, group_size=2, seed=4)
+CASES = {
+    "everything": replace(BASE, variant="everything"),
+    "not causal": replace(BASE, variant="alibi", causal=False, dtype="float16"),
+    "all features": replace(
+        BASE,
+        variant="everything",
+        window_left=40,
+        logits_soft_cap=3.0,
+        sinks="float32",
+        mask="packed",
+        page_table="csr",
+    ),
+    "no products": replace(BASE, variant="relative_bias", sm_scale=0.0, group_size=3),
+    "negative scale": replace(BASE, variant="everything", sm_scale=-0.3, batch_invariant=True),
+    "e4m3": replace(E4M3, variant="everything", page_size=5, group_size=2, num_kv_heads=2),
+    "nvfp4": replace(NVFP4, variant="everything", group_size=2, num_kv_heads=2, sinks="float64"),
+}
+SETTINGS = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+
+
+def compare(case: Case, host: HostCuda) -> None:
+    inputs = make_inputs(case, "cpu")
+    planner = host.planner(**case.planner_arguments())
+    check(case, *attend(inputs, planner), expected(inputs))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "e4m3"])
+def test_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostCuda(monkeypatch, "sm_80")
+    compare(of(CASES[name], *PAIRS, spare_rows=2), host)
+    assert {symbol.split("_")[1] for symbol in host.ran} == {"decode", "prefill"}
+
+
+@pytest.mark.parametrize("name", ["everything", "e4m3", "nvfp4"])
+def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASES[name], head_dim=128, page_size=16)
+    host = HostCuda(monkeypatch, "sm_90a")
+    compare(of(case, (1, 40), (1, 150), (1, 0)), host)
+    assert {symbol.split("_")[1] for symbol in host.ran} == {"decode"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "nvfp4"])
+def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASES[name], head_dim=64)
+    host = HostCuda(monkeypatch, "sm_90a", seed=1 if name == "everything" else 0)
+    compare(of(case, (140, 150), (40, 200), (20, 20), (30, 10)), host)
+    assert "prefill" in {symbol.split("_")[1] for symbol in host.ran}
+
+
+LATENTS = MLACase(
+    kv_lora_rank=256, lengths=(230, 64, 0, 1), page_size=16, out_dtype="float32", num_heads=5
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "form"),
+    [
+        ("alibi", "sm_80", "one"),
+        ("everything", "sm_80", "fp8_pair"),
+        ("relative_bias", "sm_80", "fp8_rows"),
+        ("relative_bias", "sm_90a", "one"),
+        ("everything", "sm_90a", "pair"),
+    ],
+)
+@pytest.mark.parametrize("q_lens", [None, (2, 19, 1, 3)], ids=["decode", "mixed"])
+def test_latents(
+    name: str, arch: str, form: str, q_lens: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(LATENTS, variant=name, form=form, q_lens=q_lens, seed=11)
+    inputs = make_latents(case)
+    planner = HostCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
+    check_kernel(inputs, *inputs.run(planner))
+
+
+PAIR = st.one_of(
+    st.tuples(st.just(1), st.integers(0, 130)),
+    st.tuples(st.integers(0, 12), st.integers(0, 60)),
+)
+ONE_EACH = st.lists(st.tuples(st.just(1), st.integers(-1, 150)), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative_bias"])
+@pytest.mark.parametrize(
+    ("arch", "pairs"),
+    [("sm_80", st.lists(PAIR, min_size=1, max_size=4)), ("sm_90a", ONE_EACH)],
+    ids=["mixed", "decode"],
+)
+def test_random_batches(
+    name: str,
+    arch: str,
+    pairs: st.SearchStrategy[list[tuple[int, int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths, heads, tables and windows of one kernel each, or two: 130 batches."""
+    host = HostCuda(monkeypatch, arch)
+
+    @settings(SETTINGS, max_examples=130)
+    @given(
+        batch=pairs,
+        num_kv_heads=st.integers(1, 3),
+        group_size=st.integers(1, 4),
+        window_left=st.sampled_from([-1, -1, 0, 7, 40]),
+        causal=st.booleans(),
+        seed=st.integers(0, 300),
+    )
+    def run(batch: list[tuple[int, int]], **changes: int) -> None:
+        compare(of(replace(BASE, variant=name, **changes), *batch), host)
+
+    run()

@@ -1,0 +1,198 @@
+"""The kernels of latent attention, run on the CPU by the code that launches them.
+
+A few small batches; the GPU tests have the large ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import jitattn
+from jitattn.kernels.mla.launch import MLAKernels
+from jitattn.spec.mla_config import MLAConfig
+from jitattn.spec.tile import latent_tile_for
+from tests.emulator.host_attention import HostCuda
+from tests.support.harness import same_bits
+from tests.support.mla import FORMS, MLACase, check_kernel, make_inputs
+
+# Requests that several slots share, of one tile, of none, and of a length that is no multiple.
+BASE = MLACase(kv_lora_rank=256, lengths=(230, 64, 0, 1), page_size=16, out_dtype="float32")
+MIXED = replace(BASE, q_lens=(2, 19, 1, 3), spare_rows=2)
+PORTABLE = {
+    **{form: replace(BASE, form=form, page_table="separate", scale=None) for form in FORMS},
+    "scale": replace(BASE, form="fp8_mixed", scale="1d", page_size=1),
+    "rows of 656 bytes": replace(BASE, form="fp8_rows", kv_lora_rank=512, page_size=7),
+    "many heads": replace(BASE, num_heads=40, page_table="csr"),
+    "mixed": replace(MIXED, page_table="ragged", form="fp8_one", scale="number"),
+    "odd": replace(MIXED, layout="odd", page_table="token", form="fp8_pair"),
+    "rope of 32": replace(
+        BASE, qk_rope_head_dim=32, num_heads=3, causal=False, q_lens=(1, 2, 3, 4)
+    ),
+    "joint queries": replace(MIXED, q_view="joint", dtype="float16", rows="int64"),
+}
+WARPGROUPS = {
+    "boxes": replace(BASE, form="pair", page_table="separate"),
+    "one tensor": replace(BASE, page_table="separate", layout="layers"),
+    "full": replace(BASE, kv_lora_rank=512, page_size=64, lengths=(200, 70), num_heads=16),
+    "vectors": replace(MIXED, page_size=1, sm_scale=-0.06),
+    "elements": replace(MIXED, layout="odd", page_size=8, q_view="heads_outside"),
+    "many heads": replace(BASE, num_heads=128, lengths=(130, 3), page_size=8, dtype="float16"),
+    "not causal": replace(MIXED, causal=False, page_table="csr", page_size=128),
+    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=3, page_table="token"),
+    "ragged": replace(MIXED, page_table="ragged"),
+    "8 bits": replace(MIXED, form="fp8_pair", page_table="separate", scale="number"),
+    "8 bits, one tensor": replace(
+        BASE, form="fp8_one", kv_lora_rank=512, page_size=1, dtype="float16", lengths=(130, 3)
+    ),
+    "8 bits, rope of 16": replace(MIXED, form="fp8_mixed", scale="1d", page_table="csr"),
+    "rows of 656 bytes": replace(
+        MIXED, form="fp8_rows", kv_lora_rank=512, page_size=7, lengths=(150, 64, 0, 1)
+    ),
+    "8 bits, elements": replace(MIXED, layout="odd", form="fp8_pair", page_table="token"),
+}
+
+
+def run(case: MLACase, host: HostCuda, **arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = make_inputs(case)
+    out, lse = inputs.run(host.mla_planner(**(case.planner_arguments() | arguments)))
+    check_kernel(inputs, out, lse, warpgroups=host.arch == "sm_90a")
+    return out, lse
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_products_of_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(PORTABLE[name], HostCuda(monkeypatch, "sm_80"))
+
+
+@pytest.mark.parametrize("name", WARPGROUPS)
+def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a"))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", ["boxes", "vectors", "not causal", "8 bits"])
+def test_warpgroups_in_any_order(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a", seed))
+
+
+def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one tile and of many, one after the other, and merges in the kernel itself."""
+    case = replace(BASE, lengths=(1300, 70, 600), page_size=128, num_heads=4)
+    run(case, HostCuda(monkeypatch, "sm_90a", seed=1), batch_invariant=True)
+
+
+def test_short_requests_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one tile each: a warpgroup may be a run ahead of the other."""
+    case = replace(BASE, lengths=(5, 60) * 10, page_size=128, num_heads=4)
+    run(case, HostCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
+
+
+def test_warps_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(PORTABLE["mixed"], HostCuda(monkeypatch, "sm_80", seed=1))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_many_split_requests(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every CTA that merges has the same list of them, whichever warp is the first."""
+    case = replace(BASE, lengths=(*[0] * 31, 600, 500), page_size=128, num_heads=4)
+    for seed in (1, 2):
+        run(case, HostCuda(monkeypatch, arch, seed=seed, num_sms=16))
+
+
+@pytest.mark.parametrize(("arch", "kv_lora_rank"), [("sm_80", 512), ("sm_90a", 256)])
+def test_many_splits_of_a_request(
+    arch: str, kv_lora_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps share them, beside a request of few."""
+    monkeypatch.setattr(MLAKernels, "min_slot_cost", 1)
+    case = replace(BASE, kv_lora_rank=kv_lora_rank, lengths=(170, 1090), num_heads=3)
+    run(case, HostCuda(monkeypatch, arch, seed=3, num_sms=24))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_batch_invariant_plans_have_few_splits(arch: str) -> None:
+    """So few that a row is merged in one order, wherever that is."""
+    for spec in MLAConfig().attention_specs(arch):
+        assert latent_tile_for(spec, arch).merge_splits >= MLAKernels.max_splits
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_splits_of_a_table_that_allows_less(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are NaN, and stay so when the splits of others are merged."""
+    case = replace(BASE, lengths=(700, 70), page_table="csr", page_size=128, num_heads=4)
+    inputs = make_inputs(case)
+    assert inputs.indptr is not None
+    planner = HostCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
+    plan, kv = inputs.plan(planner), planner.bind(inputs.kv)
+    plan.run(inputs.q_nope, inputs.q_pe, kv)
+    fewer = inputs.indptr.clone()
+    fewer[1:] -= 2
+    pages = jitattn.CsrPages(fewer, inputs.table)
+    out, lse = plan.run(inputs.q_nope, inputs.q_pe, kv, pages=pages, return_lse=True)
+    assert bool(out[0].isnan().all())
+    assert bool(lse[0].isnan().all())
+
+
+def test_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs claim what is left, and those that merge are as few."""
+    host = HostCuda(monkeypatch, "sm_90a", seed=1)
+    case = replace(BASE, lengths=(100, 3), q_lens=(1, 2), page_size=128, num_heads=80)
+    run(case, host, num_sms=1)
+    assert {grid for _, grid in host.grids} == {1}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_batch_invariant(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request has the same bits alone, beside others, and in another place."""
+    host = HostCuda(monkeypatch, arch)
+    case = replace(BASE, lengths=(1300, 70, 600), page_size=128, num_heads=4)
+    inputs = make_inputs(case)
+    planner = host.mla_planner(**case.planner_arguments(), batch_invariant=True)
+    out, lse = inputs.run(planner)
+    check_kernel(inputs, out, lse)
+    for order in ([2, 0, 1], [0], [1, 2]):
+        rows = torch.tensor(order)
+        some = replace(
+            inputs,
+            q_nope=inputs.q_nope[rows],
+            q_pe=inputs.q_pe[rows],
+            table=inputs.table[rows].contiguous(),
+            seq_lens=inputs.seq_lens[rows],
+        )
+        found_out, found_lse = some.run(planner)
+        assert same_bits(found_out, out[rows])
+        assert same_bits(found_lse, lse[rows])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_invalid_lengths_are_nan_and_others_intact(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostCuda(monkeypatch, arch)
+    case = replace(BASE, lengths=(40, 70, 33), q_lens=(1, 20, 2), num_heads=5)
+    inputs = make_inputs(case)
+    planner = host.mla_planner(**case.planner_arguments())
+    right, right_lse = inputs.run(planner)
+    inputs.seq_lens[1] = 10_000
+    out, lse = inputs.run(planner)
+    assert bool(out[1:21].isnan().all())
+    assert bool(lse[1:21].isnan().all())
+    for rows in (slice(0, 1), slice(21, 23)):
+        assert torch.equal(out[rows], right[rows])
+        assert torch.equal(lse[rows], right_lse[rows])
+
+
+def test_tables_and_layouts_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of boxes, vectors and elements, and whichever table says where tokens are."""
+    host = HostCuda(monkeypatch, "sm_90a")
+    first = None
+    for table in ("shared", "separate", "csr", "token"):
+        for layout in ("contiguous", "odd"):
+            case = replace(BASE, page_table=table, layout=layout, lengths=(150, 3))
+            out, lse = run(case, host)
+            first = first or (out, lse)
+            assert same_bits(out, first[0]), (table, layout)
+            assert same_bits(lse, first[1]), (table, layout)

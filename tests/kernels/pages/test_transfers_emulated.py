@@ -1,0 +1,67 @@
+"""The kernels that move tokens and pages and make tables, run on the CPU with the real host code.
+
+What a launch is given and what its threads compute from it is the real thing; only instructions
+are another machine's. Calls repeat, so that launches are found again and patched.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from tests.emulator.host_kernels import host_kernels
+from tests.support.transfers import (
+    SATURATIONS,
+    Copy,
+    Gather,
+    Slots,
+    Tokens,
+    check_batch_info,
+    check_block_table,
+    check_copy,
+    check_gather,
+    check_quantised_gather,
+    check_saturation,
+    copies,
+    examples,
+    gathers,
+    slot_tables,
+    token_batches,
+)
+
+__all__ = ["host_kernels"]  # a fixture
+
+
+@pytest.mark.usefixtures("host_kernels")
+class TestKernels:
+    @examples(120)
+    @given(gathers())
+    def test_gathers(self, example: Gather) -> None:
+        check_gather(example, "cpu")
+
+    @pytest.mark.parametrize("scale", [None, "number", "heads"])
+    @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
+    @pytest.mark.parametrize("name", ["int8", "nvfp4"])
+    def test_gathers_of_quantised_caches(
+        self, name: str, out_dtype: str, scale: str | None
+    ) -> None:
+        check_quantised_gather(name, out_dtype, scale, "cpu")
+
+    @pytest.mark.parametrize(("kv_dtype", "out_dtype"), SATURATIONS)
+    def test_gathers_saturate(self, kv_dtype: str, out_dtype: str) -> None:
+        check_saturation(kv_dtype, out_dtype, "cpu")
+
+    @examples(120)
+    @given(copies())
+    def test_copies(self, example: Copy) -> None:
+        check_copy(example, "cpu")
+
+    @examples(120)
+    @given(slot_tables(may_break=True))
+    def test_block_tables(self, example: Slots) -> None:
+        check_block_table(example, "cpu")
+
+    @examples(80)
+    @given(token_batches())
+    def test_batch_infos(self, example: Tokens) -> None:
+        check_batch_info(example, "cpu")

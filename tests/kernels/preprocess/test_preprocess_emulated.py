@@ -1,0 +1,283 @@
+"""The kernel of ``preprocess_qkv`` on the CPU: its own source and its own launches, without a card.
+
+Everything from the public arguments to the kernel's last store is the real thing but for the
+driver, and for PTX, which tests/unit/host_cuda.py says in C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitattn
+from jitattn.device.driver import Launch
+from jitattn.kernels.preprocess import launch as preprocess_launch
+from jitattn.spec.kernel_spec import PreprocessSpec
+from tests.emulator.host_preprocess import HostKernel, host_kernel
+from tests.support.token_cases import TokenCase, compare, make_token_inputs
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpec], HostKernel]:
+    folder: Path = tmp_path_factory.mktemp("kernels")
+    compiled: dict[PreprocessSpec, HostKernel] = {}
+
+    def of(spec: PreprocessSpec) -> HostKernel:
+        if spec not in compiled:
+            compiled[spec] = host_kernel(spec, folder)
+        return compiled[spec]
+
+    return of
+
+
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch, kernels: Callable[[PreprocessSpec], HostKernel]
+) -> Iterator[list[PreprocessSpec]]:
+    """Run launches on the CPU; the specs that were launched."""
+    specs: list[PreprocessSpec] = []
+
+    def launch(self: object, prepared: Launch) -> None:
+        spec = prepared.kernel.spec  # type: ignore[attr-defined]
+        specs.append(spec)
+        kernels(spec)(prepared.params, prepared.shape[0])
+
+    def kernel(spec: PreprocessSpec, index: int) -> Any:
+        return SimpleNamespace(symbol=spec.symbol, smem_bytes=0, spec=spec, begins_early=False)
+
+    monkeypatch.setattr(preprocess_launch._Prepared, "_launch", launch)
+    monkeypatch.setattr(preprocess_launch, "_kernel", kernel)
+    monkeypatch.setattr(preprocess_launch, "device_facts", lambda index: SimpleNamespace(num_sms=1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("jitattn.kernels.preprocess.dispatch.check_values", lambda call: None)
+    preprocess_launch._memory.families.clear()
+    yield specs
+    preprocess_launch._memory.families.clear()
+
+
+def on_the_kernel(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have ``inputs.run`` launch."""
+
+    def run() -> Tensor | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "jitattn.kernels.preprocess.dispatch.preprocess_by_definition",
+                lambda call: preprocess_launch.preprocess(call.arguments),
+            )
+            return type(inputs).run(inputs)
+
+    inputs.run = run
+    return inputs
+
+
+def check_on_the_cpu(case: TokenCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_token_inputs(case)
+    compare(inputs, on_the_kernel(inputs.to("cpu"), monkeypatch))
+
+
+# One of each kind of kernel: a template instance takes seconds to compile.
+BASE = TokenCase()
+CASES = {
+    "bf16": BASE,
+    "mrope": replace(BASE, mrope=True, positions="given", rotary_dim=96, seed=1),
+    "e4m3": replace(BASE, kv_dtype="float8_e4m3fn", scales="heads", q_out="float8_e4m3fn"),
+    "nvfp4": replace(BASE, kv_dtype="nvfp4", scales="heads", rotary_dim=64, use_norm=True),
+    "plain": replace(BASE, qkv="strided", memory="odd", rotary_dim=20, head_dim=80),
+    "interleaved": replace(
+        *(BASE,), rotary="interleaved", rotary_dim=36, head_dim=48, use_bias=True, kv_dtype="int8"
+    ),
+    "separate": replace(
+        BASE, page_table="separate", memory="interleaved", use_norm=True, rows=True
+    ),
+    "csr": replace(BASE, page_table="csr", kv_layout="HND", memory="HND", zero_tail=True),
+    "token": replace(BASE, page_table="token", rows=True, wide_integers=True, positions="delta"),
+    "slots": replace(BASE, page_table="slots", dtype="float16", kv_dtype="float8_e5m2"),
+    "latent": replace(
+        *(BASE,), is_append=True, head_dim=512, head_dim_vo=64, num_kv_heads=1, page_table="slots"
+    ),
+    "turned latent": replace(
+        BASE,
+        head_dim=64,
+        head_dim_vo=512,
+        num_kv_heads=1,
+        qkv="tuple",
+        rotary="interleaved",
+        rotary_dim=64,
+        kv_dtype="float8_e4m3fn",
+        scales="number",
+    ),
+    "append nvfp4": replace(
+        *(BASE,), is_append=True, kv_dtype="nvfp4", memory="odd", head_dim=48, zero_tail=True
+    ),
+    "other 16 bits": replace(BASE, dtype="float16", q_out="in place", rotary="none", page_size=3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_follows_the_definition(
+    name: str, launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    check_on_the_cpu(case, monkeypatch)
+    assert len(launched) == 1
+    # The same kernel serves these, too.
+    for other in (
+        replace(case, pairs=((1, 5), (1, 16), (1, 17), (1, 40)), extra_rows=0),
+        replace(case, num_qo_heads=6, num_kv_heads=3, pairs=((33, 33), (0, 4), (15, 64))),
+        # Tokens whose number is that of their request, and others between.
+        replace(case, pairs=((0, 3), (1, 5), (1, 0), (2, 16), (1, 17), (0, 9), (1, 40), (1, 33))),
+        replace(case, seed=case.seed + 2, wide_integers=not case.wide_integers),
+    ):
+        check_on_the_cpu(other, monkeypatch)
+    assert len(set(launched)) == 1
+
+
+def test_what_lies_alike_is_prepared_once(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = []
+    original = preprocess_launch._Prepared
+
+    class Counted(original):  # type: ignore[valid-type, misc]
+        def __init__(self, *arguments: object) -> None:
+            prepared.append(arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(preprocess_launch, "_Prepared", Counted)
+    for seed in range(4):
+        check_on_the_cpu(replace(BASE, seed=seed), monkeypatch)
+    assert len(prepared) == 1
+    check_on_the_cpu(replace(BASE, num_kv_heads=1), monkeypatch)
+    assert len(prepared) == 2
+    for seed in range(4):
+        check_on_the_cpu(replace(BASE, rows=seed % 2 == 0, seed=seed), monkeypatch)
+    assert len(prepared) == 3
+
+
+def test_fused_is_what_the_steps_are(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C52: rotary, then quantised, then appended, has the bytes of one call."""
+    case = replace(BASE, kv_dtype="float8_e4m3fn", scales="heads", q_out="float8_e4m3fn")
+    inputs = make_token_inputs(case)
+    fused = on_the_kernel(inputs.to("cpu"), monkeypatch)
+    q = fused.run()
+    steps = make_token_inputs(replace(case, kv_dtype="bfloat16", q_out="given", scales="none"))
+    first = on_the_kernel(steps.to("cpu"), monkeypatch)
+    q_steps = first.run()
+    assert q is not None
+    assert q_steps is not None
+    for name, side in (("k_scale", 0), ("v_scale", 1)):
+        scale = fused.arguments[name]
+        values = first.arguments["kv_cache"][side]
+        live = (values.view(torch.int16) != -1).any(-1)
+        want = jitattn.quantize_kv(values, case.kv_dtype, scale=scale)
+        found = fused.arguments["kv_cache"][side]
+        assert torch.equal(found.view(torch.uint8)[live], want.view(torch.uint8)[live])
+    want = jitattn.quantize_kv(q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"])
+    live = (q_steps.view(torch.int16) != -1).any(-1)
+    assert torch.equal(q.view(torch.uint8)[live], want.view(torch.uint8)[live])
+
+
+def outside(case: TokenCase, monkeypatch: pytest.MonkeyPatch, **others: object) -> list[bool]:
+    """Which pools were written by a call with other arguments."""
+    inputs = on_the_kernel(make_token_inputs(case).to("cpu"), monkeypatch)
+    inputs.arguments |= others
+    before = [pool.clone() for pool in inputs.pools]
+    inputs.run()
+    return [not torch.equal(a, b) for a, b in zip(before, inputs.pools, strict=True)]
+
+
+def test_what_lies_outside_is_not_written(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids beyond the cache, lengths beyond the table, slots beyond the cache: K and V are left."""
+    case = replace(BASE, pairs=((1, 20),), extra_rows=0, rotary="none")
+    for ids in ([[0, 10**6]], [[0, -1]], [[0]]):
+        pages = jitattn.BlockTable(torch.tensor(ids, dtype=torch.int32))
+        assert outside(case, monkeypatch, pages=pages) == [False, False]
+    good = jitattn.BlockTable(torch.tensor([[-1, 0]], dtype=torch.int32))
+    assert outside(case, monkeypatch, pages=good) == [True, True]
+    for slot in (10**6, -1, 2**40):
+        slots = torch.tensor([slot])
+        assert outside(case, monkeypatch, pages=None, slots=slots) == [False, False]
+
+
+def test_arguments_that_change_from_call_to_call(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of scales are no part of what is remembered; addresses decide on the loader."""
+    case = replace(BASE, is_append=True, kv_dtype="int8", scales="number")
+    inputs = make_token_inputs(case)
+    for scale in (0.125, 2.0, 0.125):
+        other = on_the_kernel(inputs.to("cpu"), monkeypatch)
+        inputs.arguments["v_scale"] = other.arguments["v_scale"] = scale
+        compare(inputs, other)
+    assert len(set(launched)) == 1
+    with pytest.raises(ValueError, match="k_scale is 0"):
+        outside(case, monkeypatch, k_scale=0.0)
+    memory = torch.zeros(case.num_tokens * 256 + 8, dtype=torch.bfloat16)
+    for begin, loader in ((0, "vector"), (1, "plain"), (8, "vector")):
+        k = memory[begin : begin + case.num_tokens * 256].view(-1, 2, 128)
+        assert outside(case, monkeypatch, k=k) == [True, True]
+        assert launched[-1].loader == loader
+
+
+def test_addresses_that_were_there_before_take_the_parameters_of_then(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the step before, whatever came between."""
+    images = []
+    original = preprocess_launch._Prepared._new_image
+    monkeypatch.setattr(
+        preprocess_launch._Prepared,
+        "_new_image",
+        lambda self, given, pointers: images.append(1) or original(self, given, pointers),
+    )
+    case = replace(BASE, kv_dtype="int8", scales="number", q_out="given")
+    want = make_token_inputs(case)
+    layers = [on_the_kernel(want.to("cpu"), monkeypatch) for _ in range(3)]
+    for scale in (0.125, 2.0, 0.125, 2.0):
+        for layer in layers:
+            want.arguments["v_scale"] = layer.arguments["v_scale"] = scale
+            compare(want, layer)
+    assert len(images) == 6
+    monkeypatch.setattr(preprocess_launch, "_MAX_IMAGES", 2)
+    for layer in (*layers, *layers):
+        layer.arguments["v_scale"] = 0.5
+        layer.run()
+    assert len(images) == 12
+
+
+def test_what_equals_a_number_of_another_type_is_checked(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(BASE, rotary="none")
+    inputs = on_the_kernel(make_token_inputs(case).to("cpu"), monkeypatch)
+    inputs.run()
+    for name, value in (("num_kv_heads", float(case.num_kv_heads)), ("zero_tail", 0)):
+        assert inputs.arguments.get(name, False) == value
+        with pytest.raises(TypeError, match=name):
+            outside(case, monkeypatch, **{name: value})
+    assert len(launched) == 1
+
+
+def test_jitattn_check_names_what_would_be_skipped(
+    launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(BASE, pairs=((1, 20),), extra_rows=0, rotary="none")
+    pages = jitattn.BlockTable(torch.tensor([[0, 10**6]], dtype=torch.int32))
+    assert outside(case, monkeypatch, pages=pages) == [False, False]
+    preprocess_launch._memory.families.clear()
+    monkeypatch.setenv("JITATTN_CHECK", "1")
+    with pytest.raises(ValueError, match="JITATTN_CHECK: pages lists page 1000000 for K"):
+        outside(case, monkeypatch, pages=pages)
+    slots = {"pages": None, "slots": torch.tensor([-1])}
+    assert outside(case, monkeypatch, **slots) == [False, False]

@@ -1,0 +1,252 @@
+"""Tiles: what the launches of a plan rely on."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from jitattn.jit import cutlass
+from jitattn.jit.build import headers_of
+from jitattn.jit.render import render
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.kernel_spec import DecodeSpec, DType, Loader, PageTable, PrefillSpec
+from jitattn.spec.support import ARCHITECTURES, HEAD_DIMS, resolve, sample_specs
+from jitattn.spec.tile import (
+    _STATIC_BYTES,
+    MAX_PIECES,
+    SMEM_LIMIT,
+    DecodeTile,
+    PrefillTile,
+    WarpgroupTile,
+    has_warpgroup_tile,
+    takes_boxes,
+    template_for,
+    tile_for,
+)
+from tests.support.warpgroups import warpgroup_specs
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_both_loaders_of_a_configuration_have_one_tile(arch: str) -> None:
+    """A plan is made for one of them, and its parameters serve the other."""
+    for head_dim, head_dim_vo, cap, mask in itertools.product(
+        HEAD_DIMS, HEAD_DIMS, (0.0, 30.0), (False, True)
+    ):
+        config = PlannerConfig(
+            head_dim=head_dim, head_dim_vo=head_dim_vo, logits_soft_cap=cap, use_custom_mask=mask
+        )
+        for spec in resolve(config, arch):
+            if isinstance(spec, DecodeSpec | PrefillSpec):
+                twin = tile_for(replace(spec, loader=Loader.PLAIN), arch)
+                tile = tile_for(spec, arch)
+                # Boxes leave no padding between rows.
+                twin = twin._replace(smem_bytes=tile.smem_bytes)
+                if isinstance(tile, WarpgroupTile):  # who brings elements needs more registers
+                    tile, twin = (
+                        t._replace(producer_registers=0, consumer_registers=0) for t in (tile, twin)
+                    )
+                assert tile == twin, spec.symbol
+
+
+def decode_spec(**arguments: object) -> DecodeSpec:
+    """The decode kernel of an aligned cache on sm_90a."""
+    return next(
+        spec
+        for spec in resolve(PlannerConfig.from_arguments(arguments), "sm_90a")
+        if isinstance(spec, DecodeSpec)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_boxes"),
+    [
+        *(({"page_size": size}, size % 8 == 0) for size in (1, 2, 4, 8, 12, 16, 24, 48, 64, 2**20)),
+        *(({"page_table": table}, table != "token") for table in ("shared", "separate", "csr")),
+        ({"page_table": "token"}, False),
+        ({"page_table": "ragged", "page_size": None}, False),
+        *(({"head_dim": dim}, dim % 64 == 0) for dim in HEAD_DIMS),
+        *(({"head_dim": 128, "head_dim_vo": dim}, dim % 64 == 0) for dim in HEAD_DIMS),
+        *(
+            ({"head_dim": dim, "kv_dtype": dtype}, dim % 128 == 0)
+            for dim in HEAD_DIMS
+            for dtype in ("float8_e4m3fn", "float8_e5m2")
+        ),
+        *(({"head_dim": dim, "kv_dtype": "nvfp4"}, False) for dim in (64, 128, 256)),
+        ({"q_dtype": "float16", "kv_dtype": "float16"}, True),
+        ({"batch_invariant": True, "window_left": 7, "logits_soft_cap": 3.0}, True),
+        ({"num_qo_heads": 64, "num_kv_heads": 1, "use_custom_mask": True}, True),
+    ],
+    ids=str,
+)
+def test_what_takes_boxes(arguments: dict[str, object], has_boxes: bool) -> None:
+    spec = decode_spec(**arguments)
+    assert spec.loader is (Loader.TENSOR if has_boxes else Loader.VECTOR)
+    assert takes_boxes(spec, "sm_90a") == has_boxes
+    tile = tile_for(spec, "sm_90a")
+    assert isinstance(tile, DecodeTile)
+    if has_boxes:
+        # A box lies in one page, and a slice is some boxes.
+        slice_tokens = tile.tile_tokens // tile.num_warps
+        assert tile.box_tokens in (8, 16, 32)
+        assert spec.page_size % tile.box_tokens == slice_tokens % tile.box_tokens == 0
+    for arch in set(ARCHITECTURES) - {"sm_90a"}:
+        assert not takes_boxes(spec, arch)
+        loaders = {found.loader for found in resolve_decode(arguments, arch)}
+        assert loaders == {Loader.VECTOR, Loader.PLAIN}
+
+
+def resolve_decode(arguments: dict[str, object], arch: str) -> list[DecodeSpec]:
+    specs = resolve(PlannerConfig.from_arguments(arguments), arch)
+    return [spec for spec in specs if isinstance(spec, DecodeSpec)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
+@pytest.mark.parametrize("page_table", [table for table in PageTable if table != "ragged"])
+def test_tiles_do_not_go_by_pages(head_dim: int, page_table: PageTable) -> None:
+    """So that results have the same bits through every table and page size."""
+    tiles = set()
+    for page_size in (1, 3, 8, 16, 24, 64):
+        spec = decode_spec(head_dim=head_dim, page_size=page_size, page_table=page_table.value)
+        tile = tile_for(spec, "sm_90a")
+        assert isinstance(tile, DecodeTile)
+        tiles.add(tile._replace(smem_bytes=0, box_tokens=0))
+    assert len(tiles) == 1
+
+
+# --- warpgroups -----------------------------------------------------------------------------------
+
+WARPGROUPS = tuple(
+    dict.fromkeys(
+        (
+            *warpgroup_specs(),
+            *(
+                spec
+                for spec in sample_specs("sm_90a")
+                if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, "sm_90a")
+            ),
+        )
+    )
+)
+
+
+def warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
+    tile = tile_for(spec, "sm_90a")
+    assert isinstance(tile, WarpgroupTile)
+    return tile
+
+
+def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
+    """The prefill kernel of an aligned cache."""
+    return next(
+        spec
+        for spec in resolve(PlannerConfig.from_arguments(arguments), arch)
+        if isinstance(spec, PrefillSpec)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loader"),
+    [
+        *(({"head_dim": n}, "vector" if n % 64 else "tensor") for n in HEAD_DIMS if n <= 256),
+        *(({"head_dim": 192, "head_dim_vo": n}, "tensor") for n in (64, 128, 256)),
+        ({"head_dim": 192, "head_dim_vo": 48}, "vector"),
+        ({"page_size": 12}, "vector"),
+        ({"page_size": 1, "page_table": "token"}, "vector"),
+        ({"page_size": None, "page_table": "ragged"}, "vector"),
+        ({"page_size": 24, "page_table": "separate"}, "tensor"),
+        ({"q_dtype": "float16", "kv_dtype": "float16", "out_dtype": "float32"}, "tensor"),
+        ({"use_custom_mask": True, "logits_soft_cap": 30.0}, "tensor"),
+        ({"head_dim": 512}, None),
+        ({"head_dim": 128, "head_dim_vo": 512}, None),
+        ({"head_dim": 512, "head_dim_vo": 128}, None),
+        ({"kv_dtype": "float8_e4m3fn"}, "vector"),
+        ({"kv_dtype": "float8_e5m2", "head_dim": 256}, "vector"),
+        ({"kv_dtype": "float8_e5m2", "head_dim": 512}, None),
+        ({"kv_dtype": "nvfp4"}, "vector"),
+        ({"kv_dtype": "nvfp4", "head_dim": 80}, "vector"),
+    ],
+    ids=str,
+)
+def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) -> None:
+    """``loader`` is that of an aligned cache; None where the portable kernel does it."""
+    spec = prefill_spec("sm_90a", **{"head_dim": 128} | arguments)
+    assert has_warpgroup_tile(spec, "sm_90a") == (loader is not None)
+    assert spec.loader == (loader or Loader.VECTOR)
+    assert takes_boxes(spec, "sm_90a") == (loader == "tensor")
+    assert isinstance(tile_for(spec, "sm_90a"), WarpgroupTile if loader else PrefillTile)
+    template = "prefill_wgmma.cu.jinja" if loader else "prefill.cu.jinja"
+    assert template_for(spec, "sm_90a") == template
+    for arch in set(ARCHITECTURES) - {"sm_90a"}:
+        other = prefill_spec(arch, **{"head_dim": 128} | arguments)
+        assert other.loader is Loader.VECTOR
+        assert template_for(other, arch) == "prefill.cu.jinja"
+        assert isinstance(tile_for(other, arch), PrefillTile)
+
+
+def test_warpgroups_are_sampled() -> None:
+    assert {spec.head_dim for spec in WARPGROUPS} == {n for n in HEAD_DIMS if n <= 256}
+    assert {spec.loader for spec in WARPGROUPS} == set(Loader)
+    assert {warpgroup_tile(spec).num_warps for spec in WARPGROUPS} == {8, 12}
+
+
+@pytest.mark.parametrize("spec", WARPGROUPS, ids=lambda spec: spec.symbol)
+def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
+    tile = warpgroup_tile(spec)
+    # Pieces that it claims are noted nowhere.
+    assert tile.smem_bytes + _STATIC_BYTES - 4 * MAX_PIECES <= SMEM_LIMIT["sm_90a"]
+    groups, rest = divmod(tile.num_warps, 4)
+    assert rest == 0
+    assert tile.row_tile == 64 * groups
+    assert tile.num_threads == 128 * (groups + tile.num_producers)
+    # A launch takes as many of an SM's registers as all its threads may have; warpgroups that want
+    # more than is left of these wait for ever.
+    launched = 64 * 1024 // tile.num_threads // 8 * 8 * tile.num_threads
+    kept = tile.num_producers * tile.producer_registers + groups * tile.consumer_registers
+    assert 128 * kept <= launched
+    assert tile.producer_registers % 8 == tile.consumer_registers % 8 == 0
+    # What is accumulated, probabilities and scores, half a register a token and column each.
+    held = (tile.value_dim + tile.tile_tokens) // 2 + tile.tile_tokens // 4
+    assert held < tile.consumer_registers
+    # Segments that are as wide as the swizzle, in parts that begin where it does.
+    assert tile.smem_bytes % 1024 == 0
+    assert tile.tile_tokens % tile.box_tokens == 0
+    if spec.loader is Loader.TENSOR:
+        assert spec.page_size % tile.box_tokens == 0
+        assert tile.tile_tokens // tile.box_tokens <= 32, "each lane finds one page"
+        # A box of V has all columns of the product, and one of K a segment.
+        assert tile.value_dim == spec.head_dim_vo
+        assert tile.value_dim % 64 == spec.head_dim % 64 == 0
+        assert tile.key_box_columns == 64
+
+
+@pytest.mark.parametrize("spec", WARPGROUPS, ids=lambda spec: spec.symbol)
+def test_the_products_are_those_that_there_are(spec: PrefillSpec) -> None:
+    tile = warpgroup_tile(spec)
+    source = render(spec, "sm_90a")
+    dtypes = "BF16BF16" if spec.q_dtype is DType.BFLOAT16 else "F16F16"
+    wanted = {
+        f"MMA_64x{tile.tile_tokens}x16_F32{dtypes}_SS",
+        f"MMA_64x{spec.head_dim_vo}x16_F32{dtypes}_RS",
+    }
+    assert set(re.findall(r"\bMMA_\w+", source)) == wanted
+    text = headers_of(source)[cutlass.WRAPPERS[0]]
+    # Those of integers are there in any case.
+    assert set(re.findall(r"^struct (MMA_\w+_F32B?F16B?F16_\w+)$", text, re.MULTILINE)) == wanted
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
+    tiles = set()
+    for page_size, page_table in itertools.product((1, 3, 8, 16, 24, 64, 256), PageTable):
+        if page_table is PageTable.RAGGED:
+            continue
+        spec = prefill_spec(
+            "sm_90a", head_dim=head_dim, page_size=page_size, page_table=page_table.value
+        )
+        # Registers go by who brings what, and have no say in the bits.
+        same = {"box_tokens": 0, "producer_registers": 0, "consumer_registers": 0}
+        tiles.add(warpgroup_tile(spec)._replace(**same))
+    assert len(tiles) == 1
