@@ -14,7 +14,7 @@ import torch
 import jitattn
 from jitattn.base import knobs
 from jitattn.base.errors import CompileError, ConfigError, KernelNotFoundError
-from jitattn.bundles.precompile import precompile as bundles_precompile
+from jitattn.bundles.precompile import kernels_of
 from jitattn.jit.build import build, fill, headers_of
 from jitattn.jit.nvrtc import compile_cubin, options
 from jitattn.jit.render import render
@@ -196,12 +196,9 @@ def test_bundles_hold_variants(tmp_path: Path) -> None:
     configs = [
         PlannerConfig(head_dim=16, num_qo_heads=8, variant=replace(ALIBI, reference=lambda x, _: x))
     ]
-    found = {spec.symbol for spec, _ in bundles_precompile.kernels_of(configs, ARCH)}
+    found = {spec.symbol for spec, _ in kernels_of(configs, ARCH)}
     named = {
-        spec.symbol
-        for spec, _ in bundles_precompile.kernels_of(
-            "head_dim=16,num_qo_heads=8,variant=alibi", ARCH
-        )
+        spec.symbol for spec, _ in kernels_of("head_dim=16,num_qo_heads=8,variant=alibi", ARCH)
     }
     assert found == named
     report = jitattn.precompile(

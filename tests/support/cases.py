@@ -35,7 +35,7 @@ class Case:
         cache: the name of a builder in `tests.support.inputs.CACHES`.
         block_cache: likewise of the scales of NVFP4 blocks; None: the cache's own.
         kv_dtype: the type of a quantised cache, or None for one of ``dtype``.
-        scales: the form of k_scale and v_scale, a key of `SCALES`; see `tests.support.inputs.make_scale`.
+        scales: the form of k_scale and v_scale, a key of `SCALES`; see `inputs.make_scale`.
         kv_layout: the order in which the cache's dimensions are named, whatever their strides.
         q_view, out_view: how q and out lie in memory; see `tests.support.inputs.ROW_VIEWS`.
         variant: the name of a variant of tests/variants.py, or None.

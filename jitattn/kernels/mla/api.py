@@ -191,7 +191,7 @@ def latent_plan_for_call(
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
 ) -> MLAPlan:
-    """Return what ``plan_for_call`` of `jitattn.kernels.attention.api` does of an ``AttentionPlanner``."""
+    """``plan_for_call`` of `jitattn.kernels.attention.api`, of latent attention."""
     kernels = planner._kernels
     if kernels is None or not torch.cuda.is_current_stream_capturing():
         return planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len, max_kv_len=max_kv_len)
