@@ -26,7 +26,7 @@ from tests.support.inputs import Inputs, make_inputs
 MANY = tuple((997 * b) % 5000 for b in range(120)) + (0,) * 180
 
 LONG = (70_000, 60_000, 50_000)
-# The rounds that these have at least: tests/unit/test_schedule_model.py has an H100's schedules.
+# The rounds that these have at least: test_schedule_emulated.py has an H100's schedules.
 # Requests of one length are kept whole, so that few of them have one round.
 IN_ROUNDS: list[tuple[Case, dict[str, object], int]] = [
     (replace(D128, lengths=LONG, num_kv_heads=1), {"num_sms": 20}, 3),
