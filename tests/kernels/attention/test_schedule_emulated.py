@@ -1,7 +1,7 @@
 """The schedule kernel's arithmetic: a model of its rounds, and the template itself on the host.
 
-Where there is a C++ compiler, the template is compiled for the CPU, with one thread and with several,
-and what it writes is held against the model and against what the attention kernels rely on.
+Where there is a C++ compiler, the template is compiled for the CPU, with one thread and with
+several, and what it writes is held against the model and what the attention kernels rely on.
 """
 
 from __future__ import annotations
