@@ -28,15 +28,10 @@ from jitattn.kernels.attention.schedule import (
     workspace_size,
 )
 from jitattn.spec import support
+from jitattn.spec.arch import arch_for
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import (
-    DecodeSpec,
-    KernelSpec,
-    Loader,
-    PlannedSpec,
-    PrefillSpec,
-    ScheduleSpec,
-)
+from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec, PlannedSpec, PrefillSpec, ScheduleSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.tile import (
     DecodeTile,
     attention_tile_for,
@@ -349,7 +344,7 @@ def arch_of(facts: DeviceFacts) -> str:
         ConfigError: no kernel runs on it.
     """
     major, minor = facts.compute_capability
-    arch = support.arch_for(major, minor)
+    arch = arch_for(major, minor)
     if arch is None:
         raise ConfigError(
             [
