@@ -99,7 +99,7 @@ def _merge_on_device(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> No
 def _kernel(dtype: str, device_index: int) -> tuple[LoadedKernel, int]:
     from jitattn.device.driver import LoadedKernel, device_facts
     from jitattn.jit.build import build
-    from jitattn.kernels.attention.kernels import arch_of
+    from jitattn.kernels.common.device_kernels import arch_of
     from jitattn.spec.dtype import DType
     from jitattn.spec.kernel_spec import MergeSpec
     from jitattn.spec.tile import tile_for

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX
-from jitattn.kernels.common.launch_cache import PagedTable
+from jitattn.kernels.common.launch_cache import (
+    PagedTable,
+)
 from jitattn.kernels.pages.block_table import check_offsets, check_per_request
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES, DType, dtype_name
