@@ -26,6 +26,7 @@ from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import sglang, transformers, vllm
 from jitattn.kernels import torch_ops
 from jitattn.spec import support
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +90,7 @@ def _replace(path: Path, name: str, body: str) -> str:
 
 def support_table() -> str:
     """Return what arguments are supported, and a row for each family: where it was run."""
-    groups = cli.support_groups(support.ARCHITECTURES)
+    groups = cli.support_groups(ARCHITECTURES)
     families: dict[str, dict[str, str]] = {}
     for config, _ in groups:
         twin = next((name for name in families if _only_queries_differ(families[name], config)), "")
@@ -106,7 +107,7 @@ def support_table() -> str:
         for name, fields in families.items()
     ]
     rows = [(config.kernel, *tested_on.values()) for config, tested_on in groups]
-    heading = ("where it was run", *(f"`{arch}`" for arch in support.ARCHITECTURES))
+    heading = ("where it was run", *(f"`{arch}`" for arch in ARCHITECTURES))
     return "\n".join([*tables, _table(heading, rows)])
 
 

@@ -20,7 +20,8 @@ from jitattn.kernels.common.launch_cache import (
 )
 from jitattn.kernels.pages.block_table import slots_of
 from jitattn.kernels.pages.gather_check import Arguments, Batch, Outs, check_total, checked
-from jitattn.spec.kernel_spec import DType, GatherSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import GatherSpec
 from jitattn.spec.params import Divisor, GatherParams, GatherSide, Lengths, PageList
 from jitattn.spec.params import Scale as Scales
 from jitattn.spec.tile import GatherTile
