@@ -31,7 +31,7 @@ from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
 from jitattn.spec.support import ARCHITECTURES, resolve
 
 # The module, for what it keeps to itself.
-precompile = importlib.import_module("jitattn.bundles")
+precompile = importlib.import_module("jitattn.bundles.precompile")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -113,7 +113,7 @@ import sys
 sys.modules["torch"] = None
 import importlib
 from jitattn.spec.kernel_spec import ScheduleSpec
-module = importlib.import_module("jitattn.bundles")
+module = importlib.import_module("jitattn.bundles.precompile")
 module.resolve = lambda config, arch: (ScheduleSpec(),)
 report = module.precompile("", arch="sm_80,sm_90a", out=sys.argv[1], jobs=2, progress=False)
 print(report.compiled, [str(failure) for failure in report.failures])
