@@ -24,8 +24,9 @@ from jitattn import cascade, errors, kv, pages, quant, types, variants
 from jitattn.base import knobs
 from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import sglang, transformers, vllm
-from jitattn.kernels.common import operators
+from jitattn.kernels import torch_ops
 from jitattn.spec import support
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +64,7 @@ _API_PAGES: dict[str, tuple[str, tuple[ModuleType, ...]]] = {
     "types.md": ("Types of results", (types,)),
     "errors.md": ("Errors", (errors,)),
     "kv.md": ("Page manager", (kv,)),
-    "ops.md": ("Operators", (operators,)),
+    "ops.md": ("Operators", (torch_ops,)),
     "flash-attn.md": ("flash-attn's functions", (flash_attn,)),
     "flashinfer.md": ("FlashInfer's wrappers and functions", (flashinfer,)),
     "tensorrt-llm.md": ("TensorRT-LLM's pools and tables", (trtllm,)),
@@ -95,7 +96,7 @@ def _replace(path: Path, name: str, body: str) -> str:
 
 def support_table() -> str:
     """Return what arguments are supported, and a row for each family: where it was run."""
-    groups = cli.support_groups(support.ARCHITECTURES)
+    groups = cli.support_groups(ARCHITECTURES)
     families: dict[str, dict[str, str]] = {}
     for config, _ in groups:
         twin = next((name for name in families if _only_queries_differ(families[name], config)), "")
@@ -112,7 +113,7 @@ def support_table() -> str:
         for name, fields in families.items()
     ]
     rows = [(config.kernel, *tested_on.values()) for config, tested_on in groups]
-    heading = ("where it was run", *(f"`{arch}`" for arch in support.ARCHITECTURES))
+    heading = ("where it was run", *(f"`{arch}`" for arch in ARCHITECTURES))
     return "\n".join([*tables, _table(heading, rows)])
 
 
@@ -158,10 +159,8 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
 def api_page(title: str, modules: Sequence[ModuleType]) -> str:
     """Return a page of docs/api/, without links, from the docstrings of what ``modules`` export."""
     parts = [f"# {title}\n\n{NOTE}\n"]
-    if modules == (operators,):
-        parts.append(
-            "`import jitattn.kernels.common.operators` defines them as `torch.ops.jitattn`.\n"
-        )
+    if modules == (torch_ops,):
+        parts.append("`import jitattn.kernels.torch_ops` defines them as `torch.ops.jitattn`.\n")
     else:
         names = ", ".join(f"`{module.__name__}`" for module in modules)
         parts.append(f"Everything below is imported from {names}.\n")
