@@ -232,7 +232,7 @@ def test_a_worker_that_dies_is_a_failure_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies_on_sm_80 = (
-        "import os, sys; sys.path[:] = {path!r}; from jitattn import build\n"
+        "import os, sys; sys.path[:] = {path!r}; from jitattn.jit import build\n"
         "from jitattn.bundles.precompile import serve\n"
         "real = build.fill\n"
         "build.fill = lambda s, arch, f: os._exit(9) if arch == 'sm_80' else real(s, arch, f)\n"
