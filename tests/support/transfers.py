@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.config import QUANTISED_DTYPES
+from jitattn.spec.dtype import QUANTISED_DTYPES
 from tests.support.cases import CACHES_SEPARATE, CACHES_SHARED, SCALES, TABLES, Case
 from tests.support.inputs import CANARY, Inputs, make_inputs
 

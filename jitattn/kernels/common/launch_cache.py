@@ -6,25 +6,18 @@ passes the same checks, so that only addresses are written before the launch.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
 
 from jitattn.base import knobs
-from jitattn.spec.kernel_spec import TransferSpec
 from jitattn.spec.params import Divisor, Lengths, PageList
-from jitattn.spec.tile import Tile, tile_for
-from jitattn.spec.transfer_config import config_of
 from jitattn.tensors.cache_views import recogniser
-from jitattn.tensors.page_tables import BlockTable, CsrPages, TokenTable, check_supported
-
-if TYPE_CHECKING:
-    from jitattn.device.driver import Launch, LoadedKernel
+from jitattn.tensors.page_tables import BlockTable, CsrPages, TokenTable
 
 Call = TypeVar("Call")
 PagedTable = BlockTable | TokenTable | CsrPages
@@ -65,51 +58,6 @@ def _distinct(facts: object, tensors: Sequence[Tensor]) -> tuple[object, Sequenc
     order = {id(tensor): i for i, tensor in enumerate(tensors)}
     pattern = tuple(order[id(tensor)] for tensor in tensors)
     return (facts, pattern), [tensors[i] for i in sorted(order.values())]
-
-
-@functools.cache
-def load(spec: TransferSpec, device_index: int) -> LoadedKernel:
-    """Return the kernel of ``spec`` on a device.
-
-    Raises:
-        CompileError, KernelNotFoundError: it can't be had.
-    """
-    from jitattn.device.driver import device_facts, load_kernel
-    from jitattn.jit.build import build
-    from jitattn.kernels.attention.kernels import arch_of
-
-    arch = arch_of(device_facts(device_index))
-    built = build(spec, arch, knobs.load(), hint=config_of(spec).arguments_text())
-    return load_kernel(built.cubin, built.symbol, device_index, 0)
-
-
-@functools.cache
-def tile_of(spec: TransferSpec, device_index: int) -> Tile:
-    """Return the tile of ``spec`` on a device."""
-    from jitattn.device.driver import device_facts
-    from jitattn.kernels.attention.kernels import arch_of
-
-    return tile_for(spec, arch_of(device_facts(device_index)))
-
-
-def card_of(device: torch.device) -> int | None:
-    """Return the index of a CUDA device, whose tensors have kernels; None of the CPU.
-
-    Raises:
-        ValueError: it is another device.
-    """
-    check_supported(device)
-    return device.index if device.type == "cuda" else None
-
-
-def launch_on(device_index: int, launch: Launch) -> None:
-    """Launch on the current stream of a device, which need not be the current one."""
-    stream = _C._cuda_getCurrentRawStream(device_index)
-    if _C._cuda_getDevice() == device_index:
-        launch(stream)
-    else:
-        with torch.cuda.device(device_index):
-            launch(stream)
 
 
 def lengths_of(lengths: Tensor) -> Lengths:
@@ -189,11 +137,3 @@ def on_cpu(pages: PagedTable) -> PagedTable:
     if isinstance(pages, CsrPages):
         return CsrPages(first, more[0])
     return type(pages)(first, rows=more[0] if more else None)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured, which must not be waited for."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

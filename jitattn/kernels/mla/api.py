@@ -256,11 +256,11 @@ class MLAPlan(PlanBase):
         Defined by: jitattn/mla_reference.py::latent_attention.
         """
         if is_dynamo_compiling():
-            from jitattn.kernels.common.torch_op import run_mla_attention
+            from jitattn.kernels.mla.torch_op import trace_mla_attention
 
             self._refuse(q_scale=q_scale, out_scale=out_scale)
             refuse_compiled(variant_params)
-            return run_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
+            return trace_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
         check_flag("return_lse", return_lse)
         self._refuse(q_scale=q_scale, out_scale=out_scale)
         planner = self._planner

@@ -11,20 +11,16 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
+from jitattn.kernels.common.device_kernels import card_of, is_capturing, launch_on, load, tile_of
 from jitattn.kernels.common.launch_cache import (
     PagedTable,
     Recent,
     asks_for_checks,
-    card_of,
     checking,
-    is_capturing,
-    launch_on,
     lengths_of,
-    load,
     on_cpu,
     page_list_of,
     point_at,
-    tile_of,
 )
 from jitattn.kernels.pages.block_table import (
     check_offsets,

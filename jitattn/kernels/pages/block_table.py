@@ -10,21 +10,17 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
+from jitattn.kernels.common.device_kernels import card_of, is_capturing, launch_on, load, tile_of
 from jitattn.kernels.common.launch_cache import (
     PagedTable,
     Recent,
     asks_for_checks,
-    card_of,
     checking,
-    is_capturing,
-    launch_on,
     lengths_of,
-    load,
     on_cpu,
     page_list_of,
     point_at,
     slot_rows_of,
-    tile_of,
 )
 from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.spec.kernel_spec import BlockTableSpec

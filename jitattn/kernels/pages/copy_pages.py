@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX
+from jitattn.kernels.common.device_kernels import card_of, is_capturing, launch_on, load, tile_of
 from jitattn.kernels.common.launch_cache import (
     Recent,
     asks_for_checks,
-    card_of,
     checking,
-    is_capturing,
-    launch_on,
-    load,
-    tile_of,
 )
 from jitattn.spec.kernel_spec import CopyPagesSpec
 from jitattn.spec.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor

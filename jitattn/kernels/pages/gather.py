@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from jitattn.kernels.common.device_kernels import card_of, is_capturing, launch_on, load, tile_of
 from jitattn.kernels.common.launch_cache import (
     PagedTable,
     Recent,
     asks_for_checks,
-    card_of,
     checking,
-    is_capturing,
-    launch_on,
     lengths_of,
-    load,
     on_cpu,
     page_list_of,
-    tile_of,
 )
 from jitattn.kernels.pages.block_table import slots_of
 from jitattn.kernels.pages.gather_check import Arguments, Batch, Outs, check_total, checked
-from jitattn.spec.kernel_spec import DType, GatherSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import GatherSpec
 from jitattn.spec.params import Divisor, GatherParams, GatherSide, Lengths, PageList
 from jitattn.spec.params import Scale as Scales
 from jitattn.spec.tile import GatherTile

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from jitattn.kernels.common.launch_cache import card_of, launch_on, load, tile_of
+from jitattn.kernels.common.device_kernels import card_of, launch_on, load, tile_of
 from jitattn.spec.kernel_spec import LayerTablesSpec
 from jitattn.spec.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
 from jitattn.tensors.cache_views import check_writable

@@ -153,9 +153,9 @@ def append_kv(
 def _preprocess(given: tuple[Any, ...], first: object, pages: Pages | None) -> Tensor | None:
     """Take ``given``, in the order of ``Arguments``, to the device of ``first``."""
     if is_dynamo_compiling():
-        from jitattn.kernels.common.torch_op import preprocess
+        from jitattn.kernels.preprocess.torch_op import trace_preprocess
 
-        return preprocess(Arguments(*given))
+        return trace_preprocess(Arguments(*given))
     if isinstance(pages, ViewTable):
         check_view(pages, view_of(Arguments(*given).kv_cache))
     return dispatch(given, first)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import jitattn
-from jitattn.spec.kernel_spec import Loader
+from jitattn.spec.layout import Loader
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.support import parse_config
 from jitattn.spec.tile import latent_tile_for
