@@ -72,7 +72,7 @@ class DecodeSpec(AttentionSpec):
     """The kernel of requests with few query rows, which only select ``row_tile``."""
 
     family: ClassVar[str] = "decode"
-    template: ClassVar[str] = "decode.cu.jinja"
+    template: ClassVar[str] = "attention/decode.cu.jinja"
 
     row_tile: int  # query rows of one KV head that a CTA handles: 8, 16 or 32
 
@@ -86,7 +86,7 @@ class PrefillSpec(AttentionSpec):
     """The kernel of requests with many query rows."""
 
     family: ClassVar[str] = "prefill"
-    template: ClassVar[str] = "prefill.cu.jinja"
+    template: ClassVar[str] = "attention/prefill_sm80.cu.jinja"
 
     @property
     def symbol(self) -> str:
@@ -101,7 +101,7 @@ class MLASpec(AttentionSpec):
     """
 
     family: ClassVar[str] = "mla"
-    template: ClassVar[str] = "mla.cu.jinja"
+    template: ClassVar[str] = "mla/mla_sm80.cu.jinja"
 
     row_tile: int  # query rows that a CTA handles
     rope_dtype: DType
@@ -145,14 +145,14 @@ class ScheduleSpec(OnlySpec):
     """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
 
     family: ClassVar[str] = "schedule"
-    template: ClassVar[str] = "schedule.cu.jinja"
+    template: ClassVar[str] = "attention/schedule.cu.jinja"
 
 
 class MergeSpec(Value):
     """The kernel that merges attention states of one dtype."""
 
     family: ClassVar[str] = "merge"
-    template: ClassVar[str] = "merge.cu.jinja"
+    template: ClassVar[str] = "merge/merge.cu.jinja"
 
     dtype: DType
 
@@ -174,7 +174,7 @@ class PreprocessSpec(Value):
     """
 
     family: ClassVar[str] = "preprocess"
-    template: ClassVar[str] = "preprocess.cu.jinja"
+    template: ClassVar[str] = "preprocess/preprocess.cu.jinja"
 
     head_dim: int
     head_dim_vo: int
@@ -221,7 +221,7 @@ class GatherSpec(Value):
     """
 
     family: ClassVar[str] = "gather"
-    template: ClassVar[str] = "gather.cu.jinja"
+    template: ClassVar[str] = "pages/gather.cu.jinja"
 
     kv_dtype: DType
     out_dtype: DType
@@ -240,28 +240,28 @@ class CopyPagesSpec(OnlySpec):
     """The kernel that copies pages of any pools."""
 
     family: ClassVar[str] = "copy_pages"
-    template: ClassVar[str] = "copy_pages.cu.jinja"
+    template: ClassVar[str] = "pages/copy_pages.cu.jinja"
 
 
 class BlockTableSpec(OnlySpec):
     """The kernel that makes block tables out of slots."""
 
     family: ClassVar[str] = "block_table"
-    template: ClassVar[str] = "block_table.cu.jinja"
+    template: ClassVar[str] = "pages/block_table.cu.jinja"
 
 
 class BatchInfoSpec(OnlySpec):
     """The kernel that says of every query token whose it is and where it goes."""
 
     family: ClassVar[str] = "batch_info"
-    template: ClassVar[str] = "batch_info.cu.jinja"
+    template: ClassVar[str] = "pages/batch_info.cu.jinja"
 
 
 class LayerTablesSpec(OnlySpec):
     """The kernel that makes the tables of a group's layers out of slots."""
 
     family: ClassVar[str] = "layer_tables"
-    template: ClassVar[str] = "layer_tables.cu.jinja"
+    template: ClassVar[str] = "pages/layer_tables.cu.jinja"
 
 
 TableSpec = BlockTableSpec | BatchInfoSpec | LayerTablesSpec

@@ -1,8 +1,8 @@
 """Launch arguments as the kernels lay them out.
 
-Twins: the headers of templates/include/jitattn/ that name this module, and
-templates/page_table.cuh.jinja and variant_params.cuh.jinja. tests/compile/test_params.py has the
-compiler compare both.
+Twins: the headers of templates/include/jitattn/ that name this module, and page_table.cuh.jinja and
+variant_params.cuh.jinja of templates/parts/. tests/compile/test_params.py has the compiler compare
+both.
 """
 
 from __future__ import annotations
@@ -527,7 +527,7 @@ class LatentParams(ctypes.Structure):
     )
 
 
-# The same of latent.cuh.jinja, whose maps are those of latents and rope parts.
+# The same of mla/constants.cuh.jinja, whose maps are those of latents and rope parts.
 MLA_PARAMS = {layout: _kernel_params(layout, ("latent", LatentParams)) for layout in Layout}
 
 

@@ -348,9 +348,9 @@ def _latent_tile(spec: MLASpec, arch: str) -> PrefillTile:
 def template_for(spec: KernelSpec, arch: str) -> str:
     """Return the template of ``spec`` on ``arch``."""
     if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, arch):
-        return "prefill_wgmma.cu.jinja"
+        return "attention/prefill_sm90.cu.jinja"
     if isinstance(spec, MLASpec) and isinstance(latent_tile_for(spec, arch), WarpgroupTile):
-        return "mla_wgmma.cu.jinja"
+        return "mla/mla_sm90.cu.jinja"
     return spec.template
 
 
@@ -431,7 +431,7 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTil
 
 
 def _row_bytes(num_bytes: int) -> int:
-    """Return the pitch of a row in shared memory: padded_row() of constants.cuh.jinja."""
+    """Return the pitch of a row in shared memory: padded_row() of parts/constants.cuh.jinja."""
     return (-(-num_bytes // _VECTOR_BYTES) | 1) * _VECTOR_BYTES
 
 

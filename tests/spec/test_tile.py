@@ -179,12 +179,12 @@ def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) ->
     assert spec.loader == (loader or Loader.VECTOR)
     assert takes_boxes(spec, "sm_90a") == (loader == "tensor")
     assert isinstance(tile_for(spec, "sm_90a"), WarpgroupTile if loader else PrefillTile)
-    template = "prefill_wgmma.cu.jinja" if loader else "prefill.cu.jinja"
+    template = "attention/prefill_sm90.cu.jinja" if loader else "attention/prefill_sm80.cu.jinja"
     assert template_for(spec, "sm_90a") == template
     for arch in set(ARCHITECTURES) - {"sm_90a"}:
         other = prefill_spec(arch, **{"head_dim": 128} | arguments)
         assert other.loader is Loader.VECTOR
-        assert template_for(other, arch) == "prefill.cu.jinja"
+        assert template_for(other, arch) == "attention/prefill_sm80.cu.jinja"
         assert isinstance(tile_for(other, arch), PrefillTile)
 
 

@@ -398,7 +398,7 @@ def test_a_reader_may_stop_early() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every configuration need one kernel that compiles quickly."""
-    bundles = importlib.import_module("jitattn.bundles")
+    bundles = importlib.import_module("jitattn.bundles.precompile")
     monkeypatch.setattr(
         bundles,
         "_kernels",

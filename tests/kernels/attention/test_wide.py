@@ -65,16 +65,16 @@ def queries(planner: jitattn.AttentionPlanner) -> Tensor:
     return torch.zeros(6, config.num_qo_heads, config.head_dim, dtype=torch.bfloat16)
 
 
-def plan_of(planner: jitattn.AttentionPlanner, max_q_len: int) -> jitattn.Plan:
+def plan_of(planner: jitattn.AttentionPlanner, max_q_len: int) -> jitattn.types.Plan:
     return planner.plan(TABLE, LENS, OFFSETS, max_q_len=max_q_len)
 
 
-def backend_of(plan: jitattn.Plan) -> CudaPlan:
+def backend_of(plan: jitattn.types.Plan) -> CudaPlan:
     assert isinstance(plan._backend, CudaPlan)
     return plan._backend
 
 
-def roles_of(plan: jitattn.Plan) -> list[str]:
+def roles_of(plan: jitattn.types.Plan) -> list[str]:
     return [part.role for part in backend_of(plan)._parts]
 
 
