@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag
-from jitattn.spec.config import dtype_name
+from jitattn.spec.dtype import dtype_name
 from jitattn.tensors.page_tables import INTEGERS, BlockTable, check_device, check_tensor
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
 

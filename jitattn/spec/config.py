@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, Self
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.dtype import dtype_name
 from jitattn.spec.variant import READY, AttentionVariant
 
 # No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
@@ -18,11 +18,6 @@ from jitattn.spec.variant import READY, AttentionVariant
 MAX_KV_LEN = 2**30
 MAX_PAGE_SIZE = 2**20
 HEAD_DIMS = (*range(16, 257, 16), 512)
-Q_DTYPES = ("bfloat16", "float16")
-OUT_DTYPES = ("bfloat16", "float16", "float32")
-PAGE_TABLES = tuple(table.value for table in PageTable)
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-QUANTISED_DTYPES = (*FP8_DTYPES, "int8", "nvfp4")
 _OPTIONAL = frozenset(
     (
         *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
@@ -168,14 +163,6 @@ class PagedConfig(Protocol):
     def window_left(self) -> int:
         """Earlier tokens that a query sees besides itself; -1 is all."""
         ...
-
-
-def dtype_name(value: object) -> str:
-    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
-    name = str(value).removeprefix("torch.")
-    if not isinstance(value, str) and not str(value).startswith("torch."):
-        raise TypeError(f"{value!r} is not a dtype: give a torch.dtype or its name")
-    return name
 
 
 def _normalise(name: str, kind: str, value: object) -> object:

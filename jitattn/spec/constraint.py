@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from jitattn.spec.config import MAX_PAGE_SIZE, PagedConfig
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.layout import Layout
 from jitattn.spec.variant import READY
 
 ConfigT = TypeVar("ConfigT")
@@ -56,7 +56,7 @@ def page_size_rule() -> Rule[PagedT]:
 
 
 def _page_size_fits(config: PagedConfig) -> bool:
-    if config.page_table == PageTable.RAGGED:
+    if config.page_table == Layout.RAGGED:
         return config.page_size is None
     return config.page_size is not None and 1 <= config.page_size <= MAX_PAGE_SIZE
 

@@ -15,9 +15,23 @@ from typing import Any, NamedTuple
 
 from jitattn.base.record import Value
 
-SCALARS = ("float", "int")
-ELEMENTS = ("float", "float16", "bfloat16", "int", "uint8")
+
+class Element(NamedTuple):
+    """The type of a number or of a tensor's elements."""
+
+    cuda_type: str
+    dtype: str  # of the tensors that hold it, in torch
+
+
+ELEMENTS = {
+    "float": Element("float", "float32"),
+    "float16": Element("Half", "float16"),
+    "bfloat16": Element("BFloat16", "bfloat16"),
+    "int": Element("int32_t", "int32"),
+    "uint8": Element("uint8_t", "uint8"),
+}
 """Types of the elements of tensors; those of 16 bits are read as float."""
+SCALARS = ("float", "int")
 NAMED_SIZES = ("qo_heads", "kv_heads")
 MAX_PARAMS, MAX_RANK = 16, 4
 

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import QUANTISED_DTYPES, PlannerConfig
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import BYTE_DTYPES, QUANTISED_DTYPES, DType
 from jitattn.tensors.overlap import span_of
 from jitattn.tensors.page_tables import Pages, check_device, check_tensor
 from jitattn.tensors.tensor_handles import new_handle
@@ -25,7 +26,7 @@ except ImportError:
 
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_BYTE_DTYPES = tuple(DType(name).torch_dtype for name in BYTE_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +341,7 @@ def _check_rank(
     name: str, cache: object, config: PlannerConfig, *, num_dims: int, row: str = "head_dim"
 ) -> None:
     dtype = getattr(torch, config.kv_dtype)
-    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _QUANTISED_DTYPES else (dtype,))
+    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _BYTE_DTYPES else (dtype,))
     assert isinstance(cache, Tensor)
     if cache.dim() != num_dims:
         page = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"

@@ -46,7 +46,7 @@ IN_ROUNDS: list[tuple[Case, dict[str, object], int]] = [
 ]
 
 
-def rounds_of(plan: jitattn.Plan) -> float:
+def rounds_of(plan: jitattn.types.Plan) -> float:
     """How many rounds of slots the decode kernel has in a plan."""
     part = plan._backend._parts[0]
     num_slots = int(part._memory[:4].view(torch.int32))

@@ -64,7 +64,9 @@ def test_errors_have_template_lines_and_keep_the_source() -> None:
     with pytest.raises(CompileError) as caught:
         nvrtc.compile_cubin(source, name="k.cu", headers={}, options=OPTIONS)
     error = caught.value
-    assert error.first_error == 'decode.cu.jinja(38): error: identifier "oops" is undefined'
+    assert (
+        error.first_error == 'decode.cu.jinja(38): error: identifier "oops" is undefined'
+    )
     assert error.source == source
     assert error.source_path is not None
     assert error.source_path.read_text() == source
@@ -159,7 +161,7 @@ def test_a_driver_loads_what_its_own_major_version_made(
 DRIVER = "int cuDriverGetVersion(int* version) {{ *version = {version}; return {status}; }}"
 NVRTC_12 = "int nvrtcVersion(int* major, int* minor) { *major = 12; *minor = 9; return 0; }"
 CHOICE = """
-from jitattn import nvrtc
+from jitattn.jit import nvrtc
 nvrtc._prefer_what_the_driver_accepts()
 print(nvrtc.driver_version(), [path.split("|")[0] for path in nvrtc.loaded_libraries()])
 """
@@ -239,7 +241,8 @@ def test_what_torch_has_loaded_does_not_decide(
 
 
 BUILD = """
-from jitattn import build, cubin, knobs
+from jitattn.jit import build, cubin
+from jitattn.base import knobs
 from jitattn.jit.cubin import Resources
 from jitattn.spec.kernel_spec import ScheduleSpec
 cubin.resources_of = lambda *arguments: Resources(
@@ -292,7 +295,7 @@ def test_the_search_digest_sees_the_driver(monkeypatch: pytest.MonkeyPatch) -> N
 BLOCK = """
 import sys
 sys.modules[{module!r}] = None
-from jitattn import nvrtc
+from jitattn.jit import nvrtc
 from jitattn.base.errors import CompilerMissingError
 try:
     nvrtc.toolchain()

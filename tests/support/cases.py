@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec, Loader, PageTable
+from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec
+from jitattn.spec.layout import Layout, Loader
 from jitattn.spec.support import resolve
 from tests.support.variants import VARIANTS
 
 CASES_PER_KERNEL = 10
-LAYOUTS = tuple(table.value for table in PageTable)
+LAYOUTS = tuple(table.value for table in Layout)
 TABLES = ("shared", "separate", "csr", "token")
 """The layouts that have pages."""
 

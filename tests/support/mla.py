@@ -172,7 +172,7 @@ class MLAInputs:
                 return jitattn.RaggedKV(self.indptr)
         return jitattn.BlockTable(self.table, rows=self.rows)
 
-    def plan(self, planner: jitattn.MLAPlanner) -> jitattn.MLAPlan:
+    def plan(self, planner: jitattn.MLAPlanner) -> jitattn.types.MLAPlan:
         queries = {} if self.qo_indptr is None else {"max_q_len": max(self.case.queries)}
         return planner.plan(self.pages(), self.seq_lens, self.qo_indptr, **queries)
 

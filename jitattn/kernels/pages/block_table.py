@@ -374,12 +374,16 @@ def _verify(call: TableCall, table: Tensor) -> None:
     """Refuse what would be -1 in the table or not fit it."""
     slots = call.slots
     with checking():
-        copies = (t if t is None else t.cpu() for t in (call.rows, call.kv_start, call.slot_map))
+        rows, kv_start, slot_map = (
+            t if t is None else t.cpu() for t in (call.rows, call.kv_start, call.slot_map)
+        )
         on_host = TableCall(
             slots.cpu() if isinstance(slots, Tensor) else on_cpu(slots),  # type: ignore[arg-type]
             call.seq_lens.cpu(),
             call.page_size,
-            *copies,
+            rows,
+            kv_start,
+            slot_map,
             None,
         )
         _fill(_check(on_host), torch.empty(table.shape, dtype=torch.int32, device="cpu"))

@@ -13,7 +13,8 @@ from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, che
 from jitattn.kernels.pages.block_table import slots_of
 from jitattn.kernels.pages.gather_check import Batch, GatherCall, Outs, check, check_total
 from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources
-from jitattn.spec.kernel_spec import DType, GatherSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import GatherSpec
 from jitattn.spec.params import Divisor, GatherParams
 from jitattn.spec.tile import GatherTile
 from jitattn.tensors.cache_views import BoundCache

@@ -11,7 +11,8 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX
 from jitattn.kernels.common.value_checks import PagedTable
 from jitattn.kernels.pages.block_table import check_offsets, check_per_request
-from jitattn.spec.config import QUANTISED_DTYPES, PlannerConfig, dtype_name
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import QUANTISED_DTYPES, DType, dtype_name
 from jitattn.tensors.cache_views import BoundCache, CacheView, Scale, view_caches, view_scale
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_tables import (
@@ -26,8 +27,8 @@ from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, Qua
 
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
-_PLAIN_DTYPES = tuple(getattr(torch, name) for name in CACHE_DTYPES if name != "nvfp4")
-_OUT_DTYPES = ("float16", "bfloat16", "float32")
+_PLAIN_DTYPES = tuple(DType(name).torch_dtype for name in CACHE_DTYPES if name != DType.NVFP4)
+_OUT_DTYPES = (DType.FLOAT16.value, DType.BFLOAT16.value, DType.FLOAT32.value)
 
 
 class GatherCall(NamedTuple):

@@ -46,7 +46,8 @@ from jitattn.kernels.preprocess.fill_params import (
     write_rope,
 )
 from jitattn.kernels.preprocess.reference import places_of
-from jitattn.spec.kernel_spec import Loader, PreprocessSpec
+from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.params import PREPROCESS_PARAMS, Divisor
 from jitattn.spec.preprocess_config import config_of
 from jitattn.spec.tile import preprocess_tile_for

@@ -35,7 +35,7 @@ def gathered(
     return lambda: jitattn.gather_kv(kv, pages, lens, **options)
 
 
-def bound(**arguments: object) -> jitattn.BoundCache:
+def bound(**arguments: object) -> jitattn.types.BoundCache:
     sizes = {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
     planner = jitattn.AttentionPlanner(device="cpu", **(sizes | arguments))
     return planner.bind(PAIR)
@@ -295,7 +295,7 @@ def test_infos_refused(name: str) -> None:
 
 def converted(pages: object = PAGES, layout: object = "csr", **options: object) -> Call:
     options = {"page_size": 4, "seq_lens": LENS} | options
-    return lambda: jitattn.convert_pages(pages, layout, **options)
+    return lambda: jitattn.pages.convert_pages(pages, layout, **options)
 
 
 CONVERSIONS: dict[str, tuple[Call, str]] = {
@@ -349,8 +349,10 @@ def test_conversions_refused(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["shared", "csr", "token"])
 def test_conversions_have_the_width_asked_for(layout: str) -> None:
-    pages = jitattn.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
-    table = jitattn.convert_pages(pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4)
+    pages = jitattn.pages.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
+    table = jitattn.pages.convert_pages(
+        pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4
+    )
     assert isinstance(table, jitattn.BlockTable)
     assert table.table.tolist() == [[1], [3]]
 
