@@ -100,7 +100,8 @@ def test_without_home_and_passwd_entry() -> None:
     # The user changes after the imports: the interpreter may lie where only root can read it.
     code = (
         "import os, platformdirs, platformdirs.unix; from jitattn.base import knobs; "
-        "os.setuid(54321); print(knobs.load({}).cache_dir)"
+        "os.setuid(54321); "
+        "print(knobs.load({}).cache_dir)"
     )
     environment = {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

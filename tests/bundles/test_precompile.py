@@ -26,9 +26,10 @@ from jitattn.base.knobs import Knobs
 from jitattn.bundles.precompile import PRESETS, Failure, Precompiled, Report
 from jitattn.jit import build
 from jitattn.jit.cache import KernelCache
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import ARCHITECTURES, resolve
+from jitattn.spec.support import resolve
 
 # The module, for what it keeps to itself.
 precompile = importlib.import_module("jitattn.bundles.precompile")

@@ -19,7 +19,8 @@ from jitattn.bundles.wheel import write_wheel
 from jitattn.jit import build, bundle_discovery
 from jitattn.jit.build import fill
 from jitattn.jit.cache import KernelCache
-from jitattn.spec.kernel_spec import DType, LayerTablesSpec, MergeSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import LayerTablesSpec, MergeSpec
 from jitattn.tools import cli
 from jitattn.version import __version__
 
@@ -30,8 +31,8 @@ SPEC = LayerTablesSpec()  # which compiles quickly
 # Build a kernel in a process that has only what is on its path.
 SCRIPT = """
 import sys
-from jitattn.base import knobs
 from jitattn.jit import build
+from jitattn.base import knobs
 from jitattn.base.errors import JitAttnError
 from jitattn.spec.kernel_spec import LayerTablesSpec
 try:

@@ -34,7 +34,7 @@ extern "C" void call(const jitattn::ScheduleParams* params) {
 }
 """
 
-# What a kernel finds in each slot, in the words of work.cuh.jinja.
+# What a kernel finds in each slot, in the words of parts/work_tile.cuh.jinja.
 WORK = """
 namespace jitattn {
 constexpr bool kHasWholeUnits = true;
@@ -86,14 +86,14 @@ class EmulatedSchedule:
 
 
 def compile_schedule(folder: Path, num_threads: int) -> EmulatedSchedule:
-    source = (TEMPLATES / "schedule.cu.jinja").read_text()
+    source = (TEMPLATES / "attention/schedule.cu.jinja").read_text()
     types = (TEMPLATES / "include/jitattn/types.cuh").read_text()
     load_integer = types[types.index("__device__ __forceinline__ int64_t load_integer") :]
     headers = [
         (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
         for name in ("schedule", "schedule_params")
     ]
-    work = (TEMPLATES / "work.cuh.jinja").read_text()
+    work = (TEMPLATES / "parts/work_tile.cuh.jinja").read_text()
     ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
     parts = (HOST, load_integer, *headers, source, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)

@@ -215,8 +215,8 @@ def test_random_corruption_loads_nothing_wrong(
 FAULT = """
 import json, os, shutil, subprocess, sys, warnings
 from pathlib import Path
-from jitattn.base import knobs
 from jitattn.jit import build
+from jitattn.base import knobs
 from jitattn.jit.cache import KernelCache
 from tests.support import conduct
 
@@ -354,8 +354,8 @@ HOMELESS = """
 import importlib.metadata, os, sys, warnings
 import platformdirs, platformdirs.unix
 import jinja2, jitattn.jit.render
-from jitattn.base import knobs
 from jitattn.jit import build
+from jitattn.base import knobs
 from tests.support import conduct
 conduct.use_fake_compiler()
 for spec in conduct.SPECS:
@@ -467,8 +467,8 @@ def test_the_umask_widens_and_narrows_nothing(root: Path, umask: int) -> None:
 
 ODD = """
 import sys
-from jitattn.base import knobs
 from jitattn.jit import build
+from jitattn.base import knobs
 from jitattn.tools import cli
 from tests.support import conduct
 conduct.use_fake_compiler()

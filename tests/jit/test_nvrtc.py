@@ -239,8 +239,8 @@ def test_what_torch_has_loaded_does_not_decide(
 
 
 BUILD = """
-from jitattn.base import knobs
 from jitattn.jit import build, cubin
+from jitattn.base import knobs
 from jitattn.jit.cubin import Resources
 from jitattn.spec.kernel_spec import ScheduleSpec
 cubin.resources_of = lambda *arguments: Resources(

@@ -29,14 +29,8 @@ from jitattn.kernels.attention.schedule import (
 from jitattn.kernels.common.device_kernels import arch_of
 from jitattn.spec import support
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import (
-    DecodeSpec,
-    KernelSpec,
-    Loader,
-    PlannedSpec,
-    PrefillSpec,
-    ScheduleSpec,
-)
+from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec, PlannedSpec, PrefillSpec, ScheduleSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.tile import (
     DecodeTile,
     attention_tile_for,

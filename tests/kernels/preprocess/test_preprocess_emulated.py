@@ -178,10 +178,12 @@ def test_fused_is_what_the_steps_are(
         scale = fused.arguments[name]
         values = first.arguments["kv_cache"][side]
         live = (values.view(torch.int16) != -1).any(-1)
-        want = jitattn.quantize_kv(values, case.kv_dtype, scale=scale)
+        want = jitattn.quant.quantize_kv(values, case.kv_dtype, scale=scale)
         found = fused.arguments["kv_cache"][side]
         assert torch.equal(found.view(torch.uint8)[live], want.view(torch.uint8)[live])
-    want = jitattn.quantize_kv(q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"])
+    want = jitattn.quant.quantize_kv(
+        q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"]
+    )
     live = (q_steps.view(torch.int16) != -1).any(-1)
     assert torch.equal(q.view(torch.uint8)[live], want.view(torch.uint8)[live])
 
