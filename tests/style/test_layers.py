@@ -35,7 +35,7 @@ DOORS = {
     "rich": ("tools/", "bundles/"),
     "vllm": ("integrations/vllm/",),
     "sglang": ("integrations/sglang/",),
-    "transformers": ("integrations/transformers.py",),
+    "transformers": ("integrations/transformers",),
 }
 # Folders on top of everything: only users, and the command line, import them.
 TOP = ("kv", "compat", "integrations", "tools")
