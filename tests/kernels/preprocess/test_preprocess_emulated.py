@@ -1,7 +1,7 @@
 """The kernel of ``preprocess_qkv`` on the CPU: its own source and its own launches, without a card.
 
 Everything from the public arguments to the kernel's last store is the real thing but for the
-driver, and for PTX, which tests/unit/host_cuda.py says in C++.
+driver, and for PTX, which tests/emulator/host_cuda.py says in C++.
 """
 
 from __future__ import annotations
