@@ -13,7 +13,6 @@ from jitattn.compat.flashinfer.arguments import Scale, check_dtype, refuse_unbui
 from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_buffers
 from jitattn.compat.flashinfer.calls import (
     ForwardArguments,
-    Pair,
     PlanArguments,
     Results,
     RunArguments,
@@ -190,14 +189,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )
 
     def run(
-        self, q: Tensor, paged_kv_cache: Pair, *, q_scale: float | None = None,
-        k_scale: Scale | None = None, v_scale: Scale | None = None, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
-        window_left: int | None = None, sinks: Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        kv_cache_sf: Pair | None = None,
-    ) -> Results:  # fmt: skip
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
+        q_scale: float | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        enable_pdl: bool | None = None, window_left: int | None = None, sinks: Tensor | None = None,
+        q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the queries of each request to its pages, on the current stream.
 
         Args:
@@ -236,9 +234,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def _read_forward(
-        self, q: Tensor, paged_kv_cache: Pair, pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
-        window_left: int = -1, logits_soft_cap: float | None = None,
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        pos_encoding_mode: str = "NONE", q_scale: float | None = None, k_scale: Scale | None = None,
+        v_scale: Scale | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> ForwardArguments:  # fmt: skip

@@ -12,7 +12,6 @@ from jitattn.base.validate import check_flag
 from jitattn.compat.flashinfer.arguments import LseForm, Scale, refuse_unbuilt
 from jitattn.compat.flashinfer.calls import (
     ForwardArguments,
-    Pair,
     PlanArguments,
     Results,
     RunArguments,
@@ -149,14 +148,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         self._adopt(arguments, prepared, pages, lens, qo_indptr)
 
     def run(
-        self, q: Tensor, paged_kv_cache: Pair, *, q_scale: Scale | None = None,
-        k_scale: Scale | None = None, v_scale: Scale | None = None, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: bool = False, lse_base: str = "log2",
-        lse_layout: str = "NH", enable_pdl: bool | None = None, window_left: int | None = None,
-        sinks: Tensor | None = None, kv_cache_sf: Pair | None = None,
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
+        q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: Tensor | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None,
-    ) -> Results:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the queries of each request to its pages, on the current stream.
 
         Args:
@@ -195,7 +195,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def _read_forward(
-        self, q: Tensor, paged_kv_cache: Pair, causal: bool = False,
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], causal: bool = False,
         pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
         k_scale: Scale | None = None, v_scale: Scale | None = None, window_left: int = -1,
         logits_soft_cap: float | None = None, sm_scale: float | None = None,

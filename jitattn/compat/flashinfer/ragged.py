@@ -126,8 +126,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         k_scale: Scale | None = None, v_scale: Scale | None = None, o_scale: float | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: bool | None = None,
-        kv_cache_sf: Pair | None = None,
-    ) -> Results:  # fmt: skip
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the queries of each request to its keys, on the current stream.
 
         Args:
@@ -165,10 +165,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
     def _read_forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False,
-        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        window_left: int = -1, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> ForwardArguments:  # fmt: skip
         refuse_unbuilt(locals())
         scores = ScoreArguments(window_left, logits_soft_cap, sm_scale)
