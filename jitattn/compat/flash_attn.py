@@ -18,16 +18,9 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.attention.api import AttentionPlanner, plan_for_call
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_tables import (
-    INTEGERS,
-    BlockTable,
-    Pages,
-    RaggedKV,
-    TokenTable,
-    check_device,
-    check_indptr,
-    check_tensor,
-)
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, RaggedKV, TokenTable
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_indptr, check_tensor
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -164,7 +157,7 @@ def flash_attn_varlen_func(
     _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
     max_q_len = min(check_count("max_seqlen_q", max_seqlen_q, least=0), q.shape[0])
     max_kv_len = check_count("max_seqlen_k", max_seqlen_k, least=0)
-    pages: Pages = RaggedKV(cu_seqlens_k) if block_table is None else BlockTable(block_table)
+    pages: PageTable = RaggedKV(cu_seqlens_k) if block_table is None else BlockTable(block_table)
     window = _Window.of(causal, window_size, max_q_len)
     planner = _planner(
         q,
@@ -244,7 +237,7 @@ class _Window(NamedTuple):
 
 
 def _planner(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages, window: _Window, **others: object
+    q: Tensor, k: Tensor, v: Tensor, pages: PageTable, window: _Window, **others: object
 ) -> AttentionPlanner:
     arguments = {
         "num_qo_heads": q.shape[-2],

@@ -23,7 +23,8 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.kernels.attention.api import AttentionPlanner, Plan, plan_for_call
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_tables import BlockTable, Pages, RaggedKV
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, RaggedKV
 
 __all__ = ["register"]
 
@@ -487,7 +488,7 @@ class _Batch:
     def seq_lens(self) -> Tensor:
         return self.kv_indptr.diff()
 
-    def written(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Pages, int | None]:
+    def written(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, PageTable, int | None]:
         """Write the new tokens; K, V, where a request's are, and the page size, if any."""
         cache = self.cache
         group, index = cache.layer_index_to_group_indices[self.layer_idx]

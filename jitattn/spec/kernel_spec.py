@@ -7,6 +7,7 @@ from enum import Enum, StrEnum
 from typing import ClassVar
 
 from jitattn.base.record import Value
+from jitattn.spec.layout import Layout
 from jitattn.spec.variant import AttentionVariant
 
 
@@ -51,14 +52,7 @@ _SHORT = {
 }
 
 
-class PageTable(StrEnum):
-    """How a request's pages are listed."""
-
-    SHARED = "shared"  # [rows, width]: one page id for K and V
-    SEPARATE = "separate"  # [rows, 2, width]: row 0 K ids, row 1 V ids
-    CSR = "csr"  # kv_indptr and kv_indices: one page id for K and V
-    TOKEN = "token"  # [rows, width]: the slot of every token
-    RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request follow each other
+PageTable = Layout
 
 
 class Pairing(StrEnum):

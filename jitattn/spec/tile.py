@@ -14,12 +14,12 @@ from jitattn.spec.kernel_spec import (
     Loader,
     MergeSpec,
     MLASpec,
-    PageTable,
     PrefillSpec,
     PreprocessSpec,
     ScheduleSpec,
     TableSpec,
 )
+from jitattn.spec.layout import Layout
 
 # Shared memory one CTA may use, in bytes. sm_80 code also runs on compute capability 8.6 and 8.9,
 # whose limit is the smaller one.
@@ -37,8 +37,6 @@ _MERGE_BYTES = 8 * 1024
 # The same where boxes bring them and an SM has one CTA: 64 KiB saturate, the rest covers pauses,
 # and what is left of the SM has room for the next launch's CTA.
 _BOX_RING_BYTES = 128 * 1024
-# The tables whose pages they bring.
-_BOX_TABLES = (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
 # A row as tensor maps see it: segments of so many bytes.
 SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
@@ -278,7 +276,7 @@ def takes_latent_boxes(spec: MLASpec, arch: str) -> bool:
         _has_latent_warpgroups(spec.q_dtype, spec.kv_dtype, arch)
         and spec.kv_dtype is spec.q_dtype
         and is_whole
-        and spec.page_table in _BOX_TABLES
+        and Layout(spec.page_table).lists_pages
         and spec.page_size % 8 == 0
     )
 
@@ -368,7 +366,7 @@ def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
         has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
     ):
         return False
-    has_pages = spec.page_table in _BOX_TABLES and spec.page_size % 8 == 0
+    has_pages = Layout(spec.page_table).lists_pages and spec.page_size % 8 == 0
     return _has_box_tile(spec, arch) and has_pages
 
 

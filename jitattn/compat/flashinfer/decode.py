@@ -34,7 +34,8 @@ from jitattn.compat.flashinfer.wrapper import (
     score_arguments,
     window_change,
 )
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, CsrPages
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -171,7 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         non_blocking: bool,
     ) -> None:
         """Copy what was checked to the device, and plan it or refresh the plan."""
-        pages: Pages
+        pages: PageTable
         seq_lens = self._to_device(tables.seq_lens, non_blocking)
         if self._fixed is not None:
             indptr, indices, _ = (

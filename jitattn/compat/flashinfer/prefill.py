@@ -32,7 +32,8 @@ from jitattn.compat.flashinfer.queries import (
 from jitattn.compat.flashinfer.wrapper import (
     window_change,
 )
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, CsrPages
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
@@ -139,7 +140,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 self._to_device(tensor, non_blocking)
                 for tensor in (qo_indptr, paged_kv_indptr, paged_kv_indices)
             )
-        pages: Pages = CsrPages(indptr, indices)
+        pages: PageTable = CsrPages(indptr, indices)
         if block_tables is not None:
             pages = BlockTable(self._to_device(block_tables, non_blocking))
         lens = self._to_device(lens, non_blocking)

@@ -26,7 +26,8 @@ from jitattn.compat.flashinfer.wrapper import (
     planner_arguments,
     score_arguments,
 )
-from jitattn.tensors.page_tables import Pages, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_tensor
 
 
 class PrefillWrapper(Wrapper):
@@ -127,7 +128,7 @@ class PrefillWrapper(Wrapper):
         self,
         arguments: Mapping[str, object],
         prepared: Prepared,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor,
     ) -> None:

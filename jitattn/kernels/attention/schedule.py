@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jitattn.device.workspace import SLICE_BYTES, aligned, workspace_bytes
 from jitattn.kernels.attention.loaded_kernels import Role
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.layout import Layout
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.params import (
     BOUNDARY_BYTES,
@@ -67,9 +67,9 @@ class Recipe:
         self.role = role
         self.is_prefill = is_prefill
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
-        layout = PageTable(config.page_table)
-        self.is_ragged = layout is PageTable.RAGGED
-        self.has_offsets = layout in (PageTable.CSR, PageTable.RAGGED)
+        layout = Layout(config.page_table)
+        self.is_ragged = not layout.has_pages
+        self.has_offsets = layout.has_offsets
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = kernels.max_splits if config.batch_invariant else 0

@@ -10,26 +10,23 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import _C, Tensor
 
 from jitattn.base import knobs
 from jitattn.spec.kernel_spec import TransferSpec
-from jitattn.spec.params import Divisor, Lengths, PageList
+from jitattn.spec.params import Lengths
 from jitattn.spec.tile import Tile, tile_for
 from jitattn.spec.transfer_config import config_of
 from jitattn.tensors.cache_views import recogniser
-from jitattn.tensors.page_tables import BlockTable, CsrPages, TokenTable, check_supported
+from jitattn.tensors.tensor_checks import check_supported
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch, LoadedKernel
 
 Call = TypeVar("Call")
-PagedTable = BlockTable | TokenTable | CsrPages
-"""The tables that list pages or slots."""
-
 # Calls that a thread keeps of a function: the layers of a model lie in few ways.
 _MAX_RECENT = 16
 
@@ -119,52 +116,6 @@ def lengths_of(lengths: Tensor) -> Lengths:
     return params
 
 
-def page_list_of(pages: PagedTable, page_size: int) -> PageList:
-    """Return the parameters of a page table."""
-    if isinstance(pages, CsrPages):
-        params = PageList(
-            indptr=pages.kv_indptr.data_ptr(),
-            indptr_stride=pages.kv_indptr.stride(0),
-            entry_stride=pages.kv_indices.stride(0),
-            num_entries=pages.kv_indices.shape[0],
-        )
-    else:
-        params = slot_rows_of(
-            pages.table if isinstance(pages, BlockTable) else pages.slots, pages.rows
-        )
-    params.page_size = Divisor.of(page_size)
-    params.are_slots = isinstance(pages, TokenTable)
-    point_at(params, pages)
-    return params
-
-
-def slot_rows_of(table: Tensor, rows: Tensor | None) -> PageList:
-    """Return the parameters of a table with a row for each request, or those that ``rows`` says."""
-    return PageList(
-        entries=table.data_ptr(),
-        rows=None if rows is None else rows.data_ptr(),
-        row_stride=table.stride(0),
-        value_stride=table.stride(1) if table.dim() == 3 else 0,
-        entry_stride=table.stride(-1),
-        rows_stride=0 if rows is None else rows.stride(0),
-        num_rows=table.shape[0],
-        num_entries=table.shape[-1],
-        entries_are_int64=table.dtype is torch.int64,
-        rows_are_int64=rows is not None and rows.dtype is torch.int64,
-    )
-
-
-def point_at(params: Any, pages: PagedTable) -> None:
-    """Write the addresses of a table that lies like the one ``params``, a ``PageList``, are of."""
-    first, *more = pages.tensors
-    if isinstance(pages, CsrPages):
-        params.indptr, params.entries = first.data_ptr(), more[0].data_ptr()
-    else:
-        params.entries = first.data_ptr()
-        if more:
-            params.rows = more[0].data_ptr()
-
-
 def asks_for_checks() -> bool:
     """Whether JITATTN_CHECK is set: then calls that aren't captured look at what tensors hold."""
     return knobs.load().check
@@ -177,18 +128,6 @@ def checking() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"JITATTN_CHECK: {error}") from None
-
-
-def on_cpu(pages: PagedTable) -> PagedTable:
-    """Return a copy of a table on the CPU, which waits for the device.
-
-    Raises:
-        ValueError: its offsets are wrong.
-    """
-    first, *more = (tensor.cpu() for tensor in pages.tensors)
-    if isinstance(pages, CsrPages):
-        return CsrPages(first, more[0])
-    return type(pages)(first, rows=more[0] if more else None)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from jitattn.kernels.merge import launch as merge_launch
 from jitattn.kernels.preprocess import dispatch
-from jitattn.tensors.cache_views import check_rows
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
+from jitattn.tensors.page_tables import (
+    table_from_tensors,
+)
 from jitattn.tensors.quantization import KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import check_rows
 from jitattn.tensors.tensor_handles import find
 
 __all__ = ["append_kv", "attention", "merge_states", "mla_attention", "preprocess_qkv"]
@@ -76,7 +78,7 @@ def attention(
     found.run(
         q,
         bound,
-        pages=_pages(pages, page_table),
+        pages=table_from_tensors(pages, page_table),
         out=out,
         lse=lse,
         sinks=sinks,
@@ -115,7 +117,7 @@ def mla_attention(
     """
     found: Any = find("plan", plan, "MLAPlan")
     bound = _bound(found, kv_cache, kv, "BoundMLACache", k_scale=k_scale)
-    found.run(q_nope, q_pe, bound, pages=_pages(pages, page_table), out=out, lse=lse)
+    found.run(q_nope, q_pe, bound, pages=table_from_tensors(pages, page_table), out=out, lse=lse)
 
 
 def preprocess_qkv(
@@ -183,8 +185,9 @@ def preprocess_qkv(
     """
     dispatch.dispatch(
         (
-            qkv[0] if len(qkv) == 1 else tuple(qkv), _cache(kv_cache), _pages(pages, page_table),
-            seq_lens, qo_indptr, slots, positions, position_delta,
+            qkv[0] if len(qkv) == 1 else tuple(qkv), _cache(kv_cache),
+            table_from_tensors(pages, page_table), seq_lens, qo_indptr, slots, positions,
+            position_delta,
             None if not bias else bias[0] if len(bias) == 1 else tuple(bias),
             q_norm, k_norm, q_out, _scale(q_scale, q_factor), _scale(k_scale, k_factor),
             _scale(v_scale, v_factor), None if rope is None else find("rope", rope, "Rope"),
@@ -235,8 +238,8 @@ def append_kv(
     """
     dispatch.dispatch(
         (
-            (k, v), _cache(kv_cache), _pages(pages, page_table), seq_lens, qo_indptr, slots,
-            None, None, None, None, None, None, None, _scale(k_scale, k_factor),
+            (k, v), _cache(kv_cache), table_from_tensors(pages, page_table), seq_lens, qo_indptr,
+            slots, None, None, None, None, None, None, None, _scale(k_scale, k_factor),
             _scale(v_scale, v_factor), None, 0.0, None, None, None, kv_layout, kv_dtype, zero_tail,
         ),
         k,
@@ -262,23 +265,6 @@ def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 # --- what tensors stand for -----------------------------------------------------------------------
-
-
-def _pages(tensors: Sequence[Tensor], layout: str | None) -> Pages | None:
-    if not tensors:
-        return None
-    if layout in ("shared", "separate"):
-        return BlockTable(tensors[0], rows=tensors[1] if len(tensors) > 1 else None)
-    if layout == "token":
-        return TokenTable(tensors[0], rows=tensors[1] if len(tensors) > 1 else None)
-    if layout == "csr":
-        return CsrPages(*tensors)
-    if layout == "ragged":
-        return RaggedKV(*tensors)
-    raise ValueError(
-        f"page_table is {layout!r}: expected 'shared', 'separate', 'csr', 'token' or 'ragged', the "
-        "layout of pages"
-    )
 
 
 def _cache(tensors: Sequence[Tensor]) -> KVCache:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from jitattn.kernels.common import operators
 from jitattn.kernels.preprocess.check import Arguments
-from jitattn.tensors.page_tables import Pages, check_view, view_of
+from jitattn.tensors.cache_views import view_of
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
 
 Scale = float | Tensor
@@ -26,7 +28,7 @@ def run_attention(
     plan: Any,
     q: Tensor,
     kv: Any,
-    pages: Pages | None,
+    pages: PageTable | None,
     out: Tensor | None,
     lse: Tensor | None,
     return_lse: bool,
@@ -56,7 +58,7 @@ def run_mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
     kv: Any,
-    pages: Pages | None,
+    pages: PageTable | None,
     out: Tensor | None,
     lse: Tensor | None,
     return_lse: bool,
@@ -107,7 +109,7 @@ def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 def _cache_of(
-    kv: Any, pages: Pages | None
+    kv: Any, pages: PageTable | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
     """Return the tensors of a cache; of a bound one its handle and tensors of scales, too."""
     if isinstance(kv, (Tensor, tuple, list, QuantizedKV)):
@@ -125,7 +127,7 @@ def _cache_of(
     )
 
 
-def _tensors_of(pages: Pages | None) -> tuple[list[Tensor], str | None]:
+def _tensors_of(pages: PageTable | None) -> tuple[list[Tensor], str | None]:
     if pages is None:
         return [], None
     return list(pages.tensors), pages.layout.value

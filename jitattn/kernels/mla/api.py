@@ -28,10 +28,11 @@ from jitattn.kernels.common.planner_base import (
 from jitattn.kernels.mla.check import BoundMLACache, MLACall, bind_cache
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout, check_last_stride, check_rows
+from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.device_checks import check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_tables import Pages, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_last_stride, check_rows, check_tensor
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class MLAPlanner(_Arguments):
 
     def plan(
         self,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,
@@ -184,7 +185,7 @@ class MLAPlanner(_Arguments):
 
 def latent_plan_for_call(
     planner: MLAPlanner,
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
     *,
@@ -219,7 +220,7 @@ class MLAPlan(PlanBase):
         q_pe: Tensor,
         kv: BoundMLACache | MLACache,
         *,
-        pages: Pages | None = None,
+        pages: PageTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.kernels.common.launch_cache import (
-    PagedTable,
     Recent,
     asks_for_checks,
     card_of,
@@ -21,26 +20,18 @@ from jitattn.kernels.common.launch_cache import (
     launch_on,
     lengths_of,
     load,
-    on_cpu,
-    page_list_of,
-    point_at,
     tile_of,
 )
-from jitattn.kernels.pages.block_table import (
-    check_offsets,
-    check_page_size,
-    check_per_request,
-    slots_of,
-)
+from jitattn.kernels.pages.block_table import check_offsets, check_page_size
 from jitattn.spec.kernel_spec import BatchInfoSpec
+from jitattn.spec.layout import Layout
 from jitattn.spec.params import BatchInfoParams
-from jitattn.tensors.page_tables import (
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import has_pages, table_names
+from jitattn.tensors.tensor_checks import (
     INTEGERS,
-    BlockTable,
-    CsrPages,
-    Pages,
-    TokenTable,
     check_device,
+    check_per_request,
     check_tensor,
     check_vector,
 )
@@ -79,7 +70,7 @@ def batch_info(
     q_lens: Tensor,
     *,
     num_tokens: int,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     page_size: int | None = None,
     out: BatchInfo | None = None,
 ) -> BatchInfo:
@@ -90,8 +81,8 @@ def batch_info(
         q_lens: int32 or int64 [batch_size], query tokens of each request, its last ones. Zero and
             less is none.
         num_tokens: query tokens to speak of, padding included: the rows of q.
-        pages: a BlockTable of shared ids, CsrPages or a TokenTable, for the slots that this step's
-            K and V go to; read like the lengths when the kernel runs.
+        pages: a table whose K and V have one slot a token, for the slots that this step's K and V
+            go to; read like the lengths when the kernel runs.
         page_size: tokens of a page, with ``pages`` that list pages.
         out: what an earlier call of these sizes returned, to be written again.
 
@@ -125,7 +116,7 @@ class _Batch:
     seq_lens: Tensor
     q_lens: Tensor
     num_tokens: int
-    pages: PagedTable | None
+    pages: PageTable | None
     page_size: int
 
     @property
@@ -147,7 +138,7 @@ def _checked(
     seq_lens: Tensor,
     q_lens: Tensor,
     num_tokens: int,
-    pages: Pages | None,
+    pages: PageTable | None,
     page_size: int | None,
 ) -> _Batch:
     check_tensor("seq_lens", seq_lens, INTEGERS)
@@ -162,14 +153,15 @@ def _checked(
     return _Batch(seq_lens, q_lens, num_tokens, table, page_size or 1)
 
 
-def _checked_pages(pages: Pages, page_size: int | None, seq_lens: Tensor) -> PagedTable:
-    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
-        raise TypeError(f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable")
+def _checked_pages(pages: PageTable, page_size: int | None, seq_lens: Tensor) -> PageTable:
+    if not has_pages(pages):
+        names = table_names(without=[Layout.RAGGED])
+        raise TypeError(f"pages is {pages!r}: expected a {names}")
     if pages.layout == "separate":
         raise ValueError(f"pages is {pages!r}: separate ids of K and V are two slots a token")
     if page_size is not None:
         page_size = check_page_size(page_size)
-    elif not isinstance(pages, TokenTable):
+    elif pages.layout.lists_pages:
         raise ValueError("page_size is None: pages need the tokens of a page")
     check_device("pages", pages, seq_lens.device)
     if pages.batch_size != seq_lens.shape[0]:
@@ -227,7 +219,7 @@ def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
         requests += [b] * q_len
         positions += wanted
         if batch.pages is not None and q_len > 0:
-            known = slots_of(batch.pages, b, kv_len, batch.page_size).tolist()
+            known = batch.pages.slots_of(b, kv_len, batch.page_size).tolist()
             slots += [known[position] if position >= 0 else -1 for position in wanted]
     padding = [-1] * (batch.num_tokens - total)
     found = {"requests": requests, "positions": positions, "slots": slots}
@@ -253,13 +245,13 @@ class _Info:
         params.seq_lens = lengths_of(batch.seq_lens)
         params.q_lens = lengths_of(batch.q_lens)
         if batch.pages is not None:
-            params.pages = page_list_of(batch.pages, batch.page_size)
+            params.pages = batch.pages.page_list(batch.page_size)
         num_threads = tile_of(BatchInfoSpec(), card).num_threads
         grid = max(1, -(-batch.num_tokens // num_threads))
         self._launch: Launch = Launch(load(BatchInfoSpec(), card), params, grid, num_threads)
 
     def __call__(
-        self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None, out: BatchInfo | None
+        self, seq_lens: Tensor, q_lens: Tensor, pages: PageTable | None, out: BatchInfo | None
     ) -> BatchInfo:
         """Launch for these, which lie like those it was made with."""
         params = self._params
@@ -268,7 +260,7 @@ class _Info:
         info = self._new_info() if out is None else out
         params.seq_lens.values, params.q_lens.values = seq_lens.data_ptr(), q_lens.data_ptr()
         if pages is not None:
-            point_at(params.pages, pages)  # type: ignore[arg-type]
+            pages.patch(params.pages)
             assert info.slots is not None
             params.slots = info.slots.data_ptr()
         params.qo_indptr, params.kv_indptr = info.qo_indptr.data_ptr(), info.kv_indptr.data_ptr()
@@ -276,11 +268,11 @@ class _Info:
         launch_on(self._card, self._launch)
         return info
 
-    def _verify(self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None) -> None:
+    def _verify(self, seq_lens: Tensor, q_lens: Tensor, pages: PageTable | None) -> None:
         """Refuse what would be -1 or left out."""
         num_tokens, page_size = self._sizes
         with checking():
-            table = None if pages is None else on_cpu(pages)  # type: ignore[arg-type]
+            table = None if pages is None else pages.to_cpu()
             batch = _Batch(seq_lens.cpu(), q_lens.cpu(), num_tokens, table, page_size)
             _info_by_definition(batch, batch.maker()())
 

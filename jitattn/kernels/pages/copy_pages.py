@@ -24,8 +24,7 @@ from jitattn.kernels.common.launch_cache import (
 from jitattn.spec.kernel_spec import CopyPagesSpec
 from jitattn.spec.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
 from jitattn.spec.tile import CopyPagesTile
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor, check_writable
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch

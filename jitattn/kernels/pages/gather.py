@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.common.launch_cache import (
-    PagedTable,
     Recent,
     asks_for_checks,
     card_of,
@@ -18,11 +17,8 @@ from jitattn.kernels.common.launch_cache import (
     launch_on,
     lengths_of,
     load,
-    on_cpu,
-    page_list_of,
     tile_of,
 )
-from jitattn.kernels.pages.block_table import slots_of
 from jitattn.kernels.pages.gather_check import Arguments, Batch, Outs, check_total, checked
 from jitattn.spec.kernel_spec import DType, GatherSpec
 from jitattn.spec.params import Divisor, GatherParams, GatherSide, Lengths, PageList
@@ -30,7 +26,7 @@ from jitattn.spec.params import Scale as Scales
 from jitattn.spec.tile import GatherTile
 from jitattn.tensors.cache_views import BoundCache
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
-from jitattn.tensors.page_tables import CsrPages, Pages
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import KVCache, dequantize_kv, saturated
 
 if TYPE_CHECKING:
@@ -42,14 +38,13 @@ _TILE_VECTORS = 1024
 # Addresses that a launch writes: of a cache, of what it goes to and of its blocks' scales; others.
 _SIDE, _POINTER = struct.Struct("3P"), struct.Struct("P")
 _K_AT, _V_AT = GatherParams.k.offset, GatherParams.v.offset
-_ENTRIES_AT = GatherParams.pages.offset + PageList.entries.offset
 _LENS_AT = GatherParams.seq_lens.offset + Lengths.values.offset
 _INDPTR_AT = GatherParams.kv_indptr.offset
 
 
 def gather_kv(
     kv: BoundCache | KVCache,
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     *,
     kv_layout: str = "NHD",
@@ -70,7 +65,7 @@ def gather_kv(
             [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of such tensors without
             the second dimension, of float16, bfloat16, FP8 or int8; or a QuantizedKV. Any strides
             with a contiguous last dimension.
-        pages: the pages of each request; a BlockTable, CsrPages or TokenTable.
+        pages: the pages of each request; a table of any layout but ragged.
         seq_lens: int32 or int64 [batch_size], tokens of each request; zero and less is none.
         kv_layout: the order of a raw cache's dimensions, "NHD" or "HND".
         k_scale: of a raw quantised cache: what a stored K times it is the value of; a number or a
@@ -160,10 +155,10 @@ def _rows_of(batch: Batch, which: int, request: int, kv_len: int) -> Tensor:
 
 
 def _slots_in(
-    num_pages: int, pages: PagedTable, request: int, kv_len: int, page_size: int, which: int
+    num_pages: int, pages: PageTable, request: int, kv_len: int, page_size: int, which: int
 ) -> Tensor:
     """The slots of a request in K (``which`` 0) or V (1), which has so many pages."""
-    slots = slots_of(pages, request, kv_len, page_size, which=which)
+    slots = pages.slots_of(request, kv_len, page_size, which=which)
     wrong = slots[(slots < 0) | (slots >= num_pages * page_size)]
     if wrong.numel():
         raise ValueError(
@@ -196,7 +191,7 @@ class _Gather:
         self._vector = _VECTOR_BYTES // out_dtype.num_bytes
         self._may_be_aligned = _rows_are_aligned(batch, self._vector)
         self._params = GatherParams()
-        self._params.pages = page_list_of(batch.pages, batch.page_size)
+        self._params.pages = batch.pages.page_list(batch.page_size)
         self._params.seq_lens = lengths_of(batch.seq_lens)
         self._sides = (self._params.k, self._params.v)
         sources = ((batch.k, batch.k_scale), (batch.v, batch.v_scale))
@@ -231,12 +226,12 @@ class _Gather:
         at = 1 if is_one else 4 if self._has_blocks else 2
         # Those that not every call has, and where they go.
         self._others: list[tuple[int, int]] = []
-        self._entries = at
-        if isinstance(batch.pages, CsrPages):
-            self._entries = at + 1
-            self._others.append((at, GatherParams.pages.offset + PageList.indptr.offset))
-        elif len(batch.pages.tensors) > 1:
-            self._others.append((at + 1, GatherParams.pages.offset + PageList.rows.offset))
+        self._others += [
+            (i, GatherParams.pages.offset + getattr(PageList, name).offset)
+            for i, (name, _) in enumerate(
+                zip(batch.pages.page_list_fields, batch.pages.tensors, strict=False), at
+            )
+        ]
         self._lens = at + len(batch.pages.tensors)
         at = self._lens + 1
         for side, scale in zip((_K_AT, _V_AT), arguments.scales, strict=True):
@@ -245,7 +240,7 @@ class _Gather:
                 at += 1
 
     def __call__(
-        self, tensors: list[Tensor], pages: Pages, seq_lens: Tensor, out: Outs | None
+        self, tensors: list[Tensor], pages: PageTable, seq_lens: Tensor, out: Outs | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Launch for these, which lie like those it was made with."""
         if self._checks and not is_capturing(self._device):
@@ -271,7 +266,6 @@ class _Gather:
         k_blocks, v_blocks = pointers[2:4] if self._has_blocks else (0, 0)
         _SIDE.pack_into(params, _K_AT, k_at, k_out, k_blocks)
         _SIDE.pack_into(params, _V_AT, v_at, v_out, v_blocks)
-        _POINTER.pack_into(params, _ENTRIES_AT, pointers[self._entries])
         _POINTER.pack_into(params, _LENS_AT, pointers[self._lens])
         _POINTER.pack_into(params, _INDPTR_AT, indptr_at)
         for i, offset in self._others:
@@ -279,10 +273,10 @@ class _Gather:
         launch_on(self._card, self._launch)
         return k, v, kv_indptr
 
-    def _verify(self, pages: Pages, seq_lens: Tensor, out: Outs | None) -> None:
+    def _verify(self, pages: PageTable, seq_lens: Tensor, out: Outs | None) -> None:
         """Refuse what would be NaN or left out."""
         with checking():
-            table = on_cpu(pages)  # type: ignore[arg-type]
+            table = pages.to_cpu()
             lens = seq_lens.cpu().clamp(min=0).tolist()
             for request, kv_len in enumerate(lens):
                 for which, num_pages in enumerate(self._num_pages):

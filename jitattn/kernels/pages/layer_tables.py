@@ -10,8 +10,7 @@ from torch import Tensor
 from jitattn.kernels.common.launch_cache import card_of, launch_on, load, tile_of
 from jitattn.spec.kernel_spec import LayerTablesSpec
 from jitattn.spec.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.tensors.tensor_checks import check_device, check_tensor, check_writable
 
 _COLUMNS = {
     "requests": ctypes.sizeof(TableRequest) // 4,

@@ -10,7 +10,9 @@ from torch.compiler import is_dynamo_compiling
 
 from jitattn.kernels.preprocess.check import Arguments, QkvParts
 from jitattn.kernels.preprocess.dispatch import dispatch
-from jitattn.tensors.page_tables import Pages, ViewTable, check_view, view_of
+from jitattn.tensors.cache_views import view_of
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
 
@@ -24,7 +26,7 @@ def preprocess_qkv(
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     seq_lens: Tensor | None = None,
     qo_indptr: Tensor | None = None,
     slots: Tensor | None = None,
@@ -105,7 +107,7 @@ def append_kv(
     v: Tensor,
     kv_cache: KVCache,
     *,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     seq_lens: Tensor | None = None,
     qo_indptr: Tensor | None = None,
     slots: Tensor | None = None,
@@ -150,12 +152,12 @@ def append_kv(
     _preprocess(given, k, pages)
 
 
-def _preprocess(given: tuple[Any, ...], first: object, pages: Pages | None) -> Tensor | None:
+def _preprocess(given: tuple[Any, ...], first: object, pages: PageTable | None) -> Tensor | None:
     """Take ``given``, in the order of ``Arguments``, to the device of ``first``."""
     if is_dynamo_compiling():
         from jitattn.kernels.common.torch_op import preprocess
 
         return preprocess(Arguments(*given))
-    if isinstance(pages, ViewTable):
+    if getattr(pages, "view", None) is not None:
         check_view(pages, view_of(Arguments(*given).kv_cache))
     return dispatch(given, first)

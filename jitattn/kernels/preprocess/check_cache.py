@@ -11,17 +11,9 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX
 from jitattn.spec.config import MAX_PAGE_SIZE, dtype_name
 from jitattn.spec.kernel_spec import DType
-from jitattn.tensors.cache_views import (
-    CacheView,
-    Scale,
-    cache_view,
-    check_last_stride,
-    check_writable,
-    scale_value,
-    view_scale,
-)
-from jitattn.tensors.page_tables import check_tensor
+from jitattn.tensors.cache_views import CacheView, Scale, cache_view, scale_value, view_scale
 from jitattn.tensors.quantization import NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import check_last_stride, check_tensor, check_writable
 
 _CACHES = {
     getattr(torch, name.value): name

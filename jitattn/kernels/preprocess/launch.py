@@ -23,7 +23,6 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.jit.build import build
 from jitattn.kernels.attention.kernels import arch_of
-from jitattn.kernels.common.launch_cache import on_cpu
 from jitattn.kernels.preprocess.check import (
     Arguments,
     TokenCall,
@@ -40,7 +39,6 @@ from jitattn.kernels.preprocess.fill_params import (
     sources,
     spec_of,
     write_call,
-    write_pages,
     write_rope,
 )
 from jitattn.kernels.preprocess.reference import places_of
@@ -50,7 +48,6 @@ from jitattn.spec.preprocess_config import config_of
 from jitattn.spec.tile import preprocess_tile_for
 from jitattn.tensors.cache_views import recogniser
 from jitattn.tensors.overlap import Apart
-from jitattn.tensors.page_tables import BlockTable, CsrPages, TokenTable
 
 # Rows of a token that a group of threads takes one after the other, so that it computes angles
 # once; fewer where that leaves SMs without work.
@@ -196,7 +193,7 @@ class _Prepared:
             write_rope(self._params.op, rope, call.device)
         write_call(self._params.op, call)
         if arguments.pages is not None:
-            write_pages(self._params.pages, arguments.pages)
+            arguments.pages.fill(self._params.pages)
         self._table_at = self._params.__class__.pages.offset if layout else 0
         self._table = [i for i, name in enumerate(names) if name.startswith("pages[")]
         places = sources(call, names, tensors)
@@ -308,8 +305,8 @@ def verify(arguments: Arguments) -> None:
     call = check(arguments)
     try:
         pages = arguments.pages
-        if isinstance(pages, BlockTable | TokenTable | CsrPages):
-            pages = on_cpu(pages)
+        if pages is not None:
+            pages = pages.to_cpu()
         call = replace(call, arguments=arguments._replace(pages=pages, **copies))
         check_values(call)
         places_of(call)
