@@ -39,7 +39,7 @@ class Step:
     seq_lens: Tensor
     indptr: Tensor
     tables: dict[int, jitattn.BlockTable]
-    plans: dict[int, jitattn.Plan]
+    plans: dict[int, jitattn.types.Plan]
 
     @classmethod
     def of(

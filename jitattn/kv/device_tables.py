@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from jitattn.base.errors import KVCacheError
-from jitattn.kernels.common.launch_cache import is_capturing
+from jitattn.kernels.common.device_kernels import is_capturing
 from jitattn.kernels.pages.layer_tables import write_layer_tables
 from jitattn.kv.ledger import Ledger
 from jitattn.kv.state import Scratch

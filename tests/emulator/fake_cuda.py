@@ -22,7 +22,8 @@ from jitattn.jit.build import Kernel
 from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
 from jitattn.kernels.mla import launch as mla_launch
-from jitattn.spec.kernel_spec import KernelSpec, PageTable
+from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.layout import Layout
 from jitattn.spec.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.tensors import tma
 
@@ -95,7 +96,7 @@ class Recorded:
 class FakeCuda:
     """The driver's state, and what it was asked for."""
 
-    layout: PageTable = PageTable.SHARED
+    layout: Layout = Layout.SHARED
     stream: int = 0
     device: int = 0
     is_capturing: bool = False
@@ -131,7 +132,7 @@ class FakeCuda:
         kernels = attention_kernels.KernelSet(planner.config, torch.device("cuda", 0))
         kernels.device = CPU
         planner._kernels, planner.backend = kernels, "cuda"
-        self.layout = PageTable(planner.config.page_table)
+        self.layout = Layout(planner.config.page_table)
         return planner
 
     def last(self) -> Recorded:

@@ -28,7 +28,8 @@ from jitattn.device.driver import DeviceFacts
 from jitattn.jit.render import TEMPLATES, render
 from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.mla.launch import MLAKernels
-from jitattn.spec.kernel_spec import AttentionSpec, PageTable
+from jitattn.spec.kernel_spec import AttentionSpec
+from jitattn.spec.layout import Layout
 from jitattn.spec.params import ScheduleParams, kernel_params
 from jitattn.spec.tile import attention_tile_for
 from tests.emulator import fake_cuda
@@ -738,9 +739,7 @@ class HostCuda:
     def _know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
         assert planner._kernels is not None
         config, is_latent = planner.config, planner._kernels.is_latent
-        self.params = kernel_params(
-            PageTable(config.page_table), config.variant, is_latent=is_latent
-        )
+        self.params = kernel_params(Layout(config.page_table), config.variant, is_latent=is_latent)
         for spec in planner._kernels._specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec

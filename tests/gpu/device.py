@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jitattn.spec.support import arch_for
+from jitattn.spec.arch import arch_for
 
 DEVICE = "cuda"
 

@@ -20,6 +20,7 @@ from jitattn.device.driver import LoadedKernel
 from jitattn.jit import build
 from jitattn.jit.build import Kernel, Pending
 from jitattn.kernels.attention import kernels as attention_kernels
+from jitattn.kernels.common import device_kernels
 from jitattn.kernels.merge import launch as merge_launch
 from jitattn.spec.kernel_spec import KernelSpec
 from jitattn.spec.tile import tile_for
@@ -66,7 +67,7 @@ class PtxKernels:
     def start(
         self, wanted: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str = ""
     ) -> tuple[Pending, ...]:
-        """Stands for jitattn.jit.build.start; not every planner's prefill kernel is in the folder."""
+        """Stand-in for jitattn.jit.build.start; the folder lacks some prefill kernels."""
         pending = []
         for spec in wanted:
             make = partial(self.build, spec, arch, knobs, hint=hint)
@@ -90,7 +91,8 @@ def pretend_sm80(folder: Path) -> Iterator[None]:
     kernels = PtxKernels(folder)
     caches = (harness._planner, merge_launch._kernel)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_kernels, "arch_of", lambda facts: ARCH)
+        for module in (attention_kernels, device_kernels):
+            patch.setattr(module, "arch_of", lambda facts: ARCH)
         patch.setattr(attention_kernels, "start", kernels.start)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)

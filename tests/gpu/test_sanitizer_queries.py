@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jitattn.spec.kernel_spec import Loader, PageTable
+from jitattn.spec.layout import Layout, Loader
 from tests.gpu.device import DEVICE
 from tests.support.cases import (
     D64,
@@ -62,7 +62,7 @@ def test_case(case: Case) -> None:
 
 
 def test_cases_reach_every_kind_of_kernel() -> None:
-    assert {case.page_table for case in CASES} == {table.value for table in PageTable}
+    assert {case.page_table for case in CASES} == {table.value for table in Layout}
     loaders = {(case.mask is None, loader_of(case)) for case in CASES}
     wanted = {(True, loader) for loader in Loader}
     wanted |= {(False, Loader.TENSOR), (False, Loader.PLAIN)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.kernel_spec import Loader, PageTable
+from jitattn.spec.layout import Layout, Loader
 from tests.gpu.device import DEVICE
 from tests.support.cases import (
     D64,
@@ -76,8 +76,8 @@ def test_cases_reach_every_kind_of_kernel() -> None:
         (case.page_table, loader_of(case), case.batch_invariant, case.value_dim == case.head_dim)
         for case in CASES
     }
-    for table in PageTable:
-        has_boxes = table not in (PageTable.TOKEN, PageTable.RAGGED)
+    for table in Layout:
+        has_boxes = table not in (Layout.TOKEN, Layout.RAGGED)
         fast = Loader.TENSOR if has_boxes else Loader.VECTOR
         loaders = {loader for layout, loader, *_ in reached if layout == table}
         assert loaders >= {fast, Loader.PLAIN}

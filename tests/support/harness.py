@@ -161,7 +161,7 @@ def plan_of(
     pages: PageTable | None = None,
     *,
     max_q_len: int | None = None,
-) -> jitattn.Plan:
+) -> jitattn.types.Plan:
     """A plan of the inputs; ``pages`` replaces the case's, ``max_q_len`` the longest request."""
     if inputs.qo_indptr is not None and max_q_len is None:
         max_q_len = max(inputs.case.queries)

@@ -22,7 +22,7 @@ from jitattn.compat.flashinfer.latents import check_dims, latent_planner
 from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import latent_plan_for_call
-from jitattn.spec.config import dtype_name
+from jitattn.spec.dtype import dtype_name
 from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.tensor_checks import check_device, check_tensor

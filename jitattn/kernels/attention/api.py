@@ -345,14 +345,14 @@ class Plan(PlanBase):
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         if is_dynamo_compiling():
-            from jitattn.kernels.common.torch_op import run_attention
+            from jitattn.kernels.attention.torch_op import trace_attention
 
             self._refuse(q_scale=q_scale, out_scale=out_scale)
             refuse_compiled(variant_params)
-            return run_attention(self, q, kv, pages, out, lse, return_lse, sinks, custom_mask)
+            return trace_attention(self, q, kv, pages, out, lse, return_lse, sinks, custom_mask)
         is_plain = return_lse is False and (
             pages is lse is sinks is custom_mask is q_scale is out_scale is variant_params is None  # type: ignore[comparison-overlap]
         )

@@ -13,8 +13,7 @@ import torch
 from torch import _C
 
 from jitattn.base import knobs
-from jitattn.base.errors import ConfigError
-from jitattn.device.driver import DeviceFacts, device_facts, load_kernel
+from jitattn.device.driver import device_facts, load_kernel
 from jitattn.device.workspace import Workspace, capture_buffers, default_workspace
 from jitattn.jit.build import Pending, start
 from jitattn.kernels.attention.launch import CudaPlan, Part
@@ -27,16 +26,11 @@ from jitattn.kernels.attention.schedule import (
     plan_bytes,
     workspace_size,
 )
+from jitattn.kernels.common.device_kernels import arch_of
 from jitattn.spec import support
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import (
-    DecodeSpec,
-    KernelSpec,
-    Loader,
-    PlannedSpec,
-    PrefillSpec,
-    ScheduleSpec,
-)
+from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec, PlannedSpec, PrefillSpec, ScheduleSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.tile import (
     DecodeTile,
     attention_tile_for,
@@ -340,21 +334,3 @@ def _refuse_loading() -> None:
         raise ValueError(
             "a kernel is not loaded, and a capture can't load it: make such a call before it"
         )
-
-
-def arch_of(facts: DeviceFacts) -> str:
-    """Return the architecture whose code a device runs.
-
-    Raises:
-        ConfigError: no kernel runs on it.
-    """
-    major, minor = facts.compute_capability
-    arch = support.arch_for(major, minor)
-    if arch is None:
-        raise ConfigError(
-            [
-                f"{facts.name} has compute capability {major}.{minor}: kernels exist for 8.x, 9.0, "
-                "10.x and 12.x"
-            ]
-        )
-    return arch

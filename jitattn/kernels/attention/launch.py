@@ -15,6 +15,7 @@ from jitattn.device.driver import LAUNCHED, Launch
 from jitattn.device.workspace import SLICE_BYTES, Workspace
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe, Recipes, schedule_offsets
+from jitattn.spec.dtype import DType
 from jitattn.spec.params import (
     ATTENTION_OFFSET,
     FLOAT_CODES,
@@ -50,7 +51,7 @@ _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
 _ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
 _SCALES = struct.Struct("PqfPqf")  # of K and V, which lie behind each other
 _SCALES_AT = ATTENTION_OFFSET + AttentionParams.k_scale.offset
-_FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
+_FLOAT_CODES = {DType(name).torch_dtype: code for name, code in FLOAT_CODES.items()}
 
 
 class CudaPlan:

@@ -236,6 +236,11 @@ class PlanBase:
             batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
         )
 
+    @property
+    def planner(self) -> PlannerBase:
+        """The planner that it is of."""
+        return self._planner
+
     def __del__(self) -> None:
         self._backend.give_back()
 

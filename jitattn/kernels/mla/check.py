@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import QUANTISED_DTYPES
+from jitattn.spec.dtype import QUANTISED_DTYPES
 from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.tensors.cache_views import CacheView, RowLayout, Scale, TensorMaps, check_scale
 from jitattn.tensors.page_table import PageTable

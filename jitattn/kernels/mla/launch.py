@@ -13,7 +13,9 @@ from jitattn.kernels.attention.launch import Part, write_scale
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
-from jitattn.spec.kernel_spec import DType, Loader, MLASpec, PlannedSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import MLASpec, PlannedSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.tile import attention_tile_for
 from jitattn.tensors.cache_views import NO_LAYOUT, Call, Scale
@@ -116,7 +118,7 @@ class MLAKernels(KernelSet):
         spec = next(
             spec
             for spec in self._attention_specs()
-            if spec.rope_dtype == DType(str(kv.rope.tensor.dtype).removeprefix("torch."))
+            if spec.rope_dtype == DType.of(kv.rope.tensor.dtype)
             and spec.has_scales == (kv.latent_scales is not None)
             and (spec.loader is not Loader.PLAIN) == is_aligned
         )

@@ -84,7 +84,8 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
+    jitattn/tensors/quantization.py.
     """
     # fmt: off
     given = (
@@ -140,7 +141,8 @@ def append_kv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
+    jitattn/tensors/quantization.py.
     """
     # fmt: off
     given = (
@@ -155,9 +157,9 @@ def append_kv(
 def _preprocess(given: tuple[Any, ...], first: object, pages: PageTable | None) -> Tensor | None:
     """Take ``given``, in the order of ``Arguments``, to the device of ``first``."""
     if is_dynamo_compiling():
-        from jitattn.kernels.common.torch_op import preprocess
+        from jitattn.kernels.preprocess.torch_op import trace_preprocess
 
-        return preprocess(Arguments(*given))
+        return trace_preprocess(Arguments(*given))
     if getattr(pages, "view", None) is not None:
         check_view(pages, view_of(Arguments(*given).kv_cache))
     return dispatch(given, first)

@@ -19,8 +19,8 @@ from torch import Tensor
 from jitattn.base.validate import check_count, check_flag
 from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
-from jitattn.spec.kernel_spec import DType, Pairing
-from jitattn.spec.layout import Layout
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Layout, Pairing
 from jitattn.tensors.cache_views import CacheView, Scale, check_scale
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable

@@ -522,7 +522,7 @@ def test_plans_that_live_share_nothing(cuda: FakeCuda) -> None:
     assert len(schedules) == len({id(p._backend._parts[0]) for p in plans}) == len(plans)
 
 
-def memory_of(plan: jitattn.Plan) -> tuple[Tensor, ...]:
+def memory_of(plan: jitattn.types.Plan) -> tuple[Tensor, ...]:
     return tuple(part._memory for part in plan._backend._parts)
 
 

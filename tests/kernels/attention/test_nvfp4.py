@@ -218,7 +218,7 @@ def test_every_code_under_every_scale(is_half: bool, arch: str, tmp_path: Path) 
             found[scale, i] = torch.tensor(list(room))
     rows = torch.cat((data, data), -1).expand(256, 16, 8).contiguous()
     blocks_of = scales[:, None, None].expand(256, 16, 1).contiguous()
-    want = jitattn.dequantize_kv(
+    want = jitattn.quant.dequantize_kv(
         rows, dtype="nvfp4", block_scales=blocks_of.view(torch.float8_e4m3fn)
     )[..., :8]
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)

@@ -1,7 +1,7 @@
 """The schedule kernel's arithmetic: a model of its rounds, and the template itself on the host.
 
 The model takes its constants from the template and is tied to it by the lines that it transcribes.
-Where there is a C++ compiler, templates/schedule.cu.jinja is compiled for the CPU, with one thread,
+Where there is a C++ compiler, schedule.cu.jinja is compiled for the CPU, with one thread,
 and what it writes is held against the model and against what the attention kernels rely on.
 """
 
@@ -30,7 +30,7 @@ from tests.support.cases import Case
 _UNIT_COST, _MIN_SLOT_COST = KernelSet.unit_cost, KernelSet.min_slot_cost
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
-SOURCE = (TEMPLATES / "schedule.cu.jinja").read_text()
+SOURCE = (TEMPLATES / "attention/schedule.cu.jinja").read_text()
 random_examples = settings(
     max_examples=300,
     derandomize=True,
@@ -270,7 +270,7 @@ extern "C" void call(const jitattn::ScheduleParams* params) {
 }
 """
 
-# What a kernel finds in each slot, in the words of work.cuh.jinja.
+# What a kernel finds in each slot, in the words of parts/work_tile.cuh.jinja.
 WORK = """
 namespace jitattn {
 constexpr bool kHasWholeUnits = true;
@@ -345,7 +345,7 @@ def compile_for_host(folder: Path, num_threads: int) -> Call:
         (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
         for name in ("schedule", "schedule_params")
     ]
-    work = (TEMPLATES / "work.cuh.jinja").read_text()
+    work = (TEMPLATES / "parts/work_tile.cuh.jinja").read_text()
     ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
     parts = (HOST, load_integer, *headers, SOURCE, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)

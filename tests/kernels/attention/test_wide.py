@@ -20,8 +20,10 @@ from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.kernels.attention.launch import CudaPlan
 from jitattn.kernels.attention.schedule import Recipe
 from jitattn.spec import support
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec, Loader
+from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.params import ScheduleParams
 from jitattn.spec.tile import decode_tile_for
 from jitattn.tensors import tma
@@ -63,16 +65,16 @@ def queries(planner: jitattn.AttentionPlanner) -> Tensor:
     return torch.zeros(6, config.num_qo_heads, config.head_dim, dtype=torch.bfloat16)
 
 
-def plan_of(planner: jitattn.AttentionPlanner, max_q_len: int) -> jitattn.Plan:
+def plan_of(planner: jitattn.AttentionPlanner, max_q_len: int) -> jitattn.types.Plan:
     return planner.plan(TABLE, LENS, OFFSETS, max_q_len=max_q_len)
 
 
-def backend_of(plan: jitattn.Plan) -> CudaPlan:
+def backend_of(plan: jitattn.types.Plan) -> CudaPlan:
     assert isinstance(plan._backend, CudaPlan)
     return plan._backend
 
 
-def roles_of(plan: jitattn.Plan) -> list[str]:
+def roles_of(plan: jitattn.types.Plan) -> list[str]:
     return [part.role for part in backend_of(plan)._parts]
 
 
@@ -249,7 +251,7 @@ def config_for(
     )
 
 
-@pytest.mark.parametrize("arch", support.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tiles_differ_in_their_rows_only(arch: str) -> None:
     """In nothing that says in which order a row's products and sums are added."""
     specs = narrow_specs(arch)
@@ -263,7 +265,7 @@ def test_tiles_differ_in_their_rows_only(arch: str) -> None:
 
 
 @pytest.mark.parametrize("num_sms", [None, 7])
-@pytest.mark.parametrize("arch", support.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_schedules_and_parameters_are_the_same(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, arch: str, num_sms: int | None
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import jitattn
-from jitattn.spec.kernel_spec import Loader
+from jitattn.spec.layout import Loader
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.support import parse_config
 from jitattn.spec.tile import latent_tile_for
@@ -159,8 +159,8 @@ def test_append_kv_writes_its_cache(is_pair: bool, kv_dtype: str) -> None:
     out, lse = planner.plan(pages, lengths).run(q_nope, q_pe, kv, return_lse=True)
 
     def kept(values: torch.Tensor) -> torch.Tensor:
-        found = jitattn.quantize_kv(values, kv_dtype, scale=scale)
-        return jitattn.dequantize_kv(found, scale=scale)[:, 0].double()
+        found = jitattn.quant.quantize_kv(values, kv_dtype, scale=scale)
+        return jitattn.quant.dequantize_kv(found, scale=scale)[:, 0].double()
 
     scores = kept(rope)[:, 3]
     torch.testing.assert_close(lse[0, 0].double(), scores.logsumexp(0), rtol=1e-6, atol=1e-6)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.kernels.pages import gather
+from jitattn.kernels.common import device_kernels
+from jitattn.spec.kernel_spec import TransferSpec
 from jitattn.tensors.page_tables import slots_of_pages
 from tests.emulator.host_kernels import use_host_kernels
 
@@ -34,7 +35,7 @@ def gathered(
     return lambda: jitattn.gather_kv(kv, pages, lens, **options)
 
 
-def bound(**arguments: object) -> jitattn.BoundCache:
+def bound(**arguments: object) -> jitattn.types.BoundCache:
     sizes = {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
     planner = jitattn.AttentionPlanner(device="cpu", **(sizes | arguments))
     return planner.bind(PAIR)
@@ -294,7 +295,7 @@ def test_infos_refused(name: str) -> None:
 
 def converted(pages: object = PAGES, layout: object = "csr", **options: object) -> Call:
     options = {"page_size": 4, "seq_lens": LENS} | options
-    return lambda: jitattn.convert_pages(pages, layout, **options)
+    return lambda: jitattn.pages.convert_pages(pages, layout, **options)
 
 
 CONVERSIONS: dict[str, tuple[Call, str]] = {
@@ -348,8 +349,10 @@ def test_conversions_refused(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["shared", "csr", "token"])
 def test_conversions_have_the_width_asked_for(layout: str) -> None:
-    pages = jitattn.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
-    table = jitattn.convert_pages(pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4)
+    pages = jitattn.pages.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
+    table = jitattn.pages.convert_pages(
+        pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4
+    )
     assert isinstance(table, jitattn.BlockTable)
     assert table.table.tolist() == [[1], [3]]
 
@@ -361,13 +364,13 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that lie alike are one launch, patched; whatever differs is checked anew."""
     use_host_kernels(monkeypatch, 1)
     made = []
-    make = gather._Gather.__init__
+    load = device_kernels.load
 
-    def count(self: gather._Gather, *arguments: object) -> None:
-        made.append(self)
-        make(self, *arguments)
+    def count(spec: TransferSpec, card: int) -> object:
+        made.append(spec)
+        return load(spec, card)
 
-    monkeypatch.setattr(gather._Gather, "__init__", count)
+    monkeypatch.setattr(device_kernels, "load", count)
     rng = torch.Generator().manual_seed(3)
     pools = [torch.randn(POOL.shape, generator=rng).bfloat16() for _ in range(4)]
     for step in range(3):

@@ -1,7 +1,7 @@
 """The kernel of ``preprocess_qkv`` on the CPU: its own source and its own launches, without a card.
 
 Everything from the public arguments to the kernel's last store is the real thing but for the
-driver, and for PTX, which tests/unit/host_cuda.py says in C++.
+driver, and for PTX, which tests/emulator/host_cuda.py says in C++.
 """
 
 from __future__ import annotations
@@ -178,10 +178,12 @@ def test_fused_is_what_the_steps_are(
         scale = fused.arguments[name]
         values = first.arguments["kv_cache"][side]
         live = (values.view(torch.int16) != -1).any(-1)
-        want = jitattn.quantize_kv(values, case.kv_dtype, scale=scale)
+        want = jitattn.quant.quantize_kv(values, case.kv_dtype, scale=scale)
         found = fused.arguments["kv_cache"][side]
         assert torch.equal(found.view(torch.uint8)[live], want.view(torch.uint8)[live])
-    want = jitattn.quantize_kv(q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"])
+    want = jitattn.quant.quantize_kv(
+        q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"]
+    )
     live = (q_steps.view(torch.int16) != -1).any(-1)
     assert torch.equal(q.view(torch.uint8)[live], want.view(torch.uint8)[live])
 

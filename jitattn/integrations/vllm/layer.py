@@ -1,97 +1,25 @@
-"""What vLLM's layers and builders do over planners, without vLLM: ``Layer`` and ``Builder``.
-
-backend.py gives both the bases that vLLM asks for. Names of arguments are vLLM's, since it passes
-them by name.
-"""
+"""vLLM's attention layer over planners, without vLLM: backend.py gives it the base class."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jitattn.device.workspace import canonical_device
-from jitattn.integrations.steps import FP8, BoundCaches, LayerPlanners, Step, is_quantised
+from jitattn.integrations.steps import FP8, BoundCaches, LayerPlanners, is_quantised
+from jitattn.integrations.vllm.metadata import CACHE_DTYPES, Metadata, Tensors
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.merge.api import merge_states
 from jitattn.kernels.preprocess.api import append_kv
 from jitattn.spec.config import HEAD_DIMS
-from jitattn.tensors.page_tables import BlockTable, RaggedKV
 
-CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8)
 # [num_pages, num_kv_heads, page_size, head_dim + head_dim_vo], in this order of names.
 _CACHE_RANK = 4
-
 # Of a group of ranks: q of all of their heads from one's, and one's (out, lse) from all of theirs.
 Gather = Callable[[Tensor], Tensor]
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """What decode context parallelism needs of a step besides.
-
-    Keys of a request are spread over ranks: query tokens attend to those that this one has of
-    earlier steps, and then to this step's, which each rank has at hand.
-
-    Attributes:
-        cached: this rank's KV tokens of each request before this step, seen by all of its queries.
-        new: the query tokens themselves as K and V, one request after the other.
-        new_pages: where those begin.
-    """
-
-    cached: Step
-    new: Step
-    new_pages: RaggedKV
-
-
-@dataclass(eq=False)
-class Metadata:
-    """A batch, as the builder hands it to the layers of its group.
-
-    Attributes:
-        num_actual_tokens: rows of q that count, or more where vLLM pads.
-        causal: whether query tokens see no later ones.
-        pages: int32 [num_reqs, width], page ids; entries past a request's last page may be any.
-        slot_mapping: int64 [num_tokens], page * page_size + place; -1 is not written.
-        step: lengths, offsets and plans, shared by tables of the same requests.
-        context: what decode context parallelism needs besides, or None.
-    """
-
-    num_actual_tokens: int
-    causal: bool
-    pages: BlockTable
-    slot_mapping: Tensor
-    step: Step
-    context: Context | None = None
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """What kernels want to know of tensors.
-
-    Attributes:
-        head_dim_vo: elements of a head of V.
-        q_dtype: of queries and outputs.
-        kv_dtype: of the cache as it is allocated; FP8 may come as bytes.
-        page_size: tokens of a page.
-        device: where they are.
-    """
-
-    head_dim_vo: int
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    page_size: int
-    device: torch.device
-
-    @classmethod
-    def of(cls, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Self:
-        """Read it off q and [num_pages, num_kv_heads, page_size, elements] of K and V."""
-        page_size = k_cache.shape[2]
-        return cls(v_cache.shape[3], query.dtype, k_cache.dtype, page_size, query.device)
 
 
 class Layer:
@@ -347,7 +275,7 @@ class Layer:
         Raises:
             TypeError, ValueError: naming what doesn't fit, before any launch.
 
-        Defined by: jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         for name, scale in (
             ("output_scale", output_scale),
@@ -445,204 +373,3 @@ def _refuse_layer(
         raise ValueError(
             f"kv_cache_dtype is {kv_cache_dtype!r}: expected one of {', '.join(CACHE_DTYPES)}"
         )
-
-
-# --- the batch ------------------------------------------------------------------------------------
-
-
-@dataclass
-class Shards:
-    """This rank among those that share the keys of each request, and room for its lengths.
-
-    Attributes:
-        size: how many ranks there are.
-        rank: which one this is.
-        interleave: tokens that a rank keeps before it is the next one's turn.
-        cached_lens: int32 [most requests of a batch].
-        new_lens: likewise.
-    """
-
-    size: int
-    rank: int
-    interleave: int
-    cached_lens: Tensor
-    new_lens: Tensor
-
-    @classmethod
-    def of(
-        cls, *, size: int, rank: int, interleave: int, max_batch_size: int, device: torch.device
-    ) -> Self:
-        """Make room for batches of up to ``max_batch_size`` requests."""
-        lens = torch.zeros(2, max_batch_size, dtype=torch.int32, device=device)
-        return cls(size, rank, interleave, lens[0], lens[1])
-
-    def context(self, seq_lens: Tensor, qo_indptr: Tensor, max_q_len: int) -> Context:
-        """Write the lengths of a batch and return what describes it.
-
-        They are written in place for graphs, which read them where they were when captured.
-
-        Raises:
-            ValueError: more requests than there is room for.
-        """
-        batch_size = seq_lens.shape[0]
-        if batch_size > self.new_lens.shape[0]:
-            raise ValueError(
-                f"num_reqs is {batch_size}: there is room for {self.new_lens.shape[0]} requests, "
-                "as many as max_num_seqs"
-            )
-        cached_lens, new_lens = self.cached_lens[:batch_size], self.new_lens[:batch_size]
-        torch.sub(qo_indptr[1:], qo_indptr[:-1], out=new_lens)
-        cached_lens.copy_(shard_lens(seq_lens - new_lens, self.size, self.rank, self.interleave))
-        return Context(
-            Step(cached_lens, qo_indptr, max_q_len),
-            Step(new_lens, qo_indptr, max_q_len),
-            RaggedKV(qo_indptr),
-        )
-
-
-def shard_lens(lens: Tensor, size: int, rank: int, interleave: int) -> Tensor:
-    """Return how many of the first ``lens`` tokens of each request a rank keeps.
-
-    Ranks take turns, ``interleave`` tokens at a time.
-    """
-    round_len = size * interleave
-    rest = (lens % round_len - rank * interleave).clamp(0, interleave)
-    return (lens // round_len * interleave + rest).clamp(min=0)
-
-
-@dataclass
-class Builder:
-    """Makes the ``Metadata`` of a group of layers that share a block table.
-
-    Attributes:
-        tensors: what the group's caches and queries are.
-        layers: those of the group, which plans are made for before a capture.
-        shards: this rank's part of the keys, with decode context parallelism.
-    """
-
-    tensors: Tensors
-    layers: tuple[Layer, ...] = ()
-    shards: Shards | None = None
-    _captured: dict[object, Metadata] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Say where tensors are as they say it themselves, with an index."""
-        self.tensors = replace(self.tensors, device=canonical_device(self.tensors.device))
-
-    def load(self) -> None:
-        """Load the kernels of all layers.
-
-        Raises:
-            ConfigError: with every reason why a configuration has no kernel.
-        """
-        for layer in self.layers:
-            layer.load(self.tensors)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> Metadata:
-        """Describe a batch; the device is not waited for.
-
-        Args:
-            common_prefix_len: refused unless 0: cascade attention is not supported.
-            common_attn_metadata: vLLM's ``CommonAttentionMetadata``. Lengths and offsets are read
-                on the device, when the first layer attends; of the host's numbers
-                ``max_query_len`` alone counts.
-            fast_build: means nothing here: there is nothing to leave out.
-
-        Raises:
-            TypeError, ValueError: naming what is not supported or doesn't fit.
-        """
-        del fast_build
-        common = common_attn_metadata
-        _refuse_batch(common_prefix_len, common)
-        num_reqs = common.num_reqs
-        seq_lens = common.seq_lens[:num_reqs]
-        qo_indptr = common.query_start_loc[: num_reqs + 1]
-        max_q_len = int(common.max_query_len)
-        context = None
-        if self.shards is not None:
-            context = self.shards.context(seq_lens, qo_indptr, max_q_len)
-        return Metadata(
-            num_actual_tokens=common.num_actual_tokens,
-            causal=common.causal,
-            pages=BlockTable(common.block_table_tensor[:num_reqs]),
-            slot_mapping=common.slot_mapping,
-            step=Step(seq_lens, qo_indptr, max_q_len),
-            context=context,
-        )
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
-        """Describe a batch that is about to be captured, with its plans.
-
-        They live as long as the builder, and so does what graphs read. A batch of the same buffers
-        and sizes gets the same plans again. The graph makes their schedules itself: replays need
-        nothing of the host but the buffers' contents.
-
-        Args:
-            common_attn_metadata: as of ``build``; its buffers are those that replays read.
-
-        Raises:
-            TypeError, ValueError, ConfigError: as ``build``, or a layer's configuration.
-        """
-        common = common_attn_metadata
-        buffers = (
-            common.seq_lens,
-            common.query_start_loc,
-            common.block_table_tensor,
-            common.slot_mapping,
-        )
-        key = (
-            *((buffer.data_ptr(), buffer.shape, buffer.stride()) for buffer in buffers),
-            *(common.num_reqs, common.num_actual_tokens, common.max_query_len, common.causal),
-        )
-        metadata = self.build(0, common)
-        kept = self._captured.get(key)
-        if kept is not None:
-            return kept  # build has written what it is made of
-        self._captured[key] = metadata
-        for layer in self.layers:
-            layer.plan(metadata, self.tensors)
-        return metadata
-
-    def update_block_table(
-        self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor
-    ) -> Metadata:
-        """Return ``metadata`` for the same requests in another group's pages, with its plans.
-
-        Args:
-            metadata: of the first group.
-            blk_table: int32 [at least num_reqs, width], page ids.
-            slot_mapping: int64 [num_tokens].
-
-        Raises:
-            TypeError, ValueError: a table that doesn't fit.
-        """
-        pages = BlockTable(blk_table[: metadata.pages.batch_size])
-        changed = replace(metadata, pages=pages, slot_mapping=slot_mapping)
-        if pages.table.shape == metadata.pages.table.shape:
-            return changed
-        # A schedule is for a table of its width.
-        step, context = metadata.step, metadata.context
-        changed = replace(changed, step=Step(step.seq_lens, step.qo_indptr, step.max_q_len))
-        if context is None:
-            return changed
-        cached = Step(context.cached.seq_lens, step.qo_indptr, step.max_q_len)
-        return replace(changed, context=replace(context, cached=cached))
-
-
-def _refuse_batch(common_prefix_len: int, common: Any) -> None:
-    if common_prefix_len:
-        raise ValueError(
-            f"common_prefix_len is {common_prefix_len}: cascade attention is not supported"
-        )
-    if not isinstance(common.causal, bool):
-        raise ValueError("causal is a tensor: causality of each request is not supported")
-    # None, or absent from older versions.
-    for name, what in (
-        ("mm_req_doc_ranges", "ranges that see both ways"),
-        ("rswa_prefix_lens", "reference sliding window attention"),
-        ("encoder_seq_lens", "cross attention"),
-    ):
-        if getattr(common, name, None) is not None:
-            raise ValueError(f"{name} is given: {what} is not supported")
