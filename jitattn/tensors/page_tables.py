@@ -506,6 +506,12 @@ def is_page_table(value: object) -> TypeGuard[PageTable]:
     return isinstance(value, PageTable)
 
 
+def check_page_table(pages: object) -> None:
+    """Raise TypeError unless ``pages`` is a table of any layout."""
+    if not isinstance(pages, PageTable):
+        raise TypeError(f"pages is a {type(pages).__name__}: expected a {table_names()}")
+
+
 def has_pages(value: object) -> TypeGuard[PageTable]:
     """Return whether ``value`` is a table of any layout with pages."""
     return isinstance(value, PageTable) and value.layout.has_pages

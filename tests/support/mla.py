@@ -483,7 +483,7 @@ def check_kernel(
     check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), want)
 
 
-def run_case(case: MLACase, device: str = "cpu") -> None:
+def check_case(case: MLACase, device: str = "cpu") -> None:
     inputs = make_inputs(case, device)
     check(inputs, *inputs.run())
 

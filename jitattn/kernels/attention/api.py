@@ -119,7 +119,7 @@ class AttentionPlanner(_Arguments):
             kv_dtype: likewise, of the cache; "nvfp4" for a ``QuantizedKV``.
             out_dtype: likewise, of out; None is ``q_dtype``.
             kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
-            page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+            page_table: a name of ``Layout``, "shared" or another: the layout of the tables
                 that plans get.
             causal: query tokens see no later ones; the last of a request is its last key.
             window_left: earlier tokens that a query sees besides itself; -1 is all.

@@ -13,6 +13,7 @@ from jitattn.base.validate import check_flag
 from jitattn.kernels.attention.api import AttentionPlanner, Scale, plan_for_call
 from jitattn.spec.config import PlannerConfig
 from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_page_table
 from jitattn.tensors.quantization import KVCache, QuantizedKV
 
 
@@ -71,11 +72,7 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: PageTable, kv_layout: str) -
     """Read off the tensors what a planner wants to know; it checks the rest."""
     if not isinstance(q, Tensor) or q.dim() != 3:
         raise ValueError("q: expected a tensor [num_tokens, num_qo_heads, head_dim]")
-    if not isinstance(pages, PageTable):
-        raise TypeError(
-            f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
-            "RaggedKV"
-        )
+    check_page_table(pages)
     per_element, kv_dtype = 1, None
     if isinstance(kv_cache, QuantizedKV):
         k, v, per_element, kv_dtype = kv_cache.k, kv_cache.v, 2, "nvfp4"

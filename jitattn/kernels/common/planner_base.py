@@ -20,8 +20,7 @@ from jitattn.tensors.device_checks import check_lengths
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (
-    is_page_table,
-    table_names,
+    check_page_table,
 )
 from jitattn.tensors.tensor_checks import (
     check_device,
@@ -378,8 +377,7 @@ def _check_workspace(workspace: Workspace | None, device: torch.device) -> Works
 
 
 def _check_pages(pages: PageTable, config: PagedConfig, device: torch.device) -> None:
-    if not is_page_table(pages):
-        raise TypeError(f"pages is a {type(pages).__name__}: expected a {table_names()}")
+    check_page_table(pages)
     if pages.layout != config.page_table:
         raise ValueError(
             f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "

@@ -96,7 +96,7 @@ class MLAPlanner(_Arguments):
             kv_dtype: likewise, of the cache: ``q_dtype``, or float8_e4m3fn for any of the FP8
                 caches that ``bind`` takes.
             out_dtype: likewise, of out; None is ``q_dtype``.
-            page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+            page_table: a name of ``Layout``, "shared" or another: the layout of the tables
                 that plans get. Of a separate table row 0 has the ids of latents and row 1 those of
                 rope parts; where one tensor holds both, row 0 counts and row 1 is not read.
             causal: query tokens see no later ones; the last of a request is its last key.

@@ -59,7 +59,7 @@ def preprocess_qkv(
         num_qo_heads: heads of q.
         num_kv_heads: heads of K and V.
         head_dim: elements of a head.
-        pages: ``BlockTable``, ``TokenTable`` or ``CsrPages``; or else ``slots``.
+        pages: a table of any layout but ragged; or else ``slots``.
         seq_lens: int32 or int64 [batch_size], this step's tokens included; ``pages`` need it.
         qo_indptr: int32 [batch_size + 1]; None: a token a request, or ``slots`` alone.
         slots: int32 or int64 [num_tokens], page * page_size + place; -1: only q is computed.
