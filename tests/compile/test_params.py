@@ -6,23 +6,23 @@ import ctypes
 import re
 
 import pytest
+from jitattn.spec.kernel import KernelSpec
 
 from jitattn.jit import nvrtc, render
 from jitattn.jit.build import headers_of
-from jitattn.spec import params, support
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import (
+from jitattn.kernels import registry
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.pages.spec import (
     BatchInfoSpec,
     BlockTableSpec,
     CopyPagesSpec,
     GatherSpec,
-    KernelSpec,
     LayerTablesSpec,
-    ScheduleSpec,
 )
+from jitattn.spec import params
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Layout
-from jitattn.spec.mla_config import MLAConfig
 from tests.support.variants import VARIANTS
 
 ARCH = "sm_90a"
@@ -68,8 +68,8 @@ def _source(layout: Layout, family: str, kv_dtype: str) -> str:
         page_size=None if layout is Layout.RAGGED else 16,
         kv_dtype=kv_dtype,
     )
-    specs = support.resolve(config, ARCH)
-    return render.render(next(spec for spec in specs if spec.family == family), ARCH)
+    specs = registry.specs_of(config, ARCH)
+    return render.render(next(spec for spec in specs if spec.kernel == family), ARCH)
 
 
 # Prefill of FP8 caches is another template.
@@ -120,7 +120,7 @@ def test_params_of_variants_agree(layout: Layout, name: str) -> None:
         if is_latent:
             latent = "__builtin_offsetof(jitattn::KernelParams, latent)"
             lines.append(f'static_assert({latent} == {struct.latent.offset}, "latent");')
-        _compile(render.render(support.specs_of(config, ARCH)[0], ARCH) + "\n".join(lines) + "\n")
+        _compile(render.render(registry.specs_of(config, ARCH)[0], ARCH) + "\n".join(lines) + "\n")
 
 
 def test_schedule_params_agree() -> None:

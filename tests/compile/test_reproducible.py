@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from jitattn.spec.kernel import KernelSpec
 
-from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import sample_specs
+from jitattn.kernels.common.spec import ScheduleSpec
 from tests.support.compiler import compile_kernel
+from tests.support.sample_specs import sample_specs
 from tests.support.warpgroups import warpgroup_specs
 
 SPECS: tuple[KernelSpec, ...] = (

@@ -31,9 +31,9 @@ from jitattn.integrations.vllm.layers import (
     Shards,
     Tensors,
 )
+from jitattn.kernels.registry import check_config
 from jitattn.spec.arch import arch_for
 from jitattn.spec.config import HEAD_DIMS
-from jitattn.spec.support import check_config
 
 NAME = "CUSTOM"  # a member of vLLM's list of backends
 

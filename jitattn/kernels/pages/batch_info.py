@@ -28,8 +28,8 @@ from jitattn.kernels.pages.block_table import (
     check_per_request,
     slots_of,
 )
-from jitattn.spec.kernel_spec import BatchInfoSpec
-from jitattn.spec.params import BatchInfoParams
+from jitattn.kernels.pages.params import BatchInfoParams
+from jitattn.kernels.pages.spec import BatchInfoSpec
 from jitattn.tensors.page_tables import (
     INTEGERS,
     BlockTable,

@@ -22,9 +22,10 @@ from jitattn.kernels.common.launch_cache import (
     point_at,
     slot_rows_of,
 )
+from jitattn.kernels.pages.params import BlockTableParams
+from jitattn.kernels.pages.spec import BlockTableSpec
 from jitattn.spec.config import MAX_PAGE_SIZE
-from jitattn.spec.kernel_spec import BlockTableSpec
-from jitattn.spec.params import BlockTableParams, Divisor, Lengths
+from jitattn.spec.params import Divisor, Lengths
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_tables import (

@@ -17,9 +17,10 @@ from jitattn.kernels.common.launch_cache import (
     asks_for_checks,
     checking,
 )
-from jitattn.spec.kernel_spec import CopyPagesSpec
-from jitattn.spec.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
-from jitattn.spec.tile import CopyPagesTile
+from jitattn.kernels.pages.params import MAX_POOLS, PAGE_DIMS, CopyParams
+from jitattn.kernels.pages.spec import CopyPagesSpec
+from jitattn.kernels.pages.tile import CopyPagesTile
+from jitattn.spec.params import Divisor
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
 

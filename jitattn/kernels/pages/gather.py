@@ -20,11 +20,12 @@ from jitattn.kernels.common.launch_cache import (
 )
 from jitattn.kernels.pages.block_table import slots_of
 from jitattn.kernels.pages.gather_check import Arguments, Batch, Outs, check_total, checked
+from jitattn.kernels.pages.params import GatherParams, GatherSide
+from jitattn.kernels.pages.spec import GatherSpec
+from jitattn.kernels.pages.tile import GatherTile
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import GatherSpec
-from jitattn.spec.params import Divisor, GatherParams, GatherSide, Lengths, PageList
+from jitattn.spec.params import Divisor, Lengths, PageList
 from jitattn.spec.params import Scale as Scales
-from jitattn.spec.tile import GatherTile
 from jitattn.tensors.cache_views import BoundCache
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_tables import CsrPages, Pages

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.common.device_kernels import card_of, launch_on, load, tile_of
-from jitattn.spec.kernel_spec import LayerTablesSpec
-from jitattn.spec.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
+from jitattn.kernels.pages.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
+from jitattn.kernels.pages.spec import LayerTablesSpec
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.page_tables import check_device, check_tensor
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import jitattn
+from jitattn.kernels.mla.tile import mla_tile
+from jitattn.kernels.registry import parse_config
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.layout import Loader
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.support import parse_config
-from jitattn.spec.tile import latent_tile_for
 from jitattn.tools import cli
 from tests.support.harness import same_bits
 from tests.support.mla import (
@@ -374,7 +374,7 @@ def test_every_cache_has_kernels_of_one_tile(arch: str, num_heads: int, kv_dtype
     assert len({(spec.rope_dtype, spec.has_scales) for spec in specs}) == (
         1 if kv_dtype == "bfloat16" else 3
     )
-    tiles = [latent_tile_for(spec, arch) for spec in specs]
+    tiles = [mla_tile(spec, arch) for spec in specs]
     assert (
         len({(spec.row_tile, tile.tile_tokens) for spec, tile in zip(specs, tiles, strict=True)})
         == 1

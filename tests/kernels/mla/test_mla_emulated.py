@@ -12,8 +12,8 @@ import torch
 
 import jitattn
 from jitattn.kernels.mla.launch import MLAKernels
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.tile import latent_tile_for
+from jitattn.kernels.mla.tile import mla_tile
+from jitattn.spec.config import MLAConfig
 from tests.emulator.host_attention import HostCuda
 from tests.support.harness import same_bits
 from tests.support.mla import FORMS, MLACase, check_kernel, make_inputs
@@ -116,7 +116,7 @@ def test_many_splits_of_a_request(
 def test_batch_invariant_plans_have_few_splits(arch: str) -> None:
     """So few that a row is merged in one order, wherever that is."""
     for spec in MLAConfig().attention_specs(arch):
-        assert latent_tile_for(spec, arch).merge_splits >= MLAKernels.max_splits
+        assert mla_tile(spec, arch).merge_splits >= MLAKernels.max_splits
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
