@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.base.errors import ConfigError
 from jitattn.bundles.model_config import model_of
@@ -16,6 +15,7 @@ from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import DType
+from jitattn.spec.family import KernelSpec
 from tests.support.model_configs import MODELS, write_config
 
 TABLES = ("shared", "separate")

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.base.errors import (
     CacheError,
@@ -31,6 +30,7 @@ from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.family import KernelSpec
 
 # The module, for what it keeps to itself.
 precompile = importlib.import_module("jitattn.bundles.precompile")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.jit import nvrtc
 from jitattn.jit.cubin import resources_of
@@ -24,6 +23,7 @@ from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHITECTURES, ARCHS
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
 from jitattn.spec.dtype import Q_DTYPES, DType
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout, Loader
 from tests.support.compiler import advice, compile_kernel, instructions, most_spilled, opcodes
 from tests.support.sample_specs import SAMPLE, sample_specs

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.jit import nvrtc
 from jitattn.jit.build import headers_of
@@ -26,6 +25,7 @@ from jitattn.jit.cutlass import WRAPPERS, wrapper_headers
 from jitattn.jit.render import headers, render
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.family import KernelSpec
 from jitattn.tools.explain import count_opcodes
 
 # Of the compiler that CI installs. Others make somewhat different code.

@@ -11,6 +11,7 @@ import pytest
 
 from jitattn.jit.cubin import resources_of
 from jitattn.kernels.common.tile import PrefillTile, WarpgroupTile
+from jitattn.kernels.mla.config import cache_specs
 from jitattn.kernels.mla.spec import MLASpec
 from jitattn.kernels.mla.tile import mla_tile
 from jitattn.spec.arch import ARCHITECTURES, ARCHS
@@ -36,7 +37,7 @@ JOBS = [
     Job(spec, arch, disassemble=True)
     for arch, configs in OTHERS.items()
     for config in configs
-    for spec in MLAConfig.parse(config).attention_specs(arch)
+    for spec in cache_specs(MLAConfig.parse(config), arch)
 ]
 KIB = 1024
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.spec.family import KernelSpec
 from tests.support.compiler import compile_kernel
 from tests.support.sample_specs import sample_specs
 from tests.support.warpgroups import warpgroup_specs

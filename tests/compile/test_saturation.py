@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.kernels.merge.spec import MergeSpec
@@ -13,6 +12,7 @@ from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import DType
+from jitattn.spec.family import KernelSpec
 from tests.support.compiler import compile_kernel, opcodes
 
 F16 = DType.FLOAT16

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from jitattn.spec.kernel import KernelSpec
 
 import jitattn
 from jitattn.device import driver
@@ -24,6 +23,7 @@ from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.kernels.mla import launch as mla_launch
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout
 from jitattn.tensors import tma
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec, Tile
 
 from jitattn.device.driver import Launch
 from jitattn.jit.render import TEMPLATES, environment
 from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather, layer_tables
 from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
+from jitattn.spec.family import KernelSpec, Tile
 from tests.emulator.host_cuda import (
     CONVERSIONS,
     PAIRS,
@@ -77,7 +77,7 @@ def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
     folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     tile = host_tile(spec, num_threads)._asdict()
-    source = environment().get_template(spec.template).render(spec.context() | tile)
+    source = environment().get_template(spec.template("sm_90a")).render(spec.context() | tile)
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     call = CALL.replace("PARAMS", PARAMS[spec.kernel]).replace("SYMBOL", spec.symbol)
     text = "\n".join((HOST.replace("NUM_THREADS", str(num_threads)), *headers, source, call))

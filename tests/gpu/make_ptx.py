@@ -19,11 +19,10 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from jitattn.spec.kernel import KernelSpec
-
 from jitattn.jit.sources import headers
 from jitattn.kernels.attention.spec import PrefillSpec
 from jitattn.kernels.registry import specs_of
+from jitattn.spec.family import KernelSpec
 from tests.support.cases import kernel_configs
 
 ARCH, VIRTUAL = "sm_80", "compute_80"

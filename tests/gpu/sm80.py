@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.device import driver
 from jitattn.device.driver import LoadedKernel
@@ -23,6 +22,7 @@ from jitattn.jit.build import Kernel, Pending
 from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.merge import launch as merge_launch
+from jitattn.spec.family import KernelSpec
 from tests.gpu.make_ptx import ARCH, specs
 from tests.support import harness
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.base import knobs
 from jitattn.base.errors import (
@@ -34,6 +33,7 @@ from jitattn.jit.cache import KernelCache
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.family import KernelSpec
 
 REPOSITORY = Path(__file__).parents[2]
 ARCH = "sm_90a"

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.base import knobs
 from jitattn.base.errors import CacheError, KernelNotFoundError
@@ -25,6 +24,7 @@ from jitattn.jit import build, cache, cubin, nvrtc
 from jitattn.jit.build import Kernel
 from jitattn.jit.cache import KernelCache
 from jitattn.jit.render import render
+from jitattn.spec.family import KernelSpec
 from tests.support import conduct
 from tests.support.conduct import ARCH, COMPILER, FACTOR, SPECS, FakeCompiler, environment, start
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 from torch import Tensor
 
 from jitattn.kernels.common.planner_base import DtypedConfig, PlannerBase
@@ -14,6 +13,7 @@ from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.kernels.preprocess.fill_params import spec_of
 from jitattn.kernels.preprocess.spec import config_of
 from jitattn.kernels.registry import specs_of
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
 from tests.gpu.bundle import Config, configs_of
 

@@ -11,11 +11,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from jitattn.spec.kernel import KernelSpec
-
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout, Loader
 from tests.support.variants import VARIANTS
 

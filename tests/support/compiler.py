@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.base.errors import CompilerMissingError
 from jitattn.jit import nvrtc
 from jitattn.jit.build import headers_of
 from jitattn.jit.render import render
+from jitattn.spec.family import KernelSpec
 from jitattn.tools.explain import disassembler
 
 

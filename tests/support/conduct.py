@@ -15,13 +15,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jitattn.spec.kernel import KernelSpec
-
 from jitattn.jit import cubin, nvrtc
 from jitattn.jit.cubin import Resources
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.family import KernelSpec
 
 REPOSITORY = Path(__file__).parents[2]
 COMPILER = "V13.5.37 CL-1"

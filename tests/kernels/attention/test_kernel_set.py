@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from jitattn.spec.kernel import KernelSpec
 
 from jitattn.base.errors import CompileError, KernelNotFoundError
 from jitattn.device.driver import DeviceFacts
@@ -19,6 +18,7 @@ from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
 from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.family import KernelSpec
 from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from tests.emulator import fake_cuda

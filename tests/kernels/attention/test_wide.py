@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from jitattn.spec.kernel import KernelSpec
 from torch import Tensor
 
 import jitattn
@@ -26,10 +25,12 @@ from jitattn.kernels.attention.tile import decode_tile
 from jitattn.kernels.common.params import ScheduleParams
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
 from jitattn.tensors import tma
 from tests.emulator import fake_cuda
 from tests.emulator.fake_cuda import FakeCuda
+from tests.support.sample_specs import sample_specs
 from tests.tensors.test_tma import Map, maps_of
 
 B, HKV = 3, 2
@@ -225,7 +226,7 @@ def narrow_specs(arch: str) -> list[DecodeSpec]:
     """The sample's kernels of narrow tiles whose head dims allow a wide one, with both loaders."""
     return [
         replace(spec, loader=loader)
-        for spec in registry.sample_specs(arch)
+        for spec in sample_specs(arch)
         if isinstance(spec, DecodeSpec)
         if spec.row_tile == 8 and max(spec.head_dim, spec.head_dim_vo) <= 128
         for loader in dict.fromkeys((spec.loader, Loader.PLAIN))
