@@ -150,6 +150,24 @@ class BoundCache:
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """K and V, then the scales of their blocks, then their own, as far as these are tensors."""
+        views = self.k, self.v, *(self.block_scales or ())
+        scales = [scale.tensor for scale in (self.k_scale, self.v_scale) if scale is not None]
+        return *(view.tensor for view in views), *(scale for scale in scales if scale is not None)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What it is beside its tensors: of two with equal facts the tensors tell."""
+        config, scales = self.config, (self.k_scale, self.v_scale)
+        numbers = [scale.value for scale in scales if scale is not None and scale.tensor is None]
+        return (
+            *(config.q_dtype, config.kv_dtype, config.kv_layout, config.page_table),
+            *(scale is None or scale.tensor is None for scale in scales),
+            *numbers,
+        )
+
+    @property
     def pools(self) -> dict[str, int]:
         """The pages of K and of V."""
         return {"K": self.k.tensor.shape[0], "V": self.v.tensor.shape[0]}

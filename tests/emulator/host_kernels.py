@@ -17,7 +17,8 @@ import pytest
 
 from jitattn.device.driver import Launch
 from jitattn.jit.render import TEMPLATES, environment
-from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather, layer_tables
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather
 from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.family import KernelSpec, Tile
@@ -31,7 +32,7 @@ from tests.emulator.host_cuda import (
     library_of,
 )
 
-MODULES = (batch_info, gather, layer_tables, copy_pages, block_table)
+CACHES = [module.LAUNCHES for module in (batch_info, gather, copy_pages, block_table)]
 REAL_HEADERS = (
     *("operands", "request_rows", "page_list", "gather_params", "copy_params", "table_params"),
     *("layer_table_params", "convert"),
@@ -117,27 +118,15 @@ def use_host_kernels(
             counts.append(grid)
         launch.kernel.library.call(ctypes.byref(launch.params), grid)
 
-    for module in MODULES:
-        monkeypatch.setattr(module, "card_of", lambda device: 0)
-        monkeypatch.setattr(module, "load", lambda spec, card: _Kernel(spec, num_threads))
-        monkeypatch.setattr(module, "tile_of", lambda spec, card: host_tile(spec, num_threads))
-        monkeypatch.setattr(module, "launch_on", launch_on)
-        if hasattr(module, "_recent"):
-            monkeypatch.setattr(module, "_recent", type(module._recent)())
-    monkeypatch.setattr(copy_pages._Copy, "_most_ctas", lambda self: 5)
+    monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
+    monkeypatch.setattr(device_kernels, "load", lambda spec, card: _Kernel(spec, num_threads))
+    monkeypatch.setattr(device_kernels, "tile_of", lambda spec, card: host_tile(spec, num_threads))
+    monkeypatch.setattr(device_kernels, "launch_on", launch_on)
+    monkeypatch.setattr(copy_pages, "max_ctas", lambda card, *, on_bus: 5)
     # The lanes of an entry are one warp, which is one thread here.
-    make_fill = block_table._Fill.__init__
-
-    def make(self: block_table._Fill, *arguments: object) -> None:
-        make_fill(self, *arguments)
-        lanes = 1 << self._params.lanes_log2
-        self._params.lanes_log2 = 0
-        if self._launch is not None:
-            entries = arguments[0].batch_size * arguments[1].shape[1]
-            assert (self._launch.shape[0] - 1) * num_threads < entries * lanes
-            self._launch.shape = -(-entries // num_threads), num_threads, 0
-
-    monkeypatch.setattr(block_table._Fill, "__init__", make)
+    monkeypatch.setattr(block_table, "lanes_log2", lambda page_size: 0)
+    for cache in CACHES:
+        cache.clear()
 
 
 @pytest.fixture(params=[1, 5], ids=["one thread", "five threads"])
@@ -145,3 +134,5 @@ def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Launch kernels on the CPU, in CTAs of so many threads."""
     use_host_kernels(monkeypatch, request.param)
     yield request.param
+    for cache in CACHES:
+        cache.clear()

@@ -23,7 +23,7 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.jit.build import build
 from jitattn.kernels.common.device_kernels import arch_of
-from jitattn.kernels.common.launch_cache import (
+from jitattn.kernels.common.value_checks import (
     on_cpu,
 )
 from jitattn.kernels.preprocess.check import (

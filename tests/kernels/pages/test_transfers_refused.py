@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.kernels.pages import block_table, gather
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.pages import block_table
+from jitattn.kernels.pages.spec import TransferSpec
 from tests.emulator.host_kernels import use_host_kernels
 
 Call = Callable[[], object]
@@ -362,13 +364,13 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that lie alike are one launch, patched; whatever differs is checked anew."""
     use_host_kernels(monkeypatch, 1)
     made = []
-    make = gather._Gather.__init__
+    load = device_kernels.load
 
-    def count(self: gather._Gather, *arguments: object) -> None:
-        made.append(self)
-        make(self, *arguments)
+    def count(spec: TransferSpec, card: int) -> object:
+        made.append(spec)
+        return load(spec, card)
 
-    monkeypatch.setattr(gather._Gather, "__init__", count)
+    monkeypatch.setattr(device_kernels, "load", count)
     rng = torch.Generator().manual_seed(3)
     pools = [torch.randn(POOL.shape, generator=rng).bfloat16() for _ in range(4)]
     for step in range(3):
