@@ -22,7 +22,7 @@ from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather
 from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.family import KernelSpec, Tile
-from tests.emulator.host_cuda import (
+from tests.emulator.cuda_runtime import (
     CONVERSIONS,
     PAIRS,
     QUALIFIERS,
@@ -77,7 +77,7 @@ PARAMS = {
 def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
     folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
-    tile = host_tile(spec, num_threads)._asdict()
+    tile = emulated_tile(spec, num_threads)._asdict()
     source = environment().get_template(spec.template("sm_90a")).render(spec.context() | tile)
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     call = CALL.replace("PARAMS", PARAMS[spec.kernel]).replace("SYMBOL", spec.symbol)
@@ -86,7 +86,7 @@ def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     return library_of(text, folder / "kernel.cpp")
 
 
-def host_tile(spec: KernelSpec, num_threads: int) -> Tile:
+def emulated_tile(spec: KernelSpec, num_threads: int) -> Tile:
     """A tile of few threads."""
     if isinstance(spec, GatherSpec):
         return GatherTile(num_threads=num_threads)
@@ -105,7 +105,7 @@ class _Kernel:
         self.library = compiled(spec, num_threads)
 
 
-def use_host_kernels(
+def emulate_kernels(
     monkeypatch: pytest.MonkeyPatch, num_threads: int, counts: list[int] | None = None
 ) -> None:
     """Have the functions launch kernels on tensors of the CPU; ``counts`` gets their grids."""
@@ -120,7 +120,9 @@ def use_host_kernels(
 
     monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
     monkeypatch.setattr(device_kernels, "load", lambda spec, card: _Kernel(spec, num_threads))
-    monkeypatch.setattr(device_kernels, "tile_of", lambda spec, card: host_tile(spec, num_threads))
+    monkeypatch.setattr(
+        device_kernels, "tile_of", lambda spec, card: emulated_tile(spec, num_threads)
+    )
     monkeypatch.setattr(device_kernels, "launch_on", launch_on)
     monkeypatch.setattr(copy_pages, "max_ctas", lambda card, *, on_bus: 5)
     # The lanes of an entry are one warp, which is one thread here.
@@ -130,9 +132,11 @@ def use_host_kernels(
 
 
 @pytest.fixture(params=[1, 5], ids=["one thread", "five threads"])
-def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def emulated_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
     """Launch kernels on the CPU, in CTAs of so many threads."""
-    use_host_kernels(monkeypatch, request.param)
+    emulate_kernels(monkeypatch, request.param)
     yield request.param
     for cache in CACHES:
         cache.clear()
