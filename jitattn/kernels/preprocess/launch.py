@@ -41,12 +41,12 @@ from jitattn.kernels.preprocess.fill_params import (
     write_call,
     write_rope,
 )
+from jitattn.kernels.preprocess.params import PREPROCESS_PARAMS
 from jitattn.kernels.preprocess.reference import places_of
-from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.kernels.preprocess.spec import PreprocessSpec
+from jitattn.kernels.preprocess.tile import preprocess_tile
 from jitattn.spec.layout import Loader
-from jitattn.spec.params import PREPROCESS_PARAMS, Divisor
-from jitattn.spec.preprocess_config import config_of
-from jitattn.spec.tile import preprocess_tile_for
+from jitattn.spec.params import Divisor
 from jitattn.tensors.cache_views import recogniser
 from jitattn.tensors.overlap import Apart
 
@@ -285,7 +285,7 @@ class _Prepared:
     def _new_launch(self, is_aligned: bool) -> Launch:
         spec = self._specs[is_aligned]
         kernel = _kernel(spec, self._index)
-        tile = preprocess_tile_for(spec)
+        tile = preprocess_tile(spec)
         op = self._params.op
         num_rows = op.num_qo_heads + 2 * op.num_kv_heads
         num_sms = device_facts(self._index).num_sms
@@ -343,7 +343,7 @@ def _kernel(spec: PreprocessSpec, index: int) -> LoadedKernel:
         )
     with _lock:
         arch = arch_of(device_facts(index))
-        built = build(spec, arch, knobs.load(), hint=config_of(spec).arguments_text())
+        built = build(spec, arch, knobs.load())
         kernel = load_kernel(built.cubin, built.symbol, index, 0)
         _kernels[spec, index] = kernel
     return kernel
