@@ -27,7 +27,7 @@ from bench.rivals import _causal_mask
 from bench.timing import L2Policy, Timing, summarize
 from bench.workloads import Batch, Case, make_batch, num_copies
 from jitattn import QuantizedKV, dequantize_kv
-from jitattn.spec.support import check_config
+from jitattn.kernels.registry import check_config
 from tests.support.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from bench.bench_generate import (
 )
 from bench.timing import summarize
 from bench.turns import Result
-from jitattn.spec.support import check_config
+from jitattn.kernels.registry import check_config
 
 
 def test_prompts_are_fixed_and_in_range() -> None:
