@@ -53,7 +53,6 @@ def environment() -> jinja2.Environment:
     )
     env.globals = {
         "cuda_type": _cuda_type,
-        "registers": _registers,
         "warpgroup_product": _warpgroup_product,
         **_WITHOUT_VARIANT,
     }
@@ -68,7 +67,7 @@ def render(spec: KernelSpec, arch: str) -> str:
     """
     context = spec.context() | tile_for(spec, arch)._asdict()
     if isinstance(spec, AttentionSpec) and spec.variant is not None:
-        context |= _with_variant(spec.variant) | {"family": spec.family}
+        context |= _with_variant(spec.variant)
     try:
         return _banner(spec, arch) + environment().get_template(template_for(spec, arch)).render(
             context
@@ -80,11 +79,6 @@ def render(spec: KernelSpec, arch: str) -> str:
 def _cuda_type(dtype: str) -> str:
     """Return the struct that stands for elements of a type."""
     return DType(dtype).cuda_type
-
-
-def _registers(name: str, count: int) -> str:
-    """Return ``name[0], ..., name[count - 1]``: instructions name each of their registers."""
-    return ", ".join(f"{name}[{i}]" for i in range(count))
 
 
 def _warpgroup_product(operands: str, columns: int, dtype: str) -> str:

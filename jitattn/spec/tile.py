@@ -66,10 +66,12 @@ class DecodeTile(NamedTuple):
     smem_bytes: int  # dynamic shared memory of a CTA
     merge_dims: int  # columns of the output that warps merge at a time
     merge_splits: int  # of a row that are merged at a time, which has a say in its bits
+    product_dtype: str  # of both operands of products, in registers
     max_pieces: int = MAX_PIECES  # of a launch whose CTAs claim them
     merge_loads: int = 0  # of those that are loaded at a time; 0: all
     box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
     key_box_columns: int = 0  # of K that it brings at a time; 0: all
+    num_producers: int = 0  # warpgroups beside ``num_warps`` that load
 
     @property
     def num_threads(self) -> int:
@@ -89,9 +91,11 @@ class PrefillTile(NamedTuple):
     smem_bytes: int
     row_tile: int  # query rows of a CTA
     merge_splits: int
+    product_dtype: str
     merge_loads: int = 0
     box_tokens: int = 0
     key_box_columns: int = 0
+    num_producers: int = 0
 
     @property
     def num_threads(self) -> int:
@@ -120,8 +124,10 @@ class WarpgroupTile(NamedTuple):
     box_tokens: int
     key_box_columns: int  # of K that a tensor map brings at a time; 0: all
     num_producers: int
-    producer_registers: int  # of a thread that brings, and of one that computes
+    producer_registers: int  # per thread
     consumer_registers: int
+    product_dtype: str
+    output_columns: int  # of out that a warpgroup accumulates
 
     @property
     def num_threads(self) -> int:
@@ -306,6 +312,8 @@ def _latent_warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         smem_bytes=(num_stages * tile_tokens + row_tile) * row_bytes,
         row_tile=row_tile,
         merge_rows=1,
+        product_dtype=_mla_product_dtype(spec),
+        output_columns=spec.head_dim_vo // 2,
         merge_splits=8,
         merge_loads=0,
         # Pages of other sizes are not brought in boxes.
@@ -341,8 +349,16 @@ def _latent_tile(spec: MLASpec, arch: str) -> PrefillTile:
         smem_bytes=num_stages * tile_tokens * token_bytes + score_bytes,
         row_tile=spec.row_tile,
         merge_splits=8,
+        product_dtype=spec.q_dtype.value,
         merge_loads=4,
     )
+
+
+def _mla_product_dtype(spec: MLASpec) -> str:
+    # FP8 becomes float16 in fewer steps than bfloat16. A k_pe of 16 bits may exceed float16, and a
+    # variant reads scores in the type of q.
+    is_narrow = spec.rope_dtype is spec.kv_dtype is not spec.q_dtype and spec.variant is None
+    return (DType.FLOAT16 if is_narrow else spec.q_dtype).value
 
 
 def template_for(spec: KernelSpec, arch: str) -> str:
@@ -493,9 +509,18 @@ def _box_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
         merge_splits=merge_splits,
+        product_dtype=_decode_product_dtype(spec),
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
         box_tokens=_box_tokens(spec, warp_tokens),
     )
+
+
+def _decode_product_dtype(spec: DecodeSpec) -> str:
+    # float16 holds every dequantised number, and the conversion is shorter than that to bfloat16.
+    # Rows of q in another type take registers, which wide kernels have none of.
+    has_registers = spec.head_dim <= 256 and spec.row_tile <= 16
+    is_dequantised = spec.kv_dtype is not spec.q_dtype
+    return (DType.FLOAT16 if is_dequantised and has_registers else spec.q_dtype).value
 
 
 def _box_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
@@ -546,6 +571,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         value_dim=value_dim,
         merge_dims=merge_dims,
         merge_splits=merge_splits,
+        product_dtype=_decode_product_dtype(spec),
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
@@ -592,6 +618,8 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
         num_producers=num_producers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
+        product_dtype=spec.q_dtype.value,
+        output_columns=spec.head_dim_vo,
     )
 
 
@@ -623,5 +651,6 @@ def _prefill_tile(spec: PrefillSpec, arch: str, tile_tokens: int, num_stages: in
         value_dim=value_dim,
         row_tile=_PREFILL_ROWS,
         merge_splits=8 if value_dim <= 128 else 4 if value_dim <= 192 else 2,
+        product_dtype=spec.q_dtype.value,
         smem_bytes=num_stages * tile_tokens * row_bytes + query_bytes,
     )

@@ -37,7 +37,7 @@ from tests.emulator.fake_cuda import FakeKernel
 from tests.emulator.host_cuda import QUALIFIERS, TYPES, WORDS, library_of
 from tests.kernels.attention.test_schedule_emulated import Call, compile_for_host
 
-REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4")
+REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4", "lanes")
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
 HOST = (
     QUALIFIERS
@@ -678,12 +678,25 @@ def arch_of(arch: str) -> str:
     return f"namespace jitattn {{ constexpr int kArch = {100 * major + 10 * minor}; }}"
 
 
+def with_parts(source: str, included: set[str]) -> str:
+    """Replace includes of parts by their text, each once, for they read what the kernel defines."""
+
+    def text_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in included or name.endswith("kernel.cuh"):
+            return ""
+        included.add(name)
+        return with_parts((TEMPLATES / "include" / name).read_text(), included)
+
+    return re.sub(r"#include \"(jitattn/(?:attention|mla)/\w+\.cuh)\"\n", text_of, source)
+
+
 @functools.cache
 def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
     folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
-    source = render(spec, arch)
+    source = with_parts(render(spec, arch), set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
     for name in dict.fromkeys(re.findall(r"MMA_64x\w+", source)):
         kind = "SharedByShared" if name.endswith("SS") else "RegistersByShared"
