@@ -1,6 +1,6 @@
-"""Write the documents that are derived from code: ``python docs/generate.py``.
+"""Generate the documents that are derived from code: ``python docs/generate.py``.
 
-The support table of README.md and docs/support.md comes from support.py, docs/environment.md from
+The support table of README.md and docs/registry.md comes from registry.py, docs/environment.md from
 knobs.py, docs/api/ from the docstrings of the public names. All are committed: they read without a
 build, and a change of the public surface shows in review. With ``--check`` nothing is written and
 the exit status is 1 when something is out of date.
@@ -24,13 +24,12 @@ from jitattn import cascade, errors, kv, pages, quant, types, variants
 from jitattn.base import knobs
 from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import sglang, transformers, vllm
-from jitattn.kernels import torch_ops
-from jitattn.spec import support
+from jitattn.kernels import registry, torch_ops
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-# The other classes are made by jitattn, and their constructors are its own business.
+# Other classes are made by jitattn; their constructors are private.
 _CONSTRUCTED = {
     "AttentionPlanner",
     "AttentionVariant",
@@ -78,7 +77,7 @@ def generated() -> dict[Path, str]:
     pages = {name: api_page(*page) for name, page in _API_PAGES.items()}
     marked = {
         path: _replace(path, "support", table)
-        for path in (ROOT / "README.md", ROOT / "docs/support.md")
+        for path in (ROOT / "README.md", ROOT / "docs/registry.md")
     }
     api = {ROOT / "docs/api" / name: _with_links(name, pages) for name in pages}
     return marked | {ROOT / "docs/environment.md": environment_page()} | api
@@ -95,7 +94,7 @@ def _replace(path: Path, name: str, body: str) -> str:
 
 
 def support_table() -> str:
-    """Return what arguments are supported, and a row for each family: where it was run."""
+    """Return the supported arguments, and a row for each family with the cards it was run on."""
     groups = cli.support_groups(ARCHITECTURES)
     families: dict[str, dict[str, str]] = {}
     for config, _ in groups:
@@ -117,7 +116,7 @@ def support_table() -> str:
     return "\n".join([*tables, _table(heading, rows)])
 
 
-def _only_queries_differ(fields: Mapping[str, str], config: support.Config) -> bool:
+def _only_queries_differ(fields: Mapping[str, str], config: registry.Config) -> bool:
     return {**fields, _QUERIES: ""} == {**config.fields, _QUERIES: ""}
 
 
@@ -157,7 +156,7 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
 
 
 def api_page(title: str, modules: Sequence[ModuleType]) -> str:
-    """Return a page of docs/api/, without links, from the docstrings of what ``modules`` export."""
+    """Return a page of docs/api/, without links, from the docstrings of exported names."""
     parts = [f"# {title}\n\n{NOTE}\n"]
     if modules == (torch_ops,):
         parts.append("`import jitattn.kernels.torch_ops` defines them as `torch.ops.jitattn`.\n")
@@ -171,7 +170,7 @@ def api_page(title: str, modules: Sequence[ModuleType]) -> str:
 
 
 def _with_links(name: str, pages: Mapping[str, str]) -> str:
-    """Return a page whose names lead to their sections, on the page itself or where they are."""
+    """Return a page whose names link to their sections, on the page itself or on another."""
     places: dict[str, str] = {}
     for page in (*pages, name):
         for title in re.findall(r"(?m)^##+ (.+)$", pages[page]):
@@ -189,7 +188,7 @@ def _with_links(name: str, pages: Mapping[str, str]) -> str:
 
 
 def _names(module: ModuleType) -> list[str]:
-    """Return the public names of a module, but for those that ``jitattn`` has, too."""
+    """Return the public names of a module, except those of ``jitattn``."""
     return [name for name in module.__all__ if module is jitattn or name not in jitattn.__all__]
 
 

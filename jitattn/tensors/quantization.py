@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.dtype import KV_DTYPES, QUANTISED_DTYPES, DType, dtype_name
-from jitattn.tensors.cache_views import check_last_stride, check_scale, scale_value
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.tensors.cache_views import check_scale, scale_value
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 NVFP4_BLOCK = 16
 """Elements of a block of NVFP4, which share a scale."""
@@ -83,6 +83,11 @@ class QuantizedKV:
             raise AttributeError(f"QuantizedKV.{name} can't be replaced: make another QuantizedKV")
         object.__setattr__(self, name, value)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, the scales of blocks last."""
+        return self.k, self.v, self.k_block_scales, self.v_block_scales
+
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"QuantizedKV.{name} can't be deleted")
 
@@ -104,7 +109,7 @@ def tensors_of(kv_cache: KVCache) -> tuple[Tensor, ...]:
     if isinstance(kv_cache, Tensor):
         return (kv_cache,)
     if isinstance(kv_cache, QuantizedKV):
-        return kv_cache.k, kv_cache.v, kv_cache.k_block_scales, kv_cache.v_block_scales
+        return kv_cache.tensors
     return tuple(kv_cache)
 
 

@@ -24,7 +24,7 @@ from jitattn.jit import build, cache, cubin, nvrtc
 from jitattn.jit.build import Kernel
 from jitattn.jit.cache import KernelCache
 from jitattn.jit.render import render
-from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.family import KernelSpec
 from tests.support import conduct
 from tests.support.conduct import ARCH, COMPILER, FACTOR, SPECS, FakeCompiler, environment, start
 
@@ -359,7 +359,7 @@ from jitattn.base import knobs
 from tests.support import conduct
 conduct.use_fake_compiler()
 for spec in conduct.SPECS:
-    jitattn.jit.render.render(spec, conduct.ARCH)  # the user that follows cannot read the interpreter
+    jitattn.jit.render.render(spec, conduct.ARCH)  # the next user cannot read the interpreter
 os.setgroups([])
 os.setgid(54321)
 os.setuid(54321)

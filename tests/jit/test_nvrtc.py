@@ -64,9 +64,7 @@ def test_errors_have_template_lines_and_keep_the_source() -> None:
     with pytest.raises(CompileError) as caught:
         nvrtc.compile_cubin(source, name="k.cu", headers={}, options=OPTIONS)
     error = caught.value
-    assert (
-        error.first_error == 'decode.cu.jinja(38): error: identifier "oops" is undefined'
-    )
+    assert error.first_error == 'decode.cu.jinja(38): error: identifier "oops" is undefined'
     assert error.source == source
     assert error.source_path is not None
     assert error.source_path.read_text() == source
@@ -244,7 +242,7 @@ BUILD = """
 from jitattn.jit import build, cubin
 from jitattn.base import knobs
 from jitattn.jit.cubin import Resources
-from jitattn.spec.kernel_spec import ScheduleSpec
+from jitattn.kernels.common.spec import ScheduleSpec
 cubin.resources_of = lambda *arguments: Resources(
     registers=8, spill_bytes=0, smem_bytes=0, code_bytes=8
 )

@@ -1,7 +1,8 @@
-"""Compare the cubins of two bundles by kernel and architecture: ``python -m tests.support.compare_cubins BASE NEW``.
+"""Compare two bundles' cubins by kernel: ``python -m tests.support.compare_cubins BASE NEW``.
 
-A change of templates that promises the same machine code is checked with it. Names of constants stand in a
-cubin's symbol table, so a renaming moves bytes beside the code: such kernels count as the same code.
+It checks a change of templates that promises the same machine code. Names of constants stand in a
+cubin's symbol table, so a renaming moves bytes beside the code: such kernels count as the same
+code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NO_BITS = 8
 
 
 def code_of(cubin: bytes) -> dict[str, bytes | int]:
-    """Return the machine code of ``cubin``: its sections of instructions, constants and shared memory."""
+    """Return a cubin's sections of instructions, constants and shared memory."""
     return {name: data for name, data in _sections(cubin) if _CODE.match(name)}
 
 
@@ -54,7 +55,7 @@ def verdict(base: bytes | None, new: bytes | None) -> str:
 
 
 def main() -> int:
-    """Print a line for each kernel that differs, and counts; return 1 where one differs or is missing."""
+    """Print the kernels that differ, and counts; return 1 where one differs or is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("base", type=Path)
     parser.add_argument("new", type=Path)

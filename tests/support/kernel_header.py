@@ -1,8 +1,8 @@
-"""The sample of what a kernel defines before it includes its parts, for editors and for tests of single headers.
+"""Samples of what a kernel defines before it includes its parts, for editors and for tests.
 
-Parts of attention kernels are plain headers that read constants, the page table and the arguments of the
-kernel they serve. A rendered kernel defines those itself; elsewhere ``jitattn/kernel.cuh`` has those of one
-kernel. ``python -m tests.support.kernel_header`` writes both samples anew.
+Parts of attention kernels are plain headers that read constants, the page table and the arguments
+of the kernel they serve. A rendered kernel defines those itself; elsewhere ``jitattn/kernel.cuh``
+has those of one kernel. ``python -m tests.support.kernel_header`` writes the samples anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import re
 
 from jitattn.bundles.precompile import kernels_of
 from jitattn.jit.render import TEMPLATES, render
-from jitattn.spec.kernel_spec import AttentionSpec, MLASpec, PrefillSpec
+from jitattn.kernels.attention.spec import PrefillSpec
+from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.mla.spec import MLASpec
 from jitattn.spec.layout import Loader
 
 ARCH = "sm_90a"
