@@ -118,7 +118,7 @@ def use_host_kernels(
         launch.kernel.library.call(ctypes.byref(launch.params), grid)
 
     monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
-    monkeypatch.setattr(device_kernels, "load", lambda spec, card: _Kernel(spec, num_threads))
+    monkeypatch.setattr(device_kernels, "load", lambda spec, card, hint: _Kernel(spec, num_threads))
     monkeypatch.setattr(device_kernels, "tile_of", lambda spec, card: host_tile(spec, num_threads))
     monkeypatch.setattr(device_kernels, "launch_on", launch_on)
     monkeypatch.setattr(copy_pages, "max_ctas", lambda card, *, on_bus: 5)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, checking, on_cpu
 from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources, slot_rows_of
 from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.spec.kernel_spec import BlockTableSpec
 from jitattn.spec.params import BlockTableParams, Divisor, Lengths
+from jitattn.spec.transfer_config import config_of
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_tables import (
@@ -287,8 +288,9 @@ class _TableLauncher:
         self._apart.learn(given.pointers())
         # A new table comes last.
         names += ["out"] if self._out is None else []
-        self._params = params = BlockTableParams()
-        self._addresses = AddressWriter(params, _write_slots(params, batch, names), names)
+        self._params = CallParams(BlockTableParams)
+        params = self._params.struct
+        self._params.connect(_write_slots(params, batch, names), names)
         # Threads for the tokens of a page, as far as a warp goes.
         params.lanes_log2 = lanes_log2(batch.page_size)
         # A new table is as wide as its slots, or as the longest request.
@@ -311,7 +313,7 @@ class _TableLauncher:
             self._apart.learn(pointers)
         if self._strides != (*table.stride(), table.shape[1]):
             self._take(table)
-        self._addresses.write(self._params, pointers)
+        self._params.write(pointers)
         if self._launch is not None:
             device_kernels.launch_on(self._card, self._launch)
         return table
@@ -327,7 +329,7 @@ class _TableLauncher:
         """Make the launch for a table of other strides and columns."""
         from jitattn.device.driver import Launch
 
-        params = self._params
+        params = self._params.struct
         params.row_stride, params.column_stride = table.stride()
         params.width = table.shape[1]
         self._strides = (*table.stride(), table.shape[1])
@@ -335,7 +337,9 @@ class _TableLauncher:
         self._launch = None
         if num_threads:
             tile = device_kernels.tile_of(BlockTableSpec(), self._card)
-            kernel = device_kernels.load(BlockTableSpec(), self._card)
+            kernel = device_kernels.load(
+                BlockTableSpec(), self._card, config_of(BlockTableSpec()).arguments_text()
+            )
             grid = -(-num_threads // tile.num_threads)
             self._launch = Launch(kernel, params, grid, tile.num_threads)
 

@@ -17,6 +17,7 @@ from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.spec.kernel_spec import CopyPagesSpec
 from jitattn.spec.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
 from jitattn.spec.tile import CopyPagesTile
+from jitattn.spec.transfer_config import config_of
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
 
@@ -270,7 +271,9 @@ class _CopyLauncher:
         assert isinstance(tile, CopyPagesTile)
         self._tile = tile
         self._device, self._card = copies.device, card
-        self._kernel = device_kernels.load(CopyPagesSpec(), card)
+        self._kernel = device_kernels.load(
+            CopyPagesSpec(), card, config_of(CopyPagesSpec()).arguments_text()
+        )
         self._pairs_are_here = copies.pairs.device == copies.device
         self._checks = asks_for_checks()
         pools = [*copies.src, *copies.dst]

@@ -366,9 +366,9 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     load = device_kernels.load
 
-    def count(spec: TransferSpec, card: int) -> object:
+    def count(spec: TransferSpec, card: int, hint: str) -> object:
         made.append(spec)
-        return load(spec, card)
+        return load(spec, card, hint)
 
     monkeypatch.setattr(device_kernels, "load", count)
     rng = torch.Generator().manual_seed(3)
