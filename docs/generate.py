@@ -1,4 +1,4 @@
-"""Write the documents that are derived from code: ``python docs/generate.py``.
+"""Generate the documents that are derived from code: ``python docs/generate.py``.
 
 The support table of README.md and docs/support.md comes from support.py, docs/environment.md from
 knobs.py, docs/api/ from the docstrings of the public names. All are committed: they read without a
@@ -30,7 +30,7 @@ from jitattn.spec.arch import ARCHITECTURES
 from jitattn.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-# The other classes are made by jitattn, and their constructors are its own business.
+# Other classes are made by jitattn; their constructors are private.
 _CONSTRUCTED = {
     "AttentionPlanner",
     "AttentionVariant",
@@ -95,7 +95,7 @@ def _replace(path: Path, name: str, body: str) -> str:
 
 
 def support_table() -> str:
-    """Return what arguments are supported, and a row for each family: where it was run."""
+    """Return the supported arguments, and a row for each family with the cards it was run on."""
     groups = cli.support_groups(ARCHITECTURES)
     families: dict[str, dict[str, str]] = {}
     for config, _ in groups:
@@ -157,7 +157,7 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
 
 
 def api_page(title: str, modules: Sequence[ModuleType]) -> str:
-    """Return a page of docs/api/, without links, from the docstrings of what ``modules`` export."""
+    """Return a page of docs/api/, without links, from the docstrings of exported names."""
     parts = [f"# {title}\n\n{NOTE}\n"]
     if modules == (torch_ops,):
         parts.append("`import jitattn.kernels.torch_ops` defines them as `torch.ops.jitattn`.\n")
@@ -171,7 +171,7 @@ def api_page(title: str, modules: Sequence[ModuleType]) -> str:
 
 
 def _with_links(name: str, pages: Mapping[str, str]) -> str:
-    """Return a page whose names lead to their sections, on the page itself or where they are."""
+    """Return a page whose names link to their sections, on the page itself or on another."""
     places: dict[str, str] = {}
     for page in (*pages, name):
         for title in re.findall(r"(?m)^##+ (.+)$", pages[page]):
@@ -189,7 +189,7 @@ def _with_links(name: str, pages: Mapping[str, str]) -> str:
 
 
 def _names(module: ModuleType) -> list[str]:
-    """Return the public names of a module, but for those that ``jitattn`` has, too."""
+    """Return the public names of a module, except those of ``jitattn``."""
     return [name for name in module.__all__ if module is jitattn or name not in jitattn.__all__]
 
 

@@ -1,4 +1,4 @@
-"""Lazy public names: a module imports a name from its home when it is first used."""
+"""Lazy public names, imported from their home module at first use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 def lazy_names(
     module: str, homes: Mapping[str, str], submodules: Sequence[str] = ()
 ) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a module whose names live elsewhere.
+    """Return the ``__getattr__`` of a module with lazy names.
 
     Args:
-        module: its name; what is imported stays on it.
-        homes: the module of each name.
-        submodules: modules of a package, which are imported likewise.
+        module: the module's name; imported names become its attributes.
+        homes: the home module of each name.
+        submodules: modules of a package, imported in the same way.
     """
 
     def resolve(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Architectures that kernels are compiled for: a row each. Torch-free."""
+"""Architectures: one row for each compilation target. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from jitattn.base.errors import ConfigError
 
 _RESERVED_SMEM_BYTES = 1024
-"""Shared memory of every CTA that the system keeps."""
+"""Shared memory of every CTA that the system reserves."""
 
 
 class SMLimits(NamedTuple):
-    """What an SM of one compute capability holds (CUDA C++ Programming Guide)."""
+    """Limits of an SM of one compute capability (CUDA C++ Programming Guide)."""
 
     capability: str
     warps: int
@@ -21,19 +21,19 @@ class SMLimits(NamedTuple):
 
 
 class Arch(NamedTuple):
-    """A target of the compiler and the devices that run its code."""
+    """A compilation target and the devices that run its code."""
 
     name: str
     major: int
-    """Of the compute capabilities that run its code, whatever their minor number."""
+    """Major number of the compute capabilities that run its code."""
     limits: tuple[SMLimits, ...]
-    """Of an SM of each of these capabilities."""
+    """Limits of an SM, for each of these capabilities."""
     has_wgmma: bool
-    """Whether kernels use products of warpgroups and TMA."""
+    """Whether kernels use wgmma and TMA."""
     has_fp8_conversions: bool
-    """Whether instructions convert FP8 to 16 bits."""
+    """Whether the instruction set converts FP8 to 16 bits."""
     tested_on: dict[str, str]
-    """Where kernels were run, by family; tests/gpu/RESULTS.md has the runs."""
+    """Cards that kernels were run on, by family; tests/gpu/RESULTS.md has the runs."""
 
     @property
     def smem_bytes(self) -> int:
@@ -100,9 +100,9 @@ def arch_for(major: int, minor: int) -> str | None:
 
 
 def why_no_arch(arch: str) -> str:
-    """Return why there are no kernels for ``arch``, and for what there are; empty for a known one.
+    """Return the reason why ``arch`` has no kernels, with the known names; empty for a known one.
 
-    A compute capability, also as part of another compiler's name for it, is told its architecture.
+    For a compute capability, or another compiler's name of one, the reason names its architecture.
     """
     if arch in ARCHS:
         return ""

@@ -1,4 +1,4 @@
-"""The planner's arguments as a value: torch-free, so that a build machine can name a kernel."""
+"""Planner configs: the arguments as a value. Torch-free, so that build machines can use them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from jitattn.base.record import Value
 from jitattn.spec.dtype import dtype_name
 from jitattn.spec.variant import READY, AttentionVariant
 
-# No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
-# same.
+# Longest request, so that kernels may add to a position in 32 bits. Larger windows act alike.
 MAX_KV_LEN = 2**30
 MAX_PAGE_SIZE = 2**20
 HEAD_DIMS = (*range(16, 257, 16), 512)
@@ -28,14 +27,14 @@ _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
 
 
 class Arguments(Value):
-    """Arguments of a planner that are not objects of a device, normalised: its subclasses' fields.
+    """Normalised arguments of a planner, without device objects; subclasses have the fields.
 
     Dtypes are names (``"bfloat16"``). Construct them with ``from_arguments`` or ``parse``, which
     check types.
     """
 
     optional: ClassVar[frozenset[str]] = _OPTIONAL
-    """Names of arguments that may be given as None."""
+    """Names of arguments that may be None."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, object]) -> Self:
@@ -65,7 +64,7 @@ class Arguments(Value):
 
     @classmethod
     def among(cls, values: Mapping[str, object]) -> Self:
-        """Return the configuration of a caller's ``locals()``, which has a value for each field.
+        """Return the configuration of a caller's ``locals()``, with a value for each field.
 
         Raises:
             ConfigError: with one reason for each value of a wrong type.

@@ -1,4 +1,4 @@
-"""Element types: a row each, with all that host code knows of them. Torch-free."""
+"""Element types: one row for each, with its bits, names and codes. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class DType(StrEnum):
     _value_: str
     bits: int
     short: str
-    """The type as it stands in a kernel's symbol."""
+    """Abbreviation in a kernel's symbol."""
     cuda_type: str
-    """Its struct in CUDA; empty where no kernel reads one."""
+    """Struct in CUDA; empty for types that no kernel reads."""
     is_quantised: bool
     """Whether values are stored divided by a scale."""
     float_code: int | None
-    """``FloatCode`` of types.cuh, by which launches say a type that kernels read at run time."""
+    """``FloatCode`` of types.cuh, a launch argument of kernels that read the type at run time."""
 
     #                name             bits short    struct        quantised code
     FLOAT16 = ("float16", 16, "f16", "Half", False, 0)
@@ -36,11 +36,11 @@ class DType(StrEnum):
     FLOAT8_E5M2 = ("float8_e5m2", 8, "e5m2", "Float8E5M2", True, None)
     INT8 = ("int8", 8, "i8", "Int8", True, None)
     UINT8 = ("uint8", 8, "u8", "", False, None)
-    # Blocks of 16 numbers of four bits, which share a scale.
+    # Blocks of 16 4-bit numbers with a shared scale.
     NVFP4 = ("nvfp4", 4, "nvfp4", "Float4E2M1", True, None)
 
     def __new__(cls, name: str, *row: Any) -> DType:
-        """Make the member of a row."""
+        """Make a member from its row."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.bits, member.short, member.cuda_type, member.is_quantised, member.float_code = row
@@ -64,7 +64,7 @@ class DType(StrEnum):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What tensors hold: the type of the same name; bytes where elements share them."""
+        """The torch dtype of the same name; uint8 where two elements share a byte."""
         import torch
 
         name = DType.UINT8 if self.bits < 8 else self
@@ -81,12 +81,12 @@ def dtype_name(value: object) -> str:
     return name
 
 
-# Names, in the order in which messages list them.
+# Names, in the order of error messages.
 Q_DTYPES = (DType.BFLOAT16.value, DType.FLOAT16.value)
 OUT_DTYPES = (*Q_DTYPES, DType.FLOAT32.value)
 FP8_DTYPES = (DType.FLOAT8_E4M3FN.value, DType.FLOAT8_E5M2.value)
 QUANTISED_DTYPES = tuple(dtype.value for dtype in DType if dtype.is_quantised)
 KV_DTYPES = (*Q_DTYPES, *QUANTISED_DTYPES)
-"""The types that a cache may have."""
+"""Types of caches."""
 BYTE_DTYPES = tuple(name for name in QUANTISED_DTYPES if DType(name).bits == 8)
-"""Quantised types whose elements may come as the bytes of a uint8 tensor."""
+"""Quantised types that a uint8 tensor may hold."""

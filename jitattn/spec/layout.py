@@ -1,4 +1,4 @@
-"""Layouts of page tables, pairs of rotary embeddings, and ways of K and V into shared memory."""
+"""Page-table layouts, pairings of rotary embeddings, and loaders of K and V."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from enum import StrEnum
 
 
 class Layout(StrEnum):
-    """Layout of a page table: how the pages of a request are listed."""
+    """Layout of a page table."""
 
     SHARED = "shared"  # [rows, width]: one page id for K and V
     SEPARATE = "separate"  # [rows, 2, width]: row 0 K ids, row 1 V ids
     CSR = "csr"  # kv_indptr and kv_indices: one page id for K and V
     TOKEN = "token"  # [rows, width]: the slot of every token
-    RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request follow each other
+    RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request are contiguous
 
 
 PAGE_TABLES = tuple(layout.value for layout in Layout)
 
 
 class Pairing(StrEnum):
-    """Elements that a rotary embedding rotates together."""
+    """Element pairs of a rotary embedding."""
 
     NONE = "none"  # no embedding
     NEOX = "neox"  # elements i and i + rotary_dim / 2
@@ -27,8 +27,8 @@ class Pairing(StrEnum):
 
 
 class Loader(StrEnum):
-    """How K and V reach shared memory."""
+    """Loader of K and V into shared memory."""
 
-    TENSOR = "tensor"  # TMA tiles, by tensor maps
+    TENSOR = "tensor"  # TMA tiles
     VECTOR = "vector"  # 16-byte asynchronous copies; bases and strides are multiples of 16 bytes
     PLAIN = "plain"  # element by element; any alignment

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jitattn.compat.flash_attn import common as flash_attn_common
 from jitattn.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.emulator import fake_cuda
+from tests.emulator import launch_recorder
 
 NAN = math.nan
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -642,7 +642,7 @@ def test_new_tensors_lie_where_the_callers_do() -> None:
 
 
 def test_calls_are_captured_with_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = fake_cuda.install(monkeypatch)
+    cuda = launch_recorder.install(monkeypatch)
     planners: dict[str, object] = {}
 
     def planner_of(arguments: dict[str, object], device: torch.device) -> object:

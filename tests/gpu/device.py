@@ -1,4 +1,4 @@
-"""Where the tests of this folder run; tests/conftest.py skips them without such a device."""
+"""Where the tests of this folder run; conftest.py skips them without such a device."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.support.cases import (
     Case,
     loader_of,
 )
-from tests.support.harness import extras, plan_of, planner_for, run_case
+from tests.support.harness import check_case, extras, plan_of, planner_for
 from tests.support.inputs import make_inputs
 
 
@@ -58,7 +58,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 def test_cases_reach_every_kind_of_kernel() -> None:

@@ -29,7 +29,7 @@ from tests.support.cases import (
     Case,
     loader_of,
 )
-from tests.support.harness import run_case
+from tests.support.harness import check_case
 from tests.support.inputs import make_inputs
 
 SPLIT = (2500, 1, 0, 17)  # the first request is split over many CTAs, and merged
@@ -68,7 +68,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 def test_cases_reach_every_kind_of_kernel() -> None:

@@ -359,7 +359,7 @@ from jitattn.base import knobs
 from tests.support import conduct
 conduct.use_fake_compiler()
 for spec in conduct.SPECS:
-    jitattn.jit.render.render(spec, conduct.ARCH)  # the user that follows cannot read the interpreter
+    jitattn.jit.render.render(spec, conduct.ARCH)  # the next user cannot read the interpreter
 os.setgroups([])
 os.setgid(54321)
 os.setuid(54321)

@@ -64,9 +64,7 @@ def test_errors_have_template_lines_and_keep_the_source() -> None:
     with pytest.raises(CompileError) as caught:
         nvrtc.compile_cubin(source, name="k.cu", headers={}, options=OPTIONS)
     error = caught.value
-    assert (
-        error.first_error == 'decode.cu.jinja(38): error: identifier "oops" is undefined'
-    )
+    assert error.first_error == 'decode.cu.jinja(38): error: identifier "oops" is undefined'
     assert error.source == source
     assert error.source_path is not None
     assert error.source_path.read_text() == source

@@ -267,7 +267,7 @@ def _check_within(error: Tensor, limit: Tensor, got: Tensor, want: Tensor, name:
     )
 
 
-def run_case(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
+def check_case(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
     """Make inputs, run and compare."""
     inputs = make_inputs(case, device, tokens)
     out, lse = attend(inputs)

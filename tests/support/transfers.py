@@ -1,7 +1,7 @@
 """Examples of what moves tokens and pages and makes tables, and checks against loops over them.
 
 Each check runs on any device: on the CPU by definition, or there with the kernels of
-tests/unit/host_kernels.py, and on a GPU. Memory that nothing may touch carries a canary or NaN.
+tests/emulator/pages.py, and on a GPU. Memory that nothing may touch carries a canary or NaN.
 """
 
 from __future__ import annotations

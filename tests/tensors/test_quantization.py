@@ -13,7 +13,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.jit.sources import TEMPLATES
-from tests.emulator.host_cuda import CONVERSIONS, PAIRS, QUALIFIERS, TYPES, WORDS, library_of
+from tests.emulator.cuda_runtime import CONVERSIONS, PAIRS, QUALIFIERS, TYPES, WORDS, library_of
 
 FP8 = {"float8_e4m3fn": (448.0, 0x7E), "float8_e5m2": (57344.0, 0x7B)}
 

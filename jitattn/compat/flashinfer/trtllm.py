@@ -21,7 +21,7 @@ from jitattn.compat.flashinfer.arguments import (
     refuse_unbuilt,
 )
 from jitattn.compat.flashinfer.batch import check_equal, check_offsets
-from jitattn.compat.flashinfer.wrapper import window_change
+from jitattn.compat.flashinfer.calls import window_change
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.attention.api import plan_for_call
 from jitattn.kernels.attention.functional import planner_of

@@ -275,7 +275,7 @@ class Layer:
         Raises:
             TypeError, ValueError: naming what doesn't fit, before any launch.
 
-        Defined by: jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         for name, scale in (
             ("output_scale", output_scale),

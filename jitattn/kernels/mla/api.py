@@ -191,7 +191,7 @@ def latent_plan_for_call(
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
 ) -> MLAPlan:
-    """Return what ``plan_for_call`` of `jitattn.kernels.attention.api` does of an ``AttentionPlanner``."""
+    """Return the plan of one call, like ``plan_for_call`` of an ``AttentionPlanner``."""
     kernels = planner._kernels
     if kernels is None or not torch.cuda.is_current_stream_capturing():
         return planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len, max_kv_len=max_kv_len)
@@ -253,7 +253,7 @@ class MLAPlan(PlanBase):
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/mla_reference.py::latent_attention.
+        Defined by: jitattn/kernels/mla/reference.py::latent_attention.
         """
         if is_dynamo_compiling():
             from jitattn.kernels.mla.torch_op import trace_mla_attention

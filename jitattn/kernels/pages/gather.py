@@ -201,10 +201,10 @@ class _GatherLauncher:
                 image = self._params.images[key]
             launch, self._params.image[:] = image
             assert launch is not None
-            found: tuple[Tensor, ...] = out
+            found = out[0], out[1], out[-1]
         else:
             found = self._outs(call.seq_lens, out)
-            new = found[2:] if out is not None else found
+            new: tuple[Tensor, ...] = found[2:] if out is not None else found
             launch = self._fill(
                 tensors, [*pointers, *(one.data_ptr() for one in new)], found[0].shape[0]
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jitattn.jit.sources import TEMPLATES
-from tests.emulator.host_cuda import QUALIFIERS, WORDS, library_of
+from tests.emulator.cuda_runtime import QUALIFIERS, WORDS, library_of
 
 DIM = 8
 HOST = (

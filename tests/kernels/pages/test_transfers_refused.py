@@ -12,7 +12,7 @@ import jitattn
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.pages import block_table
 from jitattn.spec.kernel_spec import TransferSpec
-from tests.emulator.host_kernels import use_host_kernels
+from tests.emulator.pages import emulate_kernels
 
 Call = Callable[[], object]
 
@@ -362,7 +362,7 @@ def test_conversions_have_the_width_asked_for(layout: str) -> None:
 
 def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that lie alike are one launch, patched; whatever differs is checked anew."""
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     made = []
     load = device_kernels.load
 
@@ -395,7 +395,7 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scales_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     pool = torch.ones(POOL.shape).to(torch.float8_e4m3fn)
     for k_scale in (2.0, 3.0, torch.tensor([5.0, 7.0]), torch.tensor([2.0, 4.0]), None, 2.0):
         k, v, _ = jitattn.gather_kv(pool, PAGES, LENS, k_scale=k_scale, v_scale=9.0)
@@ -406,7 +406,7 @@ def test_scales_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_has_no_page_is_nan_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries outside the cache, rows outside the table, tokens past it, and rows past out."""
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     pool = torch.ones(POOL.shape).bfloat16()
     table = ints([1, -1], [5, 4], [3, 2**31 - 1])
     pages = jitattn.BlockTable(table, rows=ints(0, 1, 2, 3, -1))
@@ -451,11 +451,11 @@ CHECKED: dict[str, tuple[Call, str]] = {
 def test_values_are_looked_at_when_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels leave out or make NaN is an error then, at every call."""
     call, match = CHECKED[name]
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     before = POOL.clone()
     if name != "a target twice":  # which has the bytes of either
         call()
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     monkeypatch.setenv("JITATTN_CHECK", "1")
     POOL.copy_(before)
     for _ in range(2):
@@ -465,7 +465,7 @@ def test_values_are_looked_at_when_asked(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_good_calls_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     monkeypatch.setenv("JITATTN_CHECK", "1")
     for _ in range(2):
         k, _, indptr = jitattn.gather_kv(POOL, PAGES, LENS)

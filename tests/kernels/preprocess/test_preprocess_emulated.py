@@ -1,7 +1,7 @@
 """The kernel of ``preprocess_qkv`` on the CPU: its own source and its own launches, without a card.
 
 Everything from the public arguments to the kernel's last store is the real thing but for the
-driver, and for PTX, which tests/unit/host_cuda.py says in C++.
+driver, and for PTX, which tests/emulator/cuda_runtime.py says in C++.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jitattn.kernels.common.launch_cache import CallParams
 from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.spec.kernel_spec import PreprocessSpec
-from tests.emulator.host_preprocess import HostKernel, host_kernel
+from tests.emulator.preprocess import EmulatedKernel, emulated_kernel
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
 
 # Of calls that launch; others follow the definition.
@@ -31,13 +31,13 @@ LAUNCHES = api.LAUNCHES.anew()
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpec], HostKernel]:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpec], EmulatedKernel]:
     folder: Path = tmp_path_factory.mktemp("kernels")
-    compiled: dict[PreprocessSpec, HostKernel] = {}
+    compiled: dict[PreprocessSpec, EmulatedKernel] = {}
 
-    def of(spec: PreprocessSpec) -> HostKernel:
+    def of(spec: PreprocessSpec) -> EmulatedKernel:
         if spec not in compiled:
-            compiled[spec] = host_kernel(spec, folder)
+            compiled[spec] = emulated_kernel(spec, folder)
         return compiled[spec]
 
     return of
@@ -45,7 +45,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpe
 
 @pytest.fixture
 def launched(
-    monkeypatch: pytest.MonkeyPatch, kernels: Callable[[PreprocessSpec], HostKernel]
+    monkeypatch: pytest.MonkeyPatch, kernels: Callable[[PreprocessSpec], EmulatedKernel]
 ) -> Iterator[list[PreprocessSpec]]:
     """Run launches on the CPU; the specs that were launched."""
     specs: list[PreprocessSpec] = []

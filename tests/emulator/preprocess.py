@@ -15,7 +15,7 @@ from jitattn.jit.render import render
 from jitattn.jit.sources import TEMPLATES
 from jitattn.spec.kernel_spec import PreprocessSpec
 from jitattn.spec.tile import preprocess_tile_for
-from tests.emulator.host_cuda import (
+from tests.emulator.cuda_runtime import (
     CONVERSIONS,
     PAIRS,
     QUALIFIERS,
@@ -98,10 +98,10 @@ extern "C" void call(const void* params, int grid) {
 }
 """
 
-HostKernel = Callable[[ctypes.Structure, int], None]
+EmulatedKernel = Callable[[ctypes.Structure, int], None]
 
 
-def host_kernel(spec: PreprocessSpec, folder: Path) -> HostKernel:
+def emulated_kernel(spec: PreprocessSpec, folder: Path) -> EmulatedKernel:
     """Return what runs the kernel of ``spec`` with its parameters and the size of its grid."""
     headers = folder / "jitattn"
     headers.mkdir(exist_ok=True)

@@ -93,7 +93,7 @@ class Recorded:
 
 
 @dataclass
-class FakeCuda:
+class LaunchRecorder:
     """The driver's state, and what it was asked for."""
 
     layout: Layout = Layout.SHARED
@@ -149,9 +149,9 @@ class FakeCuda:
         return self.workspaces.setdefault(stream, Workspace(device))
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
     """Put the fake in the place of the driver, the builder and torch's notion of both."""
-    fake = FakeCuda()
+    fake = LaunchRecorder()
     facts = DeviceFacts(0, "card", (9, 0), num_sms=132, max_smem_bytes=232448)
 
     def start(

@@ -21,7 +21,7 @@ from jitattn.kernels.common import device_kernels
 from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather
 from jitattn.spec.kernel_spec import GatherSpec, KernelSpec
 from jitattn.spec.tile import CopyPagesTile, GatherTile, TableTile, Tile
-from tests.emulator.host_cuda import (
+from tests.emulator.cuda_runtime import (
     CONVERSIONS,
     PAIRS,
     QUALIFIERS,
@@ -76,7 +76,7 @@ PARAMS = {
 def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
     folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
-    tile = host_tile(spec, num_threads)._asdict()
+    tile = emulated_tile(spec, num_threads)._asdict()
     source = environment().get_template(spec.template).render(spec.context() | tile)
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     call = CALL.replace("PARAMS", PARAMS[spec.family]).replace("SYMBOL", spec.symbol)
@@ -85,7 +85,7 @@ def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     return library_of(text, folder / "kernel.cpp")
 
 
-def host_tile(spec: KernelSpec, num_threads: int) -> Tile:
+def emulated_tile(spec: KernelSpec, num_threads: int) -> Tile:
     """A tile of few threads."""
     if isinstance(spec, GatherSpec):
         return GatherTile(num_threads=num_threads)
@@ -104,7 +104,7 @@ class _Kernel:
         self.library = compiled(spec, num_threads)
 
 
-def use_host_kernels(
+def emulate_kernels(
     monkeypatch: pytest.MonkeyPatch, num_threads: int, counts: list[int] | None = None
 ) -> None:
     """Have the functions launch kernels on tensors of the CPU; ``counts`` gets their grids."""
@@ -119,7 +119,9 @@ def use_host_kernels(
 
     monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
     monkeypatch.setattr(device_kernels, "load", lambda spec, card, hint: _Kernel(spec, num_threads))
-    monkeypatch.setattr(device_kernels, "tile_of", lambda spec, card: host_tile(spec, num_threads))
+    monkeypatch.setattr(
+        device_kernels, "tile_of", lambda spec, card: emulated_tile(spec, num_threads)
+    )
     monkeypatch.setattr(device_kernels, "launch_on", launch_on)
     monkeypatch.setattr(copy_pages, "max_ctas", lambda card, *, on_bus: 5)
     # The lanes of an entry are one warp, which is one thread here.
@@ -129,9 +131,11 @@ def use_host_kernels(
 
 
 @pytest.fixture(params=[1, 5], ids=["one thread", "five threads"])
-def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def emulated_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
     """Launch kernels on the CPU, in CTAs of so many threads."""
-    use_host_kernels(monkeypatch, request.param)
+    emulate_kernels(monkeypatch, request.param)
     yield request.param
     for cache in CACHES:
         cache.clear()

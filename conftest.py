@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-_GPU_TESTS = Path(__file__).parent / "gpu"
+_ROOT = Path(__file__).parent
+# Markers of everything in a folder; what builds kernels in C++ and runs them on the CPU is called
+# ``test_*_emulated.py``, or has the marker ``emulator`` of its own.
+_FOLDERS = {"tests/gpu": "gpu", "tests/compile": "compile", "tests/style": "style"}
 
 
 @functools.cache
@@ -27,8 +30,11 @@ def _why_no_gpu() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(_GPU_TESTS):
-            item.add_marker(pytest.mark.gpu)
+        for folder, marker in _FOLDERS.items():
+            if item.path.is_relative_to(_ROOT / folder):
+                item.add_marker(marker)
+        if item.path.stem.endswith("_emulated"):
+            item.add_marker("emulator")
         if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -1,8 +1,7 @@
 """CUDA on the CPU: what templates ask of a device, said in C++, and the compiler that takes it.
 
-How the threads of a CTA meet is for those who launch: tests/unit/host_attention.py (coroutines, of
-all warps), host_preprocess.py (threads, one for each lane of a row) and host_kernels.py (threads,
-each a warp of its own).
+Launchers choose how the threads of a CTA meet: attention.py (coroutines, of all warps),
+preprocess.py (threads, one for each lane of a row) and pages.py (threads, each a warp).
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ from jitattn.spec.kernel_spec import AttentionSpec
 from jitattn.spec.layout import Layout
 from jitattn.spec.params import ScheduleParams, kernel_params
 from jitattn.spec.tile import attention_tile_for
-from tests.emulator import fake_cuda
-from tests.emulator.fake_cuda import FakeKernel
-from tests.emulator.host_cuda import QUALIFIERS, TYPES, WORDS, library_of
-from tests.kernels.attention.test_schedule_emulated import Call, compile_for_host
+from tests.emulator import launch_recorder
+from tests.emulator.cuda_runtime import QUALIFIERS, TYPES, WORDS, library_of
+from tests.emulator.launch_recorder import FakeKernel
+from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 
 REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4")
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
@@ -285,7 +285,7 @@ inline bool elect_one() {
   __syncwarp();
   return lane() == 0;
 }
-// A tensor map as fake_cuda.py writes it.
+// A tensor map as launch_recorder.py writes it.
 struct Map {
   uint64_t pointer, item_bytes, sizes[5], strides[4];
   uint32_t box[5];
@@ -700,12 +700,12 @@ JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
 
 
 @functools.cache
-def schedule_on_host() -> Call:
+def schedule_on_host() -> EmulatedSchedule:
     """The schedule kernel as a function of the host."""
-    return compile_for_host(Path(tempfile.mkdtemp(prefix="jitattn-host-")), 1)
+    return compile_schedule(Path(tempfile.mkdtemp(prefix="jitattn-host-")), 1)
 
 
-class HostCuda:
+class EmulatedCuda:
     """A CUDA backend whose kernels run on the CPU, of an architecture."""
 
     def __init__(
@@ -714,7 +714,7 @@ class HostCuda:
         """Put it in the place of the driver; launches are random by a seed."""
         self.arch = arch
         self.seed = seed
-        self.fake = fake_cuda.install(monkeypatch)
+        self.fake = launch_recorder.install(monkeypatch)
         self.specs: dict[str, AttentionSpec] = {}
         self.ran: list[str] = []
         self.grids: list[tuple[str, int]] = []
@@ -732,7 +732,7 @@ class HostCuda:
         """The same of multi-head latent attention."""
         planner = jitattn.MLAPlanner(**arguments, device="cpu")  # type: ignore[arg-type]
         planner._kernels = MLAKernels(planner.config, torch.device("cuda", 0))
-        planner._kernels.device, planner.backend = fake_cuda.CPU, "cuda"
+        planner._kernels.device, planner.backend = launch_recorder.CPU, "cuda"
         self._know(planner)
         return planner
 
