@@ -26,6 +26,10 @@ class Pairing(StrEnum):
     INTERLEAVED = "interleaved"  # elements 2 i and 2 i + 1
 
 
+# Bytes of the segments into which tensor maps cut a row.
+SEGMENT_BYTES = 128
+
+
 class Loader(StrEnum):
     """Loader of K and V into shared memory."""
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.spec.config import MLAConfig
 from jitattn.tensors.page_tables import Pages
 from tests.support.harness import Expected, check_rounded
 from tests.support.variant_values import Params, changed, params_of

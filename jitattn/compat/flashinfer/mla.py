@@ -30,8 +30,8 @@ from jitattn.compat.flashinfer.metadata import (
 )
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
+from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.spec.dtype import dtype_name
-from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, check_tensor
 
 _FP8 = torch.float8_e4m3fn

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
+from jitattn.kernels.attention.config import check_rules
 from jitattn.kernels.attention.reference_plan import ReferencePlan
 from jitattn.kernels.common.planner_base import (
     Q_VECTOR,
@@ -23,7 +24,6 @@ from jitattn.kernels.common.planner_base import (
     is_capturing,
     make_readable,
 )
-from jitattn.spec import support
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.block_caches import view_block_caches
@@ -151,7 +151,7 @@ class AttentionPlanner(_Arguments):
                 prefill kernel ``plan`` and ``build_info`` say that it doesn't compile.
         """
         config = PlannerConfig.among(locals())
-        support.check_rules(config)
+        check_rules(config)
         super().__init__(config, device=device, backend=backend, workspace=workspace)
         self._use_sinks = config.use_sinks
         self._use_custom_mask = config.use_custom_mask

@@ -16,10 +16,8 @@ from jitattn.device.driver import LAUNCHED, Launch
 from jitattn.device.workspace import SLICE_BYTES, Workspace
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe, Recipes, schedule_offsets
-from jitattn.spec.dtype import DType
-from jitattn.spec.params import (
+from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
-    FLOAT_CODES,
     MASK_BOOL,
     MASK_PACKED,
     MASK_RAGGED,
@@ -27,6 +25,8 @@ from jitattn.spec.params import (
     Schedule,
     ScheduleParams,
 )
+from jitattn.spec.dtype import DType
+from jitattn.spec.params import FLOAT_CODES
 from jitattn.tensors.cache_views import (
     NO_LAYOUT,
     Again,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from jitattn.kernels.attention.reference import attention, chosen, first_visible, gather
 from jitattn.kernels.mla.check import MLACall
+from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.kernels.mla.reference import latent_attention
-from jitattn.spec.config import MAX_KV_LEN, PagedConfig, PlannerConfig
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
+from jitattn.spec.config import MAX_KV_LEN, MLAConfig, PagedConfig, PlannerConfig
 from jitattn.tensors.cache_views import Batch, Call, Mask, Scale
 from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
 from jitattn.tensors.quantization import dequantize_kv, saturated

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 
 from jitattn.device.workspace import SLICE_BYTES, aligned, workspace_bytes
 from jitattn.kernels.attention.loaded_kernels import Role
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.layout import Layout
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.params import (
+from jitattn.kernels.common.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
     HEADER_BYTES,
     REQUEST_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
-    Divisor,
     ScheduleParams,
     kernel_params,
 )
-from jitattn.spec.tile import MAX_PIECES, DecodeTile
+from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.layout import Layout
+from jitattn.spec.params import Divisor
 
 if TYPE_CHECKING:
     from jitattn.kernels.attention.kernels import KernelSet

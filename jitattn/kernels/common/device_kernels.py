@@ -12,8 +12,7 @@ from torch import _C
 from jitattn.base import knobs
 from jitattn.base.errors import ConfigError
 from jitattn.spec.arch import arch_for
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import Tile, tile_for
+from jitattn.spec.family import KernelSpec, Tile
 from jitattn.tensors.page_tables import check_supported
 
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ def arch_of(facts: DeviceFacts) -> str:
     return arch
 
 
-def load(spec: KernelSpec, device_index: int, hint: str) -> LoadedKernel:
-    """Return the kernel of ``spec`` on a device; ``hint``: the configuration that has it.
+def load(spec: KernelSpec, device_index: int) -> LoadedKernel:
+    """Return the kernel of ``spec`` on a device.
 
     Raises:
         CompileError, KernelNotFoundError: it can't be had.
@@ -56,7 +55,7 @@ def load(spec: KernelSpec, device_index: int, hint: str) -> LoadedKernel:
 
     with _lock:
         arch = arch_of(device_facts(device_index))
-        built = build(spec, arch, knobs.load(), hint=hint)
+        built = build(spec, arch, knobs.load())
         kernel = load_kernel(built.cubin, built.symbol, device_index, 0)
         _loaded[spec, device_index] = kernel
     return kernel
@@ -77,7 +76,7 @@ def tile_of(spec: KernelSpec, device_index: int) -> Tile:
     """Return the tile of ``spec`` on a device."""
     from jitattn.device.driver import device_facts
 
-    return tile_for(spec, arch_of(device_facts(device_index)))
+    return spec.tile(arch_of(device_facts(device_index)))
 
 
 def card_of(device: torch.device) -> int | None:

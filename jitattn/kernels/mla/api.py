@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from jitattn.base.errors import ConfigError
 from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
 from jitattn.kernels.attention.reference_plan import MLAReferencePlan
@@ -26,7 +25,8 @@ from jitattn.kernels.common.planner_base import (
     make_readable,
 )
 from jitattn.kernels.mla.check import BoundMLACache, MLACall, bind_cache
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.kernels.mla.config import check_rules
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout, check_last_stride, check_rows
 from jitattn.tensors.device_checks import check_page_ids, check_queries
@@ -112,8 +112,7 @@ class MLAPlanner(_Arguments):
             CompileError, KernelNotFoundError: a kernel can't be had.
         """
         config = MLAConfig.among(locals())
-        if reasons := config.reasons():
-            raise ConfigError(reasons)
+        check_rules(config)
         super().__init__(config, device=device, backend=backend, workspace=workspace)
         if self.backend == "cuda":
             from jitattn.kernels.mla.launch import MLAKernels

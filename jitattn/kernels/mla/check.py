@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jitattn.kernels.mla.config import SCALE_BLOCK
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.tensors.cache_views import (
     CacheView,
     RowLayout,

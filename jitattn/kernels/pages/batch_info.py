@@ -21,9 +21,8 @@ from jitattn.kernels.pages.block_table import (
     slots_of,
 )
 from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources
-from jitattn.spec.kernel_spec import BatchInfoSpec
-from jitattn.spec.params import BatchInfoParams
-from jitattn.spec.transfer_config import config_of
+from jitattn.kernels.pages.params import BatchInfoParams
+from jitattn.kernels.pages.spec import BatchInfoSpec
 from jitattn.tensors.page_tables import (
     INTEGERS,
     BlockTable,
@@ -252,9 +251,7 @@ class _InfoLauncher:
         self._params.connect(sources | names, given_names)
         num_threads = device_kernels.tile_of(BatchInfoSpec(), card).num_threads
         grid = max(1, -(-batch.num_tokens // num_threads))
-        kernel = device_kernels.load(
-            BatchInfoSpec(), card, config_of(BatchInfoSpec()).arguments_text()
-        )
+        kernel = device_kernels.load(BatchInfoSpec(), card)
         self._launch = Launch(kernel, params, grid, num_threads)
 
     def __call__(self, call: BatchCall, tensors: list[Tensor]) -> BatchInfo:

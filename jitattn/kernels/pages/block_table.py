@@ -14,10 +14,10 @@ from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, checking, on_cpu
 from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources, slot_rows_of
+from jitattn.kernels.pages.params import BlockTableParams
+from jitattn.kernels.pages.spec import BlockTableSpec
 from jitattn.spec.config import MAX_PAGE_SIZE
-from jitattn.spec.kernel_spec import BlockTableSpec
-from jitattn.spec.params import BlockTableParams, Divisor, Lengths
-from jitattn.spec.transfer_config import config_of
+from jitattn.spec.params import Divisor, Lengths
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_tables import (
@@ -337,9 +337,7 @@ class _TableLauncher:
         self._launch = None
         if num_threads:
             tile = device_kernels.tile_of(BlockTableSpec(), self._card)
-            kernel = device_kernels.load(
-                BlockTableSpec(), self._card, config_of(BlockTableSpec()).arguments_text()
-            )
+            kernel = device_kernels.load(BlockTableSpec(), self._card)
             grid = -(-num_threads // tile.num_threads)
             self._launch = Launch(kernel, params, grid, tile.num_threads)
 

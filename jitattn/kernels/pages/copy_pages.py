@@ -14,10 +14,10 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
-from jitattn.spec.kernel_spec import CopyPagesSpec
-from jitattn.spec.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
-from jitattn.spec.tile import CopyPagesTile
-from jitattn.spec.transfer_config import config_of
+from jitattn.kernels.pages.params import MAX_POOLS, PAGE_DIMS, CopyParams
+from jitattn.kernels.pages.spec import CopyPagesSpec
+from jitattn.kernels.pages.tile import CopyPagesTile
+from jitattn.spec.params import Divisor
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
 
@@ -271,9 +271,7 @@ class _CopyLauncher:
         assert isinstance(tile, CopyPagesTile)
         self._tile = tile
         self._device, self._card = copies.device, card
-        self._kernel = device_kernels.load(
-            CopyPagesSpec(), card, config_of(CopyPagesSpec()).arguments_text()
-        )
+        self._kernel = device_kernels.load(CopyPagesSpec(), card)
         self._pairs_are_here = copies.pairs.device == copies.device
         self._checks = asks_for_checks()
         pools = [*copies.src, *copies.dst]

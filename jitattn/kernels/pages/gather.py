@@ -14,11 +14,11 @@ from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, che
 from jitattn.kernels.pages.block_table import slots_of
 from jitattn.kernels.pages.gather_check import Batch, GatherCall, Outs, check, check_total
 from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources
+from jitattn.kernels.pages.params import GatherParams
+from jitattn.kernels.pages.spec import GatherSpec
+from jitattn.kernels.pages.tile import GatherTile
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import GatherSpec
-from jitattn.spec.params import Divisor, GatherParams
-from jitattn.spec.tile import GatherTile
-from jitattn.spec.transfer_config import config_of
+from jitattn.spec.params import Divisor
 from jitattn.tensors.cache_views import BoundCache
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_tables import Pages
@@ -159,7 +159,7 @@ class _GatherLauncher:
         tile = device_kernels.tile_of(spec, card)
         assert isinstance(tile, GatherTile)
         self._kernel, self._tile = (
-            device_kernels.load(spec, card, config_of(spec).arguments_text()),
+            device_kernels.load(spec, card),
             tile,
         )
         self._card, self._device = card, batch.device

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
-from jitattn.spec.kernel_spec import LayerTablesSpec
-from jitattn.spec.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
-from jitattn.spec.transfer_config import config_of
+from jitattn.kernels.pages.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
+from jitattn.kernels.pages.spec import LayerTablesSpec
 from jitattn.tensors.cache_views import check_writable
 from jitattn.tensors.page_tables import check_device, check_tensor
 
@@ -82,9 +81,7 @@ def _launch(params: LayerTablesParams, card: int) -> None:
     if grid:
         from jitattn.device.driver import Launch
 
-        kernel = device_kernels.load(
-            LayerTablesSpec(), card, config_of(LayerTablesSpec()).arguments_text()
-        )
+        kernel = device_kernels.load(LayerTablesSpec(), card)
         device_kernels.launch_on(card, Launch(kernel, params, grid, num_threads))
 
 

@@ -34,12 +34,12 @@ from jitattn.kernels.preprocess.launch_params import (
     write_pages,
     write_rope,
 )
+from jitattn.kernels.preprocess.params import PREPROCESS_PARAMS
 from jitattn.kernels.preprocess.reference import places_of
-from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.kernels.preprocess.spec import PreprocessSpec
+from jitattn.kernels.preprocess.tile import preprocess_tile
 from jitattn.spec.layout import Loader
-from jitattn.spec.params import PREPROCESS_PARAMS, Divisor
-from jitattn.spec.preprocess_config import config_of
-from jitattn.spec.tile import preprocess_tile_for
+from jitattn.spec.params import Divisor
 from jitattn.tensors.overlap import Apart
 from jitattn.tensors.page_tables import check_view, view_of
 
@@ -129,7 +129,7 @@ class PreprocessLauncher:
     def _new_launch(self, *, is_aligned: bool) -> Launch:
         spec = self._specs[is_aligned]
         kernel = _load(spec, self._card)
-        tile = preprocess_tile_for(spec)
+        tile = preprocess_tile(spec)
         op = self._op
         num_rows = op.num_qo_heads + 2 * op.num_kv_heads
         num_sms = device_facts(self._card).num_sms
@@ -200,4 +200,4 @@ def _load(spec: PreprocessSpec, card: int) -> LoadedKernel:
         raise ValueError(
             f"{spec.symbol} is not loaded, and a capture can't load it: make such a call before it"
         )
-    return device_kernels.load(spec, card, config_of(spec).arguments_text())
+    return device_kernels.load(spec, card)

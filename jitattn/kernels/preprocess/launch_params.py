@@ -10,10 +10,11 @@ from torch import Tensor
 
 from jitattn.kernels.common.launch_cache import CallTensors, Source
 from jitattn.kernels.preprocess.check import PreprocessCall, TokenCall
+from jitattn.kernels.preprocess.params import PREPROCESS_ADDRESSES
+from jitattn.kernels.preprocess.spec import PreprocessSpec
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import PreprocessSpec
 from jitattn.spec.layout import Layout, Loader
-from jitattn.spec.params import FLOAT_CODES, PREPROCESS_ADDRESSES
+from jitattn.spec.params import FLOAT_CODES
 from jitattn.tensors.cache_views import CacheView, row_strides
 from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.tensors.rope import Rope

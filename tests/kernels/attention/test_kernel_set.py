@@ -18,7 +18,7 @@ from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
 from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.family import KernelSpec
 from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from tests.emulator import launch_recorder
@@ -71,7 +71,7 @@ class FakeBuilder:
         assert hint == "head_dim=64"
         error = CompileError("k", "error: no", "")
         pending = [
-            FakePending(spec, self.was_found, error if spec.family == self.failing else None)
+            FakePending(spec, self.was_found, error if spec.kernel == self.failing else None)
             for spec in specs
         ]
         self.started += pending
@@ -92,7 +92,7 @@ class FakeBuilder:
 
 
 def short(spec: KernelSpec) -> str:
-    return f"{spec.family} {getattr(spec, 'loader', '')}".strip()
+    return f"{spec.kernel} {getattr(spec, 'loader', '')}".strip()
 
 
 @pytest.fixture

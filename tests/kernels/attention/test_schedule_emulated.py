@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.kernels.attention.schedule import _MAX_ROUNDS, _MIN_SPLIT_TOKENS
-from jitattn.spec.params import Schedule, ScheduleParams
+from jitattn.kernels.common.params import Schedule, ScheduleParams
 from tests.emulator import launch_recorder
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 from tests.gpu.test_claims import IN_ROUNDS

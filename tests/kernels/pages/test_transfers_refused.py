@@ -11,7 +11,7 @@ from torch import Tensor
 import jitattn
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.pages import block_table
-from jitattn.spec.kernel_spec import TransferSpec
+from jitattn.kernels.pages.spec import TransferSpec
 from tests.emulator.pages import emulate_kernels
 
 Call = Callable[[], object]
@@ -366,9 +366,9 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     load = device_kernels.load
 
-    def count(spec: TransferSpec, card: int, hint: str) -> object:
+    def count(spec: TransferSpec, card: int) -> object:
         made.append(spec)
-        return load(spec, card, hint)
+        return load(spec, card)
 
     monkeypatch.setattr(device_kernels, "load", count)
     rng = torch.Generator().manual_seed(3)

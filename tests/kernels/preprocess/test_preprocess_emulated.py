@@ -22,7 +22,7 @@ from jitattn.kernels.common import device_kernels, launch_cache
 from jitattn.kernels.common.launch_cache import CallParams
 from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess import launch as preprocess_launch
-from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.kernels.preprocess.spec import PreprocessSpec
 from tests.emulator.preprocess import EmulatedKernel, emulated_kernel
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
 

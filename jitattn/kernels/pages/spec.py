@@ -1,29 +1,111 @@
-"""Which kernels move tokens and pages and make tables, as ``--config`` names them: torch-free."""
+"""Specs of kernels that move tokens and pages and make tables, and their arguments. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
+from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
-from jitattn.spec.kernel_spec import (
-    BatchInfoSpec,
-    BlockTableSpec,
-    CopyPagesSpec,
-    GatherSpec,
-    LayerTablesSpec,
-    TableSpec,
-)
-from jitattn.spec.kernel_spec import TransferSpec as Spec
+from jitattn.spec.family import KernelSpec, OnlySpec
 
+
+class GatherSpec(KernelSpec):
+    """The kernel that gathers tokens out of pages of one dtype, as values of another.
+
+    With equal dtypes it copies what is stored. Page tables, page sizes, heads and strides are
+    launch arguments: what it costs to look at them hides behind the memory.
+    """
+
+    kernel: ClassVar[str] = "gather"
+
+    kv_dtype: DType
+    out_dtype: DType
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return f"jitattn_gather_kv{self.kv_dtype.short}_o{self.out_dtype.short}"
+
+    def tile(self, arch: str) -> GatherTile:
+        """Return the shape of a CTA on ``arch``."""
+        return GatherTile()
+
+    def template(self, arch: str) -> str:
+        """Return the template on ``arch``."""
+        return "pages/gather.cu.jinja"
+
+    def config_text(self) -> str:
+        """Return arguments that select the kernel."""
+        return f"kernel={self.kernel},kv_dtype={self.kv_dtype},out_dtype={self.out_dtype}"
+
+
+class CopyPagesSpec(OnlySpec):
+    """The kernel that copies pages of any pools."""
+
+    kernel: ClassVar[str] = "copy_pages"
+
+    def tile(self, arch: str) -> CopyPagesTile:
+        """Return the shape of a CTA on ``arch``."""
+        return CopyPagesTile()
+
+    def template(self, arch: str) -> str:
+        """Return the template on ``arch``."""
+        return "pages/copy_pages.cu.jinja"
+
+
+class BlockTableSpec(OnlySpec):
+    """The kernel that makes block tables out of slots."""
+
+    kernel: ClassVar[str] = "block_table"
+
+    def tile(self, arch: str) -> TableTile:
+        """Return the shape of a CTA on ``arch``."""
+        return TableTile()
+
+    def template(self, arch: str) -> str:
+        """Return the template on ``arch``."""
+        return "pages/block_table.cu.jinja"
+
+
+class BatchInfoSpec(OnlySpec):
+    """The kernel that says of every query token whose it is and where it goes."""
+
+    kernel: ClassVar[str] = "batch_info"
+
+    def tile(self, arch: str) -> TableTile:
+        """Return the shape of a CTA on ``arch``."""
+        return TableTile()
+
+    def template(self, arch: str) -> str:
+        """Return the template on ``arch``."""
+        return "pages/batch_info.cu.jinja"
+
+
+class LayerTablesSpec(OnlySpec):
+    """The kernel that makes the tables of a group's layers out of slots."""
+
+    kernel: ClassVar[str] = "layer_tables"
+
+    def tile(self, arch: str) -> TableTile:
+        """Return the shape of a CTA on ``arch``."""
+        return TableTile()
+
+    def template(self, arch: str) -> str:
+        """Return the template on ``arch``."""
+        return "pages/layer_tables.cu.jinja"
+
+
+TableSpec = BlockTableSpec | BatchInfoSpec | LayerTablesSpec
+TransferSpec = GatherSpec | CopyPagesSpec | TableSpec
 _SPECS: dict[str, type[CopyPagesSpec | TableSpec]] = {
-    spec.family: spec for spec in (CopyPagesSpec, BlockTableSpec, BatchInfoSpec, LayerTablesSpec)
+    spec.kernel: spec for spec in (CopyPagesSpec, BlockTableSpec, BatchInfoSpec, LayerTablesSpec)
 }
-KERNELS = (GatherSpec.family, *_SPECS)
+KERNELS = (GatherSpec.kernel, *_SPECS)
 _FIELDS = ("kernel", "kv_dtype", "out_dtype")
-
 TRANSFER_RANGES: Mapping[str, str] = {
     "gather_kv: cache": ", ".join(KV_DTYPES) + "; any strides, any head_dim",
     "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",
@@ -41,7 +123,7 @@ TRANSFER_RANGES: Mapping[str, str] = {
 class TransferConfig(Value):
     """What selects such a kernel. Dtypes are those of "gather"; ``out_dtype`` None is bfloat16."""
 
-    kernel: str = GatherSpec.family
+    kernel: str = GatherSpec.kernel
     kv_dtype: str | None = None
     out_dtype: str | None = None
 
@@ -67,7 +149,7 @@ class TransferConfig(Value):
         """Return why there is no kernel; nothing where there is one."""
         if self.kernel not in KERNELS:
             return [f"kernel={self.kernel} is not one of preprocess, {', '.join(KERNELS)}"]
-        if self.kernel != GatherSpec.family:
+        if self.kernel != GatherSpec.kernel:
             wrong = (name for name in _FIELDS[1:] if getattr(self, name) is not None)
             return [f"{name} is given, which kernel={self.kernel} has not" for name in wrong]
         found = []
@@ -86,14 +168,14 @@ class TransferConfig(Value):
         given = ((name, getattr(self, name)) for name in _FIELDS)
         return ",".join(f"{name}={value}" for name, value in given if value is not None)
 
-    def specs(self, arch: str) -> tuple[Spec]:
+    def specs(self, arch: str) -> tuple[TransferSpec]:
         """Return the kernel.
 
         Raises:
             ConfigError: ``arch`` is unknown, or there is none.
         """
         check_arch(arch)
-        if self.kernel != GatherSpec.family:
+        if self.kernel != GatherSpec.kernel:
             return (_SPECS[self.kernel](),)
         if reasons := self.reasons():
             raise ConfigError(reasons)
@@ -101,11 +183,11 @@ class TransferConfig(Value):
         return (GatherSpec(kv_dtype=DType(kv_dtype), out_dtype=DType(out_dtype)),)
 
 
-def config_of(spec: Spec) -> TransferConfig:
+def config_of(spec: TransferSpec) -> TransferConfig:
     """Return what selects ``spec``."""
     if isinstance(spec, GatherSpec):
         return TransferConfig(kv_dtype=spec.kv_dtype.value, out_dtype=spec.out_dtype.value)
-    return TransferConfig(kernel=spec.family)
+    return TransferConfig(kernel=spec.kernel)
 
 
 def every_config() -> list[TransferConfig]:
@@ -119,3 +201,12 @@ def every_config() -> list[TransferConfig]:
         *(config for config in gathers if not config.reasons()),
         *(TransferConfig(kernel=kernel) for kernel in _SPECS),
     ]
+
+
+def cache_specs(kv_dtype: DType, *out_dtypes: DType) -> tuple[KernelSpec, ...]:
+    """Return the kernels that move tokens and pages of a cache, and make tables of a batch."""
+    # Dequantised for attention elsewhere, or copied as they are stored.
+    wanted = dict.fromkeys((*out_dtypes, kv_dtype))
+    wanted.pop(DType.NVFP4, None)
+    gathers = (GatherSpec(kv_dtype=kv_dtype, out_dtype=dtype) for dtype in wanted)
+    return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec(), LayerTablesSpec())
