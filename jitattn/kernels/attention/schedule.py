@@ -67,8 +67,8 @@ class Recipe:
         self.is_prefill = is_prefill
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
         layout = Layout(config.page_table)
-        self.is_ragged = layout is Layout.RAGGED
-        self.has_offsets = layout in (Layout.CSR, Layout.RAGGED)
+        self.is_ragged = not layout.has_pages
+        self.has_offsets = layout.has_offsets
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = kernels.max_splits if config.batch_invariant else 0

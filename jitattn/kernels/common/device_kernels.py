@@ -13,7 +13,7 @@ from jitattn.base import knobs
 from jitattn.base.errors import ConfigError
 from jitattn.spec.arch import arch_for
 from jitattn.spec.family import KernelSpec, Tile
-from jitattn.tensors.page_tables import check_supported
+from jitattn.tensors.tensor_checks import check_supported
 
 if TYPE_CHECKING:
     from jitattn.device.driver import DeviceFacts, Launch, LoadedKernel

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from jitattn.base import knobs
 from jitattn.spec.dtype import DType, dtype_name
-from jitattn.tensors.cache_views import check_last_stride
-from jitattn.tensors.page_tables import check_device, check_tensor
 from jitattn.tensors.quantization import saturated
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 if TYPE_CHECKING:
     from jitattn.device.driver import LoadedKernel

@@ -28,10 +28,11 @@ from jitattn.kernels.mla.check import BoundMLACache, MLACall, bind_cache
 from jitattn.kernels.mla.config import check_rules
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout, check_last_stride, check_rows
+from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.device_checks import check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_tables import Pages, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_last_stride, check_rows, check_tensor
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class MLAPlanner(_Arguments):
             kv_dtype: likewise, of the cache: ``q_dtype``, or float8_e4m3fn for any of the FP8
                 caches that ``bind`` takes.
             out_dtype: likewise, of out; None is ``q_dtype``.
-            page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+            page_table: a name of ``Layout``, "shared" or another: the layout of the tables
                 that plans get. Of a separate table row 0 has the ids of latents and row 1 those of
                 rope parts; where one tensor holds both, row 0 counts and row 1 is not read.
             causal: query tokens see no later ones; the last of a request is its last key.
@@ -155,7 +156,7 @@ class MLAPlanner(_Arguments):
 
     def plan(
         self,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,
@@ -183,7 +184,7 @@ class MLAPlanner(_Arguments):
 
 def latent_plan_for_call(
     planner: MLAPlanner,
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
     *,
@@ -218,7 +219,7 @@ class MLAPlan(PlanBase):
         q_pe: Tensor,
         kv: BoundMLACache | MLACache,
         *,
-        pages: Pages | None = None,
+        pages: PageTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,

@@ -21,7 +21,6 @@ from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
 from jitattn.tensors.cache_views import NO_LAYOUT, Call, Scale
-from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.tma import Box, TensorMaps
 
 _UNSCALED = Scale(1.0)
@@ -80,9 +79,9 @@ class MLAPart(Part):
         assert isinstance(call, MLACall)
         kv, latent, pe_at = call.kv, self._params.latent, call.q_pe.data_ptr()
         pages = call.pages
-        if isinstance(pages, BlockTable) and pages.table.dim() == 3:
+        if pages.value_stride:
             # One tensor has the ids of row 0 only.
-            self._params.pages.kv_stride = pages.table.stride(1) if kv.is_pair else 0
+            self._params.pages.kv_stride = pages.value_stride if kv.is_pair else 0
         if call.q_pe_layout is not self._pe_layout:
             latent.q_pe_token_stride, latent.q_pe_head_stride = call.q_pe_layout.strides[:2]
             self._pe_layout = call.q_pe_layout

@@ -18,8 +18,7 @@ from jitattn.kernels.pages.params import MAX_POOLS, PAGE_DIMS, CopyParams
 from jitattn.kernels.pages.spec import CopyPagesSpec
 from jitattn.kernels.pages.tile import CopyPagesTile
 from jitattn.spec.params import Divisor
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor, check_writable
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch

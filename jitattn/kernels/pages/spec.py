@@ -11,6 +11,7 @@ from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
 from jitattn.spec.family import KernelSpec, OnlySpec
+from jitattn.spec.layout import Layout
 
 
 class GatherSpec(KernelSpec):
@@ -106,16 +107,22 @@ _SPECS: dict[str, type[CopyPagesSpec | TableSpec]] = {
 }
 KERNELS = (GatherSpec.kernel, *_SPECS)
 _FIELDS = ("kernel", "kv_dtype", "out_dtype")
+_PAGED = ", ".join(layout.value for layout in Layout if layout.has_pages)
+*_FIRST, _LAST = (
+    layout.value for layout in Layout if layout.has_pages and layout is not Layout.SEPARATE
+)
+_ONE_ID = f"{', '.join(_FIRST)} and {_LAST}"
+
 TRANSFER_RANGES: Mapping[str, str] = {
     "gather_kv: cache": ", ".join(KV_DTYPES) + "; any strides, any head_dim",
     "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",
-    "gather_kv: pages": "shared, separate, csr, token; pages of 1 token and up",
+    "gather_kv: pages": f"{_PAGED}; pages of 1 token and up",
     "copy_pages": "any dtype and strides, device and pinned host memory, at most four "
     "dimensions of a page that don't follow each other in memory",
     "build_block_table": "int32 and int64 slots, page sizes from 1 to 2**20",
-    "convert_pages": "shared, csr and token to any but ragged; separate to itself",
+    "convert_pages": f"{_ONE_ID} to any but ragged; separate to itself",
     "block_tables": "any number of layers, any strides; of a page manager",
-    "batch_info": "int32 and int64 lengths; slots of shared, csr and token tables",
+    "batch_info": f"int32 and int64 lengths; slots of {_ONE_ID} tables",
 }
 """What the functions take, for the support table."""
 

@@ -12,7 +12,7 @@ from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache
 from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts, TokenCall, check
 from jitattn.kernels.preprocess.check_values import check_values
 from jitattn.kernels.preprocess.reference import preprocess as preprocess_by_definition
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
 
@@ -26,7 +26,7 @@ def preprocess_qkv(
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     seq_lens: Tensor | None = None,
     qo_indptr: Tensor | None = None,
     slots: Tensor | None = None,
@@ -59,7 +59,7 @@ def preprocess_qkv(
         num_qo_heads: heads of q.
         num_kv_heads: heads of K and V.
         head_dim: elements of a head.
-        pages: ``BlockTable``, ``TokenTable`` or ``CsrPages``; or else ``slots``.
+        pages: a table of any layout but ragged; or else ``slots``.
         seq_lens: int32 or int64 [batch_size], this step's tokens included; ``pages`` need it.
         qo_indptr: int32 [batch_size + 1]; None: a token a request, or ``slots`` alone.
         slots: int32 or int64 [num_tokens], page * page_size + place; -1: only q is computed.
@@ -109,7 +109,7 @@ def append_kv(
     v: Tensor,
     kv_cache: KVCache,
     *,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     seq_lens: Tensor | None = None,
     qo_indptr: Tensor | None = None,
     slots: Tensor | None = None,

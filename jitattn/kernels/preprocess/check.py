@@ -19,31 +19,26 @@ from jitattn.base.validate import check_count, check_flag
 from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
 from jitattn.spec.dtype import DType
-from jitattn.spec.layout import Pairing
-from jitattn.tensors.cache_views import (
-    CacheView,
-    Scale,
-    check_last_stride,
-    check_scale,
-    check_writable,
-)
+from jitattn.spec.layout import Layout, Pairing
+from jitattn.tensors.cache_views import CacheView, Scale, check_scale, view_of
 from jitattn.tensors.overlap import refuse_shared_bytes
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    RaggedKV,
-    TokenTable,
-    check_device,
-    check_indptr,
-    check_supported,
-    check_tensor,
-    check_vector,
     check_view,
-    view_of,
+    is_page_table,
+    table_names,
 )
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.tensor_checks import (
+    check_device,
+    check_indptr,
+    check_last_stride,
+    check_supported,
+    check_tensor,
+    check_vector,
+    check_writable,
+)
 
 QkvParts = tuple[Tensor, Tensor, Tensor]
 
@@ -58,7 +53,7 @@ class PreprocessCall(NamedTuple):
 
     qkv: Tensor | QkvParts | tuple[Tensor, Tensor]
     kv_cache: KVCache
-    pages: Pages | None
+    pages: PageTable | None
     seq_lens: Tensor | None
     qo_indptr: Tensor | None
     slots: Tensor | None
@@ -307,12 +302,12 @@ def _check_places(given: PreprocessCall, call: TokenCall) -> None:
     if (pages is None) == (slots is None):
         count = "neither is" if pages is None else "both are"
         raise ValueError(f"pages or slots: {count} given, expected one of them")
-    if isinstance(pages, RaggedKV):
-        raise ValueError("pages is a RaggedKV: K and V without pages are written by copying")
-    if pages is not None and not isinstance(pages, BlockTable | TokenTable | CsrPages):
+    if pages is not None and not is_page_table(pages):
         raise TypeError(
-            f"pages is a {type(pages).__name__}: expected a BlockTable, TokenTable or CsrPages"
+            f"pages is a {type(pages).__name__}: expected a {table_names(without=[Layout.RAGGED])}"
         )
+    if pages is not None and not pages.layout.has_pages:
+        raise ValueError("pages is a RaggedKV: K and V without pages are written by copying")
     if pages is not None:
         check_device("pages", pages, device)
         if given.seq_lens is None:
@@ -321,8 +316,10 @@ def _check_places(given: PreprocessCall, call: TokenCall) -> None:
         check_vector("slots", slots, device=device)
         if slots.shape[0] != call.num_tokens:
             raise ValueError(f"slots has {slots.shape[0]} entries: expected {call.num_tokens}")
-    if check_flag("zero_tail", given.zero_tail) and not isinstance(pages, BlockTable | CsrPages):
-        raise ValueError("zero_tail is True: it needs pages, a BlockTable or CsrPages")
+    lists_pages = pages is not None and pages.layout.lists_pages
+    if check_flag("zero_tail", given.zero_tail) and not lists_pages:
+        names = table_names(without=[Layout.RAGGED, Layout.TOKEN])
+        raise ValueError(f"zero_tail is True: it needs pages, a {names}")
     _check_lengths(given, call, None if pages is None else pages.batch_size)
 
 
@@ -436,7 +433,7 @@ def _query_scale(given: PreprocessCall, device: torch.device) -> Scale:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def memory_pairs(names: Sequence[str], pages: Pages | None) -> list[tuple[int, int]]:
+def memory_pairs(names: Sequence[str], pages: PageTable | None) -> list[tuple[int, int]]:
     """Return which of the tensors of a call, by their names, are to be apart.
 
     One of each pair is written. Tables and the like are not among them: who could want that.
@@ -451,8 +448,8 @@ def memory_pairs(names: Sequence[str], pages: Pages | None) -> list[tuple[int, i
     return pairs + [(caches[i], caches[j]) for i, j in numbers if (i, j) not in twins]
 
 
-def _is_separate(pages: Pages | None) -> bool:
-    return isinstance(pages, BlockTable) and pages.layout == "separate"
+def _is_separate(pages: PageTable | None) -> bool:
+    return getattr(pages, "layout", None) == Layout.SEPARATE
 
 
 def _check_memory(given: PreprocessCall, call: TokenCall, cache: WrittenCache) -> None:

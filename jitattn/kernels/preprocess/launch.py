@@ -21,7 +21,7 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import Launch, LoadedKernel, device_facts
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallParams, CallTensors, Source
-from jitattn.kernels.common.value_checks import checking, on_cpu
+from jitattn.kernels.common.value_checks import checking
 from jitattn.kernels.preprocess.check import PreprocessCall, TokenCall, check, memory_pairs
 from jitattn.kernels.preprocess.check_cache import divisor_value
 from jitattn.kernels.preprocess.check_values import check_values
@@ -31,7 +31,6 @@ from jitattn.kernels.preprocess.launch_params import (
     scales_of,
     spec_of,
     write_call,
-    write_pages,
     write_rope,
 )
 from jitattn.kernels.preprocess.params import PREPROCESS_PARAMS
@@ -40,8 +39,9 @@ from jitattn.kernels.preprocess.spec import PreprocessSpec
 from jitattn.kernels.preprocess.tile import preprocess_tile
 from jitattn.spec.layout import Loader
 from jitattn.spec.params import Divisor
+from jitattn.tensors.cache_views import view_of
 from jitattn.tensors.overlap import Apart
-from jitattn.tensors.page_tables import check_view, view_of
+from jitattn.tensors.page_tables import check_view
 
 # Rows of a token that a group of threads takes one after the other, so that it computes angles
 # once; fewer where that leaves SMs without work.
@@ -152,7 +152,7 @@ def _new_params(call: TokenCall) -> CallParams[Any]:
     if given.rope is not None:
         write_rope(params.struct.op, given.rope, call.device)
     if given.pages is not None:
-        write_pages(params.struct.pages, given.pages)
+        given.pages.fill(params.struct.pages)
     return params
 
 
@@ -176,7 +176,7 @@ def verify(given: PreprocessCall) -> None:
     with checking():
         pages = given.pages
         if pages is not None:
-            pages = on_cpu(pages)  # type: ignore[arg-type]
+            pages = pages.to_cpu()
         call = replace(call, given=given._replace(pages=pages, **copies))
         check_values(call)
         places_of(call)

@@ -12,7 +12,6 @@ from jitattn.kernels.common.torch_op import (
     cache_of,
     cache_tensors,
     define,
-    pages_of,
     pages_tensors,
     refuse_gradients,
     scale_of,
@@ -20,6 +19,7 @@ from jitattn.kernels.common.torch_op import (
 )
 from jitattn.kernels.preprocess.api import LAUNCHES
 from jitattn.kernels.preprocess.check import PreprocessCall
+from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.rope import Rope
 from jitattn.tensors.tensor_handles import find
 
@@ -97,7 +97,7 @@ def preprocess_qkv(
         PreprocessCall(
             qkv=qkv[0] if len(qkv) == 1 else (qkv[0], qkv[1], qkv[2]),
             kv_cache=cache_of(kv_cache),
-            pages=pages_of(pages, page_table),
+            pages=table_from_tensors(pages, page_table),
             seq_lens=seq_lens,
             qo_indptr=qo_indptr,
             slots=slots,
@@ -165,7 +165,7 @@ def append_kv(
         PreprocessCall(
             qkv=(k, v),
             kv_cache=cache_of(kv_cache),
-            pages=pages_of(pages, page_table),
+            pages=table_from_tensors(pages, page_table),
             seq_lens=seq_lens,
             qo_indptr=qo_indptr,
             slots=slots,
