@@ -21,11 +21,11 @@ from jitattn.device.workspace import Workspace
 from jitattn.jit.build import Kernel
 from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
+from jitattn.kernels.common import tma
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.kernels.mla import launch as mla_launch
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout
-from jitattn.tensors import tma
 
 CPU = torch.device("cpu")
 

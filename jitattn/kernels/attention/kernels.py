@@ -31,12 +31,12 @@ from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.kernels.common.device_kernels import arch_of
 from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
 from jitattn.kernels.common.tile import DecodeTile
+from jitattn.kernels.common.tma import TensorMaps, TmaTile, tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
 from jitattn.tensors.block_caches import BlockArguments, BlockCaches
 from jitattn.tensors.cache_views import Batch, CacheView
-from jitattn.tensors.tma import Box, TensorMaps, box_of
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class KernelSet:
         return self._kernels_for(specs), BlockArguments(caches)
 
     @functools.cached_property
-    def _boxes(self) -> dict[str, Box]:
+    def _boxes(self) -> dict[str, TmaTile]:
         """What the kernels that tensor maps are for bring at a time."""
         # Not every configuration has a wide kernel.
         roles = zip(
             ("decode", "prefill", "wide"), self._specs_of_loader(is_aligned=True), strict=False
         )
         return {
-            role: box_of(spec.tile(self.arch), spec.head_dim)
+            role: tma_tile_of(spec.tile(self.arch), spec.head_dim)
             for role, spec in roles
             if spec.loader is Loader.TENSOR
         }

@@ -13,6 +13,7 @@ from jitattn.kernels.attention.launch import Part, write_scale
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe
 from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.tma import TensorMaps, TmaTile
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
 from jitattn.kernels.mla.config import mla_specs
 from jitattn.kernels.mla.spec import MLASpec
@@ -21,7 +22,6 @@ from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
 from jitattn.tensors.cache_views import NO_LAYOUT, Call, Scale
-from jitattn.tensors.tma import Box, TensorMaps
 
 _UNSCALED = Scale(1.0)
 
@@ -127,11 +127,11 @@ class MLAKernels(KernelSet):
         return self._kernels_for((spec,)), maps
 
     @functools.cached_property
-    def _boxes(self) -> dict[str, Box]:
+    def _boxes(self) -> dict[str, TmaTile]:
         """What one kernel brings at a time, whatever it is for."""
         tile = self._attention_specs()[0].tile(self.arch)
         rope_dim = self.config.qk_rope_head_dim
-        return {"decode": Box(tile.box_tokens, tile.key_box_columns, rope_dim, is_grouped=True)}
+        return {"decode": TmaTile(tile.box_tokens, tile.key_box_columns, rope_dim, is_grouped=True)}
 
     def _attention_specs(self) -> list[MLASpec]:
         return [spec for spec in self._specs if isinstance(spec, MLASpec)]

@@ -17,9 +17,9 @@ from jitattn.jit.build import Kernel
 from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
 from jitattn.kernels.attention.kernels import KernelSet
+from jitattn.kernels.common import tma
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
-from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from tests.emulator import launch_recorder
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.tensors.test_tma import Map, maps_of
 from torch import Tensor
 
 import jitattn
@@ -22,16 +23,15 @@ from jitattn.kernels.attention.launch import CudaPlan
 from jitattn.kernels.attention.schedule import Recipe
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.attention.tile import decode_tile
+from jitattn.kernels.common import tma
 from jitattn.kernels.common.params import ScheduleParams
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
-from jitattn.tensors import tma
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
 from tests.support.sample_specs import sample_specs
-from tests.tensors.test_tma import Map, maps_of
 
 B, HKV = 3, 2
 LENS = torch.tensor([5, 9, 0], dtype=torch.int32)
