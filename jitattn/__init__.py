@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     )
     from jitattn.bundles.precompile import Report, precompile
     from jitattn.device.workspace import Workspace
-    from jitattn.kernels.attention.api import AttentionPlanner, Plan, build_info
-    from jitattn.kernels.attention.cascade import (
+    from jitattn.kernels.attention.api import AttentionPlanner, Plan
+    from jitattn.kernels.attention.functional import attention
+    from jitattn.kernels.cascade import (
         BoundCascadeCache,
         CascadeLevel,
         CascadePlan,
         CascadePlanner,
     )
-    from jitattn.kernels.attention.functional import attention
-    from jitattn.kernels.attention.kernels import KernelInfo
+    from jitattn.kernels.common.kernel_loader import KernelInfo
+    from jitattn.kernels.common.planner_base import build_info
     from jitattn.kernels.merge.api import merge_states
     from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
     from jitattn.kernels.mla.check import BoundMLACache
@@ -53,19 +54,19 @@ _HOME = {
     "BatchInfo": "kernels.pages.batch_info",
     "BlockTable": "tensors.page_tables",
     "BoundCache": "tensors.cache_views",
-    "BoundCascadeCache": "kernels.attention.cascade",
+    "BoundCascadeCache": "kernels.cascade",
     "BoundMLACache": "kernels.mla.check",
     "CacheError": "base.errors",
-    "CascadeLevel": "kernels.attention.cascade",
-    "CascadePlan": "kernels.attention.cascade",
-    "CascadePlanner": "kernels.attention.cascade",
+    "CascadeLevel": "kernels.cascade",
+    "CascadePlan": "kernels.cascade",
+    "CascadePlanner": "kernels.cascade",
     "CompileError": "base.errors",
     "Config": "spec.support",
     "ConfigError": "base.errors",
     "CsrPages": "tensors.page_tables",
     "DriverError": "base.errors",
     "JitAttnError": "base.errors",
-    "KernelInfo": "kernels.attention.kernels",
+    "KernelInfo": "kernels.common.kernel_loader",
     "KernelNotFoundError": "base.errors",
     "MLAPlan": "kernels.mla.api",
     "MLAPlanner": "kernels.mla.api",
@@ -83,7 +84,7 @@ _HOME = {
     "attention": "kernels.attention.functional",
     "batch_info": "kernels.pages.batch_info",
     "build_block_table": "kernels.pages.block_table",
-    "build_info": "kernels.attention.api",
+    "build_info": "kernels.common.planner_base",
     "check_config": "spec.support",
     "convert_pages": "kernels.pages.block_table",
     "copy_pages": "kernels.pages.copy_pages",

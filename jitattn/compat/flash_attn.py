@@ -15,8 +15,9 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag, check_number
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.kernels.attention.api import AttentionPlanner, plan_for_call
+from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.preprocess.api import append_kv
 from jitattn.tensors.page_tables import (
     INTEGERS,

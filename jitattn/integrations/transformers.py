@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX
-from jitattn.kernels.attention.api import AttentionPlanner, Plan, plan_for_call
+from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.attention.functional import planner_of
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.preprocess.api import append_kv
 from jitattn.tensors.page_tables import BlockTable, Pages, RaggedKV
 
