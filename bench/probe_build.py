@@ -83,7 +83,8 @@ def read_all(config_text: str, arch: str) -> dict[str, object]:
     from jitattn.base import knobs
     from jitattn.jit.build import build_all
     from jitattn.spec.config import PlannerConfig
-    from jitattn.spec.kernel_spec import Loader, MergeSpec
+    from jitattn.spec.kernel_spec import MergeSpec
+    from jitattn.spec.layout import Loader
     from jitattn.spec.support import resolve
 
     imported = time.perf_counter()

@@ -11,28 +11,12 @@ from jinja2.lexer import Token, TokenStream
 
 from jitattn.base.errors import TemplateError
 from jitattn.jit.sources import TEMPLATES, headers
+from jitattn.spec.dtype import DType
 from jitattn.spec.kernel_spec import AttentionSpec, KernelSpec
 from jitattn.spec.tile import template_for, tile_for
-from jitattn.spec.variant import AttentionVariant, ParamType
+from jitattn.spec.variant import ELEMENTS, AttentionVariant, ParamType
 
 __all__ = ["TEMPLATES", "LineMarkers", "environment", "headers", "render"]
-
-_CUDA_TYPE = {
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "float32": "Float",
-    "float8_e4m3fn": "Float8E4M3",
-    "float8_e5m2": "Float8E5M2",
-    "int8": "Int8",
-    "nvfp4": "Float4E2M1",
-}
-_VARIANT_TYPE = {
-    "float": "float",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "int": "int32_t",
-    "uint8": "uint8_t",
-}
 
 
 class LineMarkers(Extension):
@@ -68,7 +52,7 @@ def environment() -> jinja2.Environment:
         extensions=[LineMarkers],
     )
     env.globals = {
-        "cuda_type": _CUDA_TYPE.__getitem__,
+        "cuda_type": _cuda_type,
         "registers": _registers,
         "warpgroup_product": _warpgroup_product,
         **_WITHOUT_VARIANT,
@@ -91,6 +75,11 @@ def render(spec: KernelSpec, arch: str) -> str:
         )
     except jinja2.TemplateError as error:
         raise TemplateError(f"cannot render {spec}: {error}") from error
+
+
+def _cuda_type(dtype: str) -> str:
+    """Return the struct that stands for elements of a type."""
+    return DType(dtype).cuda_type
 
 
 def _registers(name: str, count: int) -> str:
@@ -141,7 +130,7 @@ def _variant_fields(variant: AttentionVariant) -> str:
 
 
 def _variant_type(kind: ParamType) -> str:
-    element = _VARIANT_TYPE[kind.element]
+    element = ELEMENTS[kind.element].cuda_type
     if kind.is_pointer:
         return f"VariantPointer<{element}>"
     return f"VariantTable<{element}, {len(kind.sizes)}>" if kind.sizes else element

@@ -16,7 +16,7 @@ from jitattn.spec.tile import tile_for
 # A wheel carries the templates inside the package, a checkout beside it. The checkout wins, so
 # that an editable install never reads a stale copy.
 _CHECKOUT = Path(__file__).parents[2] / "templates"
-_IS_CHECKOUT = (_CHECKOUT / "decode.cu.jinja").is_file()
+_IS_CHECKOUT = (_CHECKOUT / "attention/decode.cu.jinja").is_file()
 TEMPLATES = _CHECKOUT if _IS_CHECKOUT else Path(__file__).parents[1] / "templates"
 
 

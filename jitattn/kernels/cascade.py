@@ -262,7 +262,7 @@ class CascadePlan:
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/reference.py::attention, over the keys of all levels.
+        Defined by: jitattn/kernels/attention/reference.py::attention, over the keys of all levels.
         """
         check_flag("return_lse", return_lse)
         planner, plans = self._planner, self._plans

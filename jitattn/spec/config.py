@@ -1,4 +1,4 @@
-"""The planner's arguments as a value: torch-free, so that a build machine can name a kernel."""
+"""Planner configs: the arguments as a value. Torch-free, so that build machines can use them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import ClassVar, Protocol, Self
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.dtype import dtype_name
 from jitattn.spec.variant import READY, AttentionVariant
 
-# No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
-# same.
+# Longest request, so that kernels may add to a position in 32 bits. Larger windows act alike.
 MAX_KV_LEN = 2**30
 MAX_PAGE_SIZE = 2**20
 HEAD_DIMS = (*range(16, 257, 16), 512)
-Q_DTYPES = ("bfloat16", "float16")
-OUT_DTYPES = ("bfloat16", "float16", "float32")
-PAGE_TABLES = tuple(table.value for table in PageTable)
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-QUANTISED_DTYPES = (*FP8_DTYPES, "int8", "nvfp4")
 _OPTIONAL = frozenset(
     (
         *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
@@ -33,14 +27,14 @@ _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
 
 
 class Arguments(Value):
-    """Arguments of a planner that are not objects of a device, normalised: its subclasses' fields.
+    """Normalised arguments of a planner, without device objects; subclasses have the fields.
 
     Dtypes are names (``"bfloat16"``). Construct them with ``from_arguments`` or ``parse``, which
     check types.
     """
 
     optional: ClassVar[frozenset[str]] = _OPTIONAL
-    """Names of arguments that may be given as None."""
+    """Names of arguments that may be None."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, object]) -> Self:
@@ -70,7 +64,7 @@ class Arguments(Value):
 
     @classmethod
     def among(cls, values: Mapping[str, object]) -> Self:
-        """Return the configuration of a caller's ``locals()``, which has a value for each field.
+        """Return the configuration of a caller's ``locals()``, with a value for each field.
 
         Raises:
             ConfigError: with one reason for each value of a wrong type.
@@ -168,14 +162,6 @@ class PagedConfig(Protocol):
     def window_left(self) -> int:
         """Earlier tokens that a query sees besides itself; -1 is all."""
         ...
-
-
-def dtype_name(value: object) -> str:
-    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
-    name = str(value).removeprefix("torch.")
-    if not isinstance(value, str) and not str(value).startswith("torch."):
-        raise TypeError(f"{value!r} is not a dtype: give a torch.dtype or its name")
-    return name
 
 
 def _normalise(name: str, kind: str, value: object) -> object:

@@ -3,78 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import ClassVar
 
 from jitattn.base.record import Value
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Layout, Loader, Pairing
 from jitattn.spec.variant import AttentionVariant
-
-
-class DType(StrEnum):
-    """Element type of a tensor, named as in torch."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-    FLOAT8_E4M3FN = "float8_e4m3fn"
-    FLOAT8_E5M2 = "float8_e5m2"
-    INT8 = "int8"
-    NVFP4 = "nvfp4"  # blocks of 16 numbers of four bits, which share a scale
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of an element; NVFP4 has two elements a byte, and no answer."""
-        return _NUM_BYTES[self]
-
-    @property
-    def short(self) -> str:
-        """The type as it stands in a kernel's symbol."""
-        return _SHORT[self]
-
-
-_NUM_BYTES = {
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.FLOAT32: 4,
-    DType.FLOAT8_E4M3FN: 1,
-    DType.FLOAT8_E5M2: 1,
-    DType.INT8: 1,
-}
-_SHORT = {
-    DType.FLOAT16: "f16",
-    DType.BFLOAT16: "bf16",
-    DType.FLOAT32: "f32",
-    DType.FLOAT8_E4M3FN: "e4m3",
-    DType.FLOAT8_E5M2: "e5m2",
-    DType.INT8: "i8",
-    DType.NVFP4: "nvfp4",
-}
-
-
-class PageTable(StrEnum):
-    """How a request's pages are listed."""
-
-    SHARED = "shared"  # [rows, width]: one page id for K and V
-    SEPARATE = "separate"  # [rows, 2, width]: row 0 K ids, row 1 V ids
-    CSR = "csr"  # kv_indptr and kv_indices: one page id for K and V
-    TOKEN = "token"  # [rows, width]: the slot of every token
-    RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request follow each other
-
-
-class Pairing(StrEnum):
-    """What a rotary embedding turns together."""
-
-    NONE = "none"  # nothing
-    NEOX = "neox"  # elements i and i + rotary_dim / 2
-    INTERLEAVED = "interleaved"  # elements 2 i and 2 i + 1
-
-
-class Loader(StrEnum):
-    """How K and V reach shared memory."""
-
-    TENSOR = "tensor"  # boxes of tensor maps: takes_boxes() in tiling.py
-    VECTOR = "vector"  # 16-byte asynchronous copies; bases and strides are multiples of 16 bytes
-    PLAIN = "plain"  # element by element; any alignment
 
 
 def _plain(value: object) -> object:
@@ -93,7 +28,7 @@ class AttentionSpec(Value):
     q_dtype: DType
     kv_dtype: DType
     out_dtype: DType
-    page_table: PageTable
+    page_table: Layout
     loader: Loader
     use_logits_soft_cap: bool
     use_custom_mask: bool
@@ -137,7 +72,7 @@ class DecodeSpec(AttentionSpec):
     """The kernel of requests with few query rows, which only select ``row_tile``."""
 
     family: ClassVar[str] = "decode"
-    template: ClassVar[str] = "decode.cu.jinja"
+    template: ClassVar[str] = "attention/decode.cu.jinja"
 
     row_tile: int  # query rows of one KV head that a CTA handles: 8, 16 or 32
 
@@ -151,7 +86,7 @@ class PrefillSpec(AttentionSpec):
     """The kernel of requests with many query rows."""
 
     family: ClassVar[str] = "prefill"
-    template: ClassVar[str] = "prefill.cu.jinja"
+    template: ClassVar[str] = "attention/prefill_sm80.cu.jinja"
 
     @property
     def symbol(self) -> str:
@@ -166,7 +101,7 @@ class MLASpec(AttentionSpec):
     """
 
     family: ClassVar[str] = "mla"
-    template: ClassVar[str] = "mla.cu.jinja"
+    template: ClassVar[str] = "mla/mla_sm80.cu.jinja"
 
     row_tile: int  # query rows that a CTA handles
     rope_dtype: DType
@@ -210,14 +145,14 @@ class ScheduleSpec(OnlySpec):
     """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
 
     family: ClassVar[str] = "schedule"
-    template: ClassVar[str] = "schedule.cu.jinja"
+    template: ClassVar[str] = "attention/schedule.cu.jinja"
 
 
 class MergeSpec(Value):
     """The kernel that merges attention states of one dtype."""
 
     family: ClassVar[str] = "merge"
-    template: ClassVar[str] = "merge.cu.jinja"
+    template: ClassVar[str] = "merge/merge.cu.jinja"
 
     dtype: DType
 
@@ -239,7 +174,7 @@ class PreprocessSpec(Value):
     """
 
     family: ClassVar[str] = "preprocess"
-    template: ClassVar[str] = "preprocess.cu.jinja"
+    template: ClassVar[str] = "preprocess/preprocess.cu.jinja"
 
     head_dim: int
     head_dim_vo: int
@@ -247,7 +182,7 @@ class PreprocessSpec(Value):
     qkv_dtype: DType
     out_dtype: DType  # of q; qkv_dtype where there is none
     kv_dtype: DType
-    page_table: PageTable | None  # None: a slot for each token
+    page_table: Layout | None  # None: a slot for each token
     pairing: Pairing
     use_mrope: bool  # pairs may have positions of their own
     use_bias: bool
@@ -286,7 +221,7 @@ class GatherSpec(Value):
     """
 
     family: ClassVar[str] = "gather"
-    template: ClassVar[str] = "gather.cu.jinja"
+    template: ClassVar[str] = "pages/gather.cu.jinja"
 
     kv_dtype: DType
     out_dtype: DType
@@ -305,28 +240,28 @@ class CopyPagesSpec(OnlySpec):
     """The kernel that copies pages of any pools."""
 
     family: ClassVar[str] = "copy_pages"
-    template: ClassVar[str] = "copy_pages.cu.jinja"
+    template: ClassVar[str] = "pages/copy_pages.cu.jinja"
 
 
 class BlockTableSpec(OnlySpec):
     """The kernel that makes block tables out of slots."""
 
     family: ClassVar[str] = "block_table"
-    template: ClassVar[str] = "block_table.cu.jinja"
+    template: ClassVar[str] = "pages/block_table.cu.jinja"
 
 
 class BatchInfoSpec(OnlySpec):
     """The kernel that says of every query token whose it is and where it goes."""
 
     family: ClassVar[str] = "batch_info"
-    template: ClassVar[str] = "batch_info.cu.jinja"
+    template: ClassVar[str] = "pages/batch_info.cu.jinja"
 
 
 class LayerTablesSpec(OnlySpec):
     """The kernel that makes the tables of a group's layers out of slots."""
 
     family: ClassVar[str] = "layer_tables"
-    template: ClassVar[str] = "layer_tables.cu.jinja"
+    template: ClassVar[str] = "pages/layer_tables.cu.jinja"
 
 
 TableSpec = BlockTableSpec | BatchInfoSpec | LayerTablesSpec

@@ -7,18 +7,13 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 from jitattn.base.errors import ConfigError
-from jitattn.spec.config import OUT_DTYPES, PAGE_TABLES, Q_DTYPES, Arguments
+from jitattn.spec.arch import check_arch
+from jitattn.spec.config import Arguments
 from jitattn.spec.constraint import VARIANT_RANGE, Rule, broken, one_of, page_size_rule, rule
-from jitattn.spec.kernel_spec import (
-    DType,
-    KernelSpec,
-    Loader,
-    MergeSpec,
-    MLASpec,
-    PageTable,
-    ScheduleSpec,
-)
-from jitattn.spec.tile import SMEM_LIMIT, latent_row_tile, takes_latent_boxes
+from jitattn.spec.dtype import OUT_DTYPES, Q_DTYPES, DType
+from jitattn.spec.kernel_spec import KernelSpec, MergeSpec, MLASpec, ScheduleSpec
+from jitattn.spec.layout import PAGE_TABLES, Layout, Loader
+from jitattn.spec.tile import latent_row_tile, takes_latent_boxes
 from jitattn.spec.variant import AttentionVariant
 
 KV_LORA_RANKS = (256, 512)
@@ -121,8 +116,7 @@ class MLAConfig(Arguments):
         Raises:
             ConfigError: with every reason why there are none.
         """
-        if arch not in SMEM_LIMIT:
-            raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
+        check_arch(arch)
         if reasons := self.reasons():
             raise ConfigError(reasons)
         out_dtype = DType(self.out_dtype or self.q_dtype)
@@ -143,7 +137,7 @@ class MLAConfig(Arguments):
             q_dtype=q_dtype,
             kv_dtype=kv_dtype,
             out_dtype=DType(self.out_dtype or self.q_dtype),
-            page_table=PageTable(self.page_table),
+            page_table=Layout(self.page_table),
             loader=Loader.VECTOR,
             use_logits_soft_cap=False,
             use_custom_mask=False,

@@ -1,8 +1,8 @@
 """Launch arguments as the kernels lay them out.
 
-Twins: the headers of templates/include/jitattn/ that name this module, and
-templates/page_table.cuh.jinja and variant_params.cuh.jinja. tests/compile/test_params.py has the
-compiler compare both.
+Twins: the headers of templates/include/jitattn/ that name this module, and page_table.cuh.jinja and
+variant_params.cuh.jinja of templates/parts/. tests/compile/test_params.py has the compiler compare
+both.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import functools
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Layout
 from jitattn.spec.variant import AttentionVariant, ParamType
 
 # Codes of floating-point types that a caller may choose at launch: FloatCode in types.cuh.
-FLOAT_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+FLOAT_CODES = {d.value: d.float_code for d in DType if d.float_code is not None}
 
 # Custom masks: MaskKind in attention_params.cuh.
 MASK_BOOL, MASK_PACKED, MASK_RAGGED = 0, 1, 2
@@ -475,12 +476,12 @@ class RaggedPages(ctypes.Structure):
     )
 
 
-_PAGES: dict[PageTable, type[ctypes.Structure]] = {
-    PageTable.SHARED: TablePages,
-    PageTable.SEPARATE: SeparatePages,
-    PageTable.CSR: CsrPages,
-    PageTable.TOKEN: TablePages,
-    PageTable.RAGGED: RaggedPages,
+_PAGES: dict[Layout, type[ctypes.Structure]] = {
+    Layout.SHARED: TablePages,
+    Layout.SEPARATE: SeparatePages,
+    Layout.CSR: CsrPages,
+    Layout.TOKEN: TablePages,
+    Layout.RAGGED: RaggedPages,
 }
 
 
@@ -492,7 +493,7 @@ ATTENTION_OFFSET = 2 * TENSOR_MAP_BYTES
 
 
 def _kernel_params(
-    layout: PageTable, *others: tuple[str, type[ctypes.Structure]]
+    layout: Layout, *others: tuple[str, type[ctypes.Structure]]
 ) -> type[ctypes.Structure]:
     fields: tuple[tuple[str, Any], ...] = (
         ("k_map", ctypes.c_char * TENSOR_MAP_BYTES),
@@ -508,7 +509,7 @@ def _kernel_params(
 
 
 # ``struct KernelParams`` of each layout.
-KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in PageTable}
+KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in Layout}
 
 
 class LatentParams(ctypes.Structure):
@@ -526,8 +527,8 @@ class LatentParams(ctypes.Structure):
     )
 
 
-# The same of latent.cuh.jinja, whose maps are those of latents and rope parts.
-MLA_PARAMS = {layout: _kernel_params(layout, ("latent", LatentParams)) for layout in PageTable}
+# The same of mla/constants.cuh.jinja, whose maps are those of latents and rope parts.
+MLA_PARAMS = {layout: _kernel_params(layout, ("latent", LatentParams)) for layout in Layout}
 
 
 @functools.cache
@@ -555,7 +556,7 @@ def variant_params(variant: AttentionVariant) -> type[ctypes.Structure]:
 
 @functools.lru_cache(maxsize=256)
 def kernel_params(
-    layout: PageTable, variant: AttentionVariant | None, *, is_latent: bool
+    layout: Layout, variant: AttentionVariant | None, *, is_latent: bool
 ) -> type[ctypes.Structure]:
     """Return ``struct KernelParams`` of attention kernels; of a variant, its parameters, too."""
     if variant is None:
@@ -564,7 +565,7 @@ def kernel_params(
     return _kernel_params(layout, ("variant", variant_params(variant)), *latent)
 
 
-def _preprocess_params(layout: PageTable | None) -> type[ctypes.Structure]:
+def _preprocess_params(layout: Layout | None) -> type[ctypes.Structure]:
     pages = (("pages", _PAGES[layout]),) if layout else (("_padding", ctypes.c_char * 8),)
     name = f"PreprocessKernelParams_{layout.value if layout else 'slots'}"
     fields = (("op", PreprocessParams), *pages)
@@ -573,5 +574,5 @@ def _preprocess_params(layout: PageTable | None) -> type[ctypes.Structure]:
 
 # ``struct KernelParams`` of preprocess.cu.jinja, by layout; None: slots, whose table is empty.
 PREPROCESS_PARAMS = {
-    layout: _preprocess_params(layout) for layout in (None, *PageTable) if layout != "ragged"
+    layout: _preprocess_params(layout) for layout in (None, *Layout) if layout != "ragged"
 }

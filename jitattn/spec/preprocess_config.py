@@ -7,14 +7,15 @@ from dataclasses import MISSING, fields
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.spec.config import FP8_DTYPES, HEAD_DIMS, MAX_PAGE_SIZE, Q_DTYPES, QUANTISED_DTYPES
-from jitattn.spec.kernel_spec import DType, Loader, PageTable, Pairing, PreprocessSpec
-from jitattn.spec.tile import SMEM_LIMIT
+from jitattn.spec.arch import check_arch
+from jitattn.spec.config import HEAD_DIMS, MAX_PAGE_SIZE
+from jitattn.spec.dtype import FP8_DTYPES, KV_DTYPES, Q_DTYPES, DType
+from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.spec.layout import Layout, Loader, Pairing
 
-KV_DTYPES = (*Q_DTYPES, *QUANTISED_DTYPES)
 SLOTS = "slots"
 """Stands for a page table where each token has a slot."""
-_TABLES = (*(table.value for table in PageTable if table is not PageTable.RAGGED), SLOTS)
+_TABLES = (*(table.value for table in Layout if table is not Layout.RAGGED), SLOTS)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "qkv_dtype": Q_DTYPES,
     "kv_dtype": KV_DTYPES,
@@ -62,7 +63,7 @@ class PreprocessConfig(Value):
 
     @classmethod
     def parse(cls, text: str) -> PreprocessConfig:
-        """Return the configuration of ``"kernel=preprocess,head_dim=128,kv_dtype=int8"``.
+        """Return the configuration of ``"kernel=preprocess,head_dim=128,kv_dtype=float8_e4m3fn"``.
 
         Raises:
             ConfigError: a part is unknown or has a value that is not supported.
@@ -121,8 +122,7 @@ class PreprocessConfig(Value):
         Raises:
             ConfigError: ``arch`` is unknown, or there are none.
         """
-        if arch not in SMEM_LIMIT:
-            raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
+        check_arch(arch)
         if reasons := self.reasons():
             raise ConfigError(reasons)
         vector, plain = (
@@ -133,7 +133,7 @@ class PreprocessConfig(Value):
                 qkv_dtype=DType(self.qkv_dtype),
                 out_dtype=DType(self.out_dtype or self.qkv_dtype),
                 kv_dtype=DType(self.kv_dtype),
-                page_table=None if self.page_table == SLOTS else PageTable(self.page_table),
+                page_table=None if self.page_table == SLOTS else Layout(self.page_table),
                 pairing=Pairing(self.pairing),
                 use_mrope=self.use_mrope,
                 use_bias=self.use_bias,

@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.spec.config import (
-    HEAD_DIMS,
-    OUT_DTYPES,
-    PAGE_TABLES,
-    Q_DTYPES,
-    QUANTISED_DTYPES,
-    PlannerConfig,
-)
+from jitattn.spec.arch import ARCHS, check_arch
+from jitattn.spec.config import HEAD_DIMS, PlannerConfig
 from jitattn.spec.constraint import VARIANT_RANGE, Rule, broken, one_of, page_size_rule, rule
+from jitattn.spec.dtype import OUT_DTYPES, Q_DTYPES, QUANTISED_DTYPES, DType
 from jitattn.spec.kernel_spec import (
     BatchInfoSpec,
     BlockTableSpec,
     CopyPagesSpec,
     DecodeSpec,
-    DType,
     GatherSpec,
     KernelSpec,
     LayerTablesSpec,
-    Loader,
     MergeSpec,
-    PageTable,
     PrefillSpec,
     PreprocessSpec,
     ScheduleSpec,
 )
+from jitattn.spec.layout import PAGE_TABLES, Layout, Loader
 from jitattn.spec.mla_config import MLA_RANGES, MLAConfig
 from jitattn.spec.preprocess_config import PREPROCESS_RANGES, PreprocessConfig
-from jitattn.spec.tile import SMEM_LIMIT, max_row_tile, row_tile_for, takes_boxes
+from jitattn.spec.tile import max_row_tile, row_tile_for, takes_boxes
 from jitattn.spec.transfer_config import TRANSFER_RANGES, TransferConfig
 
-ARCHITECTURES = tuple(SMEM_LIMIT)
-
 KV_LAYOUTS = ("NHD", "HND")
-
-# Where the kernels were run, by architecture; tests/gpu/RESULTS.md has the runs.
-TESTED_ON = {
-    "sm_80": "run from PTX on H200",
-    "sm_90a": "run on H200, and before the last changes on H100",
-    "sm_100f": "compiled, not run",
-    "sm_120f": "compiled, not run",
-}
-# Likewise of preprocess_qkv and append_kv, and of what moves tokens and pages and makes tables.
-PREPROCESS_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, not run") | {
-    "sm_90a": "run on H100 and H200"
-}
-TRANSFERS_TESTED_ON = PREPROCESS_TESTED_ON
-MLA_TESTED_ON = dict.fromkeys(ARCHITECTURES, "compiled, and emulated on the CPU, not run") | {
-    "sm_90a": "run on H200, and before the last changes on H100"
-}
 
 
 class Support(Value):
@@ -86,7 +60,7 @@ def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[
 
 
 def _kv_layout_fits(config: PlannerConfig) -> bool:
-    has_pages = config.page_table != PageTable.RAGGED
+    has_pages = config.page_table != Layout.RAGGED
     return config.kv_layout in (KV_LAYOUTS if has_pages else KV_LAYOUTS[:1])
 
 
@@ -169,29 +143,6 @@ _ANY = {
 }
 
 
-def arch_for(major: int, minor: int) -> str | None:
-    """Return the architecture whose code a device of this compute capability runs, or None."""
-    del minor  # 8.x runs sm_80 code, 10.x and 12.x their family code
-    return {8: "sm_80", 9: "sm_90a", 10: "sm_100f", 12: "sm_120f"}.get(major)
-
-
-def why_no_arch(arch: str) -> str:
-    """Return why there are no kernels for ``arch``, and for what there are; empty for a known one.
-
-    A compute capability, also as part of another compiler's name for it, is told its architecture.
-    """
-    if arch in ARCHITECTURES:
-        return ""
-    reason = f"{arch!r} is not one of {', '.join(ARCHITECTURES)}"
-    given = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)[af]?", arch)
-    if given is None:
-        return reason
-    capability = f"{given[1]}.{given[2]}"
-    known = arch_for(int(given[1]), int(given[2]))
-    told = f"runs code for {known}" if known else "has no kernels"
-    return f"{reason}; compute capability {capability} {told}"
-
-
 def check_config(arch: str = "sm_90a", **planner_arguments: object) -> Support:
     """Say whether a planner with these arguments is supported on ``arch``, and why not.
 
@@ -217,17 +168,19 @@ def supported_configs(arch: str = "sm_90a") -> list[Config]:
     ranges = {rule.argument: rule.allowed for rule in RULES} | _ANY
     preprocess = Config(
         kernel=PreprocessSpec.family,
-        tested_on=PREPROCESS_TESTED_ON[arch],
+        tested_on=ARCHS[arch].tested_on["preprocess"],
         fields=dict(PREPROCESS_RANGES),
     )
     transfers = Config(
-        kernel="transfers", tested_on=TRANSFERS_TESTED_ON[arch], fields=dict(TRANSFER_RANGES)
+        kernel="transfers", tested_on=ARCHS[arch].tested_on["pages"], fields=dict(TRANSFER_RANGES)
     )
-    mla = Config(kernel=MLAConfig.family, tested_on=MLA_TESTED_ON[arch], fields=dict(MLA_RANGES))
+    mla = Config(
+        kernel=MLAConfig.family, tested_on=ARCHS[arch].tested_on["mla"], fields=dict(MLA_RANGES)
+    )
     return [
         Config(
             kernel=family,
-            tested_on=TESTED_ON[arch],
+            tested_on=ARCHS[arch].tested_on["attention"],
             fields=ranges | {"query tokens per request": queries},
         )
         for family, queries in (
@@ -261,7 +214,7 @@ def resolve(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         "q_dtype": DType(config.q_dtype),
         "kv_dtype": DType(config.kv_dtype),
         "out_dtype": out_dtype,
-        "page_table": PageTable(config.page_table),
+        "page_table": Layout(config.page_table),
         "use_logits_soft_cap": config.logits_soft_cap > 0.0,
         "use_custom_mask": config.use_custom_mask,
         "variant": None if config.variant is None else config.variant.code,
@@ -365,12 +318,6 @@ def _fast_and_plain(
     return replace(spec, loader=fast), replace(spec, loader=Loader.PLAIN)
 
 
-def check_arch(arch: str) -> None:
-    """Raise ConfigError unless ``arch`` is one of ``ARCHITECTURES``."""
-    if reason := why_no_arch(arch):
-        raise ConfigError([f"arch={reason}"])
-
-
 # The values from which the compile tests draw. Page sizes stand for their kind: one token, odd,
 # smaller than a warp's slice, a multiple of it that is no power of two, powers of two.
 _SAMPLE: dict[str, tuple[object, ...]] = {
@@ -380,9 +327,9 @@ _SAMPLE: dict[str, tuple[object, ...]] = {
     "row_tile": (8, 16, 32, None),  # None: the prefill kernel
     "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
     # None: q_dtype
-    "kv_dtype": (None, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8, DType.NVFP4),
+    "kv_dtype": (None, *map(DType, QUANTISED_DTYPES)),
     "out_dtype": (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
-    "page_table": tuple(PageTable),
+    "page_table": tuple(Layout),
     "is_aligned": (True, False),
     "use_logits_soft_cap": (False, True),
     "use_custom_mask": (False, True),
@@ -429,7 +376,7 @@ def _pairs(row: dict[str, object]) -> Iterator[tuple[tuple[str, object], tuple[s
 def _can_meet(row: dict[str, object]) -> bool:
     head_dim, row_tile = row.get("head_dim", 16), row.get("row_tile", 8)
     dims = head_dim, row.get("head_dim_vo") or head_dim
-    if row.get("page_table") == PageTable.RAGGED and row.get("page_size", 1) != 1:
+    if row.get("page_table") == Layout.RAGGED and row.get("page_size", 1) != 1:
         return False
     return row_tile is None or row_tile_for(*dims, row_tile) == row_tile  # type: ignore[arg-type]
 

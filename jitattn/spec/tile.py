@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jitattn.spec.arch import ARCHS
+from jitattn.spec.dtype import DType
 from jitattn.spec.kernel_spec import (
     AttentionSpec,
     CopyPagesSpec,
     DecodeSpec,
-    DType,
     GatherSpec,
     KernelSpec,
-    Loader,
     MergeSpec,
     MLASpec,
-    PageTable,
     PrefillSpec,
     PreprocessSpec,
     ScheduleSpec,
     TableSpec,
 )
-
-# Shared memory one CTA may use, in bytes. sm_80 code also runs on compute capability 8.6 and 8.9,
-# whose limit is the smaller one.
-SMEM_LIMIT = {
-    "sm_80": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100f": 227 * 1024,
-    "sm_120f": 99 * 1024,
-}
+from jitattn.spec.layout import Layout, Loader
 
 # Bytes of K and V in flight that one CTA aims at. Two CTAs share an SM, and 64 KiB an SM saturate
 # an H100's memory; the rest covers the stages that are being consumed.
@@ -38,7 +29,7 @@ _MERGE_BYTES = 8 * 1024
 # and what is left of the SM has room for the next launch's CTA.
 _BOX_RING_BYTES = 128 * 1024
 # The tables whose pages they bring.
-_BOX_TABLES = (PageTable.SHARED, PageTable.SEPARATE, PageTable.CSR)
+_BOX_TABLES = (Layout.SHARED, Layout.SEPARATE, Layout.CSR)
 # A row as tensor maps see it: segments of so many bytes.
 SEGMENT_BYTES = 128
 _VECTOR_BYTES = 16
@@ -207,7 +198,7 @@ def row_tile_for(head_dim: int, head_dim_vo: int, group_size: int) -> int:
 
 
 def tile_for(spec: KernelSpec, arch: str) -> Tile:
-    """Return the tile of ``spec`` on ``arch``, one of ``SMEM_LIMIT``."""
+    """Return the tile of ``spec`` on ``arch``, one of ``ARCHITECTURES``."""
     if isinstance(spec, ScheduleSpec):
         return ScheduleTile()
     if isinstance(spec, MergeSpec):
@@ -250,12 +241,13 @@ def decode_tile_for(spec: DecodeSpec, arch: str) -> DecodeTile:
         num_warps = next(
             n
             for n in (8, 4, 2, 1)
-            if _box_tile(spec, n, is_padded=True).smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch]
+            if _box_tile(spec, n, is_padded=True).smem_bytes + _STATIC_BYTES
+            <= ARCHS[arch].smem_bytes
         )
         return _box_tile(spec, num_warps, is_padded=spec.loader is not Loader.TENSOR)
-    has_large_smem = SMEM_LIMIT[arch] >= 2 * _HALF_SM_SMEM
+    has_large_smem = ARCHS[arch].smem_bytes >= 2 * _HALF_SM_SMEM
     tiles = (_decode_tile(spec, num_warps, has_large_smem) for num_warps in (4, 2, 1))
-    return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= SMEM_LIMIT[arch])
+    return next(t for t in tiles if t.smem_bytes + _STATIC_BYTES <= ARCHS[arch].smem_bytes)
 
 
 def latent_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) -> int:
@@ -263,12 +255,12 @@ def latent_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) 
     if _has_latent_warpgroups(q_dtype, kv_dtype, arch):
         return 64
     # Where instructions for FP8 are missing, conversions take the registers of more rows.
-    converts_slowly = arch == "sm_80" and kv_dtype is not q_dtype
+    converts_slowly = not ARCHS[arch].has_fp8_conversions and kv_dtype is not q_dtype
     return 16 if num_heads <= 16 or converts_slowly else 32
 
 
 def _has_latent_warpgroups(q_dtype: DType, kv_dtype: DType, arch: str) -> bool:
-    return arch == "sm_90a" and kv_dtype in (q_dtype, DType.FLOAT8_E4M3FN)
+    return ARCHS[arch].has_wgmma and kv_dtype in (q_dtype, DType.FLOAT8_E4M3FN)
 
 
 def takes_latent_boxes(spec: MLASpec, arch: str) -> bool:
@@ -336,7 +328,7 @@ def _latent_tile(spec: MLASpec, arch: str) -> PrefillTile:
         + scale_bytes
     )
     score_bytes = 4 * 4 * spec.row_tile * (tile_tokens + 8)
-    room = SMEM_LIMIT[arch] - _LATENT_STATIC_BYTES - score_bytes
+    room = ARCHS[arch].smem_bytes - _LATENT_STATIC_BYTES - score_bytes
     # One is consumed, and the others are under way.
     num_stages = min(room // (tile_tokens * token_bytes), 4)
     return PrefillTile(
@@ -356,9 +348,9 @@ def _latent_tile(spec: MLASpec, arch: str) -> PrefillTile:
 def template_for(spec: KernelSpec, arch: str) -> str:
     """Return the template of ``spec`` on ``arch``."""
     if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, arch):
-        return "prefill_wgmma.cu.jinja"
+        return "attention/prefill_sm90.cu.jinja"
     if isinstance(spec, MLASpec) and isinstance(latent_tile_for(spec, arch), WarpgroupTile):
-        return "mla_wgmma.cu.jinja"
+        return "mla/mla_sm90.cu.jinja"
     return spec.template
 
 
@@ -375,7 +367,7 @@ def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
 def has_warpgroup_tile(spec: PrefillSpec, arch: str) -> bool:
     """Return whether warpgroups compute a prefill kernel, whatever its pages and loader."""
     is_narrow = max(spec.head_dim, spec.head_dim_vo) <= 256
-    return arch == "sm_90a" and is_narrow
+    return ARCHS[arch].has_wgmma and is_narrow
 
 
 def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
@@ -383,7 +375,7 @@ def _has_box_tile(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
     if spec.kv_dtype is DType.NVFP4:  # the scales of its blocks come beside its rows
         return False
     dims = (spec.head_dim, spec.head_dim_vo)
-    return arch == "sm_90a" and all(
+    return ARCHS[arch].has_wgmma and all(
         spec.kv_dtype.num_bytes * dim % SEGMENT_BYTES == 0 for dim in dims
     )
 
@@ -427,7 +419,7 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTil
         )
     )
     # Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
-    limit = min(SMEM_LIMIT[arch], _HALF_SM_SMEM)
+    limit = min(ARCHS[arch].smem_bytes, _HALF_SM_SMEM)
     return next(
         tile
         for tile in tiles
@@ -439,7 +431,7 @@ def prefill_tile_for(spec: PrefillSpec, arch: str) -> PrefillTile | WarpgroupTil
 
 
 def _row_bytes(num_bytes: int) -> int:
-    """Return the pitch of a row in shared memory: padded_row() of constants.cuh.jinja."""
+    """Return the pitch of a row in shared memory: padded_row() of parts/constants.cuh.jinja."""
     return (-(-num_bytes // _VECTOR_BYTES) | 1) * _VECTOR_BYTES
 
 

@@ -6,21 +6,18 @@ from collections.abc import Mapping
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.spec.config import FP8_DTYPES, Q_DTYPES
+from jitattn.spec.arch import check_arch
+from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
 from jitattn.spec.kernel_spec import (
     BatchInfoSpec,
     BlockTableSpec,
     CopyPagesSpec,
-    DType,
     GatherSpec,
     LayerTablesSpec,
     TableSpec,
 )
 from jitattn.spec.kernel_spec import TransferSpec as Spec
-from jitattn.spec.tile import SMEM_LIMIT
 
-OUT_DTYPES = (*Q_DTYPES, "float32")
-GATHERED_DTYPES = (*Q_DTYPES, *FP8_DTYPES, "int8", "nvfp4")
 _SPECS: dict[str, type[CopyPagesSpec | TableSpec]] = {
     spec.family: spec for spec in (CopyPagesSpec, BlockTableSpec, BatchInfoSpec, LayerTablesSpec)
 }
@@ -28,7 +25,7 @@ KERNELS = (GatherSpec.family, *_SPECS)
 _FIELDS = ("kernel", "kv_dtype", "out_dtype")
 
 TRANSFER_RANGES: Mapping[str, str] = {
-    "gather_kv: cache": ", ".join(GATHERED_DTYPES) + "; any strides, any head_dim",
+    "gather_kv: cache": ", ".join(KV_DTYPES) + "; any strides, any head_dim",
     "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",
     "gather_kv: pages": "shared, separate, csr, token; pages of 1 token and up",
     "copy_pages": "any dtype and strides, device and pinned host memory, at most four "
@@ -50,7 +47,7 @@ class TransferConfig(Value):
 
     @classmethod
     def parse(cls, text: str) -> TransferConfig:
-        """Return the configuration of ``"kernel=gather,kv_dtype=int8,out_dtype=bfloat16"``.
+        """Return the configuration of ``"kernel=gather,kv_dtype=nvfp4,out_dtype=bfloat16"``.
 
         Raises:
             ConfigError: a part is unknown or has a value that is not supported.
@@ -74,8 +71,8 @@ class TransferConfig(Value):
             wrong = (name for name in _FIELDS[1:] if getattr(self, name) is not None)
             return [f"{name} is given, which kernel={self.kernel} has not" for name in wrong]
         found = []
-        if self.kv_dtype not in GATHERED_DTYPES:
-            found.append(f"kv_dtype={self.kv_dtype} is not one of {', '.join(GATHERED_DTYPES)}")
+        if self.kv_dtype not in KV_DTYPES:
+            found.append(f"kv_dtype={self.kv_dtype} is not one of {', '.join(KV_DTYPES)}")
         copies_bits = self.out_dtype == self.kv_dtype != DType.NVFP4
         if self.out_dtype not in (None, *OUT_DTYPES) and not copies_bits:
             found.append(
@@ -95,8 +92,7 @@ class TransferConfig(Value):
         Raises:
             ConfigError: ``arch`` is unknown, or there is none.
         """
-        if arch not in SMEM_LIMIT:
-            raise ConfigError([f"arch={arch!r} is not one of {', '.join(SMEM_LIMIT)}"])
+        check_arch(arch)
         if self.kernel != GatherSpec.family:
             return (_SPECS[self.kernel](),)
         if reasons := self.reasons():
@@ -116,7 +112,7 @@ def every_config() -> list[TransferConfig]:
     """Return all of them."""
     gathers = [
         TransferConfig(kv_dtype=kv_dtype, out_dtype=out_dtype)
-        for kv_dtype in GATHERED_DTYPES
+        for kv_dtype in KV_DTYPES
         for out_dtype in dict.fromkeys((*OUT_DTYPES, kv_dtype))
     ]
     return [

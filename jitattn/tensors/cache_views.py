@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import QUANTISED_DTYPES, PlannerConfig
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import BYTE_DTYPES, QUANTISED_DTYPES, DType
 from jitattn.tensors.overlap import span_of
 from jitattn.tensors.page_tables import Pages, check_device, check_tensor
 from jitattn.tensors.tensor_handles import new_handle
@@ -24,7 +25,7 @@ except ImportError:
 
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_BYTE_DTYPES = tuple(DType(name).torch_dtype for name in BYTE_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,24 @@ class BoundCache:
         self.layout_key = layout_key
         # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """K and V, then the scales of their blocks, then their own, as far as these are tensors."""
+        views = self.k, self.v, *(self.block_scales or ())
+        scales = [scale.tensor for scale in (self.k_scale, self.v_scale) if scale is not None]
+        return *(view.tensor for view in views), *(scale for scale in scales if scale is not None)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What it is beside its tensors: of two with equal facts the tensors tell."""
+        config, scales = self.config, (self.k_scale, self.v_scale)
+        numbers = [scale.value for scale in scales if scale is not None and scale.tensor is None]
+        return (
+            *(config.q_dtype, config.kv_dtype, config.kv_layout, config.page_table),
+            *(scale is None or scale.tensor is None for scale in scales),
+            *numbers,
+        )
 
     @property
     def pools(self) -> dict[str, int]:
@@ -321,7 +340,7 @@ def _check_rank(
     name: str, cache: object, config: PlannerConfig, *, num_dims: int, row: str = "head_dim"
 ) -> None:
     dtype = getattr(torch, config.kv_dtype)
-    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _QUANTISED_DTYPES else (dtype,))
+    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _BYTE_DTYPES else (dtype,))
     assert isinstance(cache, Tensor)
     if cache.dim() != num_dims:
         page = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import MAX_KV_LEN
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.layout import Layout
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -68,7 +68,7 @@ class BlockTable(_Fixed):
         self.table = table
         self.rows = rows
         self.tensors = (table,) if rows is None else (table, rows)
-        self.layout = PageTable.SHARED if table.dim() == 2 else PageTable.SEPARATE
+        self.layout = Layout.SHARED if table.dim() == 2 else Layout.SEPARATE
 
     def __repr__(self) -> str:
         """Show the layout and the shapes."""
@@ -132,7 +132,7 @@ class TokenTable(_Fixed):
         self.slots = slots
         self.rows = rows
         self.tensors = (slots,) if rows is None else (slots, rows)
-        self.layout = PageTable.TOKEN
+        self.layout = Layout.TOKEN
 
     def __repr__(self) -> str:
         """Show the shapes."""
@@ -187,7 +187,7 @@ class CsrPages(_Fixed):
         self.kv_indptr = kv_indptr
         self.kv_indices = kv_indices
         self.tensors = (kv_indptr, kv_indices)
-        self.layout = PageTable.CSR
+        self.layout = Layout.CSR
 
     def __repr__(self) -> str:
         """Show the shapes."""
@@ -228,7 +228,7 @@ class RaggedKV(_Fixed):
         check_indptr("kv_indptr", kv_indptr)
         self.kv_indptr = kv_indptr
         self.tensors = (kv_indptr,)
-        self.layout = PageTable.RAGGED
+        self.layout = Layout.RAGGED
 
     def __repr__(self) -> str:
         """Show the shape."""

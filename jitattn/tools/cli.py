@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 from jitattn.base import knobs
 from jitattn.base.errors import CacheError, ConfigError, JitAttnError
 from jitattn.spec import support
-from jitattn.spec.config import Q_DTYPES, PlannerConfig
+from jitattn.spec.arch import ARCHITECTURES, why_no_arch
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import Q_DTYPES
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
@@ -123,19 +125,19 @@ def _add(commands: _Commands, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_arch(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(support.ARCHITECTURES)
+    known = ", ".join(ARCHITECTURES)
     parser.add_argument(
         "--arch", type=_arch, default=_DEFAULT_ARCH, help=f"one of {known} (default: %(default)s)"
     )
 
 
-_ARCH_HELP = f"comma-separated or repeated: {', '.join(support.ARCHITECTURES)}"
+_ARCH_HELP = f"comma-separated or repeated: {', '.join(ARCHITECTURES)}"
 _MODEL_HELP = "the config.json that Hugging Face has of a model, or its folder"
 _CONFIG_HELP = (
     "planner arguments, such as head_dim=128,page_size=16,page_table=separate; with planner=mla "
     "those of MLAPlanner, such as planner=mla,num_heads=16,kv_dtype=float8_e4m3fn; or kernels of "
-    "preprocess_qkv and append_kv, such as kernel=preprocess,head_dim=128,kv_dtype=int8; or of "
-    "gather_kv, kernel=gather,kv_dtype=int8,out_dtype=bfloat16"
+    "preprocess_qkv and append_kv, such as kernel=preprocess,head_dim=128,page_size=32; or of "
+    "gather_kv, kernel=gather,kv_dtype=float8_e5m2,out_dtype=bfloat16"
 )
 
 
@@ -224,7 +226,7 @@ def _archs(text: str) -> tuple[str, ...]:
 
 
 def _arch(text: str) -> str:
-    if reason := support.why_no_arch(text):
+    if reason := why_no_arch(text):
         raise argparse.ArgumentTypeError(reason)
     return text
 
@@ -270,7 +272,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _configs(args: argparse.Namespace) -> int:
-    archs = tuple(dict.fromkeys(args.arch or support.ARCHITECTURES))
+    archs = tuple(dict.fromkeys(args.arch or ARCHITECTURES))
     serving = _serving(args)
     if args.model is not None:
         return _model_configs(args.model, serving, archs, as_json=args.json)

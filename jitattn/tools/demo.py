@@ -305,7 +305,7 @@ class KernelRow:
     smem_bytes: int
 
 
-def _kernel_row(info: jitattn.KernelInfo) -> KernelRow:
+def _kernel_row(info: jitattn.types.KernelInfo) -> KernelRow:
     return KernelRow(
         info.name,
         info.arch,

@@ -9,11 +9,13 @@ import pytest
 from jitattn.base.errors import ConfigError
 from jitattn.bundles.model_config import model_of
 from jitattn.bundles.model_kernels import Need, Serving, from_model, needs_of
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DType, KernelSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import KernelSpec
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.preprocess_config import SLOTS, PreprocessConfig
-from jitattn.spec.support import ARCHITECTURES, specs_of
+from jitattn.spec.support import specs_of
 from jitattn.spec.transfer_config import TransferConfig
 from tests.support.model_configs import MODELS, write_config
 

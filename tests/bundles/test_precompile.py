@@ -26,12 +26,13 @@ from jitattn.base.knobs import Knobs
 from jitattn.bundles.precompile import PRESETS, Failure, Precompiled, Report
 from jitattn.jit import build
 from jitattn.jit.cache import KernelCache
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import ARCHITECTURES, resolve
+from jitattn.spec.support import resolve
 
 # The module, for what it keeps to itself.
-precompile = importlib.import_module("jitattn.bundles")
+precompile = importlib.import_module("jitattn.bundles.precompile")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -113,7 +114,7 @@ import sys
 sys.modules["torch"] = None
 import importlib
 from jitattn.spec.kernel_spec import ScheduleSpec
-module = importlib.import_module("jitattn.bundles")
+module = importlib.import_module("jitattn.bundles.precompile")
 module.resolve = lambda config, arch: (ScheduleSpec(),)
 report = module.precompile("", arch="sm_80,sm_90a", out=sys.argv[1], jobs=2, progress=False)
 print(report.compiled, [str(failure) for failure in report.failures])
@@ -231,7 +232,7 @@ def test_a_worker_that_dies_is_a_failure_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies_on_sm_80 = (
-        "import os, sys; sys.path[:] = {path!r}; from jitattn import build\n"
+        "import os, sys; sys.path[:] = {path!r}; from jitattn.jit import build\n"
         "from jitattn.bundles.precompile import serve\n"
         "real = build.fill\n"
         "build.fill = lambda s, arch, f: os._exit(9) if arch == 'sm_80' else real(s, arch, f)\n"

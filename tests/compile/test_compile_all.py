@@ -16,19 +16,19 @@ import pytest
 
 from jitattn.jit import nvrtc
 from jitattn.jit.cubin import resources_of
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import Q_DTYPES, DType
 from jitattn.spec.kernel_spec import (
     AttentionSpec,
     DecodeSpec,
-    DType,
     KernelSpec,
-    Loader,
-    PageTable,
     PrefillSpec,
     ScheduleSpec,
 )
-from jitattn.spec.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
-from jitattn.spec.tile import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
+from jitattn.spec.layout import Layout, Loader
+from jitattn.spec.support import _SAMPLE, HEAD_DIMS, resolve, sample_specs
+from jitattn.spec.tile import DecodeTile, PrefillTile, WarpgroupTile, tile_for
 from tests.support.compiler import advice, compile_kernel, instructions, most_spilled, opcodes
 from tests.support.warpgroups import warpgroup_specs
 
@@ -122,7 +122,7 @@ def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path:
     assert resources.spill_bytes <= most_spilled()
     assert resources.registers <= 255
     smem_bytes = resources.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
-    assert smem_bytes <= SMEM_LIMIT[job.arch]
+    assert smem_bytes <= ARCHS[job.arch].smem_bytes
     assert resources.code_bytes <= code_budget(job.spec, job.arch)
     assert not advice(result.log)
     if job.disassemble:
@@ -180,12 +180,12 @@ def test_sample_has_every_pair() -> None:
         has_boxes = head_dim % 64 == 0
         loaders = set(Loader) if has_boxes else {Loader.VECTOR, Loader.PLAIN}
         assert {spec.loader for spec in of_dim} == loaders
-        assert {spec.page_table for spec in of_dim} == set(PageTable)
+        assert {spec.page_table for spec in of_dim} == set(Layout)
         assert {spec.use_custom_mask for spec in of_dim} == {False, True}
         assert {type(spec) for spec in of_dim} == {DecodeSpec, PrefillSpec}
     assert {spec.row_tile for spec in specs if isinstance(spec, DecodeSpec)} == {8, 16, 32}
     prefill = [spec for spec in specs if isinstance(spec, PrefillSpec)]
-    assert {spec.page_table for spec in prefill} == set(PageTable)
+    assert {spec.page_table for spec in prefill} == set(Layout)
     for some in (specs, prefill):
         assert {spec.page_size for spec in some} >= {1, 3, 16, 64, 128}
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from jitattn.jit.cubin import resources_of
-from jitattn.spec.kernel_spec import Loader, MLASpec
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
+from jitattn.spec.kernel_spec import MLASpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.support import ARCHITECTURES
-from jitattn.spec.tile import SMEM_LIMIT, PrefillTile, WarpgroupTile, latent_tile_for
+from jitattn.spec.tile import PrefillTile, WarpgroupTile, latent_tile_for
 from tests.compile.test_compile_all import Job
 from tests.support.compiler import advice, compile_kernel, opcodes
 
@@ -65,7 +66,7 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
     for symbol, smem_bytes in ((spec.symbol, tile.smem_bytes), (f"{spec.symbol}_merge", 0)):
         resources = resources_of(result.cubin, symbol, job.arch)
         assert resources.spill_bytes <= spills_allowed(spec, job.arch)
-        assert resources.smem_bytes + smem_bytes <= SMEM_LIMIT[job.arch]
+        assert resources.smem_bytes + smem_bytes <= ARCHS[job.arch].smem_bytes
         assert resources.code_bytes <= (code_allowed(spec) if smem_bytes else 14) * KIB
     assert not advice(result.log)
     found = opcodes(result.cubin, tmp_path)

@@ -11,17 +11,17 @@ from jitattn.jit import nvrtc, render
 from jitattn.jit.build import headers_of
 from jitattn.spec import params, support
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import DType
 from jitattn.spec.kernel_spec import (
     BatchInfoSpec,
     BlockTableSpec,
     CopyPagesSpec,
-    DType,
     GatherSpec,
     KernelSpec,
     LayerTablesSpec,
-    PageTable,
     ScheduleSpec,
 )
+from jitattn.spec.layout import Layout
 from jitattn.spec.mla_config import MLAConfig
 from tests.support.variants import VARIANTS
 
@@ -62,10 +62,10 @@ def _compile(source: str) -> None:
     )
 
 
-def _source(layout: PageTable, family: str, kv_dtype: str) -> str:
+def _source(layout: Layout, family: str, kv_dtype: str) -> str:
     config = PlannerConfig(
         page_table=layout.value,
-        page_size=None if layout is PageTable.RAGGED else 16,
+        page_size=None if layout is Layout.RAGGED else 16,
         kv_dtype=kv_dtype,
     )
     specs = support.resolve(config, ARCH)
@@ -80,8 +80,8 @@ def _source(layout: PageTable, family: str, kv_dtype: str) -> str:
         *(("decode", "nvfp4"), ("prefill", "nvfp4")),
     ],
 )
-@pytest.mark.parametrize("layout", list(PageTable))
-def test_attention_params_agree(layout: PageTable, family: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize("layout", list(Layout))
+def test_attention_params_agree(layout: Layout, family: str, kv_dtype: str) -> None:
     struct = params.KERNEL_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
     lines += _asserts("jitattn::AttentionParams", params.AttentionParams)
@@ -92,22 +92,22 @@ def test_attention_params_agree(layout: PageTable, family: str, kv_dtype: str) -
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])  # of two templates
-@pytest.mark.parametrize("layout", list(PageTable))
-def test_params_of_latent_attention_agree(layout: PageTable, kv_dtype: str) -> None:
+@pytest.mark.parametrize("layout", list(Layout))
+def test_params_of_latent_attention_agree(layout: Layout, kv_dtype: str) -> None:
     struct = params.MLA_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
     lines += _asserts("jitattn::LatentParams", params.LatentParams)
-    page_size = None if layout is PageTable.RAGGED else 64
+    page_size = None if layout is Layout.RAGGED else 64
     config = MLAConfig(page_table=layout.value, page_size=page_size, kv_dtype=kv_dtype)
     source = render.render(config.attention_specs(ARCH)[0], ARCH)
     _compile(source + "\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("layout", list(PageTable))
-def test_params_of_variants_agree(layout: PageTable, name: str) -> None:
+@pytest.mark.parametrize("layout", list(Layout))
+def test_params_of_variants_agree(layout: Layout, name: str) -> None:
     """In front of those of latent attention, and of a kernel without them."""
-    page_size = None if layout is PageTable.RAGGED else 16
+    page_size = None if layout is Layout.RAGGED else 16
     common = {"page_table": layout.value, "page_size": page_size, "variant": VARIANTS[name]}
     for config in (PlannerConfig(**common), MLAConfig(**common, kv_dtype="float8_e4m3fn")):
         is_latent = isinstance(config, MLAConfig)

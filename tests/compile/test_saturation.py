@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DType, GatherSpec, KernelSpec, MergeSpec, ScheduleSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import GatherSpec, KernelSpec, MergeSpec, ScheduleSpec
 from jitattn.spec.support import resolve
 from tests.support.compiler import compile_kernel, opcodes
 

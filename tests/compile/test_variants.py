@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from jitattn.jit.cubin import resources_of
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import AttentionSpec, Loader
+from jitattn.spec.kernel_spec import AttentionSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.support import ARCHITECTURES, specs_of
-from jitattn.spec.tile import SMEM_LIMIT, tile_for
+from jitattn.spec.support import specs_of
+from jitattn.spec.tile import tile_for
 from tests.compile.test_compile_all import Job
 from tests.support.compiler import compile_kernel
 from tests.support.variants import EVERYTHING
@@ -41,6 +43,6 @@ def test_kernel(job: Job) -> None:
     found = resources_of(result.cubin, job.spec.symbol, job.arch)
     assert found.spill_bytes == 0
     smem_bytes = found.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
-    assert smem_bytes <= SMEM_LIMIT[job.arch]
+    assert smem_bytes <= ARCHS[job.arch].smem_bytes
     assert "serialized" not in result.log
     assert not [line for line in result.log.splitlines() if "variant" in line and "warning" in line]

@@ -66,7 +66,7 @@ class PtxKernels:
     def start(
         self, wanted: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str = ""
     ) -> tuple[Pending, ...]:
-        """Stands for jitattn.jit.build.start; not every planner's prefill kernel is in the folder."""
+        """Stand-in for jitattn.jit.build.start; the folder lacks some prefill kernels."""
         pending = []
         for spec in wanted:
             make = partial(self.build, spec, arch, knobs, hint=hint)

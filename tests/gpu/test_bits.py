@@ -182,7 +182,7 @@ def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
         assert_same(got, want)
 
 
-def num_slots(plan: jitattn.Plan) -> int:
+def num_slots(plan: jitattn.types.Plan) -> int:
     """How many slots of work the decode kernel has: the long request has most of them."""
     return int(plan.backend.launches[0].memory[:4].view(torch.int32))
 

@@ -30,7 +30,7 @@ from tests.support.cases import (
     decode_cases,
     mixed_cases,
 )
-from tests.support.harness import attend, check, expected, planner_for, run_case, same_bits
+from tests.support.harness import attend, check, check_case, expected, planner_for, same_bits
 from tests.support.inputs import make_inputs
 
 pytest.importorskip("hypothesis")
@@ -70,7 +70,7 @@ def test_it_is_the_sm80_code() -> None:
 
 @pytest.mark.parametrize("case", decode_cases()[::7], ids=str)
 def test_decode(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
@@ -88,7 +88,7 @@ def test_every_code_of_nvfp4(case: Case) -> None:
 
 @pytest.mark.parametrize("case", MIXED_CASES, ids=str)
 def test_mixed(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])

@@ -58,7 +58,7 @@ def drafts(case: Case, **changes: object) -> Case:
     return of(case, *pairs, *((q_len, 90 * q_len) for q_len in range(1, most + 1)))
 
 
-def roles_of(plan: jitattn.Plan) -> list[str]:
+def roles_of(plan: jitattn.types.Plan) -> list[str]:
     """What the kernels of a plan are for."""
     return [part.role for part in plan.backend.launches]
 

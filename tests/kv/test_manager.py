@@ -1,4 +1,4 @@
-"""The page manager: lengths, slots, sharing, eviction, tables. Contents: test_kv_model.py."""
+"""The page manager: lengths, slots, sharing, eviction, tables. Contents: test_manager_model.py."""
 
 from __future__ import annotations
 

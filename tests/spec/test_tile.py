@@ -11,13 +11,15 @@ import pytest
 from jitattn.jit import cutlass
 from jitattn.jit.build import headers_of
 from jitattn.jit.render import render
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, DType, Loader, PageTable, PrefillSpec
-from jitattn.spec.support import ARCHITECTURES, HEAD_DIMS, resolve, sample_specs
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import DecodeSpec, PrefillSpec
+from jitattn.spec.layout import Layout, Loader
+from jitattn.spec.support import HEAD_DIMS, resolve, sample_specs
 from jitattn.spec.tile import (
     _STATIC_BYTES,
     MAX_PIECES,
-    SMEM_LIMIT,
     DecodeTile,
     PrefillTile,
     WarpgroupTile,
@@ -104,8 +106,8 @@ def resolve_decode(arguments: dict[str, object], arch: str) -> list[DecodeSpec]:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
-@pytest.mark.parametrize("page_table", [table for table in PageTable if table != "ragged"])
-def test_tiles_do_not_go_by_pages(head_dim: int, page_table: PageTable) -> None:
+@pytest.mark.parametrize("page_table", [table for table in Layout if table != "ragged"])
+def test_tiles_do_not_go_by_pages(head_dim: int, page_table: Layout) -> None:
     """So that results have the same bits through every table and page size."""
     tiles = set()
     for page_size in (1, 3, 8, 16, 24, 64):
@@ -177,12 +179,12 @@ def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) ->
     assert spec.loader == (loader or Loader.VECTOR)
     assert takes_boxes(spec, "sm_90a") == (loader == "tensor")
     assert isinstance(tile_for(spec, "sm_90a"), WarpgroupTile if loader else PrefillTile)
-    template = "prefill_wgmma.cu.jinja" if loader else "prefill.cu.jinja"
+    template = "attention/prefill_sm90.cu.jinja" if loader else "attention/prefill_sm80.cu.jinja"
     assert template_for(spec, "sm_90a") == template
     for arch in set(ARCHITECTURES) - {"sm_90a"}:
         other = prefill_spec(arch, **{"head_dim": 128} | arguments)
         assert other.loader is Loader.VECTOR
-        assert template_for(other, arch) == "prefill.cu.jinja"
+        assert template_for(other, arch) == "attention/prefill_sm80.cu.jinja"
         assert isinstance(tile_for(other, arch), PrefillTile)
 
 
@@ -196,7 +198,7 @@ def test_warpgroups_are_sampled() -> None:
 def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
     tile = warpgroup_tile(spec)
     # Pieces that it claims are noted nowhere.
-    assert tile.smem_bytes + _STATIC_BYTES - 4 * MAX_PIECES <= SMEM_LIMIT["sm_90a"]
+    assert tile.smem_bytes + _STATIC_BYTES - 4 * MAX_PIECES <= ARCHS["sm_90a"].smem_bytes
     groups, rest = divmod(tile.num_warps, 4)
     assert rest == 0
     assert tile.row_tile == 64 * groups
@@ -240,8 +242,8 @@ def test_the_products_are_those_that_there_are(spec: PrefillSpec) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
     tiles = set()
-    for page_size, page_table in itertools.product((1, 3, 8, 16, 24, 64, 256), PageTable):
-        if page_table is PageTable.RAGGED:
+    for page_size, page_table in itertools.product((1, 3, 8, 16, 24, 64, 256), Layout):
+        if page_table is Layout.RAGGED:
             continue
         spec = prefill_spec(
             "sm_90a", head_dim=head_dim, page_size=page_size, page_table=page_table.value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jitattn.base.errors import ConfigError
-from jitattn.spec.kernel_spec import BatchInfoSpec, DType, GatherSpec
-from jitattn.spec.support import ARCHITECTURES
+from jitattn.spec.arch import ARCHITECTURES
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import BatchInfoSpec, GatherSpec
 from jitattn.spec.transfer_config import TransferConfig, config_of, every_config
 
 

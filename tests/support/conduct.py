@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 COMPILER = "V13.5.37 CL-1"
 ARCH = "sm_90a"
 
-# Multiplies the rounds of the random tests: CONDUCT_FACTOR=20 pytest tests/unit/test_cache_conduct*
+# Multiplies the rounds of the random tests: CONDUCT_FACTOR=20 pytest tests/jit/test_cache_conduct*
 FACTOR = int(os.environ.get("CONDUCT_FACTOR", "1"))
 
 

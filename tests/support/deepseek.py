@@ -76,7 +76,7 @@ class Latents:
     planner: jitattn.MLAPlanner
     lengths: Tensor  # of all requests
     requests: slice = field(default_factory=lambda: slice(0, 0))
-    plan: jitattn.MLAPlan | None = None
+    plan: jitattn.types.MLAPlan | None = None
     offsets: Tensor | None = None
 
     @classmethod

@@ -161,7 +161,7 @@ def plan_of(
     pages: Pages | None = None,
     *,
     max_q_len: int | None = None,
-) -> jitattn.Plan:
+) -> jitattn.types.Plan:
     """A plan of the inputs; ``pages`` replaces the case's, ``max_q_len`` the longest request."""
     if inputs.qo_indptr is not None and max_q_len is None:
         max_q_len = max(inputs.case.queries)
@@ -267,7 +267,7 @@ def _check_within(error: Tensor, limit: Tensor, got: Tensor, want: Tensor, name:
     )
 
 
-def run_case(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
+def check_case(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
     """Make inputs, run and compare."""
     inputs = make_inputs(case, device, tokens)
     out, lse = attend(inputs)

@@ -199,7 +199,7 @@ def check_tables_written_in_place(device: str) -> None:
     pages = view.block_table([seq], out=table)
     plan = planner.plan(pages, seq_lens)
 
-    def attend(plan: jitattn.Plan) -> Tensor:
+    def attend(plan: jitattn.types.Plan) -> Tensor:
         jitattn.append_kv(k, v, view.kv_cache, pages=pages, seq_lens=seq_lens)
         out = plan.run(q, view.kv_cache)
         assert isinstance(out, Tensor)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DType, Loader, PageTable, PrefillSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import PrefillSpec
+from jitattn.spec.layout import Layout, Loader
 from jitattn.spec.support import HEAD_DIMS, resolve
 from jitattn.spec.tile import takes_boxes
 
@@ -63,7 +65,7 @@ def _of_each_head_dim() -> Iterator[PrefillSpec]:
         [head_dim for head_dim in HEAD_DIMS if head_dim <= 256],
         itertools.cycle((None, 48, 256, 112, 128)),
         itertools.cycle((3, 16, 48, 128)),
-        itertools.cycle((PageTable.SEPARATE, PageTable.CSR, PageTable.TOKEN)),
+        itertools.cycle((Layout.SEPARATE, Layout.CSR, Layout.TOKEN)),
         itertools.cycle((DType.BFLOAT16, DType.FLOAT16, DType.FLOAT16, DType.BFLOAT16)),
         itertools.cycle((None, None, DType.FLOAT8_E4M3FN, None, DType.FLOAT8_E5M2)),
         itertools.cycle((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)),

@@ -29,9 +29,9 @@ from tests.support.harness import (
     assert_same,
     attend,
     check,
+    check_case,
     expected,
     planner_for,
-    run_case,
     target_rows,
 )
 from tests.support.inputs import address_probe, make_inputs, spread, uniform_probe
@@ -97,10 +97,10 @@ def test_uniform_probe(case: Case, window_left: int, device: str) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_empty_requests(case: Case, device: str) -> None:
-    inputs = run_case(replace(case, lengths=(0, 6, -1, -(2**31))), device)
+    inputs = check_case(replace(case, lengths=(0, 6, -1, -(2**31))), device)
     assert bool((attend(inputs)[0][[0, 2, 3]] == 0).all())
-    run_case(replace(case, lengths=(0, 0)), device)
-    run_case(replace(case, lengths=(0, 3), sinks="float32"), device)
+    check_case(replace(case, lengths=(0, 0)), device)
+    check_case(replace(case, lengths=(0, 3), sinks="float32"), device)
 
 
 @EVERYWHERE

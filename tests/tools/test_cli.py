@@ -18,6 +18,7 @@ import pytest
 from jitattn.base.errors import JitAttnError
 from jitattn.jit.cache import KernelCache
 from jitattn.spec import support
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.kernel_spec import LayerTablesSpec
 from jitattn.tools import cli
@@ -64,7 +65,7 @@ def test_configs_prints_the_support_table(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     for config in support.supported_configs():
         assert all(name in printed for name in config.fields)
-    assert all(arch in printed for arch in support.ARCHITECTURES)
+    assert all(arch in printed for arch in ARCHITECTURES)
 
 
 def test_configs_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,7 +398,7 @@ def test_a_reader_may_stop_early() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every configuration need one kernel that compiles quickly."""
-    bundles = importlib.import_module("jitattn.bundles")
+    bundles = importlib.import_module("jitattn.bundles.precompile")
     monkeypatch.setattr(
         bundles,
         "_kernels",

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from jitattn.base.knobs import Knobs
+from jitattn.spec.arch import ARCHS
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.kernel_spec import ScheduleSpec
-from jitattn.spec.support import ARCHITECTURES, resolve
-from jitattn.spec.tile import SMEM_LIMIT
+from jitattn.spec.support import resolve
 from jitattn.tools import explain as module
-from jitattn.tools.explain import SM_LIMITS, SMLimits, count_opcodes, explain, kind_of, occupancy
+from jitattn.tools.explain import count_opcodes, explain, kind_of, occupancy
 
-(HOPPER,) = SM_LIMITS["sm_90a"]
+(HOPPER,) = ARCHS["sm_90a"].limits
 
 
 # CTAs on compute capability 9.0 by NVIDIA's occupancy calculator.
@@ -43,14 +43,6 @@ def test_occupancy(
     assert (found.ctas, found.limited_by) == (ctas, limited_by)
     assert found.warps == ctas * num_threads // 32
     assert f"{ctas} CTAs an SM" in str(found)
-
-
-def test_every_architecture_has_limits_that_fit_its_tiles() -> None:
-    assert set(SM_LIMITS) == set(ARCHITECTURES)
-    for arch, capabilities in SM_LIMITS.items():
-        reserved = 1024
-        assert min(c.smem_bytes for c in capabilities) - reserved == SMEM_LIMIT[arch]
-        assert all(isinstance(c, SMLimits) for c in capabilities)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""What a wrapper's ``plan`` was given: tensors on the device, and the plans made of them."""
+"""A wrapper's batch on the device and its plans, and the buffers of captured runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -126,10 +126,10 @@ _CALLED = {
 }
 
 
-def refuse_buffers(given: Mapping[str, object], names: Sequence[str]) -> None:
+def refuse_buffers(buffers: Mapping[str, object]) -> None:
     """Raise ValueError for buffers of captured runs where runs aren't captured."""
-    for name in names:
-        if given[name] is not None:
+    for name, buffer in buffers.items():
+        if buffer is not None:
             raise ValueError(f"{name} is given: it is for use_cuda_graph=True")
 
 

@@ -22,7 +22,7 @@ from jitattn.compat.flashinfer.latents import check_dims, latent_planner
 from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.common.planner_base import plan_for_call
-from jitattn.spec.config import dtype_name
+from jitattn.spec.dtype import dtype_name
 from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.tensors.page_tables import BlockTable, check_device, check_tensor
 

@@ -178,7 +178,7 @@ class Backend:
         Raises:
             TypeError, ValueError, ConfigError: naming what is not supported or doesn't fit.
 
-        Defined by: jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         forward = self.forward_metadata
         if forward is None:

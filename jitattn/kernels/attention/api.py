@@ -268,7 +268,7 @@ class Plan(PlanBase[Call]):
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         if is_dynamo_compiling():
             from jitattn.kernels.attention.torch_op import trace_attention

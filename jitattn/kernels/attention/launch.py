@@ -13,7 +13,8 @@ from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits
 from jitattn.spec import support
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, Loader, PlannedSpec, PrefillSpec
+from jitattn.spec.kernel_spec import DecodeSpec, PlannedSpec, PrefillSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.tile import DecodeTile, attention_tile_for
 from jitattn.tensors.block_caches import BlockArguments, BlockCaches
 from jitattn.tensors.cache_views import CacheView, TensorMaps

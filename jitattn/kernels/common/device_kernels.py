@@ -10,7 +10,7 @@ from torch import _C
 
 from jitattn.base import knobs
 from jitattn.base.errors import ConfigError
-from jitattn.spec import support
+from jitattn.spec.arch import arch_for
 from jitattn.spec.kernel_spec import TransferSpec
 from jitattn.spec.tile import Tile, tile_for
 from jitattn.spec.transfer_config import config_of
@@ -27,7 +27,7 @@ def arch_of(facts: DeviceFacts) -> str:
         ConfigError: no kernel runs on it.
     """
     major, minor = facts.compute_capability
-    arch = support.arch_for(major, minor)
+    arch = arch_for(major, minor)
     if arch is None:
         raise ConfigError(
             [

@@ -21,6 +21,7 @@ from jitattn.device.driver import LAUNCHED, Launch
 from jitattn.device.workspace import SLICE_BYTES
 from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import ScheduleConfig, schedule_offsets
+from jitattn.spec.dtype import DType
 from jitattn.spec.params import (
     ATTENTION_OFFSET,
     FLOAT_CODES,
@@ -37,7 +38,6 @@ from jitattn.tensors.cache_views import (
     Mask,
     RowLayout,
     Scale,
-    TensorMaps,
     recogniser,
 )
 from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
@@ -47,7 +47,7 @@ _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
 _ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
 _SCALES = struct.Struct("PqfPqf")  # of K and V, which lie behind each other
 _SCALES_AT = ATTENTION_OFFSET + AttentionParams.k_scale.offset
-_FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
+_FLOAT_CODES = {DType(name).torch_dtype: code for name, code in FLOAT_CODES.items()}
 
 Replay = Callable[[object, object, object], Tensor | None]
 """Repeats a call with another q, bound cache and out, or a new out for None.
@@ -56,74 +56,63 @@ Returns out; does nothing and returns None where something differs that is not a
 """
 
 
-class _TensorView(Protocol):
-    @property
-    def tensor(self) -> Tensor: ...
-
-
-class PlannedCache(Protocol):
-    """What launches read of a bound cache of any family."""
-
-    @property
-    def k(self) -> _TensorView: ...
-
-    @property
-    def strides(self) -> tuple[int, ...]: ...
-
-    @property
-    def kernels(self) -> object: ...
-
-    @property
-    def tensor_maps(self) -> TensorMaps | None: ...
-
-    @property
-    def k_scale(self) -> Scale | None: ...
-
-    @property
-    def v_scale(self) -> Scale | None: ...
-
-    @property
-    def k_at(self) -> Callable[[], int]: ...
-
-    @property
-    def v_at(self) -> Callable[[], int]: ...
-
-
 class PlannedCall(Protocol):
     """What launches read of a checked call of any family."""
 
     @property
-    def q(self) -> Tensor: ...
+    def q(self) -> Tensor:
+        """The queries."""
+        ...
 
     @property
-    def q_layout(self) -> RowLayout: ...
+    def q_layout(self) -> RowLayout:
+        """How they lie."""
+        ...
 
     @property
-    def kv(self) -> Any: ...
+    def kv(self) -> Any:
+        """The bound cache."""
+        ...
 
     @property
-    def pages(self) -> Pages: ...
+    def pages(self) -> Pages:
+        """The page table."""
+        ...
 
     @property
-    def out(self) -> Tensor: ...
+    def out(self) -> Tensor:
+        """The output."""
+        ...
 
     @property
-    def out_layout(self) -> RowLayout: ...
+    def out_layout(self) -> RowLayout:
+        """How it lies."""
+        ...
 
     @property
-    def lse(self) -> Tensor | None: ...
+    def lse(self) -> Tensor | None:
+        """The lse, if it is asked for."""
+        ...
 
     @property
-    def lse_layout(self) -> RowLayout: ...
+    def lse_layout(self) -> RowLayout:
+        """How it lies."""
+        ...
 
     @property
-    def sinks(self) -> Tensor | None: ...
+    def sinks(self) -> Tensor | None:
+        """The sinks, if there are any."""
+        ...
 
     @property
-    def mask(self) -> Mask | None: ...
+    def mask(self) -> Mask | None:
+        """The custom mask, if there is one."""
+        ...
 
     @property
-    def variant_params(self) -> VariantParams | None: ...
+    def variant_params(self) -> VariantParams | None:
+        """Those of a variant that has some."""
+        ...
 
 
 class KernelLaunch:
@@ -269,7 +258,7 @@ class KernelLaunch:
         if call.variant_params is not None:
             _write_variant(params.variant, call.variant_params)
 
-    def write_cache(self, kv: PlannedCache, k_at: int, v_at: int) -> None:
+    def write_cache(self, kv: Any, k_at: int, v_at: int) -> None:
         """Write the tensor maps and the scales of a cache, where it has any, into the parameters.
 
         Its K and V are at these addresses now.

@@ -1,4 +1,4 @@
-"""Building and loading of a planner's kernels on a CUDA device, in the background where it can be."""
+"""Building and loading of a planner's kernels on a CUDA device, in the background."""
 
 from __future__ import annotations
 

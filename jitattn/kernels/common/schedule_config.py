@@ -1,4 +1,4 @@
-"""The scheduling policy: how many CTAs a kernel of a plan gets, and what memory their work takes."""
+"""The scheduling policy: CTAs of a planned kernel, work slots, and memory for both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jitattn.device.driver import LoadedKernel
 from jitattn.device.workspace import SLICE_BYTES, aligned, workspace_bytes
 from jitattn.kernels.common.planned_kernel import PlannedKernel, Role
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.layout import Layout
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.params import (
     BOUNDARY_BYTES,
@@ -152,7 +152,7 @@ def schedule_config(
             requests with more.
     """
     is_prefill = role == "prefill"
-    layout = PageTable(config.page_table)
+    layout = Layout(config.page_table)
     blocks = _head_blocks(config, kernel, is_prefill=is_prefill)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=is_prefill)
     max_splits = traits.max_splits if config.batch_invariant else 0
@@ -172,8 +172,8 @@ def schedule_config(
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
         num_counters=SLICE_BYTES // 4 + slots * blocks.num_head_blocks,
-        is_ragged=layout is PageTable.RAGGED,
-        has_offsets=layout in (PageTable.CSR, PageTable.RAGGED),
+        is_ragged=layout is Layout.RAGGED,
+        has_offsets=layout in (Layout.CSR, Layout.RAGGED),
         limits_sms=config.num_sms is not None,
         params_type=params_type,
         params=_kernel_params(params_type, config, blocks, work, max_splits),

@@ -1,4 +1,4 @@
-"""Operators that ``torch.compile`` puts into its graphs: what those of all families share.
+"""What operators that ``torch.compile`` puts into its graphs share between families.
 
 A family's ``torch_op.py`` defines its operators, ``torch.ops.jitattn.*``, and has functions that
 TorchDynamo traces, which put calls of them into a graph. Plans, bound caches and rotary embeddings

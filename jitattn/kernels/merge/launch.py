@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base import knobs
+from jitattn.spec.dtype import DType, dtype_name
 from jitattn.tensors.cache_views import check_last_stride
 from jitattn.tensors.page_tables import check_device, check_tensor
 from jitattn.tensors.quantization import saturated
@@ -17,7 +18,7 @@ from jitattn.tensors.quantization import saturated
 if TYPE_CHECKING:
     from jitattn.device.driver import LoadedKernel
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = tuple(dtype.torch_dtype for dtype in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32))
 
 
 def check_states(outs: Tensor, lses: Tensor) -> None:
@@ -75,7 +76,7 @@ def _merge_on_device(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> No
     if out.numel() == 0:
         return
     assert outs.device.index is not None
-    kernel, num_threads = _kernel(str(outs.dtype).removeprefix("torch."), outs.device.index)
+    kernel, num_threads = _kernel(dtype_name(outs.dtype), outs.device.index)
     params = MergeParams(
         outs.data_ptr(),
         lses.data_ptr(),
@@ -99,7 +100,8 @@ def _kernel(dtype: str, device_index: int) -> tuple[LoadedKernel, int]:
     from jitattn.device.driver import LoadedKernel, device_facts
     from jitattn.jit.build import build
     from jitattn.kernels.common.device_kernels import arch_of
-    from jitattn.spec.kernel_spec import DType, MergeSpec
+    from jitattn.spec.dtype import DType
+    from jitattn.spec.kernel_spec import MergeSpec
     from jitattn.spec.tile import tile_for
 
     arch = arch_of(device_facts(device_index))

@@ -210,7 +210,7 @@ class MLAPlan(PlanBase[MLACall]):
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/mla_reference.py::latent_attention.
+        Defined by: jitattn/kernels/mla/reference.py::latent_attention.
         """
         if is_dynamo_compiling():
             from jitattn.kernels.mla.torch_op import trace_mla_attention

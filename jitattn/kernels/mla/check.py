@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import QUANTISED_DTYPES
+from jitattn.spec.dtype import QUANTISED_DTYPES
 from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.tensors.cache_views import (
     CacheView,

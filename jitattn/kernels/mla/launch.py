@@ -16,7 +16,9 @@ from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
 from jitattn.spec import support
-from jitattn.spec.kernel_spec import DType, Loader, MLASpec, PlannedSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import MLASpec, PlannedSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.mla_config import MLAConfig
 from jitattn.spec.tile import attention_tile_for
 from jitattn.tensors.cache_views import NO_LAYOUT, Scale, TensorMaps
@@ -138,7 +140,7 @@ class MLAKernels(CudaKernels):
         spec = next(
             spec
             for spec in self._mla_specs
-            if spec.rope_dtype == DType(str(kv.rope.tensor.dtype).removeprefix("torch."))
+            if spec.rope_dtype == DType.of(kv.rope.tensor.dtype)
             and spec.has_scales == (kv.latent_scales is not None)
             and (spec.loader is not Loader.PLAIN) == is_aligned
         )

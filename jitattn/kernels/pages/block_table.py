@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
-from jitattn.kernels.common.device_kernels import card_of, is_capturing, launch_on, load, tile_of
-from jitattn.kernels.common.launch_cache import (
-    PagedTable,
-    Recent,
-    asks_for_checks,
-    checking,
-    lengths_of,
-    on_cpu,
-    page_list_of,
-    point_at,
-    slot_rows_of,
-)
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
+from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, checking, on_cpu
+from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources, slot_rows_of
 from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.spec.kernel_spec import BlockTableSpec
 from jitattn.spec.params import BlockTableParams, Divisor, Lengths
@@ -85,34 +77,20 @@ def build_block_table(
             tokens than its slots or ``out`` hold, a slot that is negative or outside ``slot_map``,
             and tokens that don't follow each other inside a page; on the device their page is -1.
     """
-    given = out.table if isinstance(out, BlockTable) else out
-    has_width = given is not None or not isinstance(slots, CsrPages)
-    facts: tuple[object, ...] = type(slots), type(page_size), page_size, rows is None
-    facts += kv_start is None, slot_map is None, given is None
-    tensors = [*(slots.tensors if isinstance(slots, TokenTable | CsrPages) else (slots,)), seq_lens]
-    tensors += [tensor for tensor in (rows, kv_start, slot_map, given) if tensor is not None]
-    call = _recent.find(facts, tensors) if has_width else None
-    if call is not None and given is not None:
-        call.refuse_shared_bytes(tensors)
-    if call is None:
-        batch = _checked(slots, seq_lens, page_size, rows, kv_start, slot_map)
-        if given is not None:
-            _check_out(out, batch)
-            _refuse_shared_bytes(tensors)
-        shape = _shape_of(batch) if given is None else given.shape
-        card = card_of(batch.device)
-        if card is None:
-            given = (
-                given if given is not None else torch.empty(shape, dtype=torch.int32, device="cpu")
-            )
-            _fill_by_definition(batch, given)
-            return out if isinstance(out, BlockTable) else BlockTable(given)
-        table = torch.empty(shape, device="meta") if given is None else given
-        call = _Fill(batch, table, card, tensors)
-        if has_width:
-            _recent.add(facts, tensors, call)
-    table = call(slots, seq_lens, rows, kv_start, slot_map, given)
-    return out if isinstance(out, BlockTable) else BlockTable(table)
+    table = LAUNCHES.run(TableCall(slots, seq_lens, page_size, rows, kv_start, slot_map, out))
+    return BlockTable(table) if out is None or isinstance(out, Tensor) else out
+
+
+class TableCall(NamedTuple):
+    """The arguments of ``build_block_table``, as they were given."""
+
+    slots: Tensor | TokenTable | CsrPages
+    seq_lens: Tensor
+    page_size: int
+    rows: Tensor | None
+    kv_start: Tensor | None
+    slot_map: Tensor | None
+    out: Tensor | BlockTable | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +103,7 @@ class _Slots:
     page_size: int
     kv_start: Tensor | None
     slot_map: Tensor | None
+    out: Tensor | None
 
     @property
     def device(self) -> torch.device:
@@ -135,14 +114,8 @@ class _Slots:
         return int(self.seq_lens.shape[0])
 
 
-def _checked(
-    slots: Tensor | TokenTable | CsrPages,
-    seq_lens: Tensor,
-    page_size: int,
-    rows: Tensor | None,
-    kv_start: Tensor | None,
-    slot_map: Tensor | None,
-) -> _Slots:
+def _check(call: TableCall) -> _Slots:
+    slots, seq_lens, page_size, rows, kv_start, slot_map, out = call
     page_size = check_page_size(page_size)
     if isinstance(slots, TokenTable | CsrPages) and rows is not None:
         raise ValueError(f"rows are given, but slots is {slots!r}, which says where requests lie")
@@ -155,7 +128,14 @@ def _checked(
         check_per_request("kv_start", kv_start, batch_size, device)
     if slot_map is not None:
         check_vector("slot_map", slot_map, device=device)
-    return _Slots(slots, rows, seq_lens, page_size, kv_start, slot_map)
+    table = None if out is None else _checked_out(out, batch_size, device)
+    batch = _Slots(slots, rows, seq_lens, page_size, kv_start, slot_map, table)
+    if table is not None:
+        read = slots.tensors if isinstance(slots, CsrPages) else (slots,)
+        _refuse_shared_bytes(
+            [*read, *(t for t in (seq_lens, rows, kv_start, slot_map) if t is not None)], table
+        )
+    return batch
 
 
 def _check_slots(slots: Tensor, rows: Tensor | None) -> int:
@@ -193,43 +173,50 @@ def check_offsets(name: str, indptr: Tensor, batch_size: int, device: torch.devi
     check_device(name, indptr, device)
 
 
-def _shape_of(batch: _Slots) -> tuple[int, int]:
-    """The shape of a new table."""
-    if isinstance(batch.slots, CsrPages):
-        if is_capturing(batch.device):
-            raise ValueError(
-                "out is None in a capture: only the device knows the longest request; give out"
-            )
-        longest = max(int(batch.seq_lens.max()), 0) if batch.batch_size else 0
-        if longest > batch.slots.kv_indices.shape[0]:
-            b = int(batch.seq_lens.argmax())
-            raise ValueError(
-                f"seq_lens[{b}] is {longest}: slots has {batch.slots.kv_indices.shape[0]} entries"
-            )
-    else:
-        longest = int(batch.slots.shape[1])
-    return batch.batch_size, -(-longest // batch.page_size)
+def _width_of(slots: Tensor | CsrPages, seq_lens: Tensor, page_size: int) -> int:
+    """Return the columns of a new table."""
+    if not isinstance(slots, CsrPages):
+        return -(-int(slots.shape[1]) // page_size)
+    if device_kernels.is_capturing(seq_lens.device):
+        raise ValueError(
+            "out is None in a capture: only the device knows the longest request; give out"
+        )
+    longest = max(int(seq_lens.max()), 0) if seq_lens.shape[0] else 0
+    if longest > slots.kv_indices.shape[0]:
+        b = int(seq_lens.argmax())
+        raise ValueError(
+            f"seq_lens[{b}] is {longest}: slots has {slots.kv_indices.shape[0]} entries"
+        )
+    return -(-longest // page_size)
 
 
-def _check_out(out: Tensor | BlockTable | None, batch: _Slots) -> None:
+def _checked_out(out: Tensor | BlockTable, batch_size: int, device: torch.device) -> Tensor:
     if isinstance(out, BlockTable):
         if out.layout != "shared" or out.rows is not None:
             raise ValueError(f"out is {out!r}: expected a shared table without rows")
         out = out.table
     check_tensor("out", out, (torch.int32,))
-    assert isinstance(out, Tensor)
-    if out.dim() != 2 or out.shape[0] != batch.batch_size:
-        raise ValueError(f"out has shape {list(out.shape)}: expected [{batch.batch_size}, width]")
+    if out.dim() != 2 or out.shape[0] != batch_size:
+        raise ValueError(f"out has shape {list(out.shape)}: expected [{batch_size}, width]")
     check_writable("out", out)
-    check_device("out", out, batch.device)
+    check_device("out", out, device)
+    return out
 
 
-def _refuse_shared_bytes(tensors: Sequence[Tensor]) -> None:
-    *others, out = tensors
-    refuse_shared_bytes([("out", out)], [("an argument that it is made of", t) for t in others])
+def _refuse_shared_bytes(read: Sequence[Tensor], out: Tensor) -> None:
+    refuse_shared_bytes([("out", out)], [("an argument that it is made of", t) for t in read])
 
 
-def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
+def _table_by_definition(batch: _Slots) -> Tensor:
+    table = batch.out
+    if table is None:
+        width = _width_of(batch.slots, batch.seq_lens, batch.page_size)
+        table = torch.empty((batch.batch_size, width), dtype=torch.int32, device="cpu")
+    _fill(batch, table)
+    return table
+
+
+def _fill(batch: _Slots, table: Tensor) -> None:
     size = batch.page_size
     filled = torch.full_like(table, -1)
     starts = [0] * batch.batch_size if batch.kv_start is None else batch.kv_start.tolist()
@@ -285,99 +272,124 @@ def _page_of(slots: list[int], place: int, page_size: int) -> int | None:
     return page if page >= 0 and found == place and follows else None
 
 
-class _Fill:
-    """A launch for slots that lie alike, and a table that lies like this one."""
+class _TableLauncher:
+    """Launches for slots that lie alike."""
 
-    def __init__(self, batch: _Slots, table: Tensor, card: int, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, batch: _Slots, given: CallTensors, card: int) -> None:
+        self._card, self._device = card, batch.device
+        self._checks = asks_for_checks()
+        self._batch_size, self._page_size = batch.batch_size, batch.page_size
+        names = ["out" if name == "out[0]" else name for name in given.names]
+        self._out = names.index("out") if batch.out is not None else None
+        others = [i for i in range(len(names)) if i != self._out]
+        pairs = [] if self._out is None else [(self._out, i) for i in others]
+        self._apart = Apart(given.tensors, pairs)
+        self._apart.learn(given.pointers())
+        # A new table comes last.
+        names += ["out"] if self._out is None else []
+        self._params = params = BlockTableParams()
+        self._addresses = AddressWriter(params, _write_slots(params, batch, names), names)
+        # Threads for the tokens of a page, as far as a warp goes.
+        params.lanes_log2 = lanes_log2(batch.page_size)
+        # A new table is as wide as its slots, or as the longest request.
+        self._width = None
+        if not isinstance(batch.slots, CsrPages):
+            self._width = _width_of(batch.slots, batch.seq_lens, batch.page_size)
+        self._launch: Launch | None = None
+        self._strides: tuple[int, ...] = ()
+
+    def __call__(self, call: TableCall, tensors: list[Tensor]) -> Tensor:
+        """Launch for these, which lie like those it was made with, and return the table."""
+        if self._out is None:
+            tensors.append(self._new_table(call))
+        table = tensors[-1 if self._out is None else self._out]
+        if self._checks and not device_kernels.is_capturing(self._device):
+            _verify(call, table)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._apart.holds(pointers):
+            _refuse_shared_bytes([one for one in tensors if one is not table], table)
+            self._apart.learn(pointers)
+        if self._strides != (*table.stride(), table.shape[1]):
+            self._take(table)
+        self._addresses.write(self._params, pointers)
+        if self._launch is not None:
+            device_kernels.launch_on(self._card, self._launch)
+        return table
+
+    def _new_table(self, call: TableCall) -> Tensor:
+        width = self._width
+        if width is None:
+            assert not isinstance(call.slots, TokenTable)
+            width = _width_of(call.slots, call.seq_lens, self._page_size)
+        return torch.empty((self._batch_size, width), dtype=torch.int32, device=self._device)
+
+    def _take(self, table: Tensor) -> None:
+        """Make the launch for a table of other strides and columns."""
         from jitattn.device.driver import Launch
 
-        # Of a table that is given, which comes last.
-        out = len(tensors) - 1
-        self._apart = Apart(tensors, [(out, i) for i in range(out)])
-
-        self._card = card
-        self._shape, self._device = table.shape, batch.device
-        self._checks, self._page_size = asks_for_checks(), batch.page_size
-        self._params = params = BlockTableParams()
-        if isinstance(batch.slots, CsrPages):
-            params.slots = page_list_of(batch.slots, batch.page_size)
-        else:
-            params.slots = slot_rows_of(batch.slots, batch.rows)
-            params.slots.page_size = Divisor.of(batch.page_size)
-        params.seq_lens = lengths_of(batch.seq_lens)
-        params.kv_start = Lengths() if batch.kv_start is None else lengths_of(batch.kv_start)
-        if batch.slot_map is not None:
-            params.slot_map_stride = batch.slot_map.stride(0)
-            params.num_slots = batch.slot_map.shape[0]
-            params.slot_map_is_int64 = batch.slot_map.dtype is torch.int64
+        params = self._params
         params.row_stride, params.column_stride = table.stride()
         params.width = table.shape[1]
-        # Threads for the tokens of a page, as far as a warp goes.
-        params.lanes_log2 = min((batch.page_size - 1).bit_length(), 5)
-        tile = tile_of(BlockTableSpec(), card)
-        num_threads = (batch.batch_size * table.shape[1]) << params.lanes_log2
-        self._launch: Launch | None = None
+        self._strides = (*table.stride(), table.shape[1])
+        num_threads = table.numel() << params.lanes_log2
+        self._launch = None
         if num_threads:
-            kernel = load(BlockTableSpec(), card)
+            tile = device_kernels.tile_of(BlockTableSpec(), self._card)
+            kernel = device_kernels.load(BlockTableSpec(), self._card)
             grid = -(-num_threads // tile.num_threads)
             self._launch = Launch(kernel, params, grid, tile.num_threads)
 
-    def refuse_shared_bytes(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse a table, the last of ``tensors``, that shares memory with another of them."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if not self._apart.holds(pointers):
-            _refuse_shared_bytes(tensors)
-            self._apart.learn(pointers)
 
-    def __call__(
-        self,
-        slots: Tensor | TokenTable | CsrPages,
-        seq_lens: Tensor,
-        rows: Tensor | None,
-        kv_start: Tensor | None,
-        slot_map: Tensor | None,
-        table: Tensor | None,
-    ) -> Tensor:
-        """Launch for these, which lie like those it was made with, and return the table."""
-        params = self._params
-        if self._checks and not is_capturing(self._device):
-            self._verify(slots, seq_lens, rows, kv_start, slot_map)
-        if table is None:
-            table = torch.empty(self._shape, dtype=torch.int32, device=self._device)
-        if isinstance(slots, TokenTable | CsrPages):
-            point_at(params.slots, slots)
-        else:
-            params.slots.entries = slots.data_ptr()
-        if rows is not None:
-            params.slots.rows = rows.data_ptr()
-        params.seq_lens.values = seq_lens.data_ptr()
-        if kv_start is not None:
-            params.kv_start.values = kv_start.data_ptr()
-        if slot_map is not None:
-            params.slot_map = slot_map.data_ptr()
-        params.table = table.data_ptr()
-        if self._launch is not None:
-            launch_on(self._card, self._launch)
-        return table
-
-    def _verify(
-        self,
-        slots: Tensor | TokenTable | CsrPages,
-        seq_lens: Tensor,
-        rows: Tensor | None,
-        kv_start: Tensor | None,
-        slot_map: Tensor | None,
-    ) -> None:
-        """Refuse what would be -1 in the table or not fit it."""
-        with checking():
-            copy = on_cpu(slots) if isinstance(slots, TokenTable | CsrPages) else slots.cpu()
-            assert not isinstance(copy, BlockTable)
-            others = (None if t is None else t.cpu() for t in (rows, kv_start, slot_map))
-            batch = _checked(copy, seq_lens.cpu(), self._page_size, *others)
-            _fill_by_definition(batch, torch.empty(self._shape, dtype=torch.int32, device="cpu"))
+def lanes_log2(page_size: int) -> int:
+    """Return the logarithm of the lanes that look at the tokens of a page."""
+    return min((page_size - 1).bit_length(), 5)
 
 
-_recent: Recent[_Fill] = Recent()
+def _write_slots(params: BlockTableParams, batch: _Slots, names: Sequence[str]) -> dict[str, str]:
+    """Write all but the addresses and the table; return which tensors' the addresses are."""
+    sources = {"seq_lens.values": "seq_lens", "table": "out"}
+    if isinstance(batch.slots, CsrPages):
+        params.slots = page_list_of(batch.slots, batch.page_size)
+        sources |= page_sources("slots", batch.slots)
+    else:
+        params.slots = slot_rows_of(batch.slots, batch.rows)
+        params.slots.page_size = Divisor.of(batch.page_size)
+        sources["slots.entries"] = "slots" if "slots" in names else "slots[0]"
+    if batch.rows is not None:
+        sources["slots.rows"] = "rows" if "rows" in names else "slots[1]"
+    params.seq_lens = lengths_of(batch.seq_lens)
+    params.kv_start = Lengths()
+    if batch.kv_start is not None:
+        params.kv_start = lengths_of(batch.kv_start)
+        sources["kv_start.values"] = "kv_start"
+    if batch.slot_map is not None:
+        sources["slot_map"] = "slot_map"
+        params.slot_map_stride = batch.slot_map.stride(0)
+        params.num_slots = batch.slot_map.shape[0]
+        params.slot_map_is_int64 = batch.slot_map.dtype is torch.int64
+    return sources
+
+
+def _verify(call: TableCall, table: Tensor) -> None:
+    """Refuse what would be -1 in the table or not fit it."""
+    slots = call.slots
+    with checking():
+        rows, kv_start, slot_map = (
+            t if t is None else t.cpu() for t in (call.rows, call.kv_start, call.slot_map)
+        )
+        on_host = TableCall(
+            slots.cpu() if isinstance(slots, Tensor) else on_cpu(slots),  # type: ignore[arg-type]
+            call.seq_lens.cpu(),
+            call.page_size,
+            rows,
+            kv_start,
+            slot_map,
+            None,
+        )
+        _fill(_check(on_host), torch.empty(table.shape, dtype=torch.int32, device="cpu"))
+
+
+LAUNCHES = LaunchCache(_check, _table_by_definition, _TableLauncher)
 
 
 # --- the definition of a table

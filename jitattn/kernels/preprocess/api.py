@@ -82,7 +82,8 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
+    jitattn/tensors/quantization.py.
     """
     # fmt: off
     given = (
@@ -138,7 +139,8 @@ def append_kv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
+    jitattn/tensors/quantization.py.
     """
     # fmt: off
     given = (

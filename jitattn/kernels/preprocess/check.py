@@ -19,7 +19,8 @@ from torch import Tensor
 from jitattn.base.validate import check_count, check_flag
 from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
-from jitattn.spec.kernel_spec import DType, Pairing
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Pairing
 from jitattn.tensors.cache_views import (
     CacheView,
     Scale,

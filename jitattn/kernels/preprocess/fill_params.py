@@ -8,28 +8,29 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.preprocess.check import Arguments, TokenCall
-from jitattn.spec.config import QUANTISED_DTYPES
-from jitattn.spec.kernel_spec import DType, Loader, PageTable, PreprocessSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.spec.layout import Layout, Loader
 from jitattn.spec.params import FLOAT_CODES, PREPROCESS_ADDRESSES, PreprocessParams
 from jitattn.tensors.cache_views import CacheView, row_strides
 from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.tensors.rope import Rope
 
-_FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
+_FLOAT_CODES = {DType(name).torch_dtype: code for name, code in FLOAT_CODES.items()}
 # Addresses that a launch writes, the first of PreprocessParams: not those of a Rope, which stay.
 _NUM_ADDRESSES = PREPROCESS_ADDRESSES.index("turns")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
-def spec_of(call: TokenCall, layout: PageTable | None, loader: Loader) -> PreprocessSpec:
+def spec_of(call: TokenCall, layout: Layout | None, loader: Loader) -> PreprocessSpec:
     """Return the kernel that a call needs where its addresses allow this loader."""
     rope, arguments = call.arguments.rope, call.arguments
     return PreprocessSpec(
         head_dim=call.k.shape[2],
         head_dim_vo=call.v.shape[2],
         page_size=call.page_size,
-        qkv_dtype=_dtype_of(call.k.dtype),
-        out_dtype=_dtype_of(call.out_dtype),
+        qkv_dtype=DType.of(call.k.dtype),
+        out_dtype=DType.of(call.out_dtype),
         kv_dtype=call.kv_dtype,
         page_table=layout,
         pairing=call.pairing,
@@ -38,10 +39,6 @@ def spec_of(call: TokenCall, layout: PageTable | None, loader: Loader) -> Prepro
         use_norm=arguments.q_norm is not None or arguments.k_norm is not None,
         loader=loader,
     )
-
-
-def _dtype_of(dtype: torch.dtype) -> DType:
-    return DType(str(dtype).removeprefix("torch."))
 
 
 Source = tuple[int, int]
@@ -84,7 +81,7 @@ def sources(call: TokenCall, names: list[str], tensors: list[Tensor]) -> list[So
 
 def scales_of(call: TokenCall, names: list[str]) -> list[tuple[int, str, int | None, int]]:
     """Return of each scale that counts: its offset, its name, its pointer if any, its stride."""
-    counts = dict.fromkeys(_SCALES, call.kv_dtype.value in QUANTISED_DTYPES)
+    counts = dict.fromkeys(_SCALES, call.kv_dtype.is_quantised)
     counts["q_scale"] = call.q is not None and call.out_dtype is not call.k.dtype
     return [
         (
@@ -118,7 +115,7 @@ def alignment(call: TokenCall, sources: list[Source | None]) -> tuple[bool, list
 
 def _cache_vector_bytes(kv_dtype: DType) -> int:
     """Return the bytes of eight elements."""
-    return 4 if kv_dtype is DType.NVFP4 else 8 * kv_dtype.num_bytes
+    return kv_dtype.bits
 
 
 def _has_aligned_strides(call: TokenCall) -> bool:

@@ -23,7 +23,7 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.jit.build import build
 from jitattn.kernels.common.device_kernels import arch_of
-from jitattn.kernels.common.launch_cache import (
+from jitattn.kernels.common.value_checks import (
     on_cpu,
 )
 from jitattn.kernels.preprocess.check import (
@@ -46,7 +46,8 @@ from jitattn.kernels.preprocess.fill_params import (
     write_rope,
 )
 from jitattn.kernels.preprocess.reference import places_of
-from jitattn.spec.kernel_spec import Loader, PreprocessSpec
+from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.spec.layout import Loader
 from jitattn.spec.params import PREPROCESS_PARAMS, Divisor
 from jitattn.spec.preprocess_config import config_of
 from jitattn.spec.tile import preprocess_tile_for

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.preprocess.check import TokenCall
-from jitattn.spec.config import QUANTISED_DTYPES
-from jitattn.spec.kernel_spec import DType
+from jitattn.spec.dtype import DType
 from jitattn.tensors.cache_views import CacheView, Scale
 from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
 from jitattn.tensors.quantization import quantize_kv, saturated
@@ -50,7 +49,7 @@ def preprocess(call: TokenCall) -> Tensor | None:
         if out is None:
             out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.device)
         q = _computed(call.q[rows], biases[0], arguments.q_norm, call, positions)
-        out[rows] = _stored(q, DType(str(out.dtype).removeprefix("torch.")), call.q_scale)[0]
+        out[rows] = _stored(q, DType.of(out.dtype), call.q_scale)[0]
     k = _computed(call.k[rows], biases[1], arguments.k_norm, call, positions)
     v = _computed(call.v[rows], biases[2], None, call, None)
     _write(call.k_cache, call.k_blocks, _stored(k, call.kv_dtype, call.k_scale), places.k_slots)
@@ -186,9 +185,7 @@ def _stored(values: Tensor, dtype: DType, scale: Scale) -> tuple[Tensor, Tensor 
     if getattr(torch, dtype.value, None) is values.dtype:
         return values, None
     factor = scale.value if scale.tensor is None else scale.tensor
-    stored = quantize_kv(
-        values, dtype.value, scale=factor if dtype.value in QUANTISED_DTYPES else None
-    )
+    stored = quantize_kv(values, dtype.value, scale=factor if dtype.is_quantised else None)
     return stored if isinstance(stored, tuple) else (stored, None)
 
 

@@ -20,7 +20,7 @@ from jitattn.spec.config import PlannerConfig
 from jitattn.spec.kernel_spec import KernelSpec
 from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
-from tests.emulator import fake_cuda
+from tests.emulator import launch_recorder
 
 DEVICE = torch.device("cuda", 3)
 CONFIG = PlannerConfig(head_dim=64)
@@ -103,7 +103,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     for module in (planned_kernel, kernel_loader):
         monkeypatch.setattr(module, "load_kernel", fake.load)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tma, "encode_tensor_map", fake_cuda.encode_tensor_map)
+    monkeypatch.setattr(tma, "encode_tensor_map", launch_recorder.encode_tensor_map)
     return fake
 
 

@@ -466,7 +466,7 @@ def test_eager_calls_know_no_operators() -> None:
         "jitattn.append_kv(q, q, cache, pages=table, seq_lens=torch.ones(1, dtype=torch.int32))\n"
         "plan.run(q, planner.bind(cache))\n"
         "assert 'torch._dynamo' not in sys.modules\n"
-        "assert not [name for name in sys.modules if name.endswith(('torch_op', 'torch_ops'))]\n"
+        "assert not [m for m in sys.modules if m.endswith(('torch_op', 'torch_ops'))]\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
