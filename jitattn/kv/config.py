@@ -1,4 +1,4 @@
-"""What a page manager is made of: ``KVCacheConfig`` and its ``LayerConfig``s. No torch."""
+"""Configuration of a page manager: ``KVCacheConfig`` and its ``LayerConfig``s. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to pages when sequences grow, commit, fork, sleep and end: ``Engine``.
+"""Pages of sequences that grow, commit, fork, sleep and end: ``BlockManager``.
 
 Every operation first finds out what it needs, without changing anything; then, if that can be had,
 it does all of it. Copies of pages are made at its end, offloads first.
@@ -7,13 +7,14 @@ it does all of it. Copies of pages are made at its end, offloads first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
 
 from jitattn.base.errors import KVCacheError
 from jitattn.kv.config import KVCacheConfig
-from jitattn.kv.layout import Layout, scratch_range, stale_end
+from jitattn.kv.layout import LayerGroup, Layout, scratch_range, stale_end
 from jitattn.kv.ledger import NEVER, Ledger
 from jitattn.kv.pool import Page, PagePool
 from jitattn.kv.prefix_cache import Node, PrefixTree, Tokens, hash_block
@@ -27,7 +28,7 @@ class Copier(Protocol):
         """Make the copies that ``pool``, the set of slots with this index, waits for."""
 
 
-class Engine:
+class BlockManager:
     """All pages, and the sequences that have them.
 
     Attributes:
@@ -36,6 +37,7 @@ class Engine:
         ledger: lengths and ids.
         tree: what can be had again.
         states: the open sequences, by id.
+        is_closed: whether its manager has ended.
         counts: tokens that new sequences asked for and had, pages copied, by name.
     """
 
@@ -60,12 +62,36 @@ class Engine:
             "prompt_tokens": 0, "reused_tokens": 0, "copied_pages": 0,
             "offloaded_pages": 0, "reloaded_pages": 0,
         }  # fmt: skip
+        self.is_closed = False
         self._max_rewind_len = config.max_rewind_len
         self._page_size = layout.page_size
         self._windows = tuple(group.window_left for group in layout.groups)
         self._pool_of = [self.pools[slots] for slots in layout.slots_of]
         self._copier = copier
         self._next_id = 0
+
+    # --- checks
+
+    def check_open(self) -> None:
+        """Raise KVCacheError once the manager is closed."""
+        if self.is_closed:
+            raise KVCacheError("the manager is closed")
+
+    def group_index(self, group: LayerGroup | int) -> int:
+        """Return the index of a group, given itself or that.
+
+        Raises:
+            ValueError: it is not of this manager.
+        """
+        groups = self.layout.groups
+        if isinstance(group, LayerGroup):
+            if group.index < len(groups) and groups[group.index] == group:
+                return group.index
+        elif (
+            isinstance(group, Integral) and not isinstance(group, bool) and 0 <= group < len(groups)
+        ):
+            return int(group)
+        raise ValueError(f"group is {group!r}: the manager has {len(groups)} groups")
 
     # --- beginning and ending
 

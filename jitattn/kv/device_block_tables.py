@@ -1,4 +1,4 @@
-"""The slots of a group's blocks on a device, and tables made of them there: ``DeviceTables``."""
+"""Slots of a group's blocks on a device, and block tables made there: ``DeviceBlockTables``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jitattn.base.errors import KVCacheError
 from jitattn.kernels.common.device_kernels import is_capturing
 from jitattn.kernels.pages.layer_tables import write_layer_tables
 from jitattn.kv.ledger import Ledger
+from jitattn.kv.page_ids import Ids
 from jitattn.kv.state import Scratch
-from jitattn.kv.tables import Ids
 from jitattn.spec.params import SlotChange, TableRequest
 
 _REQUEST, _CHANGE = np.dtype(TableRequest), np.dtype(SlotChange)
@@ -22,7 +22,7 @@ _REQUEST_INTS, _CHANGE_INTS = _REQUEST.itemsize // 4, _CHANGE.itemsize // 4
 _Requests = NDArray[np.void]
 
 
-class DeviceTables:
+class DeviceBlockTables:
     """A group's part of the ledger on a device, as far as tables have asked for it.
 
     Each call brings what the rows it names have changed since they were last named, and one kernel
