@@ -357,7 +357,7 @@ class Plan(PlanBase[Call]):
 
 class _Kernels(Kernels[PlanBackend[Call]], Protocol):
     def bind(
-        self, k: CacheView, v: CacheView, blocks: BlockCaches | None
+        self, k: CacheView, v: CacheView, blocks: BlockCaches | None, /
     ) -> tuple[BoundKernels | None, TensorMaps | None]:
         """Return the kernels whose loaders the strides of K and V allow, and their tensor maps."""
         ...

@@ -140,9 +140,9 @@ class ReferenceKernels(Generic[ConfigT, PlanT]):
         self._config = config
         self._make_plan = make_plan
 
-    def bind(self, *views: object) -> tuple[None, None]:
-        """Return neither kernels nor tensor maps."""
-        del views
+    def bind(self, kv: object, v: object = None, blocks: object = None, /) -> tuple[None, None]:
+        """Return neither kernels nor tensor maps, whatever the parts of a cache."""
+        del kv, v, blocks
         return None, None
 
     def plan(self, workspace: object, batch: Batch) -> PlanT:

@@ -288,7 +288,7 @@ class MLAPlan(PlanBase[MLACall]):
 
 
 class _Kernels(Kernels[PlanBackend[MLACall]], Protocol):
-    def bind(self, kv: BoundMLACache) -> tuple[object, TensorMaps | None]:
+    def bind(self, kv: BoundMLACache, /) -> tuple[object, TensorMaps | None]:
         """Return the kernels that the strides of a cache allow, and its tensor maps."""
         ...
 
