@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jitattn.kernels.merge.api import merge_states
     from jitattn.kernels.mla.api import MLAPlanner
     from jitattn.kernels.preprocess.api import append_kv, preprocess_qkv
+    from jitattn.kernels.registry import check_config, supported_configs
     from jitattn.pages import (
         BlockTable,
         CsrPages,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
         gather_kv,
     )
     from jitattn.quant import QuantizedKV
-    from jitattn.spec.support import check_config, supported_configs
     from jitattn.tensors.rope import Rope
 
 __all__ = [
@@ -98,13 +98,13 @@ _HOMES = {
     "batch_info": "jitattn.pages",
     "build_block_table": "jitattn.pages",
     "build_info": "jitattn.kernels.common.planner_base",
-    "check_config": "jitattn.spec.support",
+    "check_config": "jitattn.kernels.registry",
     "copy_pages": "jitattn.pages",
     "gather_kv": "jitattn.pages",
     "merge_states": "jitattn.kernels.merge.api",
     "precompile": "jitattn.bundles.precompile",
     "preprocess_qkv": "jitattn.kernels.preprocess.api",
-    "supported_configs": "jitattn.spec.support",
+    "supported_configs": "jitattn.kernels.registry",
 }
 _MODULES = ("cascade", "errors", "pages", "quant", "types", "variants")
 # Names of earlier versions, which resolve, and are documented where they live now.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jitattn.kernels.common.kernel_loader import KernelInfo
     from jitattn.kernels.mla.api import MLAPlan
     from jitattn.kernels.mla.check import BoundMLACache
-    from jitattn.spec.support import Config, Support
+    from jitattn.kernels.registry import Config, Support
     from jitattn.tensors.cache_views import BoundCache
 
 __all__ = [
@@ -31,11 +31,11 @@ __getattr__ = lazy_names(
     {
         "BoundCache": "jitattn.tensors.cache_views",
         "BoundMLACache": "jitattn.kernels.mla.check",
-        "Config": "jitattn.spec.support",
+        "Config": "jitattn.kernels.registry",
         "KernelInfo": "jitattn.kernels.common.kernel_loader",
         "MLAPlan": "jitattn.kernels.mla.api",
         "Plan": "jitattn.kernels.attention.api",
         "Report": "jitattn.bundles.precompile",
-        "Support": "jitattn.spec.support",
+        "Support": "jitattn.kernels.registry",
     },
 )

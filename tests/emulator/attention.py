@@ -27,11 +27,10 @@ from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.render import TEMPLATES, render
 from jitattn.kernels.common import cuda_kernels
+from jitattn.kernels.common.params import ScheduleParams, kernel_params
+from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.launch import MLAKernels
-from jitattn.spec.kernel_spec import AttentionSpec
 from jitattn.spec.layout import Layout
-from jitattn.spec.params import ScheduleParams, kernel_params
-from jitattn.spec.tile import attention_tile_for
 from tests.emulator import launch_recorder
 from tests.emulator.cuda_runtime import QUALIFIERS, TYPES, WORDS, library_of
 from tests.emulator.launch_recorder import FakeKernel
@@ -753,7 +752,7 @@ class EmulatedCuda:
         shape = config._obj  # type: ignore[attr-defined]
         spec = self.specs[kernel.symbol.removesuffix("_merge")]
         if kernel.symbol == spec.symbol:
-            assert shape.block_x == attention_tile_for(spec, self.arch).num_threads
+            assert shape.block_x == spec.tile(self.arch).num_threads
             self.ran.append(kernel.symbol)
         library = compiled(spec, self.arch)
         assert library.params_size() == ctypes.sizeof(self.params)

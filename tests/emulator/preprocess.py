@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jitattn.jit.render import render
 from jitattn.jit.sources import TEMPLATES
-from jitattn.spec.kernel_spec import PreprocessSpec
-from jitattn.spec.tile import preprocess_tile_for
+from jitattn.kernels.preprocess.spec import PreprocessSpec
+from jitattn.kernels.preprocess.tile import preprocess_tile
 from tests.emulator.cuda_runtime import (
     CONVERSIONS,
     PAIRS,
@@ -111,7 +111,7 @@ def emulated_kernel(spec: PreprocessSpec, folder: Path) -> EmulatedKernel:
         if path.stem not in HOST_HEADERS:
             (headers / path.name).write_text(path.read_text())
     source = folder / f"{spec.symbol}.cpp"
-    lanes = preprocess_tile_for(spec).lanes
+    lanes = preprocess_tile(spec).lanes
     text = re.sub(r"^#line.*$", "", render(spec, "sm_80"), flags=re.MULTILINE)
     call = _CALL.replace("SYMBOL", spec.symbol)
     text = f"#define JITATTN_LANES {lanes}\n{text}{call}"

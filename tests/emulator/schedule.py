@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from jitattn.jit.render import TEMPLATES
-from jitattn.spec.params import Schedule, ScheduleParams
+from jitattn.kernels.common.params import Schedule, ScheduleParams
 from tests.emulator.cuda_runtime import QUALIFIERS, THREADS, WORDS, library_of
 
 # A thread is a warp. What else the template includes is of no device.

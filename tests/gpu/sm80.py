@@ -21,8 +21,7 @@ from jitattn.jit import build
 from jitattn.jit.build import Kernel, Pending
 from jitattn.kernels.common import cuda_kernels, device_kernels, kernel_loader
 from jitattn.kernels.merge import launch as merge_launch
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import tile_for
+from jitattn.spec.family import KernelSpec
 from tests.gpu.make_ptx import ARCH, specs
 from tests.support import harness
 
@@ -38,7 +37,7 @@ class PtxKernels:
             self.loaded = dict(pool.map(self._load, specs()))
 
     def _load(self, spec: KernelSpec) -> tuple[str, LoadedKernel]:
-        smem_bytes = tile_for(spec, ARCH).smem_bytes
+        smem_bytes = spec.tile(ARCH).smem_bytes
         return spec.symbol, LoadedKernel(self.ptx(spec), spec.symbol, 0, smem_bytes)
 
     def ptx(self, spec: KernelSpec) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.support import wide_row_tile
+from jitattn.kernels.attention.config import wide_row_tile
 from tests.gpu.device import DEVICE
 from tests.support.cases import (
     CACHES_SHARED,

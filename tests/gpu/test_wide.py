@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.support import wide_row_tile
+from jitattn.kernels.attention.config import wide_row_tile
 from tests.gpu.device import DEVICE
 from tests.gpu.test_graphs import Layer, captured
 from tests.gpu.test_mixed import overwrite, replays_are_eager

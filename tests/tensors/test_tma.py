@@ -14,16 +14,16 @@ from torch import Tensor
 import jitattn
 from jitattn.device.workspace import SLICE_BYTES
 from jitattn.kernels.common.kernel_launch import KernelLaunch
-from jitattn.spec.params import (
+from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
     BOUNDARY_BYTES,
     COST_BYTES,
     REQUEST_BYTES,
-    TENSOR_MAP_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
 )
-from jitattn.spec.tile import MAX_PIECES
+from jitattn.kernels.common.tile import MAX_PIECES
+from jitattn.spec.params import TENSOR_MAP_BYTES
 from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.tma import Box

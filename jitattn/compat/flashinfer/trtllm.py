@@ -26,7 +26,8 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.spec.dtype import FP8_DTYPES, dtype_name
-from jitattn.tensors.page_tables import BlockTable, check_device, check_tensor
+from jitattn.tensors.page_tables import BlockTable
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -21,6 +21,7 @@ from jitattn.kernels.attention.check import (
     check_queries,
     check_sinks,
 )
+from jitattn.kernels.attention.config import check_rules
 from jitattn.kernels.attention.reference_plan import AttentionReferencePlan
 from jitattn.kernels.common.planner_base import (
     Q_VECTOR,
@@ -31,7 +32,6 @@ from jitattn.kernels.common.planner_base import (
     make_readable,
 )
 from jitattn.kernels.common.reference_plan import ReferenceKernels
-from jitattn.spec import support
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.block_caches import BlockCaches, view_block_caches
@@ -42,9 +42,11 @@ from jitattn.tensors.cache_views import (
     RowLayout,
     TensorMaps,
     view_caches,
+    view_of,
     view_scale,
 )
-from jitattn.tensors.page_tables import Pages, check_view, view_of
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
@@ -79,7 +81,7 @@ class AttentionPlanner(_Arguments):
         kv_dtype: likewise, of the cache; "nvfp4" for a ``QuantizedKV``.
         out_dtype: likewise, of out; None is ``q_dtype``.
         kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
-        page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+        page_table: a name of ``Layout``, "shared" or another: the layout of the tables
             that plans get.
         causal: query tokens see no later ones; the last of a request is its last key.
         window_left: earlier tokens that a query sees besides itself; -1 is all.
@@ -142,7 +144,7 @@ class AttentionPlanner(_Arguments):
                 prefill kernel ``plan`` and ``build_info`` say that it doesn't compile.
         """
         config = PlannerConfig.among(locals())
-        support.check_rules(config)
+        check_rules(config)
         super().__init__(
             config,
             make_plan=Plan,
@@ -230,7 +232,7 @@ class Plan(PlanBase[Call]):
         q: Tensor,
         kv: BoundCache | KVCache,
         *,
-        pages: Pages | None = None,
+        pages: PageTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -300,7 +302,7 @@ class Plan(PlanBase[Call]):
         self,
         q: Tensor,
         kv: BoundCache | KVCache,
-        pages: Pages | None,
+        pages: PageTable | None,
         out: Tensor | None,
         lse: Tensor | None,
         return_lse: bool,

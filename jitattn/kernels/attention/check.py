@@ -12,11 +12,15 @@ from jitattn.tensors.cache_views import (
     BoundCache,
     Mask,
     RowLayout,
-    check_last_stride,
-    check_rows,
     view_mask,
 )
-from jitattn.tensors.page_tables import Pages, check_device, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import (
+    check_device,
+    check_last_stride,
+    check_rows,
+    check_tensor,
+)
 from jitattn.tensors.variant_params import VariantParams
 
 CustomMask = Tensor | tuple[Tensor, Tensor]
@@ -30,7 +34,7 @@ class Call(NamedTuple):
     q: Tensor
     q_layout: RowLayout
     kv: BoundCache
-    pages: Pages
+    pages: PageTable
     out: Tensor
     out_layout: RowLayout
     lse: Tensor | None

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from jitattn.jit.build import Pending
+from jitattn.kernels.attention.config import attention_specs, wide_row_tile
+from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
 from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits
-from jitattn.spec import support
+from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.tile import DecodeTile
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, PlannedSpec, PrefillSpec
 from jitattn.spec.layout import Loader
-from jitattn.spec.tile import DecodeTile, attention_tile_for
 from jitattn.tensors.block_caches import BlockArguments, BlockCaches
 from jitattn.tensors.cache_views import CacheView, TensorMaps
 from jitattn.tensors.tma import box_of
@@ -33,7 +34,7 @@ class AttentionKernels(CudaKernels):
         self._by_alignment: dict[bool, list[DecodeSpec | PrefillSpec]] = {True: [], False: []}
         specs = [
             spec
-            for spec in support.specs_of(config, target.arch)
+            for spec in attention_specs(config, target.arch)
             if isinstance(spec, DecodeSpec | PrefillSpec)
         ]
         for spec in specs:
@@ -43,7 +44,7 @@ class AttentionKernels(CudaKernels):
             ("decode", "prefill", "decode_multi_token"), self._by_alignment[True], strict=False
         )
         self._tma_tiles = {
-            role: box_of(attention_tile_for(spec, target.arch), spec.head_dim)
+            role: box_of(spec.tile(target.arch), spec.head_dim)
             for role, spec in roles
             if spec.loader is Loader.TENSOR
         }
@@ -54,7 +55,7 @@ class AttentionKernels(CudaKernels):
             specs=specs,
             main_specs=self._by_alignment[True],
             make_kernels=functools.partial(_make_kernels, target.arch, target.facts.index),
-            multi_token_rows=support.wide_row_tile(config),
+            multi_token_rows=wide_row_tile(config),
         )
 
     def bind(
@@ -73,7 +74,7 @@ class AttentionKernels(CudaKernels):
 
 
 def _make_kernels(
-    arch: str, index: int, specs: Sequence[PlannedSpec], pending: Sequence[Pending]
+    arch: str, index: int, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
 ) -> BoundKernels:
     decode, prefill, *multi_token = (
         _make_kernel(arch, index, spec, build) for spec, build in zip(specs, pending, strict=True)
@@ -81,8 +82,8 @@ def _make_kernels(
     return BoundKernels(decode, prefill, multi_token[0] if multi_token else None)
 
 
-def _make_kernel(arch: str, index: int, spec: PlannedSpec, pending: Pending) -> PlannedKernel:
-    tile = attention_tile_for(spec, arch)
+def _make_kernel(arch: str, index: int, spec: AttentionSpec, pending: Pending) -> PlannedKernel:
+    tile = spec.tile(arch)
     rows = spec if isinstance(spec, DecodeSpec) else tile
     assert not isinstance(rows, DecodeTile)
     return PlannedKernel(pending, tile, rows.row_tile, index)

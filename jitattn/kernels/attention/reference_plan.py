@@ -7,8 +7,7 @@ from torch import Tensor
 
 from jitattn.kernels.attention.check import Call
 from jitattn.kernels.attention.reference import attention
-from jitattn.kernels.common.reference_pages import first_visible, gather_tokens
-from jitattn.kernels.common.reference_plan import ReferencePlan
+from jitattn.kernels.common.reference_plan import ReferencePlan, first_visible, gather_tokens
 from jitattn.spec.config import PlannerConfig
 from jitattn.tensors.cache_views import Batch, Mask, Scale
 from jitattn.tensors.quantization import dequantize_kv, saturated

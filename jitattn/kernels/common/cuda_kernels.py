@@ -26,7 +26,7 @@ from jitattn.kernels.common.schedule_config import (
     schedule_config,
     workspace_size,
 )
-from jitattn.spec.kernel_spec import PlannedSpec
+from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.tensors.cache_views import Batch, CacheView
 from jitattn.tensors.tma import Box, TensorMaps
 
@@ -68,8 +68,8 @@ class CudaKernels:
         target: TargetDevice,
         traits: FamilyTraits,
         *,
-        specs: Sequence[PlannedSpec],
-        main_specs: Sequence[PlannedSpec],
+        specs: Sequence[AttentionSpec],
+        main_specs: Sequence[AttentionSpec],
         make_kernels: KernelMaker,
         launch_type: type[KernelLaunch] = KernelLaunch,
         multi_token_rows: int = 0,

@@ -13,10 +13,10 @@ from jitattn.device.driver import load_kernel
 from jitattn.jit.build import Pending, start
 from jitattn.kernels.common.planned_kernel import BoundKernels, Role
 from jitattn.kernels.common.schedule_config import ScheduleKernel
-from jitattn.spec.kernel_spec import KernelSpec, PlannedSpec, ScheduleSpec
-from jitattn.spec.tile import tile_for
+from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
+from jitattn.spec.family import KernelSpec
 
-KernelMaker = Callable[[Sequence[PlannedSpec], Sequence[Pending]], BoundKernels]
+KernelMaker = Callable[[Sequence[AttentionSpec], Sequence[Pending]], BoundKernels]
 """Returns the kernels of some specs, which may still be compiling."""
 
 
@@ -52,7 +52,7 @@ class KernelLoader:
 
     def __init__(
         self,
-        main_specs: Sequence[PlannedSpec],
+        main_specs: Sequence[AttentionSpec],
         make_kernels: KernelMaker,
         *,
         device_index: int,
@@ -85,14 +85,14 @@ class KernelLoader:
         pending = self._start((decode, schedule, *others))
         self.kernels = make_kernels((decode, *others), (pending[0], *pending[2:]))
         self._bound = {(decode, *others): self.kernels}
-        tile = tile_for(schedule, arch)
+        tile = schedule.tile(arch)
         built = pending[1].result()
         self.schedule_kernel = ScheduleKernel(
             load_kernel(built.cubin, built.symbol, device_index, tile.smem_bytes), tile.num_threads
         )
         self.kernels.load(self._needed)
 
-    def kernels_for(self, specs: Sequence[PlannedSpec]) -> BoundKernels:
+    def kernels_for(self, specs: Sequence[AttentionSpec]) -> BoundKernels:
         """Return the kernels of these specs, built on first use; what plans need of them is loaded.
 
         Raises:
@@ -139,7 +139,7 @@ class KernelLoader:
             seconds=kernel.seconds,
             registers=kernel.registers,
             spill_bytes=kernel.spill_bytes,
-            smem_bytes=kernel.smem_bytes + tile_for(spec, self._arch).smem_bytes,
+            smem_bytes=kernel.smem_bytes + spec.tile(self._arch).smem_bytes,
             compiler=kernel.compiler,
         )
 

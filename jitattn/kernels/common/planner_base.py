@@ -16,27 +16,18 @@ from jitattn.base.validate import check_count
 from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import (
-    NO_BATCH,
-    NO_LAYOUT,
-    Batch,
-    BatchLayout,
-    RowLayout,
-    check_last_stride,
-    check_rows,
-    check_writable,
-)
+from jitattn.tensors.cache_views import NO_BATCH, NO_LAYOUT, Batch, BatchLayout, RowLayout
 from jitattn.tensors.device_checks import check_lengths, check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_tables import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    RaggedKV,
-    TokenTable,
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_page_table
+from jitattn.tensors.tensor_checks import (
     check_device,
     check_indptr,
+    check_last_stride,
+    check_rows,
     check_vector,
+    check_writable,
 )
 from jitattn.tensors.tensor_handles import new_handle
 from jitattn.tensors.variant_params import VariantParams, check_variant_params
@@ -50,7 +41,6 @@ CacheT = TypeVar("CacheT")
 PlanT = TypeVar("PlanT")
 BackendT = TypeVar("BackendT", covariant=True)
 
-_TABLES = (BlockTable, TokenTable, CsrPages, RaggedKV)
 _BACKENDS = ("auto", "cuda", "reference")
 
 # Kernels read q and write out in vectors of so many elements where rows begin at a multiple.
@@ -182,7 +172,7 @@ class PlannerBase(Generic[PlanT]):
 
     def plan(
         self,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,
@@ -222,7 +212,7 @@ def make_readable(planner: type[PlannerBase[Any]], arguments: type[Arguments]) -
 
 def plan_for_call(
     planner: PlannerBase[PlanT],
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
     *,
@@ -252,7 +242,7 @@ def plan_for_call(
 
 def _checked_batch(
     planner: PlannerBase[Any],
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None,
     max_q_len: int | None,
@@ -277,7 +267,7 @@ def _checked_batch(
     return batch
 
 
-def _batch_layout(planner: PlannerBase[Any], pages: Pages, seq_lens: Tensor) -> BatchLayout:
+def _batch_layout(planner: PlannerBase[Any], pages: PageTable, seq_lens: Tensor) -> BatchLayout:
     _check_pages(pages, planner.config, planner.device)
     check_vector("seq_lens", seq_lens, device=planner.device)
     batch_size = pages.batch_size
@@ -409,13 +399,13 @@ class PlanBase(Generic[CallT]):
             num_kv_heads=config.num_kv_heads,
         )
 
-    def _checked_pages(self, pages: Pages) -> Pages:
+    def _checked_pages(self, pages: PageTable) -> PageTable:
         if pages is not self._pages:
             self._check_same_size(pages)
             self._pages = pages
         return pages
 
-    def _check_same_size(self, pages: Pages) -> None:
+    def _check_same_size(self, pages: PageTable) -> None:
         planned = self.batch.pages
         _check_pages(pages, self.planner.config, self.planner.device)
         page_size = self.planner.config.page_size or 1
@@ -480,7 +470,7 @@ class PlanBase(Generic[CallT]):
             raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
         return bound  # type: ignore[no-any-return]
 
-    def _check_values(self, pages: Pages, pools: Mapping[str, int], num_tokens: int) -> None:
+    def _check_values(self, pages: PageTable, pools: Mapping[str, int], num_tokens: int) -> None:
         """Refuse what tensors hold, where JITATTN_CHECK asks for it."""
         planner = self.planner
         if self._checked_lens is not None and not is_capturing(planner.device):
@@ -524,12 +514,8 @@ def _check_workspace(workspace: Workspace | None, device: torch.device) -> Works
     return workspace
 
 
-def _check_pages(pages: Pages, config: PagedConfig, device: torch.device) -> None:
-    if not isinstance(pages, _TABLES):
-        raise TypeError(
-            f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
-            "RaggedKV"
-        )
+def _check_pages(pages: PageTable, config: PagedConfig, device: torch.device) -> None:
+    check_page_table(pages)
     if pages.layout != config.page_table:
         raise ValueError(
             f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "

@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from jitattn.kernels.common.reference_pages import (
-    entries_of,
-    first_visible,
-    most_tokens,
-)
-from jitattn.spec.config import MAX_KV_LEN, PagedConfig
+from jitattn.spec.config import PagedConfig
 from jitattn.tensors.cache_views import Batch
-from jitattn.tensors.page_tables import BlockTable, Pages, TokenTable
+from jitattn.tensors.page_table import PageTable
 
 if TYPE_CHECKING:
     from jitattn.kernels.common.kernel_loader import KernelInfo
@@ -31,7 +26,7 @@ class _Call(Protocol):
     """What of a call doesn't depend on the planner's kind."""
 
     @property
-    def pages(self) -> Pages: ...
+    def pages(self) -> PageTable: ...
 
     @property
     def kv(self) -> _Cache: ...
@@ -165,7 +160,7 @@ class ReferenceKernels(Generic[ConfigT, PlanT]):
 def _what_is_wrong(batch: Batch, config: PagedConfig, request: int, kv_len: int, q_len: int) -> str:
     """Say which length of a request exceeds what was planned, or nothing."""
     page_size = config.page_size or 1
-    limit = min(batch.max_kv_len, most_tokens(batch.pages, request, page_size, MAX_KV_LEN))
+    limit = min(batch.max_kv_len, batch.pages.request_capacity(request, page_size))
     if kv_len > max(limit, 0):
         return f"seq_lens[{request}] is {kv_len}: the table or max_kv_len ends at {max(limit, 0)}"
     if q_len > batch.max_q_len:
@@ -181,19 +176,80 @@ def _what_is_read_wrong(
         return ""
     pages, page_size = call.pages, config.page_size or 1
     pools = call.kv.pools
-    limit = most_tokens(pages, request, page_size, next(iter(pools.values())))
+    num_kv_tokens = next(iter(pools.values()))
+    limit = pages.request_capacity(request, page_size, num_kv_tokens=num_kv_tokens)
     if kv_len > limit:
         return f"request {request} has {kv_len} tokens: pages and kv hold {max(limit, 0)} of them"
-    if isinstance(pages, BlockTable | TokenTable) and pages.rows is not None:
-        num_rows = (pages.table if isinstance(pages, BlockTable) else pages.slots).shape[0]
-        if not 0 <= int(pages.rows[request]) < num_rows:
-            return f"rows[{request}] is {int(pages.rows[request])}: the table has {num_rows} rows"
+    try:
+        pages.check_row(request)
+    except ValueError as error:
+        return str(error)
+    size = pages.entry_tokens(page_size)
     start = first_visible(kv_len, q_len, config.window_left)
     for which, (name, num_pages) in enumerate(pools.items()):
-        entries, size = entries_of(pages, request, start, kv_len, page_size, which)
-        end = num_pages * size
+        entries = pages.entries(request, which=which)[start // size : -(-kv_len // size)]
+        end = num_pages * page_size // size
         wrong = entries[(entries < 0) | (entries >= end)]
         if wrong.numel() > 0:
             entry = int(wrong[0])
             return f"request {request} has the entry {entry} for {name}: the cache ends at {end}"
     return ""
+
+
+def gather(cache: Tensor, page_ids: Tensor, kv_len: int, *, start: int = 0) -> Tensor:
+    """Copy the tokens of one request out of its pages.
+
+    Args:
+        cache: [num_pages, page_size, num_kv_heads, head_dim], any strides.
+        page_ids: [>= ceil(kv_len / page_size)], any integer dtype; entries past the last page
+            and wholly before ``start`` are not read.
+        kv_len: tokens of the request; zero or less is none.
+        start: first token that matters, at the most kv_len.
+
+    Returns:
+        [max(kv_len, 0), num_kv_heads, head_dim], contiguous. Tokens of pages wholly before
+        ``start`` are NaN, and the largest number of a type that has none.
+    """
+    _, page_size, num_kv_heads, head_dim = cache.shape
+    kv_len = max(kv_len, 0)
+    first_page, last_page = start // page_size, -(-kv_len // page_size)
+    if last_page > page_ids.shape[0]:
+        raise ValueError(
+            f"kv_len {kv_len} needs {last_page} pages of {page_size}, got {page_ids.shape[0]} ids"
+        )
+    nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
+    tokens = cache.new_full((last_page * page_size, num_kv_heads, head_dim), nothing)
+    if first_page < last_page:
+        live = page_ids[first_page:last_page].long()
+        tokens[first_page * page_size :] = chosen(cache, (live,)).flatten(0, 1)
+    return tokens[:kv_len]
+
+
+def chosen(cache: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+    """``cache[index]``, as bytes of an FP8 cache, which not every torch can index on the CPU."""
+    if cache.dtype.itemsize > 1:
+        return cache[index]
+    return cache.view(torch.uint8)[index].view(cache.dtype)
+
+
+def first_visible(kv_len: int, q_len: int, window_left: int) -> int:
+    """The first key that the first query row of a request can see, ignoring causality."""
+    return 0 if window_left < 0 else min(max(0, kv_len - q_len - window_left), max(kv_len, 0))
+
+
+def gather_tokens(
+    cache: Tensor, pages: PageTable, request: int, kv_len: int, start: int, *, which: int
+) -> Tensor:
+    """Copy the tokens of a request out of K (``which`` 0) or V (1)."""
+    slots = pages.slots_of(request, kv_len, cache.shape[1], which=which)
+    return _gather_slots(cache, slots, start)
+
+
+def _gather_slots(cache: Tensor, slots: Tensor, start: int) -> Tensor:
+    """Copy tokens; those before ``start`` are NaN, or the largest number of a type without."""
+    page_size = cache.shape[1]
+    nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
+    tokens = cache.new_full((slots.shape[0], *cache.shape[2:]), nothing)
+    live = slots[start:]
+    tokens[start:] = chosen(cache, (live // page_size, live % page_size))
+    return tokens

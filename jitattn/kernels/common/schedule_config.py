@@ -11,22 +11,21 @@ from typing import NamedTuple
 
 from jitattn.device.driver import LoadedKernel
 from jitattn.device.workspace import SLICE_BYTES, aligned, workspace_bytes
-from jitattn.kernels.common.planned_kernel import PlannedKernel, Role
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.layout import Layout
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.params import (
+from jitattn.kernels.common.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
     HEADER_BYTES,
     REQUEST_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
-    Divisor,
     ScheduleParams,
     kernel_params,
 )
-from jitattn.spec.tile import MAX_PIECES, DecodeTile
+from jitattn.kernels.common.planned_kernel import PlannedKernel, Role
+from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.layout import Layout
+from jitattn.spec.params import Divisor
 
 # The largest capacity whose plans a planner keeps when they are gone.
 MAX_IDLE_CAPACITY = 4096
@@ -172,8 +171,8 @@ def schedule_config(
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
         num_counters=SLICE_BYTES // 4 + slots * blocks.num_head_blocks,
-        is_ragged=layout is Layout.RAGGED,
-        has_offsets=layout in (Layout.CSR, Layout.RAGGED),
+        is_ragged=not layout.has_pages,
+        has_offsets=layout.has_offsets,
         limits_sms=config.num_sms is not None,
         params_type=params_type,
         params=_kernel_params(params_type, config, blocks, work, max_splits),

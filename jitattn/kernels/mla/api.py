@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from jitattn.base.errors import ConfigError
 from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
 from jitattn.kernels.common.planner_base import (
@@ -32,12 +31,13 @@ from jitattn.kernels.mla.check import (
     check_q_nope,
     check_q_pe,
 )
+from jitattn.kernels.mla.config import check_rules
 from jitattn.kernels.mla.reference_plan import MLAReferencePlan
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout, TensorMaps
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 MLACache = Tensor | tuple[Tensor, Tensor]
@@ -69,7 +69,7 @@ class MLAPlanner(_Arguments):
         kv_dtype: likewise, of the cache: ``q_dtype``, or float8_e4m3fn for any of the FP8
             caches that ``bind`` takes.
         out_dtype: likewise, of out; None is ``q_dtype``.
-        page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+        page_table: a name of ``Layout``, "shared" or another: the layout of the tables
             that plans get. Of a separate table row 0 has the ids of latents and row 1 those of
             rope parts; where one tensor holds both, row 0 counts and row 1 is not read.
         causal: query tokens see no later ones; the last of a request is its last key.
@@ -114,8 +114,7 @@ class MLAPlanner(_Arguments):
             CompileError, KernelNotFoundError: a kernel can't be had.
         """
         config = MLAConfig.among(locals())
-        if reasons := config.reasons():
-            raise ConfigError(reasons)
+        check_rules(config)
         super().__init__(
             config,
             make_plan=MLAPlan,
@@ -176,7 +175,7 @@ class MLAPlan(PlanBase[MLACall]):
         q_pe: Tensor,
         kv: BoundMLACache | MLACache,
         *,
-        pages: Pages | None = None,
+        pages: PageTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -230,7 +229,7 @@ class MLAPlan(PlanBase[MLACall]):
         q_nope: Tensor,
         q_pe: Tensor,
         kv: BoundMLACache | MLACache,
-        pages: Pages | None,
+        pages: PageTable | None,
         out: Tensor | None,
         lse: Tensor | None,
         return_lse: bool,

@@ -9,18 +9,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.kernels.mla.config import SCALE_BLOCK
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.tensors.cache_views import (
     CacheView,
     RowLayout,
     Scale,
     TensorMaps,
-    check_last_stride,
-    check_rows,
     check_scale,
 )
-from jitattn.tensors.page_tables import Pages, check_device, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import (
+    check_device,
+    check_last_stride,
+    check_rows,
+    check_tensor,
+)
 from jitattn.tensors.tensor_handles import new_handle
 from jitattn.tensors.variant_params import VariantParams
 
@@ -148,7 +153,7 @@ class MLACall(NamedTuple):
     q_pe: Tensor
     q_pe_layout: RowLayout
     kv: BoundMLACache
-    pages: Pages
+    pages: PageTable
     out: Tensor
     out_layout: RowLayout
     lse: Tensor | None

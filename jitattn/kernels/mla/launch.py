@@ -14,15 +14,14 @@ from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_c
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, write_scale
 from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig
+from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
-from jitattn.spec import support
+from jitattn.kernels.mla.config import mla_specs
+from jitattn.kernels.mla.spec import MLASpec
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import MLASpec, PlannedSpec
 from jitattn.spec.layout import Loader
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.tile import attention_tile_for
 from jitattn.tensors.cache_views import NO_LAYOUT, Scale, TensorMaps
-from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.tma import Box
 
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
@@ -89,9 +88,9 @@ class MLAKernelLaunch(KernelLaunch):
         assert isinstance(call, MLACall)
         kv, latent, pe_at = call.kv, self.params.latent, call.q_pe.data_ptr()
         pages = call.pages
-        if isinstance(pages, BlockTable) and pages.table.dim() == 3:
+        if pages.value_stride:
             # One tensor has the ids of row 0 only.
-            self.params.pages.kv_stride = pages.table.stride(1) if kv.is_pair else 0
+            self.params.pages.kv_stride = pages.value_stride if kv.is_pair else 0
         if call.q_pe_layout is not self._pe_layout:
             latent.q_pe_token_stride, latent.q_pe_head_stride = call.q_pe_layout.strides[:2]
             self._pe_layout = call.q_pe_layout
@@ -114,13 +113,13 @@ class MLAKernels(CudaKernels):
         """Start to build them, and load the one of decode."""
         target = TargetDevice.of(device)
         self._mla_specs = [
-            spec for spec in support.specs_of(config, target.arch) if isinstance(spec, MLASpec)
+            spec for spec in mla_specs(config, target.arch) if isinstance(spec, MLASpec)
         ]
         first = self._mla_specs[0]
         self._tma_tiles: dict[str, Box] = {}
         if first.loader is Loader.TENSOR:
             # One kernel loads the same tiles, whatever it is for.
-            tile, rope_dim = attention_tile_for(first, target.arch), config.qk_rope_head_dim
+            tile, rope_dim = first.tile(target.arch), config.qk_rope_head_dim
             self._tma_tiles["decode"] = Box(
                 tile.box_tokens, tile.key_box_columns, rope_dim, is_grouped=True
             )
@@ -148,11 +147,11 @@ class MLAKernels(CudaKernels):
 
 
 def _make_kernels(
-    arch: str, index: int, specs: Sequence[PlannedSpec], pending: Sequence[Pending]
+    arch: str, index: int, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
 ) -> BoundKernels:
     # One serves requests of few rows and of many.
     (spec,), (build,) = specs, pending
     assert isinstance(spec, MLASpec)
-    tile = attention_tile_for(spec, arch)
+    tile = spec.tile(arch)
     kernel = MLAKernel(build, tile, spec.row_tile, index)
     return BoundKernels(kernel, kernel, None)

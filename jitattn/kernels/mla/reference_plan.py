@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jitattn.kernels.common.reference_pages import gather_tokens
-from jitattn.kernels.common.reference_plan import ReferencePlan
+from jitattn.kernels.common.reference_plan import ReferencePlan, gather_tokens
 from jitattn.kernels.mla.check import MLACall
+from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.kernels.mla.reference import latent_attention
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
+from jitattn.spec.config import MLAConfig
 from jitattn.tensors.cache_views import Batch
 from jitattn.tensors.quantization import saturated
 from jitattn.tensors.variant_params import transform_of

@@ -17,7 +17,7 @@ from jitattn.jit.build import Kernel
 from jitattn.kernels.attention.launch import AttentionKernels
 from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.family import KernelSpec
 from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from tests.emulator import launch_recorder
@@ -70,7 +70,7 @@ class FakeBuilder:
         assert hint == "head_dim=64"
         error = CompileError("k", "error: no", "")
         pending = [
-            FakePending(spec, self.was_found, error if spec.family == self.failing else None)
+            FakePending(spec, self.was_found, error if spec.kernel == self.failing else None)
             for spec in specs
         ]
         self.started += pending
@@ -91,7 +91,7 @@ class FakeBuilder:
 
 
 def short(spec: KernelSpec) -> str:
-    return f"{spec.family} {getattr(spec, 'loader', '')}".strip()
+    return f"{spec.kernel} {getattr(spec, 'loader', '')}".strip()
 
 
 @pytest.fixture

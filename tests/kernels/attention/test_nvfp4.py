@@ -13,7 +13,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.jit.sources import TEMPLATES
-from jitattn.spec.params import ATTENTION_OFFSET, BlockScales
+from jitattn.kernels.common.params import ATTENTION_OFFSET
+from jitattn.spec.params import BlockScales
 from tests.emulator import launch_recorder
 from tests.emulator.attention import HOST, arch_of
 from tests.emulator.cuda_runtime import library_of

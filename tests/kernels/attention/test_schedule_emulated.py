@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jitattn.kernels.attention.launch import TRAITS
+from jitattn.kernels.common.params import Schedule, ScheduleParams
 from jitattn.kernels.common.schedule_config import MAX_WAVES, MIN_SPLIT_TOKENS
-from jitattn.spec.params import Schedule, ScheduleParams
 from tests.emulator import launch_recorder
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 from tests.gpu.test_claims import IN_ROUNDS

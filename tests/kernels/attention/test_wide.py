@@ -14,20 +14,22 @@ from torch import Tensor
 
 import jitattn
 from jitattn.device.driver import DeviceFacts
+from jitattn.kernels import registry
 from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.attention.spec import DecodeSpec
+from jitattn.kernels.attention.tile import decode_tile
 from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel
 from jitattn.kernels.common.cuda_plan import CudaPlan
+from jitattn.kernels.common.params import ScheduleParams
 from jitattn.kernels.common.schedule_config import ScheduleConfig
-from jitattn.spec import support
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
-from jitattn.spec.params import ScheduleParams
-from jitattn.spec.tile import decode_tile_for
 from jitattn.tensors import tma
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
+from tests.support.sample_specs import sample_specs
 from tests.tensors.test_tma import Map, maps_of
 
 B, HKV = 3, 2
@@ -109,11 +111,11 @@ def test_which_kernels_a_configuration_has(
     arguments: dict[str, object], group_size: int, row_tiles: list[int]
 ) -> None:
     config = config_of(num_qo_heads=2 * group_size, num_kv_heads=2, **arguments)
-    specs = [spec for spec in support.resolve(config, "sm_90a") if isinstance(spec, DecodeSpec)]
+    specs = [spec for spec in registry.specs_of(config, "sm_90a") if isinstance(spec, DecodeSpec)]
     assert [spec.row_tile for spec in specs] == [rows for rows in row_tiles for _ in "fp"]
     fast = Loader.TENSOR if config.head_dim % 64 == 0 else Loader.VECTOR
     assert [spec.loader for spec in specs] == [fast, Loader.PLAIN] * len(row_tiles)
-    checked = support.check_config(num_qo_heads=2 * group_size, num_kv_heads=2, **arguments)
+    checked = registry.check_config(num_qo_heads=2 * group_size, num_kv_heads=2, **arguments)
     assert checked.kernel == specs[0].symbol
 
 
@@ -228,7 +230,7 @@ def narrow_specs(arch: str) -> list[DecodeSpec]:
     """The sample's kernels of narrow tiles whose head dims allow a wide one, with both loaders."""
     return [
         replace(spec, loader=loader)
-        for spec in support.sample_specs(arch)
+        for spec in sample_specs(arch)
         if isinstance(spec, DecodeSpec)
         if spec.row_tile == 8 and max(spec.head_dim, spec.head_dim_vo) <= 128
         for loader in dict.fromkeys((spec.loader, Loader.PLAIN))
@@ -263,7 +265,7 @@ def test_tiles_differ_in_their_rows_only(arch: str) -> None:
     assert {spec.loader for spec in specs} >= {Loader.VECTOR, Loader.PLAIN}
     names = ("num_warps", "tile_tokens", "ctas_per_sm", "value_dim", "box_tokens", "merge_splits")
     for spec in specs:
-        narrow, wide = (decode_tile_for(replace(spec, row_tile=rows), arch) for rows in (8, 16))
+        narrow, wide = (decode_tile(replace(spec, row_tile=rows), arch) for rows in (8, 16))
         for name in names:
             assert getattr(narrow, name) == getattr(wide, name), (spec.symbol, name)
 
