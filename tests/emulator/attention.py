@@ -16,8 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -680,7 +678,6 @@ def arch_of(arch: str) -> str:
 @functools.cache
 def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
-    folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     source = render(spec, arch)
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
@@ -691,7 +688,7 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
     text = "\n".join((HOST, arch_of(arch), *headers, WARPGROUPS, source, CALL))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, folder / "kernel.cpp")
+    return library_of(text)
 
 
 SMEM = "uint8_t* smem = host_smem;"
@@ -701,7 +698,7 @@ JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
 @functools.cache
 def schedule_on_host() -> EmulatedSchedule:
     """The schedule kernel as a function of the host."""
-    return compile_schedule(Path(tempfile.mkdtemp(prefix="jitattn-host-")), 1)
+    return compile_schedule(1)
 
 
 class EmulatedCuda:

@@ -20,11 +20,10 @@ from jitattn.device.driver import DeviceFacts
 from jitattn.device.workspace import Workspace
 from jitattn.jit.build import Kernel
 from jitattn.kernels.attention.launch import AttentionKernels
-from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel
+from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel, tma
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout
-from jitattn.tensors import tma
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,11 @@ from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import DecodeTile
+from jitattn.kernels.common.tma import tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import Loader
 from jitattn.tensors.block_caches import BlockArguments, BlockCaches
 from jitattn.tensors.cache_views import CacheView, TensorMaps
-from jitattn.tensors.tma import box_of
 
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
 TRAITS = FamilyTraits(is_mla=False, max_splits=16, tile_visit_cost=1, min_slot_cost=1)
@@ -44,7 +44,7 @@ class AttentionKernels(CudaKernels):
             ("decode", "prefill", "decode_multi_token"), self._by_alignment[True], strict=False
         )
         self._tma_tiles = {
-            role: box_of(spec.tile(target.arch), spec.head_dim)
+            role: tma_tile_of(spec.tile(target.arch), spec.head_dim)
             for role, spec in roles
             if spec.loader is Loader.TENSOR
         }

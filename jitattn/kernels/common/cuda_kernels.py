@@ -27,8 +27,8 @@ from jitattn.kernels.common.schedule_config import (
     workspace_size,
 )
 from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.tma import TensorMaps, TmaTile
 from jitattn.tensors.cache_views import Batch, CacheView
-from jitattn.tensors.tma import Box, TensorMaps
 
 
 class TargetDevice(NamedTuple):
@@ -236,7 +236,7 @@ class CudaKernels:
 
 
 def map_cache(
-    k: CacheView, v: CacheView, tma_tiles: Mapping[str, Box]
+    k: CacheView, v: CacheView, tma_tiles: Mapping[str, TmaTile]
 ) -> tuple[bool, TensorMaps | None]:
     """Return whether the loader of aligned caches suits K and V, and the maps that it uses.
 

@@ -15,14 +15,14 @@ from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, writ
 from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig
 from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.tma import TensorMaps, TmaTile
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
 from jitattn.kernels.mla.config import mla_specs
 from jitattn.kernels.mla.spec import MLASpec
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Loader
-from jitattn.tensors.cache_views import NO_LAYOUT, Scale, TensorMaps
-from jitattn.tensors.tma import Box
+from jitattn.tensors.cache_views import NO_LAYOUT, Scale
 
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
 # long to load as two tiles, and each eight splits of a row take as long to merge as a tile or two.
@@ -116,11 +116,11 @@ class MLAKernels(CudaKernels):
             spec for spec in mla_specs(config, target.arch) if isinstance(spec, MLASpec)
         ]
         first = self._mla_specs[0]
-        self._tma_tiles: dict[str, Box] = {}
+        self._tma_tiles: dict[str, TmaTile] = {}
         if first.loader is Loader.TENSOR:
             # One kernel loads the same tiles, whatever it is for.
             tile, rope_dim = first.tile(target.arch), config.qk_rope_head_dim
-            self._tma_tiles["decode"] = Box(
+            self._tma_tiles["decode"] = TmaTile(
                 tile.box_tokens, tile.key_box_columns, rope_dim, is_grouped=True
             )
         super().__init__(

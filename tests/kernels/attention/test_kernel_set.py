@@ -15,10 +15,9 @@ from jitattn.base.errors import CompileError, KernelNotFoundError
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.build import Kernel
 from jitattn.kernels.attention.launch import AttentionKernels
-from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel
+from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel, tma
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
-from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from tests.emulator import launch_recorder
 

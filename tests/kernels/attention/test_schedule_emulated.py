@@ -199,17 +199,15 @@ MAX_KV_LEN = 2**30
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> EmulatedSchedule:
+def on_host() -> EmulatedSchedule:
     """The schedule kernel, compiled for the CPU, with one thread."""
-    return compile_schedule(tmp_path_factory.mktemp("schedule"), 1)
+    return compile_schedule(1)
 
 
 @pytest.fixture(scope="module", params=[1, 7], ids=["one thread", "seven threads"])
-def on_threads(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> EmulatedSchedule:
+def on_threads(request: pytest.FixtureRequest) -> EmulatedSchedule:
     """The same with one thread and with several."""
-    return compile_schedule(tmp_path_factory.mktemp("schedule"), request.param)
+    return compile_schedule(request.param)
 
 
 @dataclass(frozen=True)

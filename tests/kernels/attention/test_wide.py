@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.tensors.test_tma import Map, maps_of
 from torch import Tensor
 
 import jitattn
@@ -18,7 +19,7 @@ from jitattn.kernels import registry
 from jitattn.kernels.attention.launch import AttentionKernels
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.attention.tile import decode_tile
-from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel
+from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel, tma
 from jitattn.kernels.common.cuda_plan import CudaPlan
 from jitattn.kernels.common.params import ScheduleParams
 from jitattn.kernels.common.schedule_config import ScheduleConfig
@@ -26,11 +27,9 @@ from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
-from jitattn.tensors import tma
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
 from tests.support.sample_specs import sample_specs
-from tests.tensors.test_tma import Map, maps_of
 
 B, HKV = 3, 2
 LENS = torch.tensor([5, 9, 0], dtype=torch.int32)

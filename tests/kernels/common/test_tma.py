@@ -13,6 +13,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.device.workspace import SLICE_BYTES
+from jitattn.kernels.common import tma
 from jitattn.kernels.common.kernel_launch import KernelLaunch
 from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
@@ -23,10 +24,9 @@ from jitattn.kernels.common.params import (
     UNIT_BYTES,
 )
 from jitattn.kernels.common.tile import MAX_PIECES
+from jitattn.kernels.common.tma import TmaTile
 from jitattn.spec.params import TENSOR_MAP_BYTES
-from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
-from jitattn.tensors.tma import Box
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder, Recorded
 
@@ -371,9 +371,9 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
 
 
 BOXES = {
-    "decode": Box(16, 128, 128),
-    "prefill": Box(16, 64, 128, fetches_pairs=True),
-    "decode_multi_token": Box(16, 128, 128),
+    "decode": TmaTile(16, 128, 128),
+    "prefill": TmaTile(16, 64, 128, fetches_pairs=True),
+    "decode_multi_token": TmaTile(16, 128, 128),
 }
 
 
@@ -419,7 +419,7 @@ def test_who_computes_too_fetches_two_lines_at_a_time(encodings: list[Map]) -> N
     assert [found.fetch_bytes for found in encodings] == [128, 128, 256, 256]
     encodings.clear()
     narrow = tma.TensorMaps(
-        *view(zeros(PAGES, 2, PAGE, HKV, 64)), {"prefill": Box(16, 64, 64, fetches_pairs=True)}
+        *view(zeros(PAGES, 2, PAGE, HKV, 64)), {"prefill": TmaTile(16, 64, 64, fetches_pairs=True)}
     )
     narrow.at("prefill", 128, 256)
     assert {found.fetch_bytes for found in encodings} == {128}, "beside a line is another head's"
@@ -431,7 +431,7 @@ def test_latents_arrive_in_groups_of_eight_tokens(encodings: list[Map]) -> None:
         CacheView(part, *(rows.stride(0), rows.stride(1), 0))
         for part in (rows[..., :512], rows[..., 512:])
     )
-    tma.TensorMaps(k, v, {"decode": Box(32, 256, 64, is_grouped=True)})
+    tma.TensorMaps(k, v, {"decode": TmaTile(32, 256, 64, is_grouped=True)})
     latent, rope = encodings
     strides = (1152, 128, 8 * 1152, 3 * 32 * 1152)
     assert latent.dims == (64, 8, 8, 4, PAGES)
