@@ -20,13 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-<<<<<<< HEAD
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.tensors.page_table import PageTable
-=======
 from jitattn.spec.config import MLAConfig
-from jitattn.tensors.page_tables import Pages
->>>>>>> main
+from jitattn.tensors.page_table import PageTable
 from tests.support.harness import Expected, check_rounded
 from tests.support.variant_values import Params, changed, params_of
 from tests.support.variants import VARIANTS

@@ -32,14 +32,9 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.spec.dtype import dtype_name
-<<<<<<< HEAD
-from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import BlockTable, CsrPages
 from jitattn.tensors.tensor_checks import check_tensor
-=======
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, check_tensor
->>>>>>> main
 
 _FP8 = torch.float8_e4m3fn
 _NO_SINKS = "latent attention has no sinks"

@@ -24,13 +24,8 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import latent_plan_for_call
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.spec.dtype import dtype_name
-<<<<<<< HEAD
-from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.tensor_checks import check_device, check_tensor
-=======
-from jitattn.tensors.page_tables import BlockTable, check_device, check_tensor
->>>>>>> main
 
 _FP8 = torch.float8_e4m3fn
 

@@ -13,12 +13,7 @@ from jitattn.kernels.attention.reference import attention, chosen, first_visible
 from jitattn.kernels.mla.check import MLACall
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.kernels.mla.reference import latent_attention
-<<<<<<< HEAD
-from jitattn.spec.config import PagedConfig, PlannerConfig
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
-=======
-from jitattn.spec.config import MAX_KV_LEN, MLAConfig, PagedConfig, PlannerConfig
->>>>>>> main
+from jitattn.spec.config import MLAConfig, PagedConfig, PlannerConfig
 from jitattn.tensors.cache_views import Batch, Call, Mask, Scale
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import dequantize_kv, saturated

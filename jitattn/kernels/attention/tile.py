@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import (
     MAX_PIECES,
-    TMA_LAYOUTS,
     DecodeTile,
     PrefillTile,
     WarpgroupTile,
@@ -15,7 +14,7 @@ from jitattn.kernels.common.tile import (
 )
 from jitattn.spec.arch import ARCHS
 from jitattn.spec.dtype import DType
-from jitattn.spec.layout import SEGMENT_BYTES, Loader
+from jitattn.spec.layout import SEGMENT_BYTES, Layout, Loader
 
 if TYPE_CHECKING:
     from jitattn.kernels.attention.spec import DecodeSpec
@@ -99,7 +98,7 @@ def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
 
 def decode_uses_tma(spec: AttentionSpec, arch: str) -> bool:
     """Return whether TMA loads K and V of caches whose strides allow it."""
-    has_pages = spec.page_table in TMA_LAYOUTS and spec.page_size % 8 == 0
+    has_pages = Layout(spec.page_table).lists_pages and spec.page_size % 8 == 0
     return _has_tma_tile(spec, arch) and has_pages
 
 

@@ -11,15 +11,8 @@ from torch import _C
 from jitattn.base import knobs
 from jitattn.base.errors import ConfigError
 from jitattn.spec.arch import arch_for
-<<<<<<< HEAD
-from jitattn.spec.kernel_spec import TransferSpec
-from jitattn.spec.tile import Tile, tile_for
-from jitattn.spec.transfer_config import config_of
-from jitattn.tensors.tensor_checks import check_supported
-=======
 from jitattn.spec.family import KernelSpec, Tile
-from jitattn.tensors.page_tables import check_supported
->>>>>>> main
+from jitattn.tensors.tensor_checks import check_supported
 
 if TYPE_CHECKING:
     from jitattn.device.driver import DeviceFacts, Launch, LoadedKernel

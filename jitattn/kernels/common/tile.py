@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jitattn.spec.layout import Layout
-
-# Layouts whose pages TMA loads.
-TMA_LAYOUTS = (Layout.SHARED, Layout.SEPARATE, Layout.CSR)
 VECTOR_BYTES = 16
 # The most pieces of work that a launch may let its CTAs claim.
 MAX_PIECES = 1024

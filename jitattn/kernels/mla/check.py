@@ -11,22 +11,9 @@ from torch import Tensor
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
-<<<<<<< HEAD
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
 from jitattn.tensors.cache_views import CacheView, RowLayout, Scale, TensorMaps, check_scale
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
-=======
-from jitattn.tensors.cache_views import (
-    CacheView,
-    RowLayout,
-    Scale,
-    TensorMaps,
-    check_last_stride,
-    check_scale,
-)
-from jitattn.tensors.page_tables import Pages, check_device, check_tensor
->>>>>>> main
 from jitattn.tensors.tensor_handles import new_handle
 from jitattn.tensors.variant_params import VariantParams
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitattn.kernels.common.tile import TMA_LAYOUTS, PrefillTile, WarpgroupTile, row_bytes
+from jitattn.kernels.common.tile import PrefillTile, WarpgroupTile, row_bytes
 from jitattn.spec.arch import ARCHS
 from jitattn.spec.dtype import DType
-from jitattn.spec.layout import SEGMENT_BYTES, Loader
+from jitattn.spec.layout import SEGMENT_BYTES, Layout, Loader
 
 if TYPE_CHECKING:
     from jitattn.kernels.mla.spec import MLASpec
@@ -40,7 +40,7 @@ def uses_tma(spec: MLASpec, arch: str) -> bool:
         has_warpgroup_tile(spec.q_dtype, spec.kv_dtype, arch)
         and spec.kv_dtype is spec.q_dtype
         and is_whole
-        and spec.page_table in TMA_LAYOUTS
+        and Layout(spec.page_table).lists_pages
         and spec.page_size % 8 == 0
     )
 

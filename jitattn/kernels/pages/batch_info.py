@@ -13,29 +13,15 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
-<<<<<<< HEAD
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.block_table import check_offsets, check_page_size
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
-from jitattn.spec.kernel_spec import BatchInfoSpec
+from jitattn.kernels.pages.params import BatchInfoParams
+from jitattn.kernels.pages.spec import BatchInfoSpec
 from jitattn.spec.layout import Layout
-from jitattn.spec.params import BatchInfoParams
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.tensor_checks import (
-=======
-from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, checking, on_cpu
-from jitattn.kernels.pages.block_table import (
-    check_offsets,
-    check_page_size,
-    check_per_request,
-    slots_of,
-)
-from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources
-from jitattn.kernels.pages.params import BatchInfoParams
-from jitattn.kernels.pages.spec import BatchInfoSpec
-from jitattn.tensors.page_tables import (
->>>>>>> main
     INTEGERS,
     check_device,
     check_per_request,

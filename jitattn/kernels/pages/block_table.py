@@ -12,22 +12,13 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
-<<<<<<< HEAD
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
-from jitattn.spec.config import MAX_PAGE_SIZE
-from jitattn.spec.kernel_spec import BlockTableSpec
-from jitattn.spec.layout import Layout
-from jitattn.spec.params import BlockTableParams, Lengths
-=======
-from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, checking, on_cpu
-from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources, slot_rows_of
 from jitattn.kernels.pages.params import BlockTableParams
 from jitattn.kernels.pages.spec import BlockTableSpec
 from jitattn.spec.config import MAX_PAGE_SIZE
-from jitattn.spec.params import Divisor, Lengths
-from jitattn.tensors.cache_views import check_writable
->>>>>>> main
+from jitattn.spec.layout import Layout
+from jitattn.spec.params import Lengths
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (

@@ -11,14 +11,10 @@ from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.gather_check import Batch, GatherCall, Outs, check, check_total
-<<<<<<< HEAD
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
-=======
-from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources
 from jitattn.kernels.pages.params import GatherParams
 from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.pages.tile import GatherTile
->>>>>>> main
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import Divisor
 from jitattn.tensors.cache_views import BoundCache

@@ -10,20 +10,8 @@ from jitattn.base.record import Value
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
-<<<<<<< HEAD:jitattn/spec/transfer_config.py
-from jitattn.spec.kernel_spec import (
-    BatchInfoSpec,
-    BlockTableSpec,
-    CopyPagesSpec,
-    GatherSpec,
-    LayerTablesSpec,
-    TableSpec,
-)
-from jitattn.spec.kernel_spec import TransferSpec as Spec
-from jitattn.spec.layout import Layout
-=======
 from jitattn.spec.family import KernelSpec, OnlySpec
->>>>>>> main:jitattn/kernels/pages/spec.py
+from jitattn.spec.layout import Layout
 
 
 class GatherSpec(KernelSpec):
@@ -119,16 +107,12 @@ _SPECS: dict[str, type[CopyPagesSpec | TableSpec]] = {
 }
 KERNELS = (GatherSpec.kernel, *_SPECS)
 _FIELDS = ("kernel", "kv_dtype", "out_dtype")
-<<<<<<< HEAD:jitattn/spec/transfer_config.py
-
 _PAGED = ", ".join(layout.value for layout in Layout if layout.has_pages)
 *_FIRST, _LAST = (
     layout.value for layout in Layout if layout.has_pages and layout is not Layout.SEPARATE
 )
 _ONE_ID = f"{', '.join(_FIRST)} and {_LAST}"
 
-=======
->>>>>>> main:jitattn/kernels/pages/spec.py
 TRANSFER_RANGES: Mapping[str, str] = {
     "gather_kv: cache": ", ".join(KV_DTYPES) + "; any strides, any head_dim",
     "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",

@@ -12,14 +12,8 @@ from jitattn.kernels.preprocess.params import PREPROCESS_ADDRESSES, PreprocessPa
 from jitattn.kernels.preprocess.spec import PreprocessSpec
 from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Layout, Loader
-<<<<<<< HEAD
-from jitattn.spec.params import FLOAT_CODES, PREPROCESS_ADDRESSES, PreprocessParams
-from jitattn.tensors.cache_views import CacheView
-=======
 from jitattn.spec.params import FLOAT_CODES
-from jitattn.tensors.cache_views import CacheView, row_strides
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
->>>>>>> main
+from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.rope import Rope
 from jitattn.tensors.tensor_checks import row_strides
 

@@ -10,13 +10,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.kernels.common import device_kernels
-<<<<<<< HEAD
-from jitattn.spec.kernel_spec import TransferSpec
-from jitattn.tensors.page_tables import slots_of_pages
-=======
-from jitattn.kernels.pages import block_table
 from jitattn.kernels.pages.spec import TransferSpec
->>>>>>> main
+from jitattn.tensors.page_tables import slots_of_pages
 from tests.emulator.pages import emulate_kernels
 
 Call = Callable[[], object]
