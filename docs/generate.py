@@ -27,7 +27,7 @@ from jitattn.integrations import sglang, transformers, vllm
 from jitattn.kernels import torch_ops
 from jitattn.spec import support
 from jitattn.spec.arch import ARCHITECTURES
-from jitattn.tools import cli
+from jitattn.tools import configs_command
 
 ROOT = Path(__file__).resolve().parents[1]
 # Other classes are made by jitattn; their constructors are private.
@@ -96,7 +96,7 @@ def _replace(path: Path, name: str, body: str) -> str:
 
 def support_table() -> str:
     """Return the supported arguments, and a row for each family with the cards it was run on."""
-    groups = cli.support_groups(ARCHITECTURES)
+    groups = configs_command.support_groups(ARCHITECTURES)
     families: dict[str, dict[str, str]] = {}
     for config, _ in groups:
         twin = next((name for name in families if _only_queries_differ(families[name], config)), "")
