@@ -31,7 +31,7 @@ from bench.contenders import VARIANTS, Contender, JitAttn, Prepared, SkipError, 
 from bench.rivals import _causal_mask, all_rivals
 from bench.timing import L2Policy, Timing, summarize
 from bench.workloads import Batch, Case, make_batch, num_copies
-from jitattn import QuantizedKV, dequantize_kv
+from jitattn.quant import QuantizedKV, dequantize_kv
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.support import check_config
 from tests.support.counting_timer import CountingTimer
