@@ -28,11 +28,13 @@ if TYPE_CHECKING:
         JitAttnError,
         KernelNotFoundError,
     )
-    from jitattn.kernels.attention.api import AttentionPlanner, build_info
+    from jitattn.kernels.attention.api import AttentionPlanner
     from jitattn.kernels.attention.functional import attention
+    from jitattn.kernels.common.planner_base import build_info
     from jitattn.kernels.merge.api import merge_states
     from jitattn.kernels.mla.api import MLAPlanner
     from jitattn.kernels.preprocess.api import append_kv, preprocess_qkv
+    from jitattn.kernels.registry import check_config, supported_configs
     from jitattn.pages import (
         BlockTable,
         CsrPages,
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
         gather_kv,
     )
     from jitattn.quant import QuantizedKV
-    from jitattn.spec.support import check_config, supported_configs
     from jitattn.tensors.rope import Rope
 
 __all__ = [
@@ -96,14 +97,14 @@ _HOMES = {
     "attention": "jitattn.kernels.attention.functional",
     "batch_info": "jitattn.pages",
     "build_block_table": "jitattn.pages",
-    "build_info": "jitattn.kernels.attention.api",
-    "check_config": "jitattn.spec.support",
+    "build_info": "jitattn.kernels.common.planner_base",
+    "check_config": "jitattn.kernels.registry",
     "copy_pages": "jitattn.pages",
     "gather_kv": "jitattn.pages",
     "merge_states": "jitattn.kernels.merge.api",
     "precompile": "jitattn.bundles.precompile",
     "preprocess_qkv": "jitattn.kernels.preprocess.api",
-    "supported_configs": "jitattn.spec.support",
+    "supported_configs": "jitattn.kernels.registry",
 }
 _MODULES = ("cascade", "errors", "pages", "quant", "types", "variants")
 # Names of earlier versions, which resolve, and are documented where they live now.

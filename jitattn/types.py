@@ -9,10 +9,10 @@ from jitattn.base.door import lazy_names
 if TYPE_CHECKING:
     from jitattn.bundles.precompile import Report
     from jitattn.kernels.attention.api import Plan
-    from jitattn.kernels.attention.kernels import KernelInfo
+    from jitattn.kernels.common.kernel_loader import KernelInfo
     from jitattn.kernels.mla.api import MLAPlan
     from jitattn.kernels.mla.check import BoundMLACache
-    from jitattn.spec.support import Config, Support
+    from jitattn.kernels.registry import Config, Support
     from jitattn.tensors.cache_views import BoundCache
 
 __all__ = [
@@ -31,11 +31,11 @@ __getattr__ = lazy_names(
     {
         "BoundCache": "jitattn.tensors.cache_views",
         "BoundMLACache": "jitattn.kernels.mla.check",
-        "Config": "jitattn.spec.support",
-        "KernelInfo": "jitattn.kernels.attention.kernels",
+        "Config": "jitattn.kernels.registry",
+        "KernelInfo": "jitattn.kernels.common.kernel_loader",
         "MLAPlan": "jitattn.kernels.mla.api",
         "Plan": "jitattn.kernels.attention.api",
         "Report": "jitattn.bundles.precompile",
-        "Support": "jitattn.spec.support",
+        "Support": "jitattn.kernels.registry",
     },
 )

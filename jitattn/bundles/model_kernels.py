@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
 from jitattn.bundles.model_config import Model, read_model
-from jitattn.spec.config import PlannerConfig
+from jitattn.kernels.pages.spec import TransferConfig
+from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
+from jitattn.kernels.registry import AnyConfig
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import KV_DTYPES, DType
 from jitattn.spec.layout import PAGE_TABLES, Layout, Pairing
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.preprocess_config import SLOTS, PreprocessConfig
-from jitattn.spec.support import OtherConfig
-from jitattn.spec.transfer_config import TransferConfig
 
 
 class Serving(Value):
@@ -37,7 +36,7 @@ class Need(Value):
     """One configuration that a model needs, and what for."""
 
     use: str
-    config: PlannerConfig | OtherConfig
+    config: AnyConfig
     reasons: tuple[str, ...] = ()
     """Why no kernel serves it, where the configuration alone does not tell."""
 

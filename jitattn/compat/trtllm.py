@@ -16,8 +16,9 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag
 from jitattn.spec.dtype import dtype_name
-from jitattn.tensors.page_tables import INTEGERS, BlockTable, check_device, check_tensor
+from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 __all__ = ["LayerPool", "block_table", "check_block_offsets", "layer_pool", "pool_of_layer"]
 

@@ -12,8 +12,7 @@ from jinja2.lexer import Token, TokenStream
 from jitattn.base.errors import TemplateError
 from jitattn.jit.sources import TEMPLATES, headers
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import AttentionSpec, KernelSpec
-from jitattn.spec.tile import template_for, tile_for
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.variant import ELEMENTS, AttentionVariant, ParamType
 
 __all__ = ["TEMPLATES", "LineMarkers", "environment", "headers", "render"]
@@ -66,13 +65,11 @@ def render(spec: KernelSpec, arch: str) -> str:
     Raises:
         TemplateError: a template uses a name that is a field of neither the spec nor its tile.
     """
-    context = spec.context() | tile_for(spec, arch)._asdict()
-    if isinstance(spec, AttentionSpec) and spec.variant is not None:
-        context |= _with_variant(spec.variant) | {"family": spec.family}
+    context = spec.context() | spec.tile(arch)._asdict()
+    if (variant := spec.transform) is not None:
+        context |= _with_variant(variant) | {"family": spec.kernel}
     try:
-        return _banner(spec, arch) + environment().get_template(template_for(spec, arch)).render(
-            context
-        )
+        return _banner(spec, arch) + environment().get_template(spec.template(arch)).render(context)
     except jinja2.TemplateError as error:
         raise TemplateError(f"cannot render {spec}: {error}") from error
 
@@ -139,7 +136,7 @@ def _variant_type(kind: ParamType) -> str:
 def _banner(spec: KernelSpec, arch: str) -> str:
     # A function of the spec alone: a version, date or path here would move the cache key.
     fields = " ".join(f"{k}={v}" for k, v in spec.context().items() if k != "symbol")
-    template = template_for(spec, arch)
+    template = spec.template(arch)
     return (
         f"// Rendered by jitattn from templates/{template}. Edit the template, not this.\n"
         f"// {type(spec).__name__}: {fields}\n"

@@ -10,8 +10,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import tile_for
+from jitattn.spec.family import KernelSpec
 
 # A wheel carries the templates inside the package, a checkout beside it. The checkout wins, so
 # that an editable install never reads a stale copy.
@@ -33,7 +32,7 @@ def inputs(spec: KernelSpec, arch: str) -> dict[str, bytes]:
 
     Equal inputs render to equal sources; the reverse need not hold.
     """
-    values = {"spec": type(spec).__name__, **spec.context(), **tile_for(spec, arch)._asdict()}
+    values = {"spec": type(spec).__name__, **spec.context(), **spec.tile(arch)._asdict()}
     return {
         "values": repr(sorted(values.items())).encode(),
         "arch": arch.encode(),

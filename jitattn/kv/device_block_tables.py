@@ -12,10 +12,10 @@ from torch import Tensor
 from jitattn.base.errors import KVCacheError
 from jitattn.kernels.common.device_kernels import is_capturing
 from jitattn.kernels.pages.layer_tables import write_layer_tables
+from jitattn.kernels.pages.params import SlotChange, TableRequest
 from jitattn.kv.ledger import Ledger
 from jitattn.kv.page_ids import Ids
 from jitattn.kv.state import Scratch
-from jitattn.spec.params import SlotChange, TableRequest
 
 _REQUEST, _CHANGE = np.dtype(TableRequest), np.dtype(SlotChange)
 _REQUEST_INTS, _CHANGE_INTS = _REQUEST.itemsize // 4, _CHANGE.itemsize // 4

@@ -25,9 +25,10 @@ from jitattn.kv.page_ids import Ids, make_entries, spread_entries
 from jitattn.kv.sequence import KVSequence, active_states
 from jitattn.kv.state import Scratch, State
 from jitattn.kv.storage import KVCache
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import BlockTable, ViewTable, check_tensor, mark_view
+from jitattn.tensors.cache_views import mark_view
+from jitattn.tensors.page_tables import BlockTable, ViewTable
 from jitattn.tensors.quantization import QuantizedKV
+from jitattn.tensors.tensor_checks import check_tensor, check_writable
 
 _INTEGERS = (torch.int32, torch.int64)
 _LAST_ROW = 2**31 - 1

@@ -144,7 +144,7 @@ class KVCacheManager:
             import torch
 
             from jitattn.kv.storage import Storage
-            from jitattn.tensors.page_tables import check_supported
+            from jitattn.tensors.tensor_checks import check_supported
 
             where = _with_index(torch.device(device))
             check_supported(where)

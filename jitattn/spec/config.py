@@ -105,7 +105,7 @@ class Arguments(Value):
 class PlannerConfig(Arguments):
     """The arguments of ``AttentionPlanner`` that are not objects of a device.
 
-    What combinations have kernels is ``jitattn.spec.support``'s business.
+    Which of them have kernels, ``jitattn.kernels.attention.config`` says.
     """
 
     num_qo_heads: int = 32
@@ -143,6 +143,90 @@ class PlannerConfig(Arguments):
     def score_scale(self) -> float:
         """What multiplies q.k: ``sm_scale`` or its default."""
         return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+
+class MLAConfig(Arguments):
+    """The arguments of ``MLAPlanner`` that are not objects of a device.
+
+    The planner wants ``sm_scale``; kernels don't depend on it, so a configuration may lack it.
+    """
+
+    family: ClassVar[str] = "mla"
+    optional: ClassVar[frozenset[str]] = Arguments.optional - {"sm_scale"}
+
+    num_heads: int = 128
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    page_size: int | None = 64
+    sm_scale: float | None = None
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    page_table: str = "shared"
+    causal: bool = True
+    variant: AttentionVariant | None = None
+    batch_invariant: bool = False
+    num_sms: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the configuration of ``"planner=mla,num_heads=16,page_size=64"``.
+
+        Raises:
+            ConfigError: a part is not ``name=value``, is unknown, repeated or of a wrong type.
+        """
+        first, _, others = text.partition(",")
+        is_named = first.replace(" ", "") == f"planner={cls.family}"
+        return super().parse(others if is_named else text)
+
+    def arguments_text(self) -> str:
+        """Return ``planner=mla`` and the arguments that differ from the defaults, for ``parse``."""
+        return ",".join(filter(None, (f"planner={self.family}", super().arguments_text())))
+
+    @property
+    def window_left(self) -> int:
+        """There is no window."""
+        return -1
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Heads of q and out: all share one latent a token."""
+        return self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Latents of a token."""
+        return 1
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share a latent."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of a value."""
+        return self.kv_lora_rank
+
+    @property
+    def logits_soft_cap(self) -> float:
+        """There is no soft cap."""
+        return 0.0
+
+    @property
+    def early_kv(self) -> bool:
+        """Nothing is read before the previous kernel's end."""
+        return False
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with."""
+        return 1.0 if self.sm_scale is None else self.sm_scale
 
 
 class PagedConfig(Protocol):

@@ -14,6 +14,21 @@ class Layout(StrEnum):
     TOKEN = "token"  # [rows, width]: the slot of every token
     RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request are contiguous
 
+    @property
+    def has_pages(self) -> bool:
+        """Whether K and V lie in pages."""
+        return self is not Layout.RAGGED
+
+    @property
+    def lists_pages(self) -> bool:
+        """Whether an entry is a page: those of others are tokens."""
+        return self not in (Layout.TOKEN, Layout.RAGGED)
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether offsets say where the entries of a request begin, instead of a row."""
+        return self in (Layout.CSR, Layout.RAGGED)
+
 
 PAGE_TABLES = tuple(layout.value for layout in Layout)
 
@@ -24,6 +39,10 @@ class Pairing(StrEnum):
     NONE = "none"  # no embedding
     NEOX = "neox"  # elements i and i + rotary_dim / 2
     INTERLEAVED = "interleaved"  # elements 2 i and 2 i + 1
+
+
+# Bytes of the segments into which tensor maps cut a row.
+SEGMENT_BYTES = 128
 
 
 class Loader(StrEnum):

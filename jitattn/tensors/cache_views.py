@@ -14,9 +14,9 @@ from torch import Tensor
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import BYTE_DTYPES, QUANTISED_DTYPES, DType
 from jitattn.tensors.overlap import span_of
-from jitattn.tensors.page_tables import Pages, check_device, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor, row_strides
 from jitattn.tensors.tensor_handles import new_handle
-from jitattn.tensors.variant_params import VariantParams
 
 try:
     # What TorchDynamo guards its traces with: one call instead of ten.
@@ -103,7 +103,7 @@ class BoundCache:
         "k_at",
         "k_scale",
         "kernels",
-        "kind",
+        "layout_key",
         "source",
         "strides",
         "tensor_maps",
@@ -121,7 +121,7 @@ class BoundCache:
         v: CacheView,
         kernels: object,
         *,
-        kind: object,
+        layout_key: object,
         tensor_maps: TensorMaps | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
@@ -145,7 +145,7 @@ class BoundCache:
         self.source = source
         self.handle = new_handle(self)
         # One object for the caches of a planner that differ in addresses and scales only.
-        self.kind = kind
+        self.layout_key = layout_key
         # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 
@@ -378,7 +378,7 @@ class Batch:
     a request. Of one ``layout``, tables and lengths differ in their addresses only.
     """
 
-    pages: Pages
+    pages: PageTable
     batch_size: int
     seq_lens: Tensor
     qo_indptr: Tensor | None
@@ -447,30 +447,6 @@ def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return lambda *others: all(map(RowLayout.fits, layouts, others))
 
 
-@dataclass(slots=True)
-class Call:
-    """The tensors of one ``run``, checked, and how those lie that differ from run to run."""
-
-    q: Tensor
-    q_layout: RowLayout
-    kv: BoundCache
-    pages: Pages
-    out: Tensor
-    out_layout: RowLayout
-    lse: Tensor | None
-    lse_layout: RowLayout
-    sinks: Tensor | None
-    mask: Mask | None
-    variant_params: VariantParams | None = None
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether the rows of q and out begin at multiples of their vectors."""
-        return self.q_layout.is_aligned(self.q.data_ptr()) and self.out_layout.is_aligned(
-            self.out.data_ptr()
-        )
-
-
 class BatchLayout:
     """How a page table and lengths lie that passed their checks: those that lie alike do, too.
 
@@ -481,18 +457,18 @@ class BatchLayout:
 
     __slots__ = ("_lie_alike", "_num_tensors", "_table", "batch_size", "capacity")
 
-    def __init__(self, pages: Pages | None, seq_lens: Tensor | None, capacity: int) -> None:
+    def __init__(self, pages: PageTable | None, seq_lens: Tensor | None, capacity: int) -> None:
         """Describe both; without them it is like nothing."""
         self.capacity = capacity
         self.batch_size = 0
-        self._table: type[Pages] | None = None
+        self._table: type[PageTable] | None = None
         if pages is not None and seq_lens is not None:
             self.batch_size = pages.batch_size
             self._table = type(pages)
             self._num_tensors = len(pages.tensors)
             self._lie_alike = recogniser((seq_lens, *pages.tensors))
 
-    def fits(self, pages: Pages, seq_lens: Tensor) -> bool:
+    def fits(self, pages: PageTable, seq_lens: Tensor) -> bool:
         """Whether these lie like those."""
         return (
             type(pages) is self._table
@@ -503,12 +479,6 @@ class BatchLayout:
 
 NO_BATCH = BatchLayout(None, None, 0)
 """The layout that no batch has."""
-
-Again = Callable[[object, object, object], Tensor | None]
-"""Repeats a call with another q, bound cache and out, or a new out for None.
-
-Returns out; does nothing and returns None where something differs that is not an address.
-"""
 
 
 def view_mask(
@@ -562,39 +532,15 @@ def _view_ragged_mask(
     return Mask("ragged", packed, 0, indptr)
 
 
-def check_last_stride(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the last dimension is contiguous."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name} has strides {list(tensor.stride())}: the last dimension must be contiguous"
-        )
+_VIEW = "jitattn_view"
 
 
-def check_rows(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise unless ``tensor`` has this shape, dtype and device."""
-    check_tensor(name, tensor, (dtype,))
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {list(shape)}")
-    check_device(name, tensor, device)
+def mark_view(tensor: Tensor, view: object) -> None:
+    """Note on the first tensor of a cache which tables it is for."""
+    setattr(tensor, _VIEW, view)
 
 
-def check_writable(name: str, tensor: Tensor) -> None:
-    """Raise ValueError when elements of an output lie on each other, as after ``expand``."""
-    reach = 0  # the farthest element of the dimensions so far
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
-    for stride, size in dims:
-        if stride <= reach and tensor.numel() > 0:
-            raise ValueError(
-                f"{name} has strides {list(tensor.stride())}: its elements share memory, so it "
-                "can't be written"
-            )
-        reach += (size - 1) * stride
-
-
-def row_strides(tensor: Tensor) -> tuple[int, int]:
-    """Return the strides of the first two dimensions; 0 for a dimension of size 1."""
-    return tuple(
-        s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True)
-    )  # type: ignore[return-value]
+def view_of(kv_cache: object) -> object:
+    """Return what a page manager noted on a cache; None where it comes from elsewhere."""
+    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
+    return getattr(getattr(first, "k", first), _VIEW, None)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.dtype import KV_DTYPES, QUANTISED_DTYPES, DType, dtype_name
-from jitattn.tensors.cache_views import check_last_stride, check_scale, scale_value
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.tensors.cache_views import check_scale, scale_value
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 NVFP4_BLOCK = 16
 """Elements of a block of NVFP4, which share a scale."""

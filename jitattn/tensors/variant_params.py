@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_number
 from jitattn.spec.variant import ELEMENTS, AttentionVariant, ParamType
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 VariantParams = Mapping[str, float | int | Tensor]
 """Numbers and tensors by the names of a variant's parameters."""

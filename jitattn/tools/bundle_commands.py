@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jitattn.base.errors import ConfigError
-from jitattn.spec import support
-from jitattn.spec.config import PlannerConfig
+from jitattn.kernels import registry
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +47,7 @@ def run_precompile(args: argparse.Namespace) -> int:
 
 def _configs_to_precompile(
     args: argparse.Namespace,
-) -> Sequence[PlannerConfig | support.OtherConfig | str]:
+) -> Sequence[registry.AnyConfig | str]:
     from jitattn.bundles.precompile import PRESETS
 
     serving = serving_of(args)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitattn.base.errors import ConfigError
-from jitattn.spec import support
+from jitattn.kernels import registry
 from jitattn.spec.arch import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def run_configs(args: argparse.Namespace) -> int:
         rows = [
             {"arch": arch, **asdict(config)}
             for arch in archs
-            for config in support.supported_configs(arch)
+            for config in registry.supported_configs(arch)
         ]
         print_json(rows)
         return 0
@@ -44,14 +44,14 @@ def run_configs(args: argparse.Namespace) -> int:
     return 0
 
 
-def support_groups(archs: Iterable[str]) -> list[tuple[support.Config, dict[str, str]]]:
+def support_groups(archs: Iterable[str]) -> list[tuple[registry.Config, dict[str, str]]]:
     """Return the rows of the support table, those that differ in architecture only as one.
 
     Each comes with where it was run, by architecture.
     """
-    groups: list[tuple[support.Config, dict[str, str]]] = []
+    groups: list[tuple[registry.Config, dict[str, str]]] = []
     for arch in archs:
-        for config in support.supported_configs(arch):
+        for config in registry.supported_configs(arch):
             key = (config.kernel, config.fields)
             same = [tested for known, tested in groups if (known.kernel, known.fields) == key]
             if not same:
@@ -115,13 +115,13 @@ def _model_configs(model: Path, serving: Serving, archs: Sequence[str], *, as_js
     return 0 if all(row["supported"] for row in rows) else 1
 
 
-def _support(need: Need, arch: str) -> support.Support:
+def _support(need: Need, arch: str) -> registry.Support:
     reasons = list(need.reasons)
     if not reasons:
         try:
-            specs = support.specs_of(need.config, arch)
+            specs = registry.specs_of(need.config, arch)
         except ConfigError as error:
             reasons = list(error.reasons)
         else:
-            return support.Support(supported=True, kernel=specs[0].symbol, reasons=[])
-    return support.Support(supported=False, kernel=None, reasons=reasons)
+            return registry.Support(supported=True, kernel=specs[0].symbol, reasons=[])
+    return registry.Support(supported=False, kernel=None, reasons=reasons)

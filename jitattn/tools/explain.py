@@ -19,8 +19,7 @@ from pathlib import Path
 from jitattn.base.knobs import Knobs
 from jitattn.jit.build import Kernel, build
 from jitattn.spec.arch import ARCHS, SMLimits
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import tile_for
+from jitattn.spec.family import KernelSpec
 
 INSTALL = "pip install nvidia-cuda-nvdisasm"
 
@@ -148,7 +147,7 @@ def explain(spec: KernelSpec, arch: str, knobs: Knobs) -> Explanation:
         JitAttnError: as ``build``.
     """
     kernel = build(spec, arch, knobs)
-    tile = tile_for(spec, arch)
+    tile = spec.tile(arch)
     return Explanation(
         symbol=kernel.symbol,
         arch=arch,

@@ -7,10 +7,10 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from jitattn.spec import support
+from jitattn.kernels import registry
 
 if TYPE_CHECKING:
-    from jitattn.spec.kernel_spec import KernelSpec
+    from jitattn.spec.family import KernelSpec
 from jitattn.tools.console import UsageError, load_knobs, make_console, make_table, print_json
 
 
@@ -19,7 +19,7 @@ def run_render(args: argparse.Namespace) -> int:
     from jitattn.jit.render import render
 
     if args.out is not None:
-        specs = support.resolve_text(args.config, args.arch)
+        specs = registry.specs_of_text(args.config, args.arch)
         args.out.mkdir(parents=True, exist_ok=True)
         for spec in specs:
             (args.out / f"{spec.symbol}.cu").write_text(render(spec, args.arch))
@@ -30,7 +30,7 @@ def run_render(args: argparse.Namespace) -> int:
 
 
 def _chosen_spec(args: argparse.Namespace) -> KernelSpec:
-    specs = {spec.symbol: spec for spec in support.resolve_text(args.config, args.arch)}
+    specs = {spec.symbol: spec for spec in registry.specs_of_text(args.config, args.arch)}
     symbol = args.symbol or next(iter(specs))
     if symbol not in specs:
         raise UsageError(f"--symbol {symbol}: there are {', '.join(specs)}")

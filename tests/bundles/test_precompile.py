@@ -26,10 +26,11 @@ from jitattn.base.knobs import Knobs
 from jitattn.bundles.precompile import PRESETS, Failure, Precompiled, Report
 from jitattn.jit import build
 from jitattn.jit.cache import KernelCache
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import resolve
+from jitattn.spec.family import KernelSpec
 
 # The module, for what it keeps to itself.
 precompile = importlib.import_module("jitattn.bundles.precompile")
@@ -39,7 +40,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_schedule(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
-        resolve(config, arch)
+        specs_of(config, arch)
         return (ScheduleSpec(),)
 
     monkeypatch.setattr(precompile, "resolve", only_schedule)
@@ -103,7 +104,7 @@ def test_a_real_planner_finds_all_its_kernels(tmp_path: Path) -> None:
     assert not report.failures
     build.forget()
     settings = Knobs(cache_dir=None, precompiled=(tmp_path,), jit=False)
-    kernels = build.build_all(resolve(config, "sm_90a"), "sm_90a", settings)
+    kernels = build.build_all(specs_of(config, "sm_90a"), "sm_90a", settings)
     assert {kernel.origin for kernel in kernels} == {"precompiled"}
     assert [kernel.entry for kernel in kernels] == [entry.entry for entry in report.entries]
 
@@ -113,7 +114,7 @@ SCRIPT = """
 import sys
 sys.modules["torch"] = None
 import importlib
-from jitattn.spec.kernel_spec import ScheduleSpec
+from jitattn.kernels.common.spec import ScheduleSpec
 module = importlib.import_module("jitattn.bundles.precompile")
 module.resolve = lambda config, arch: (ScheduleSpec(),)
 report = module.precompile("", arch="sm_80,sm_90a", out=sys.argv[1], jobs=2, progress=False)
@@ -272,4 +273,4 @@ def test_presets_are_supported_everywhere(name: str) -> None:
     assert PRESETS[name]
     for config in PRESETS[name]:
         for arch in ARCHITECTURES:
-            assert resolve(PlannerConfig.parse(config), arch)
+            assert specs_of(PlannerConfig.parse(config), arch)

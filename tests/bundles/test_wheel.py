@@ -19,8 +19,9 @@ from jitattn.bundles.wheel import write_wheel
 from jitattn.jit import build, bundle_discovery
 from jitattn.jit.build import fill
 from jitattn.jit.cache import KernelCache
+from jitattn.kernels.merge.spec import MergeSpec
+from jitattn.kernels.pages.spec import LayerTablesSpec
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import LayerTablesSpec, MergeSpec
 from jitattn.tools import cli
 from jitattn.version import __version__
 
@@ -34,7 +35,7 @@ import sys
 from jitattn.jit import build
 from jitattn.base import knobs
 from jitattn.base.errors import JitAttnError
-from jitattn.spec.kernel_spec import LayerTablesSpec
+from jitattn.kernels.pages.spec import LayerTablesSpec
 try:
     kernel = build.build(LayerTablesSpec(), "sm_90a", knobs.load())
 except JitAttnError as error:

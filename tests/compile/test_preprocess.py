@@ -15,13 +15,17 @@ import pytest
 
 from jitattn.jit.cubin import resources_of
 from jitattn.jit.render import render
+from jitattn.kernels.preprocess.params import (
+    PREPROCESS_PARAMS,
+    CacheStrides,
+    PreprocessParams,
+    RowStrides,
+)
+from jitattn.kernels.preprocess.spec import PreprocessConfig, PreprocessSpec
 from jitattn.spec.arch import ARCHITECTURES
+from jitattn.spec.config import HEAD_DIMS
 from jitattn.spec.dtype import KV_DTYPES
-from jitattn.spec.kernel_spec import PreprocessSpec
 from jitattn.spec.layout import Layout, Loader
-from jitattn.spec.params import PREPROCESS_PARAMS, CacheStrides, PreprocessParams, RowStrides
-from jitattn.spec.preprocess_config import PreprocessConfig
-from jitattn.spec.support import HEAD_DIMS
 from tests.compile.test_params import _asserts, _compile
 from tests.support.compiler import compile_kernel, instructions
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +17,9 @@ from jitattn.device.driver import Launch
 from jitattn.jit.render import TEMPLATES, environment
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather
-from jitattn.spec.kernel_spec import GatherSpec, KernelSpec
-from jitattn.spec.tile import CopyPagesTile, GatherTile, TableTile, Tile
+from jitattn.kernels.pages.spec import GatherSpec
+from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
+from jitattn.spec.family import KernelSpec, Tile
 from tests.emulator.cuda_runtime import (
     CONVERSIONS,
     PAIRS,
@@ -75,21 +74,20 @@ PARAMS = {
 @functools.cache
 def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
-    folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     tile = emulated_tile(spec, num_threads)._asdict()
-    source = environment().get_template(spec.template).render(spec.context() | tile)
+    source = environment().get_template(spec.template("sm_90a")).render(spec.context() | tile)
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
-    call = CALL.replace("PARAMS", PARAMS[spec.family]).replace("SYMBOL", spec.symbol)
+    call = CALL.replace("PARAMS", PARAMS[spec.kernel]).replace("SYMBOL", spec.symbol)
     text = "\n".join((HOST.replace("NUM_THREADS", str(num_threads)), *headers, source, call))
     text = re.sub(r"#include \"|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, folder / "kernel.cpp")
+    return library_of(text)
 
 
 def emulated_tile(spec: KernelSpec, num_threads: int) -> Tile:
     """A tile of few threads."""
     if isinstance(spec, GatherSpec):
         return GatherTile(num_threads=num_threads)
-    if spec.family == "copy_pages":
+    if spec.kernel == "copy_pages":
         return CopyPagesTile(num_threads=num_threads, part_words=8 * num_threads)
     return TableTile(num_threads=num_threads)
 

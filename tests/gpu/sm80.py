@@ -19,11 +19,9 @@ from jitattn.device import driver
 from jitattn.device.driver import LoadedKernel
 from jitattn.jit import build
 from jitattn.jit.build import Kernel, Pending
-from jitattn.kernels.attention import kernels as attention_kernels
-from jitattn.kernels.common import device_kernels
+from jitattn.kernels.common import cuda_kernels, device_kernels, kernel_loader
 from jitattn.kernels.merge import launch as merge_launch
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import tile_for
+from jitattn.spec.family import KernelSpec
 from tests.gpu.make_ptx import ARCH, specs
 from tests.support import harness
 
@@ -39,7 +37,7 @@ class PtxKernels:
             self.loaded = dict(pool.map(self._load, specs()))
 
     def _load(self, spec: KernelSpec) -> tuple[str, LoadedKernel]:
-        smem_bytes = tile_for(spec, ARCH).smem_bytes
+        smem_bytes = spec.tile(ARCH).smem_bytes
         return spec.symbol, LoadedKernel(self.ptx(spec), spec.symbol, 0, smem_bytes)
 
     def ptx(self, spec: KernelSpec) -> bytes:
@@ -91,9 +89,9 @@ def pretend_sm80(folder: Path) -> Iterator[None]:
     kernels = PtxKernels(folder)
     caches = (harness._planner, merge_launch._kernel)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention_kernels, device_kernels):
+        for module in (cuda_kernels, device_kernels):
             patch.setattr(module, "arch_of", lambda facts: ARCH)
-        patch.setattr(attention_kernels, "start", kernels.start)
+        patch.setattr(kernel_loader, "start", kernels.start)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)
         for cache in caches:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.support import resolve
+from jitattn.kernels.registry import specs_of
 from tests.gpu.device import DEVICE, arch_of_device
 from tests.support.cases import D128, D128_CSR, D192X128, RAGGED, Case
 from tests.support.compiler import skip_unless_compiled
@@ -187,7 +187,7 @@ sys.stdout.write(" ".join(info.origin for info in jitattn.build_info(planner)))
 def test_c28_e_visible_devices_and_a_shared_cache(tmp_path: Path) -> None:
     """A process that sees only the first card fills the cache; one with the second reads it."""
     if not os.environ.get("JITATTN_PRECOMPILED"):
-        skip_unless_compiled(resolve(D128.config(), arch_of_device()), arch_of_device())
+        skip_unless_compiled(specs_of(D128.config(), arch_of_device()), arch_of_device())
     origins = []
     for visible in ("0", "1"):
         environ = os.environ | {

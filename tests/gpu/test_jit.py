@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import jitattn
-from jitattn.spec.support import resolve
+from jitattn.kernels.registry import specs_of
 from tests.gpu.device import DEVICE, arch_of_device
 from tests.support.cases import D128
 from tests.support.compiler import skip_unless_compiled
@@ -62,7 +62,7 @@ def compute(script: str, **environ: str | None) -> dict[str, list[str]]:
 def needs_compiler() -> str:
     """The architecture that kernels of D128 are compiled for, where they can be."""
     arch = arch_of_device()
-    skip_unless_compiled(resolve(D128.config(), arch), arch)
+    skip_unless_compiled(specs_of(D128.config(), arch), arch)
     return arch
 
 

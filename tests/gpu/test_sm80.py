@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.kernel_spec import PrefillSpec
-from jitattn.spec.support import resolve
+from jitattn.kernels.attention.spec import PrefillSpec
+from jitattn.kernels.registry import specs_of
 from tests.gpu.device import DEVICE
 from tests.gpu.sm80 import pretend_sm80
 from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v
@@ -47,7 +47,7 @@ DECODE = Shards(strategies.examples(), DEVICE, NUM_EXAMPLES)
 MIXED = Shards(mixed_strategies.examples(SM80_VARIANTS), DEVICE, NUM_EXAMPLES)
 PREFILL_SPECS = {spec for spec in specs() if isinstance(spec, PrefillSpec)}
 MIXED_CASES = [
-    case for case in mixed_cases() if PREFILL_SPECS.intersection(resolve(case.config(), ARCH))
+    case for case in mixed_cases() if PREFILL_SPECS.intersection(specs_of(case.config(), ARCH))
 ][::2]
 
 pytestmark = pytest.mark.skipif(not FOLDER or DEVICE != "cuda", reason="JITATTN_TEST_PTX is unset")

@@ -24,7 +24,7 @@ from jitattn.jit import build, cache, cubin, nvrtc
 from jitattn.jit.build import Kernel
 from jitattn.jit.cache import KernelCache
 from jitattn.jit.render import render
-from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.family import KernelSpec
 from tests.support import conduct
 from tests.support.conduct import ARCH, COMPILER, FACTOR, SPECS, FakeCompiler, environment, start
 

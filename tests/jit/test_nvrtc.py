@@ -242,7 +242,7 @@ BUILD = """
 from jitattn.jit import build, cubin
 from jitattn.base import knobs
 from jitattn.jit.cubin import Resources
-from jitattn.spec.kernel_spec import ScheduleSpec
+from jitattn.kernels.common.spec import ScheduleSpec
 cubin.resources_of = lambda *arguments: Resources(
     registers=8, spill_bytes=0, smem_bytes=0, code_bytes=8
 )

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 
 from jitattn.base.errors import ConfigError
+from jitattn.kernels.pages.spec import (
+    BatchInfoSpec,
+    GatherSpec,
+    TransferConfig,
+    config_of,
+    every_config,
+)
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import BatchInfoSpec, GatherSpec
-from jitattn.spec.transfer_config import TransferConfig, config_of, every_config
 
 
 def test_texts_are_read_back() -> None:

@@ -18,11 +18,11 @@ from jitattn.bundles import precompile as bundles_precompile
 from jitattn.jit.build import build, fill, headers_of
 from jitattn.jit.nvrtc import compile_cubin, options
 from jitattn.jit.render import render
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import AttentionSpec, DecodeSpec
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.kernels.attention.spec import DecodeSpec
+from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.params import variant_params
-from jitattn.spec.support import specs_of
 from jitattn.spec.variant import ALIBI, RELATIVE_BIAS, AttentionVariant, ParamType, parse_type
 from tests.support.cases import Case, of
 from tests.support.harness import attend, check, expected
@@ -175,7 +175,7 @@ def test_another_process_finds_the_kernel(tmp_path: Path) -> None:
         "from jitattn.jit.build import build\n"
         "from jitattn.spec.config import PlannerConfig\n"
         "from jitattn.base.knobs import load\n"
-        "from jitattn.spec.support import specs_of\n"
+        "from jitattn.kernels.registry import specs_of\n"
         "from tests.support.variants import EVERYTHING\n"
         f"spec = specs_of(PlannerConfig(variant=EVERYTHING), {ARCH!r})[0]\n"
         f"kernel = build(spec, {ARCH!r}, load())\n"

@@ -11,10 +11,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from jitattn.kernels.attention.spec import DecodeSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout, Loader
-from jitattn.spec.support import resolve
 from tests.support.variants import VARIANTS
 
 CASES_PER_KERNEL = 10
@@ -174,7 +175,7 @@ def loader_of(case: Case) -> Loader:
     """How the K and V of a decode launch are loaded on sm_90a, for caches of CACHES."""
     if case.cache.startswith("odd") or (case.block_cache or "").startswith("odd"):
         return Loader.PLAIN
-    decode = resolve(PlannerConfig.from_arguments(case.planner_arguments()), "sm_90a")[0]
+    decode = specs_of(PlannerConfig.from_arguments(case.planner_arguments()), "sm_90a")[0]
     assert isinstance(decode, DecodeSpec)
     return decode.loader
 
@@ -737,5 +738,5 @@ def kernel_configs(arch: str) -> tuple[PlannerConfig, ...]:
     configs: dict[tuple[KernelSpec, ...], PlannerConfig] = {}
     for case in all_cases():
         config = case.config()
-        configs.setdefault(resolve(config, arch), config)
+        configs.setdefault(specs_of(config, arch), config)
     return tuple(configs.values())

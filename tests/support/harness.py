@@ -14,7 +14,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.kernels.attention import reference
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from tests.support.cases import Case
 from tests.support.inputs import (
     CANARY,
@@ -158,7 +158,7 @@ def _planner(arguments: tuple[tuple[str, object], ...], device: str) -> jitattn.
 def plan_of(
     inputs: Inputs,
     planner: jitattn.AttentionPlanner,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     *,
     max_q_len: int | None = None,
 ) -> jitattn.types.Plan:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import _to_e2m1
 from tests.support.cases import Case
 from tests.support.queries import MaskOf, make_mask, offsets_of
@@ -307,7 +307,7 @@ class Inputs:
 
         return change
 
-    def pages(self) -> Pages:
+    def pages(self) -> PageTable:
         """The tables as the planner is given them."""
         match self.case.page_table:
             case "csr":

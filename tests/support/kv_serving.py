@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.kernels.preprocess.spec import PreprocessConfig
 from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig, PageIndexMode
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.preprocess_config import PreprocessConfig
 
 HEAD_DIM = 16
 EXAMPLE = (127, 32)

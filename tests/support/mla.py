@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.tensors.page_tables import Pages
+from jitattn.spec.config import MLAConfig
+from jitattn.tensors.page_table import PageTable
 from tests.support.harness import Expected, check_rounded
 from tests.support.variant_values import Params, changed, params_of
 from tests.support.variants import VARIANTS
@@ -162,7 +162,7 @@ class MLAInputs:
         case, device = self.case, self.q_nope.device
         return params_of(case.variant, case.num_heads, 1, case.seed, device)
 
-    def pages(self) -> Pages:
+    def pages(self) -> PageTable:
         match self.case.page_table:
             case "csr":
                 return jitattn.CsrPages(self.indptr, self.table)

@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jitattn.spec.config import PlannerConfig
+from jitattn.kernels.attention.spec import PrefillSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.config import HEAD_DIMS, PlannerConfig
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import PrefillSpec
 from jitattn.spec.layout import Layout, Loader
-from jitattn.spec.support import HEAD_DIMS, resolve
-from jitattn.spec.tile import takes_boxes
 
 ARCH = "sm_90a"
 
@@ -54,7 +53,7 @@ def warpgroup_specs() -> tuple[PrefillSpec, ...]:
 
 def _configured() -> Iterator[PrefillSpec]:
     for text in CONFIGS:
-        for spec in resolve(PlannerConfig.parse(text), ARCH):
+        for spec in specs_of(PlannerConfig.parse(text), ARCH):
             if isinstance(spec, PrefillSpec):
                 yield spec
 
@@ -87,5 +86,5 @@ def _of_each_head_dim() -> Iterator[PrefillSpec]:
             use_logits_soft_cap=uses[0],
             use_custom_mask=uses[1],
         )
-        fast = Loader.TENSOR if takes_boxes(spec, ARCH) else Loader.VECTOR
+        fast = Loader.TENSOR if spec.uses_tma(ARCH) else Loader.VECTOR
         yield replace(spec, loader=fast) if is_aligned else spec

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn import ConfigError
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from tests.support.cases import (
     D64,
     D128,
@@ -173,7 +173,7 @@ def test_pages_keep_their_tensors_and_say_what_they_are() -> None:
 # --- C02: integers of another type, and strided ones ----------------------------------------------
 
 
-def vectors(case: Case) -> dict[str, Callable[[Callable[[Tensor], Tensor]], Pages]]:
+def vectors(case: Case) -> dict[str, Callable[[Callable[[Tensor], Tensor]], PageTable]]:
     """What each argument's constructor gives when the tensor is changed on the way in."""
     inputs = make_inputs(replace(case, seed=2), "cpu")
     match case.page_table:
@@ -280,7 +280,7 @@ def test_c09_length_beyond_the_tokens_of_a_ragged_request() -> None:
         planner.plan(pages, int32(8, 2))
 
 
-OFFSETS: dict[str, tuple[Callable[[], Pages], str]] = {
+OFFSETS: dict[str, tuple[Callable[[], PageTable], str]] = {
     "c09 e: falling": (lambda: jitattn.CsrPages(int32(0, 3, 2), int32(*range(9))), r"2.*\b3\b"),
     "c09 f: no zero": (lambda: jitattn.CsrPages(int32(1, 3), int32(*range(9))), r"\[0\] is 1"),
     "negative": (lambda: jitattn.CsrPages(int32(-1, 3), int32(*range(9))), r"\[0\] is -1"),

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from jitattn.base.knobs import Knobs
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHS
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import ScheduleSpec
-from jitattn.spec.support import resolve
 from jitattn.tools import explain as module
 from jitattn.tools.explain import count_opcodes, explain, kind_of, occupancy
 
@@ -63,7 +63,7 @@ def test_kinds(opcode: str, kind: str) -> None:
 
 def test_a_kernel_is_explained(tmp_path: Path) -> None:
     config = PlannerConfig.parse("head_dim=64")
-    spec = resolve(config, "sm_90a")[0]
+    spec = specs_of(config, "sm_90a")[0]
     found = explain(spec, "sm_90a", Knobs(cache_dir=tmp_path / "cache"))
     assert found.symbol == spec.symbol
     assert found.spec["head_dim"] == 64

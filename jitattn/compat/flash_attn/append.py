@@ -8,10 +8,7 @@ from torch import Tensor
 from jitattn.compat.flash_attn.cache import CachedCall, PagedCache
 from jitattn.compat.flash_attn.common import even_indptr
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_tables import (
-    check_device,
-    check_tensor,
-)
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 
 def append_new_tokens(

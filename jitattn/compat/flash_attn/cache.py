@@ -10,12 +10,8 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.compat.flash_attn.common import Q_DTYPES, check_table, check_vector
-from jitattn.tensors.page_tables import (
-    BlockTable,
-    TokenTable,
-    check_device,
-    check_tensor,
-)
+from jitattn.tensors.page_tables import BlockTable, TokenTable
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 # What a page of a contiguous cache has at most, and at least where the cache's length allows it.
 _MOST_TOKENS, _FEWEST_TOKENS = 64, 16

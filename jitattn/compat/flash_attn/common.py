@@ -11,12 +11,8 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX, check_count, check_number
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
-from jitattn.tensors.page_tables import (
-    INTEGERS,
-    Pages,
-    check_device,
-    check_tensor,
-)
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 Q_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -62,7 +58,7 @@ class Window(NamedTuple):
 
 
 def planner_for(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages, window: Window, **others: object
+    q: Tensor, k: Tensor, v: Tensor, pages: PageTable, window: Window, **others: object
 ) -> AttentionPlanner:
     """Return the planner of a call's tensors; equal calls share it.
 

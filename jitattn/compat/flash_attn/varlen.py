@@ -16,15 +16,10 @@ from jitattn.compat.flash_attn.common import (
     softmax_scale_of,
 )
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.kernels.attention.api import plan_for_call
-from jitattn.tensors.page_tables import (
-    BlockTable,
-    Pages,
-    RaggedKV,
-    check_device,
-    check_indptr,
-    check_tensor,
-)
+from jitattn.kernels.common.planner_base import plan_for_call
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, RaggedKV
+from jitattn.tensors.tensor_checks import check_device, check_indptr, check_tensor
 
 
 def flash_attn_varlen_func(
@@ -101,7 +96,7 @@ def _attend_varlen(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Plan and run a call whose arguments were checked."""
     (q, k, v), (qo_indptr, kv_indptr), (max_q_len, max_kv_len) = qkv, indptrs, limits
-    pages: Pages = RaggedKV(kv_indptr) if block_table is None else BlockTable(block_table)
+    pages: PageTable = RaggedKV(kv_indptr) if block_table is None else BlockTable(block_table)
     page_size = None if block_table is None else k.shape[1]
     planner = planner_for(q, k, v, pages, window, page_size=page_size, **scores)
     plan = plan_for_call(

@@ -11,8 +11,8 @@ from torch import Tensor
 from jitattn.base.validate import check_flag
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.spec.dtype import FP8_DTYPES, dtype_name
-from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
 from jitattn.tensors.quantization import KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 Scale = float | Tensor
 Pair = Tensor | tuple[Tensor, Tensor]  # both of K and V in one, or one tensor each

@@ -10,7 +10,8 @@ from torch import Tensor
 from jitattn.compat.flashinfer.arguments import as_lengths
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.attention.functional import planner_of
-from jitattn.tensors.page_tables import INTEGERS, Pages, check_device, check_indptr, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_indptr, check_tensor
 
 
 class Batch:
@@ -28,7 +29,7 @@ class Batch:
         self,
         arguments: Mapping[str, object],
         device: torch.device,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,

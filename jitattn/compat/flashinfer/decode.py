@@ -23,7 +23,7 @@ from jitattn.compat.flashinfer.calls import (
 )
 from jitattn.compat.flashinfer.paged_table import PagedTable, TableNames
 from jitattn.compat.flashinfer.wrapper import Wrapper
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 
 _NAMES = TableNames("", "_buffer")
 
@@ -176,7 +176,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._planned = self._batch_of(arguments, pages, seq_lens, q_len)
 
     def _batch_of(
-        self, arguments: dict[str, object], pages: Pages, seq_lens: Tensor, q_len: int
+        self, arguments: dict[str, object], pages: PageTable, seq_lens: Tensor, q_len: int
     ) -> Batch:
         num_requests = seq_lens.shape[0]
         offsets = None

@@ -30,9 +30,11 @@ from jitattn.compat.flashinfer.metadata import (
 )
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
+from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.spec.dtype import dtype_name
-from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, CsrPages
+from jitattn.tensors.tensor_checks import check_tensor
 
 _FP8 = torch.float8_e4m3fn
 _NO_SINKS = "latent attention has no sinks"
@@ -153,7 +155,7 @@ class BatchMLAPagedAttentionWrapper:
                 kept.plan.refresh()
                 return
             self._most = checked.num_rows, checked.max_q_len
-            pages: Pages = CsrPages(indptr, indices)
+            pages: PageTable = CsrPages(indptr, indices)
         else:
             moved = [tensor.to(self.device, non_blocking=True) for tensor in checked.tensors]
             offsets, lens = moved[0], moved[-1]

@@ -17,7 +17,8 @@ from jitattn.compat.flashinfer.batch import (
     check_offsets,
     csr_lens,
 )
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, CsrPages
 
 _FIELDS = ("indptr", "indices", "last_page_len")
 
@@ -87,7 +88,7 @@ class PagedTable(NamedTuple):
 
     def on_device(
         self, device: torch.device, fixed: FixedBuffers | None, non_blocking: bool
-    ) -> Pages:
+    ) -> PageTable:
         """Return the table on a device, in the buffers of captured runs where there are some."""
         if fixed is not None:
             indptr, indices, _ = (

@@ -20,7 +20,8 @@ from jitattn.compat.flashinfer.batch import (
 from jitattn.compat.flashinfer.calls import ForwardArguments, check_head_dim
 from jitattn.compat.flashinfer.masks import rows_of_bytes
 from jitattn.compat.flashinfer.wrapper import Wrapper
-from jitattn.tensors.page_tables import Pages, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_tensor
 
 
 class QueryArguments(NamedTuple):
@@ -184,7 +185,7 @@ class PrefillWrapper(Wrapper):
         self,
         arguments: Mapping[str, object],
         prepared: Prepared,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor,
     ) -> None:

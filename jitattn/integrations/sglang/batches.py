@@ -11,7 +11,8 @@ from torch import Tensor
 
 from jitattn.integrations.steps import Scale, Step, is_quantised
 from jitattn.kernels.pages.block_table import build_block_table
-from jitattn.tensors.page_tables import BlockTable, Pages, RaggedKV, TokenTable
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, RaggedKV, TokenTable
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Forward:
     def __init__(self, pools: Pools, batch: Batch, buffers: Buffers) -> None:
         """Describe a batch; ``fill`` has to follow."""
         self._pools, self._batch, self._buffers = pools, batch, buffers
-        self.pages: Pages
+        self.pages: PageTable
         if buffers.table is None:
             self.pages = TokenTable(pools.req_to_token, rows=batch.rows)
         else:

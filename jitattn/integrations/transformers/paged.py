@@ -15,9 +15,10 @@ from jitattn.integrations.transformers.arguments import (
     refuse_unsupported,
     score_arguments,
 )
-from jitattn.kernels.attention.api import plan_for_call
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_tables import BlockTable, Pages, RaggedKV
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, RaggedKV
 
 
 def attend_paged(
@@ -127,7 +128,7 @@ class PagedBatch:
         """KV tokens of each request."""
         return self.kv_indptr.diff()
 
-    def written(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Pages, int | None]:
+    def written(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, PageTable, int | None]:
         """Write the new tokens; K, V, where a request's are, and the page size, if any."""
         cache = self.cache
         group, index = cache.layer_index_to_group_indices[self.layer_idx]

@@ -25,9 +25,9 @@ from jitattn.integrations.vllm.builder import Builder
 from jitattn.integrations.vllm.context_parallel import Shards
 from jitattn.integrations.vllm.layer import Combine, Gather, Layer
 from jitattn.integrations.vllm.metadata import CACHE_DTYPES, Metadata, Tensors
+from jitattn.kernels.registry import check_config
 from jitattn.spec.arch import arch_for
 from jitattn.spec.config import HEAD_DIMS
-from jitattn.spec.support import check_config
 
 NAME = "CUSTOM"  # a member of vLLM's list of backends
 

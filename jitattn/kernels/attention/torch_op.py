@@ -16,11 +16,11 @@ from jitattn.kernels.common.torch_op import (
     cache_tensors,
     define,
     new_outputs,
-    pages_of,
     pages_tensors,
     refuse_gradients,
 )
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.tensor_handles import find
 
 __all__ = ["attention"]
@@ -67,7 +67,7 @@ def attention(
     found.run(
         q,
         bound,
-        pages=pages_of(pages, page_table),
+        pages=table_from_tensors(pages, page_table),
         out=out,
         lse=lse,
         sinks=sinks,
@@ -86,7 +86,7 @@ def trace_attention(
     plan: Any,
     q: Tensor,
     kv: Any,
-    pages: Pages | None,
+    pages: PageTable | None,
     out: Tensor | None,
     lse: Tensor | None,
     return_lse: bool,

@@ -11,10 +11,8 @@ from torch import _C
 from jitattn.base import knobs
 from jitattn.base.errors import ConfigError
 from jitattn.spec.arch import arch_for
-from jitattn.spec.kernel_spec import TransferSpec
-from jitattn.spec.tile import Tile, tile_for
-from jitattn.spec.transfer_config import config_of
-from jitattn.tensors.page_tables import check_supported
+from jitattn.spec.family import KernelSpec, Tile
+from jitattn.tensors.tensor_checks import check_supported
 
 if TYPE_CHECKING:
     from jitattn.device.driver import DeviceFacts, Launch, LoadedKernel
@@ -39,7 +37,7 @@ def arch_of(facts: DeviceFacts) -> str:
 
 
 @functools.cache
-def load(spec: TransferSpec, device_index: int) -> LoadedKernel:
+def load(spec: KernelSpec, device_index: int) -> LoadedKernel:
     """Return the kernel of ``spec`` on a device.
 
     Raises:
@@ -49,16 +47,16 @@ def load(spec: TransferSpec, device_index: int) -> LoadedKernel:
     from jitattn.jit.build import build
 
     arch = arch_of(device_facts(device_index))
-    built = build(spec, arch, knobs.load(), hint=config_of(spec).arguments_text())
+    built = build(spec, arch, knobs.load())
     return load_kernel(built.cubin, built.symbol, device_index, 0)
 
 
 @functools.cache
-def tile_of(spec: TransferSpec, device_index: int) -> Tile:
+def tile_of(spec: KernelSpec, device_index: int) -> Tile:
     """Return the tile of ``spec`` on a device."""
     from jitattn.device.driver import device_facts
 
-    return tile_for(spec, arch_of(device_facts(device_index)))
+    return spec.tile(arch_of(device_facts(device_index)))
 
 
 def card_of(device: torch.device) -> int | None:

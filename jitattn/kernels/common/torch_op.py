@@ -17,15 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from jitattn.tensors.page_tables import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    RaggedKV,
-    TokenTable,
-    check_view,
-    view_of,
-)
+from jitattn.tensors.cache_views import view_of
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.tensors.tensor_handles import find
 
@@ -64,24 +58,6 @@ def _do_nothing(*arguments: object) -> None:
 
 
 # --- objects of an operator's tensors -------------------------------------------------------------
-
-
-def pages_of(tensors: Sequence[Tensor], layout: str | None) -> Pages | None:
-    """Return the page table of its tensors; None of none."""
-    if not tensors:
-        return None
-    if layout in ("shared", "separate"):
-        return BlockTable(tensors[0], rows=tensors[1] if len(tensors) > 1 else None)
-    if layout == "token":
-        return TokenTable(tensors[0], rows=tensors[1] if len(tensors) > 1 else None)
-    if layout == "csr":
-        return CsrPages(*tensors)
-    if layout == "ragged":
-        return RaggedKV(*tensors)
-    raise ValueError(
-        f"page_table is {layout!r}: expected 'shared', 'separate', 'csr', 'token' or 'ragged', the "
-        "layout of pages"
-    )
 
 
 def cache_of(tensors: Sequence[Tensor]) -> KVCache:
@@ -138,7 +114,7 @@ def _lies_like(one: Tensor, other: Tensor) -> bool:
 
 
 def cache_tensors(
-    kv: Any, pages: Pages | None
+    kv: Any, pages: PageTable | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
     """Return the tensors of a cache; of a bound one its handle and tensors of scales, too."""
     if isinstance(kv, (Tensor, tuple, list, QuantizedKV)):
@@ -156,7 +132,7 @@ def cache_tensors(
     )
 
 
-def pages_tensors(pages: Pages | None) -> tuple[list[Tensor], str | None]:
+def pages_tensors(pages: PageTable | None) -> tuple[list[Tensor], str | None]:
     """Return the tensors of a page table, and its layout."""
     if pages is None:
         return [], None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from jitattn.kernels.common.torch_op import define, refuse_gradients
 from jitattn.kernels.merge import launch as merge_launch
-from jitattn.tensors.cache_views import check_rows
+from jitattn.tensors.tensor_checks import check_rows
 
 __all__ = ["merge_states"]
 

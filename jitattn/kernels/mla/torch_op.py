@@ -16,11 +16,11 @@ from jitattn.kernels.common.torch_op import (
     cache_tensors,
     define,
     new_outputs,
-    pages_of,
     pages_tensors,
     refuse_gradients,
 )
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.tensor_handles import find
 
 __all__ = ["mla_attention"]
@@ -57,7 +57,7 @@ def mla_attention(
     """
     found: Any = find("plan", plan, "MLAPlan")
     bound = bound_of(found, kv_cache, kv, "BoundMLACache", k_scale=k_scale)
-    found.run(q_nope, q_pe, bound, pages=pages_of(pages, page_table), out=out, lse=lse)
+    found.run(q_nope, q_pe, bound, pages=table_from_tensors(pages, page_table), out=out, lse=lse)
 
 
 define(mla_attention, f"{PLAN}Tensor q_nope, Tensor q_pe, {CACHE}{PAGES}{OUTPUTS}")
@@ -68,7 +68,7 @@ def trace_mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
     kv: Any,
-    pages: Pages | None,
+    pages: PageTable | None,
     out: Tensor | None,
     lse: Tensor | None,
     return_lse: bool,

@@ -13,23 +13,18 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
-from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, checking, on_cpu
-from jitattn.kernels.pages.block_table import (
-    check_offsets,
-    check_page_size,
-    check_per_request,
-    slots_of,
-)
-from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources
-from jitattn.spec.kernel_spec import BatchInfoSpec
-from jitattn.spec.params import BatchInfoParams
-from jitattn.tensors.page_tables import (
+from jitattn.kernels.common.value_checks import asks_for_checks, checking
+from jitattn.kernels.pages.block_table import check_offsets, check_page_size
+from jitattn.kernels.pages.page_lists import lengths_of, page_sources
+from jitattn.kernels.pages.params import BatchInfoParams
+from jitattn.kernels.pages.spec import BatchInfoSpec
+from jitattn.spec.layout import Layout
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import has_pages, table_names
+from jitattn.tensors.tensor_checks import (
     INTEGERS,
-    BlockTable,
-    CsrPages,
-    Pages,
-    TokenTable,
     check_device,
+    check_per_request,
     check_tensor,
     check_vector,
 )
@@ -67,7 +62,7 @@ def batch_info(
     q_lens: Tensor,
     *,
     num_tokens: int,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     page_size: int | None = None,
     out: BatchInfo | None = None,
 ) -> BatchInfo:
@@ -78,8 +73,8 @@ def batch_info(
         q_lens: int32 or int64 [batch_size], query tokens of each request, its last ones. Zero and
             less is none.
         num_tokens: query tokens to speak of, padding included: the rows of q.
-        pages: a BlockTable of shared ids, CsrPages or a TokenTable, for the slots that this step's
-            K and V go to; read like the lengths when the kernel runs.
+        pages: a table whose K and V have one slot a token, for the slots that this step's K and V
+            go to; read like the lengths when the kernel runs.
         page_size: tokens of a page, with ``pages`` that list pages.
         out: what an earlier call of these sizes returned, to be written again.
 
@@ -100,7 +95,7 @@ class BatchCall(NamedTuple):
     seq_lens: Tensor
     q_lens: Tensor
     num_tokens: int
-    pages: Pages | None
+    pages: PageTable | None
     page_size: int | None
     out: BatchInfo | None
 
@@ -112,7 +107,7 @@ class _Batch:
     seq_lens: Tensor
     q_lens: Tensor
     num_tokens: int
-    pages: PagedTable | None
+    pages: PageTable | None
     page_size: int
     out: BatchInfo | None
 
@@ -148,14 +143,15 @@ def _check(call: BatchCall) -> _Batch:
     return batch
 
 
-def _checked_pages(pages: Pages, page_size: int | None, seq_lens: Tensor) -> PagedTable:
-    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
-        raise TypeError(f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable")
+def _checked_pages(pages: PageTable, page_size: int | None, seq_lens: Tensor) -> PageTable:
+    if not has_pages(pages):
+        names = table_names(without=[Layout.RAGGED])
+        raise TypeError(f"pages is {pages!r}: expected a {names}")
     if pages.layout == "separate":
         raise ValueError(f"pages is {pages!r}: separate ids of K and V are two slots a token")
     if page_size is not None:
         page_size = check_page_size(page_size)
-    elif not isinstance(pages, TokenTable):
+    elif pages.layout.lists_pages:
         raise ValueError("page_size is None: pages need the tokens of a page")
     check_device("pages", pages, seq_lens.device)
     if pages.batch_size != seq_lens.shape[0]:
@@ -214,7 +210,7 @@ def _info_by_definition(batch: _Batch) -> BatchInfo:
         requests += [b] * q_len
         positions += wanted
         if batch.pages is not None and q_len > 0:
-            known = slots_of(batch.pages, b, kv_len, batch.page_size).tolist()
+            known = batch.pages.slots_of(b, kv_len, batch.page_size).tolist()
             slots += [known[position] if position >= 0 else -1 for position in wanted]
     padding = [-1] * (batch.num_tokens - total)
     found = {"requests": requests, "positions": positions, "slots": slots}
@@ -240,7 +236,7 @@ class _InfoLauncher:
         params.q_lens = lengths_of(batch.q_lens)
         sources = {"seq_lens.values": "seq_lens", "q_lens.values": "q_lens"}
         if batch.pages is not None:
-            params.pages = page_list_of(batch.pages, batch.page_size)
+            params.pages = batch.pages.page_list(batch.page_size)
             sources |= page_sources("pages", batch.pages)
         outputs = [name for name in _OUTPUTS if batch.pages is not None or name != "slots"]
         names = {name: f"out[{i}]" for i, name in enumerate(outputs)}
@@ -268,7 +264,7 @@ class _InfoLauncher:
 def _verify(call: BatchCall) -> None:
     """Refuse what would be -1 or left out."""
     with checking():
-        pages = None if call.pages is None else on_cpu(call.pages)  # type: ignore[arg-type]
+        pages = None if call.pages is None else call.pages.to_cpu()
         seq_lens, q_lens = call.seq_lens.cpu(), call.q_lens.cpu()
         on_host = call._replace(seq_lens=seq_lens, q_lens=q_lens, pages=pages, out=None)
         _info_by_definition(_check(on_host))

@@ -14,11 +14,11 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
-from jitattn.spec.kernel_spec import CopyPagesSpec
-from jitattn.spec.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
-from jitattn.spec.tile import CopyPagesTile
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
+from jitattn.kernels.pages.params import MAX_POOLS, PAGE_DIMS, CopyParams
+from jitattn.kernels.pages.spec import CopyPagesSpec
+from jitattn.kernels.pages.tile import CopyPagesTile
+from jitattn.spec.params import Divisor
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor, check_writable
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch

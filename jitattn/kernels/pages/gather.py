@@ -9,17 +9,17 @@ from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
-from jitattn.kernels.common.value_checks import PagedTable, asks_for_checks, checking, on_cpu
-from jitattn.kernels.pages.block_table import slots_of
+from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.gather_check import Batch, GatherCall, Outs, check, check_total
-from jitattn.kernels.pages.page_lists import lengths_of, page_list_of, page_sources
+from jitattn.kernels.pages.page_lists import lengths_of, page_sources
+from jitattn.kernels.pages.params import GatherParams
+from jitattn.kernels.pages.spec import GatherSpec
+from jitattn.kernels.pages.tile import GatherTile
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import GatherSpec
-from jitattn.spec.params import Divisor, GatherParams
-from jitattn.spec.tile import GatherTile
+from jitattn.spec.params import Divisor
 from jitattn.tensors.cache_views import BoundCache
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import KVCache, dequantize_kv, saturated
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _OUTPUTS = ("out[0]", "out[1]", "out[2]")  # K, V and offsets
 
 def gather_kv(
     kv: BoundCache | KVCache,
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     *,
     kv_layout: str = "NHD",
@@ -54,7 +54,7 @@ def gather_kv(
             [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of such tensors without
             the second dimension, of float16, bfloat16, FP8 or int8; or a QuantizedKV. Any strides
             with a contiguous last dimension.
-        pages: the pages of each request; a BlockTable, CsrPages or TokenTable.
+        pages: the pages of each request; a table of any layout but ragged.
         seq_lens: int32 or int64 [batch_size], tokens of each request; zero and less is none.
         kv_layout: the order of a raw cache's dimensions, "NHD" or "HND".
         k_scale: of a raw quantised cache: what a stored K times it is the value of; a number or a
@@ -131,10 +131,10 @@ def _rows_of(batch: Batch, which: int, request: int, kv_len: int) -> Tensor:
 
 
 def _slots_in(
-    num_pages: int, pages: PagedTable, request: int, kv_len: int, page_size: int, which: int
+    num_pages: int, pages: PageTable, request: int, kv_len: int, page_size: int, which: int
 ) -> Tensor:
     """The slots of a request in K (``which`` 0) or V (1), which has so many pages."""
-    slots = slots_of(pages, request, kv_len, page_size, which=which)
+    slots = pages.slots_of(request, kv_len, page_size, which=which)
     wrong = slots[(slots < 0) | (slots >= num_pages * page_size)]
     if wrong.numel():
         raise ValueError(
@@ -212,7 +212,7 @@ class _GatherLauncher:
         """Refuse what would be NaN or left out."""
         out = call.out
         with checking():
-            table = on_cpu(call.pages)  # type: ignore[arg-type]
+            table = call.pages.to_cpu()
             lens = call.seq_lens.cpu().clamp(min=0).tolist()
             for request, kv_len in enumerate(lens):
                 for which, num_pages in enumerate(self._num_pages):
@@ -271,7 +271,7 @@ def _rows_are_aligned(batch: Batch, vector: int) -> bool:
 def _params_of(batch: Batch) -> GatherParams:
     """Return the parameters that are the same for tensors that lie alike."""
     params = GatherParams()
-    params.pages = page_list_of(batch.pages, batch.page_size)
+    params.pages = batch.pages.page_list(batch.page_size)
     params.seq_lens = lengths_of(batch.seq_lens)
     for side, view, scale in (
         (params.k, batch.k, batch.k_scale),

@@ -9,21 +9,16 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX
-from jitattn.kernels.common.value_checks import PagedTable
-from jitattn.kernels.pages.block_table import check_offsets, check_per_request
+from jitattn.kernels.pages.block_table import check_offsets
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES, DType, dtype_name
+from jitattn.spec.layout import Layout
 from jitattn.tensors.cache_views import BoundCache, CacheView, Scale, view_caches, view_scale
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_tables import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    TokenTable,
-    check_device,
-    check_tensor,
-)
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import check_device, check_per_request, check_tensor
 
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -35,7 +30,7 @@ class GatherCall(NamedTuple):
     """The arguments of ``gather_kv``, as they were given."""
 
     kv: BoundCache | KVCache
-    pages: Pages
+    pages: PageTable
     seq_lens: Tensor
     kv_layout: str
     k_scale: float | Tensor | None
@@ -52,7 +47,7 @@ class Batch:
     v: CacheView
     k_scale: Scale | None
     v_scale: Scale | None
-    pages: PagedTable
+    pages: PageTable
     seq_lens: Tensor
     kv_dtype: str
     out_dtype: str
@@ -94,10 +89,11 @@ def check(call: GatherCall) -> Batch:
         TypeError, ValueError: naming the argument, what was given and what is wanted.
     """
     pages, seq_lens = call.pages, call.seq_lens
-    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
+    if not has_pages(pages):
+        names = table_names(without=[Layout.RAGGED])
         raise TypeError(
-            f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable (ragged K and V "
-            "lie one request after the other already)"
+            f"pages is {pages!r}: expected a {names} (ragged K and V lie one request after the "
+            "other already)"
         )
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
     batch = _viewed(call, pages)
@@ -121,7 +117,7 @@ def check(call: GatherCall) -> Batch:
     return replace(batch, out=call.out)
 
 
-def _viewed(call: GatherCall, pages: PagedTable) -> Batch:
+def _viewed(call: GatherCall, pages: PageTable) -> Batch:
     """Return the caches and their scales, but for ``out_dtype`` checked."""
     kv, device = call.kv, pages.device
     blocks = None
@@ -174,7 +170,7 @@ def _check_bound(kv: BoundCache, call: GatherCall) -> None:
         raise ValueError(f"kv is on {kv.device}: expected {pages.device}, like pages")
 
 
-def _config_of(kv: object, pages: Pages, kv_layout: str) -> PlannerConfig:
+def _config_of(kv: object, pages: PageTable, kv_layout: str) -> PlannerConfig:
     """Read off the tensors what ``view_caches`` compares them with; it checks the rest."""
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")

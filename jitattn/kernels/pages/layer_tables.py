@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
-from jitattn.spec.kernel_spec import LayerTablesSpec
-from jitattn.spec.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.kernels.pages.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
+from jitattn.kernels.pages.spec import LayerTablesSpec
+from jitattn.tensors.tensor_checks import check_device, check_tensor, check_writable
 
 _COLUMNS = {
     "requests": ctypes.sizeof(TableRequest) // 4,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.preprocess.check import Arguments, TokenCall
+from jitattn.kernels.preprocess.params import PREPROCESS_ADDRESSES, PreprocessParams
+from jitattn.kernels.preprocess.spec import PreprocessSpec
 from jitattn.spec.dtype import DType
-from jitattn.spec.kernel_spec import PreprocessSpec
 from jitattn.spec.layout import Layout, Loader
-from jitattn.spec.params import FLOAT_CODES, PREPROCESS_ADDRESSES, PreprocessParams
-from jitattn.tensors.cache_views import CacheView, row_strides
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
+from jitattn.spec.params import FLOAT_CODES
+from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.tensor_checks import row_strides
 
 _FLOAT_CODES = {DType(name).torch_dtype: code for name, code in FLOAT_CODES.items()}
 # Addresses that a launch writes, the first of PreprocessParams: not those of a Rope, which stay.
@@ -217,19 +218,3 @@ def _write_strides(op: ctypes.Structure, call: TokenCall) -> None:
             setattr(op, is_wide, tensor.dtype is torch.int64)
     if arguments.positions is not None and arguments.positions.dim() == 2:
         op.axis_stride = arguments.positions.stride(0)
-
-
-def write_pages(table: ctypes.Structure, pages: Pages) -> None:
-    """Write all but the two addresses with which a table begins."""
-    if isinstance(pages, CsrPages):
-        table.indptr_stride = pages.kv_indptr.stride(0)
-        table.indices_stride = pages.kv_indices.stride(0)
-        table.num_entries = pages.kv_indices.shape[0]
-        return
-    assert isinstance(pages, BlockTable | TokenTable)
-    entries, rows = pages.tensors[0], pages.rows
-    table.row_stride, table.column_stride = entries.stride(0), entries.stride(-1)
-    if entries.dim() == 3:
-        table.kv_stride = entries.stride(1)
-    table.rows_stride = 0 if rows is None else rows.stride(0)
-    table.rows_are_int64 = rows is not None and rows.dtype is torch.int64

@@ -18,7 +18,7 @@ from torch import Tensor
 from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.spec.dtype import DType
 from jitattn.tensors.cache_views import CacheView, Scale
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import quantize_kv, saturated
 from jitattn.tensors.rope import Rope
 
@@ -111,21 +111,9 @@ def _places_of_slots(call: TokenCall) -> Places:
     return Places(rows, torch.zeros_like(rows), torch.zeros_like(rows), slots, slots)
 
 
-def _slots_in(pages: Pages, request: int, position: int, page_size: int) -> tuple[int, int]:
-    page, place = divmod(position, page_size)
-    if isinstance(pages, CsrPages):
-        ids = [int(pages.kv_indices[int(pages.kv_indptr[request]) + page])] * 2
-    else:
-        assert isinstance(pages, BlockTable | TokenTable)
-        row = request if pages.rows is None else int(pages.rows[request])
-        if isinstance(pages, TokenTable):
-            slot = int(pages.slots[row, position])
-            return slot, slot
-        entries = pages.table[row]
-        ids = entries[..., page].reshape(-1).tolist()
-        ids = ids if len(ids) == 2 else ids * 2
-    k_slot, v_slot = (-1 if min(ids) < 0 else i * page_size + place for i in ids)
-    return k_slot, v_slot
+def _slots_in(pages: PageTable, request: int, position: int, page_size: int) -> tuple[int, int]:
+    k_slot, v_slot = (pages.locate(request, position, page_size, which=i) for i in range(2))
+    return (-1, -1) if min(k_slot, v_slot) < 0 else (k_slot, v_slot)
 
 
 def _rotary_positions(call: TokenCall, places: Places) -> Tensor | None:

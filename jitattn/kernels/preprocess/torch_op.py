@@ -12,7 +12,6 @@ from jitattn.kernels.common.torch_op import (
     cache_of,
     cache_tensors,
     define,
-    pages_of,
     pages_tensors,
     refuse_gradients,
     scale_of,
@@ -20,6 +19,7 @@ from jitattn.kernels.common.torch_op import (
 )
 from jitattn.kernels.preprocess.check import Arguments
 from jitattn.kernels.preprocess.dispatch import dispatch
+from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.tensor_handles import find
 
 __all__ = ["append_kv", "preprocess_qkv"]
@@ -95,7 +95,7 @@ def preprocess_qkv(
     dispatch(
         (
             qkv[0] if len(qkv) == 1 else tuple(qkv), cache_of(kv_cache),
-            pages_of(pages, page_table),
+            table_from_tensors(pages, page_table),
             seq_lens, qo_indptr, slots, positions, position_delta,
             None if not bias else bias[0] if len(bias) == 1 else tuple(bias),
             q_norm, k_norm, q_out, scale_of(q_scale, q_factor), scale_of(k_scale, k_factor),
@@ -147,7 +147,8 @@ def append_kv(
     """
     dispatch(
         (
-            (k, v), cache_of(kv_cache), pages_of(pages, page_table), seq_lens, qo_indptr, slots,
+            (k, v), cache_of(kv_cache), table_from_tensors(pages, page_table), seq_lens, qo_indptr,
+            slots,
             None, None, None, None, None, None, None, scale_of(k_scale, k_factor),
             scale_of(v_scale, v_factor), None, 0.0, None, None, None, kv_layout, kv_dtype,
             zero_tail,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jitattn.spec.support import HEAD_DIMS, resolve
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.config import HEAD_DIMS
 from tests.support.cases import (
     CACHES_SEPARATE,
     GROUPS,
@@ -22,10 +23,10 @@ CASES = decode_cases()
 def test_there_are_enough_cases_and_few_kernels() -> None:
     assert len(CASES) >= 400
     assert len({str(case) for case in CASES}) == len(CASES)
-    specs = {spec for config in kernel_configs("sm_90a") for spec in resolve(config, "sm_90a")}
-    assert len({spec for spec in specs if spec.family == "decode"}) >= 80
+    specs = {spec for config in kernel_configs("sm_90a") for spec in specs_of(config, "sm_90a")}
+    assert len({spec for spec in specs if spec.kernel == "decode"}) >= 80
     moving = {"gather", "copy_pages", "block_table", "batch_info", "layer_tables"}
-    assert {spec.family for spec in specs} - moving == {"decode", "prefill", "schedule", "merge"}
+    assert {spec.kernel for spec in specs} - moving == {"decode", "prefill", "schedule", "merge"}
     assert len(specs) <= 780
     assert decode_cases() == CASES
 

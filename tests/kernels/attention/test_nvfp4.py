@@ -13,7 +13,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.jit.sources import TEMPLATES
-from jitattn.spec.params import ATTENTION_OFFSET, BlockScales
+from jitattn.kernels.common.params import ATTENTION_OFFSET
+from jitattn.spec.params import BlockScales
 from tests.emulator import launch_recorder
 from tests.emulator.attention import HOST, arch_of
 from tests.emulator.cuda_runtime import library_of
@@ -201,7 +202,7 @@ extern "C" void convert(int is_half, uint32_t word, uint32_t scale, float* value
 def test_every_code_under_every_scale(is_half: bool, arch: str, tmp_path: Path) -> None:
     """In each place of a word, to the bit, NaN and signs of zeros included."""
     header = re.sub("#include|#pragma", "//", (TEMPLATES / "include/jitattn/nvfp4.cuh").read_text())
-    functions = library_of(HOST + arch_of(arch) + header + CONVERT, tmp_path / "nvfp4.cpp")
+    functions = library_of(HOST + arch_of(arch) + header + CONVERT)
     convert, in_order = functions.convert, functions.in_order
     in_order.restype = ctypes.c_bool
     codes = torch.arange(16).repeat(8, 1)

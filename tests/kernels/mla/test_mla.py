@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import jitattn
+from jitattn.kernels.mla.config import cache_specs
+from jitattn.kernels.mla.tile import mla_tile
+from jitattn.kernels.registry import parse_config, specs_of
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.layout import Loader
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.support import parse_config
-from jitattn.spec.tile import latent_tile_for
 from jitattn.tools import cli
 from tests.support.harness import same_bits
 from tests.support.mla import (
@@ -362,7 +363,7 @@ def test_kernels_and_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> No
     rows = [row for row in jitattn.supported_configs() if row.kernel == "mla"]
     assert len(rows) == 1
     with pytest.raises(jitattn.ConfigError, match="arch='sm_70' is not one of"):
-        MLAConfig().specs("sm_70")
+        specs_of(MLAConfig(), "sm_70")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f", "sm_120f"])
@@ -370,11 +371,11 @@ def test_kernels_and_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_every_cache_has_kernels_of_one_tile(arch: str, num_heads: int, kv_dtype: str) -> None:
     """A plan's launches with any of them have the same schedule and partial rows."""
-    specs = MLAConfig(num_heads=num_heads, kv_dtype=kv_dtype).attention_specs(arch)
+    specs = cache_specs(MLAConfig(num_heads=num_heads, kv_dtype=kv_dtype), arch)
     assert len({(spec.rope_dtype, spec.has_scales) for spec in specs}) == (
         1 if kv_dtype == "bfloat16" else 3
     )
-    tiles = [latent_tile_for(spec, arch) for spec in specs]
+    tiles = [mla_tile(spec, arch) for spec in specs]
     assert (
         len({(spec.row_tile, tile.tile_tokens) for spec, tile in zip(specs, tiles, strict=True)})
         == 1

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import jitattn
+from jitattn.kernels.mla.config import cache_specs
 from jitattn.kernels.mla.launch import MLAKernels
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.tile import latent_tile_for
+from jitattn.kernels.mla.tile import mla_tile
+from jitattn.spec.config import MLAConfig
 from tests.emulator.attention import EmulatedCuda
 from tests.support.harness import same_bits
 from tests.support.mla import FORMS, MLACase, check_kernel, make_inputs
@@ -117,8 +118,8 @@ def test_many_splits_of_a_request(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_batch_invariant_plans_have_few_splits(arch: str) -> None:
     """So few that a row is merged in one order, wherever that is."""
-    for spec in MLAConfig().attention_specs(arch):
-        assert latent_tile_for(spec, arch).merge_splits >= MLAKernels.max_splits
+    for spec in cache_specs(MLAConfig(), arch):
+        assert mla_tile(spec, arch).merge_splits >= MLAKernels.max_splits
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.pages import block_table
-from jitattn.spec.kernel_spec import TransferSpec
+from jitattn.kernels.pages.spec import TransferSpec
+from jitattn.tensors.page_tables import slots_of_pages
 from tests.emulator.pages import emulate_kernels
 
 Call = Callable[[], object]
@@ -334,10 +334,10 @@ CONVERSIONS: dict[str, tuple[Call, str]] = {
 def test_slots_past_int32_are_none_on_a_device() -> None:
     """Where nothing can be refused they would come back as slots of other pages."""
     largest = 2**31 // 3 - 1
-    found = block_table._slots_of_pages(ints([largest, largest + 1, 2**31 - 1, 0, -1]), 3)
+    found = slots_of_pages(ints([largest, largest + 1, 2**31 - 1, 0, -1]), 3)
     want = [*range(3 * largest, 3 * largest + 3), *[-1] * 6, 0, 1, 2, *[-1] * 3]
     assert found.tolist() == [want]
-    assert block_table._slots_of_pages(ints([2**31 - 1, -1, 0]), 1).tolist() == [[2**31 - 1, -1, 0]]
+    assert slots_of_pages(ints([2**31 - 1, -1, 0]), 1).tolist() == [[2**31 - 1, -1, 0]]
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.base.errors import ConfigError
+from jitattn.kernels.preprocess.spec import PreprocessConfig, config_of
 from jitattn.spec.layout import Loader
-from jitattn.spec.preprocess_config import PreprocessConfig, config_of
 from tests.support.token_cases import CACHE_DTYPES, POISON, TokenCase, make_token_inputs
 from tests.support.token_sets import kinds_of
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import jitattn
 from jitattn.device.driver import Launch
 from jitattn.kernels.preprocess import launch as preprocess_launch
-from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.kernels.preprocess.spec import PreprocessSpec
 from tests.emulator.preprocess import EmulatedKernel, emulated_kernel
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
 

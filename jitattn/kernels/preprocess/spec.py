@@ -1,17 +1,78 @@
-"""What ``preprocess_qkv`` and ``append_kv`` support, and which kernels that takes: torch-free."""
+"""What ``preprocess_qkv`` and ``append_kv`` support, and the spec of their kernels. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from typing import ClassVar
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
+from jitattn.kernels.preprocess.tile import PreprocessTile, preprocess_tile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, MAX_PAGE_SIZE
 from jitattn.spec.dtype import FP8_DTYPES, KV_DTYPES, Q_DTYPES, DType
-from jitattn.spec.kernel_spec import PreprocessSpec
+from jitattn.spec.family import KernelSpec, plain
 from jitattn.spec.layout import Layout, Loader, Pairing
+
+
+class PreprocessSpec(KernelSpec):
+    """The kernel that puts Q, K and V of new tokens where attention reads them.
+
+    Head counts, strides, lengths, rotary_dim, frequencies and scales are launch arguments, as is
+    whether there is a q.
+    """
+
+    kernel: ClassVar[str] = "preprocess"
+
+    head_dim: int
+    head_dim_vo: int
+    page_size: int
+    qkv_dtype: DType
+    out_dtype: DType  # of q; qkv_dtype where there is none
+    kv_dtype: DType
+    page_table: Layout | None  # None: a slot for each token
+    pairing: Pairing
+    use_mrope: bool  # pairs may have positions of their own
+    use_bias: bool
+    use_norm: bool
+    loader: Loader  # VECTOR where all rows begin at multiples of their vectors, else PLAIN
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        same = self.head_dim == self.head_dim_vo
+        parts = [
+            f"jitattn_preprocess_d{self.head_dim}" + ("" if same else f"x{self.head_dim_vo}"),
+            f"p{self.page_size}",
+            f"{self.qkv_dtype.short}_q{self.out_dtype.short}_kv{self.kv_dtype.short}",
+            self.page_table.value if self.page_table else "slots",
+            self.loader.value,
+        ]
+        parts += [self.pairing.value] * (self.pairing is not Pairing.NONE)
+        parts += ["mrope"] * self.use_mrope + ["bias"] * self.use_bias + ["norm"] * self.use_norm
+        return "_".join(parts)
+
+    def context(self) -> dict[str, object]:
+        """Return the template variables: fields, symbol and the pairing's name."""
+        fields = {name: plain(value) for name, value in vars(self).items()}
+        fields["page_table"] = self.page_table.value if self.page_table else "slots"
+        pairing_name = f"k{self.pairing.value.capitalize()}"
+        del fields["pairing"]
+        return fields | {"symbol": self.symbol, "pairing_name": pairing_name}
+
+    def tile(self, arch: str) -> PreprocessTile:
+        """Return the shape of a CTA on ``arch``."""
+        return preprocess_tile(self)
+
+    def template(self, arch: str) -> str:
+        """Return the template on ``arch``."""
+        return "preprocess/preprocess.cu.jinja"
+
+    def config_text(self) -> str:
+        """Return arguments that select the kernel and its twin with the other loader."""
+        return config_of(self).arguments_text()
+
 
 SLOTS = "slots"
 """Stands for a page table where each token has a slot."""
@@ -22,9 +83,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "page_table": _TABLES,
     "pairing": tuple(pairing.value for pairing in Pairing),
 }
-_PREFIX = "kernel=preprocess"
-
-
+PREFIX = "kernel=preprocess"
 PREPROCESS_RANGES: Mapping[str, str] = {
     "head_dim": "multiples of 16 from 16 to 256, and 512",
     "head_dim_vo": "None (head_dim), multiples of 16 from 16 to 256, and 512; append_kv",
@@ -69,8 +128,8 @@ class PreprocessConfig(Value):
             ConfigError: a part is unknown or has a value that is not supported.
         """
         kernel, *parts = (part.strip() for part in text.split(",") if part.strip())
-        if kernel.replace(" ", "") != _PREFIX:
-            raise ConfigError([f"{kernel!r} names no kernel: there is {_PREFIX}"])
+        if kernel.replace(" ", "") != PREFIX:
+            raise ConfigError([f"{kernel!r} names no kernel: there is {PREFIX}"])
         kinds = {field.name: str(field.type) for field in fields(cls)}
         given: dict[str, object] = {}
         for part in parts:
@@ -106,7 +165,7 @@ class PreprocessConfig(Value):
 
     def arguments_text(self) -> str:
         """Return the arguments that differ from the defaults as ``parse`` reads them."""
-        parts = [_PREFIX]
+        parts = [PREFIX]
         for field in fields(self):
             value = getattr(self, field.name)
             assert field.default is not MISSING
