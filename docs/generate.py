@@ -1,6 +1,6 @@
 """Generate the documents that are derived from code: ``python docs/generate.py``.
 
-The support table of README.md and docs/support.md comes from registry.py, docs/environment.md from
+The support table of README.md and docs/support.md comes from the registry, docs/environment.md from
 knobs.py, docs/api/ from the docstrings of the public names. All are committed: they read without a
 build, and a change of the public surface shows in review. With ``--check`` nothing is written and
 the exit status is 1 when something is out of date.
@@ -27,7 +27,7 @@ from jitattn.integrations import sglang, transformers, vllm
 from jitattn.kernels import registry, torch_ops
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.tensors.page_table import PageTable
-from jitattn.tools import cli
+from jitattn.tools import configs_command
 
 ROOT = Path(__file__).resolve().parents[1]
 # Other classes are made by jitattn; their constructors are private.
@@ -98,7 +98,7 @@ def _replace(path: Path, name: str, body: str) -> str:
 
 def support_table() -> str:
     """Return the supported arguments, and a row for each family with the cards it was run on."""
-    groups = cli.support_groups(ARCHITECTURES)
+    groups = configs_command.support_groups(ARCHITECTURES)
     families: dict[str, dict[str, str]] = {}
     for config, _ in groups:
         twin = next((name for name in families if _only_queries_differ(families[name], config)), "")
