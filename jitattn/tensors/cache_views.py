@@ -17,7 +17,6 @@ from jitattn.tensors.overlap import span_of
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor, row_strides
 from jitattn.tensors.tensor_handles import new_handle
-from jitattn.tensors.variant_params import VariantParams
 
 try:
     # What TorchDynamo guards its traces with: one call instead of ten.
@@ -104,7 +103,7 @@ class BoundCache:
         "k_at",
         "k_scale",
         "kernels",
-        "kind",
+        "layout_key",
         "source",
         "strides",
         "tensor_maps",
@@ -122,7 +121,7 @@ class BoundCache:
         v: CacheView,
         kernels: object,
         *,
-        kind: object,
+        layout_key: object,
         tensor_maps: TensorMaps | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
@@ -146,7 +145,7 @@ class BoundCache:
         self.source = source
         self.handle = new_handle(self)
         # One object for the caches of a planner that differ in addresses and scales only.
-        self.kind = kind
+        self.layout_key = layout_key
         # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 
@@ -448,30 +447,6 @@ def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return lambda *others: all(map(RowLayout.fits, layouts, others))
 
 
-@dataclass(slots=True)
-class Call:
-    """The tensors of one ``run``, checked, and how those lie that differ from run to run."""
-
-    q: Tensor
-    q_layout: RowLayout
-    kv: BoundCache
-    pages: PageTable
-    out: Tensor
-    out_layout: RowLayout
-    lse: Tensor | None
-    lse_layout: RowLayout
-    sinks: Tensor | None
-    mask: Mask | None
-    variant_params: VariantParams | None = None
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether the rows of q and out begin at multiples of their vectors."""
-        return self.q_layout.is_aligned(self.q.data_ptr()) and self.out_layout.is_aligned(
-            self.out.data_ptr()
-        )
-
-
 class BatchLayout:
     """How a page table and lengths lie that passed their checks: those that lie alike do, too.
 
@@ -504,12 +479,6 @@ class BatchLayout:
 
 NO_BATCH = BatchLayout(None, None, 0)
 """The layout that no batch has."""
-
-Again = Callable[[object, object, object], Tensor | None]
-"""Repeats a call with another q, bound cache and out, or a new out for None.
-
-Returns out; does nothing and returns None where something differs that is not an address.
-"""
 
 
 def view_mask(

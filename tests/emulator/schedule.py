@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 
 import torch
 
@@ -85,7 +84,7 @@ class EmulatedSchedule:
         return found[:count].tolist()
 
 
-def compile_schedule(folder: Path, num_threads: int) -> EmulatedSchedule:
+def compile_schedule(num_threads: int) -> EmulatedSchedule:
     source = (TEMPLATES / "attention/schedule.cu.jinja").read_text()
     types = (TEMPLATES / "include/jitattn/types.cuh").read_text()
     load_integer = types[types.index("__device__ __forceinline__ int64_t load_integer") :]
@@ -98,4 +97,4 @@ def compile_schedule(folder: Path, num_threads: int) -> EmulatedSchedule:
     parts = (HOST, load_integer, *headers, source, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
     text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
-    return EmulatedSchedule(library_of(text, folder / "schedule.cpp"))
+    return EmulatedSchedule(library_of(text))

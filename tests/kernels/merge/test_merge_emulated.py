@@ -59,14 +59,12 @@ def merged_splits() -> str:
 
 
 @pytest.fixture(scope="module")
-def merge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Merge]:
+def merge_of() -> Callable[[int, int], Merge]:
     """Compile the template for so many splits and loads at a time."""
-    folder = tmp_path_factory.mktemp("merge")
 
     def compiled(splits: int, loads: int) -> Merge:
-        source = folder / f"merge_{splits}_{loads}.cpp"
         host = HOST.replace("SPLITS", str(splits)).replace("LOADS", str(loads))
-        return caller(library_of(host + merged_splits() + CALL, source))
+        return caller(library_of(host + merged_splits() + CALL))
 
     return compiled
 

@@ -1,4 +1,4 @@
-"""Tensor maps of a cache: what the hardware that copies boxes of K and V reads them by."""
+"""Tensor maps of a cache, by which TMA loads tiles of K and V."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jitattn.device.driver import encode_tensor_map
 from jitattn.spec.layout import SEGMENT_BYTES
 from jitattn.tensors.cache_views import CacheView
 
-# Tokens whose segments a box of groups brings one after the other: as many as a swizzle repeats at.
+# Tokens whose segments a grouped tile has one after the other: as many as a swizzle repeats at.
 _GROUP_TOKENS = 8
 
 
-class Box(NamedTuple):
-    """What a kernel brings at a time."""
+class TmaTile(NamedTuple):
+    """Tile of K or V that one TMA instruction loads."""
 
     tokens: int
     key_columns: int
@@ -51,34 +51,34 @@ class LoadedTile(Protocol):
         ...
 
 
-def box_of(tile: LoadedTile, head_dim: int) -> Box:
-    """Return the boxes that a kernel of ``tile`` brings, whose K has ``head_dim`` columns."""
+def tma_tile_of(tile: LoadedTile, head_dim: int) -> TmaTile:
+    """Return the TMA tile of a kernel of ``tile``, whose K has ``head_dim`` columns."""
     key_columns = tile.key_box_columns or head_dim
-    return Box(tile.box_tokens, key_columns, tile.value_dim, fetches_pairs=tile.fetches_pairs)
+    return TmaTile(tile.box_tokens, key_columns, tile.value_dim, fetches_pairs=tile.fetches_pairs)
 
 
 class TensorMaps:
     """The tensor maps of a cache's K and V, as launches of each kernel take them."""
 
-    __slots__ = ("_boxes", "_encoded", "_first", "_k", "_last", "_v")
+    __slots__ = ("_encoded", "_first", "_k", "_last", "_tiles", "_v")
 
-    def __init__(self, k: CacheView, v: CacheView, boxes: Mapping[str, Box]) -> None:
+    def __init__(self, k: CacheView, v: CacheView, tiles: Mapping[str, TmaTile]) -> None:
         """Encode those of the first kernel; the others follow when they are needed.
 
         Args:
             k: keys.
             v: values.
-            boxes: what the kernels bring at a time, by what they are for.
+            tiles: of each kernel, by its role.
 
         Raises:
             ValueError: the driver has none for these strides.
         """
-        self._k, self._v, self._boxes = k, v, boxes
-        # By box: kernels that bring the same have the same maps.
-        self._encoded: dict[Box, tuple[int, int, bytes]] = {}
+        self._k, self._v, self._tiles = k, v, tiles
+        # By tile: kernels of the same tile have the same maps.
+        self._encoded: dict[TmaTile, tuple[int, int, bytes]] = {}
         # By what kernels are for, which is soon found.
         self._last: dict[str, tuple[int, int, bytes]] = {}
-        self._first = next(iter(boxes))
+        self._first = next(iter(tiles))
         self.at(self._first, k.tensor.data_ptr(), v.tensor.data_ptr())
 
     def at(self, role: str, k_at: int, v_at: int) -> bytes:
@@ -86,17 +86,17 @@ class TensorMaps:
         last = self._last.get(role)
         if last is None or k_at != last[0] or v_at != last[1]:
             # A kernel that uses none gets those of the first.
-            box = self._boxes.get(role) or self._boxes[self._first]
-            last = self._encoded.get(box)
+            tile = self._tiles.get(role) or self._tiles[self._first]
+            last = self._encoded.get(tile)
             if last is None or (k_at, v_at) != last[:2]:
-                last = self._encoded[box] = k_at, v_at, self._encode(box, k_at, v_at)
+                last = self._encoded[tile] = k_at, v_at, self._encode(tile, k_at, v_at)
             self._last[role] = last
         return last[2]
 
-    def _encode(self, box: Box, k_at: int, v_at: int) -> bytes:
+    def _encode(self, tile: TmaTile, k_at: int, v_at: int) -> bytes:
         k, v = _Rows(self._k, k_at), _Rows(self._v, v_at)
-        encode = _grouped_map if box.is_grouped else _tensor_map
-        return encode(k, box, box.key_columns) + encode(v, box, box.value_columns)
+        encode = _grouped_map if tile.is_grouped else _tensor_map
+        return encode(k, tile, tile.key_columns) + encode(v, tile, tile.value_columns)
 
 
 class _Rows(NamedTuple):
@@ -124,14 +124,14 @@ class _Rows(NamedTuple):
         ]
 
     def encode(
-        self, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], *, in_pairs: bool
+        self, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int], *, in_pairs: bool
     ) -> bytes:
         """Return the map of these dimensions, or raise ValueError."""
         tensor = self.view.tensor
         # Beside a row of one line may lie another head's, which others read when it suits them.
         fetch_bytes = 256 if in_pairs and tensor.shape[3] > self.segment else 128
         encoded = 0 not in strides and encode_tensor_map(
-            self.pointer, tensor.element_size(), sizes, strides, box, fetch_bytes=fetch_bytes
+            self.pointer, tensor.element_size(), sizes, strides, tile, fetch_bytes=fetch_bytes
         )
         if not encoded:
             given = list(tensor.stride())
@@ -139,8 +139,8 @@ class _Rows(NamedTuple):
         return encoded
 
 
-def _tensor_map(rows: _Rows, box: Box, columns: int) -> bytes:
-    """Return the map of K or V, whose boxes have so many columns.
+def _tensor_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
+    """Return the map of K or V, whose tiles have so many columns.
 
     Dimensions as in struct TensorMap of attention_params.cuh.
     """
@@ -149,13 +149,13 @@ def _tensor_map(rows: _Rows, box: Box, columns: int) -> bytes:
     return rows.encode(
         (rows.segment, page_size, head_dim // rows.segment, num_heads, num_pages),
         (token_stride, SEGMENT_BYTES, head_stride, page_stride),
-        (rows.segment, box.tokens, columns // rows.segment, 1, 1),
-        in_pairs=box.fetches_pairs,
+        (rows.segment, tile.tokens, columns // rows.segment, 1, 1),
+        in_pairs=tile.fetches_pairs,
     )
 
 
-def _grouped_map(rows: _Rows, box: Box, columns: int) -> bytes:
-    """Return the map of rows of one head, whose boxes arrive as groups of tokens.
+def _grouped_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
+    """Return the map of rows of one head, whose tiles are groups of tokens.
 
     Dimensions {elements of a segment, tokens of a group, segments of a row, groups, pages}.
     """
@@ -165,6 +165,6 @@ def _grouped_map(rows: _Rows, box: Box, columns: int) -> bytes:
     return rows.encode(
         (rows.segment, _GROUP_TOKENS, head_dim // rows.segment, groups, num_pages),
         (token_stride, SEGMENT_BYTES, token_stride * _GROUP_TOKENS, page_stride),
-        (rows.segment, _GROUP_TOKENS, columns // rows.segment, box.tokens // _GROUP_TOKENS, 1),
-        in_pairs=box.fetches_pairs,
+        (rows.segment, _GROUP_TOKENS, columns // rows.segment, tile.tokens // _GROUP_TOKENS, 1),
+        in_pairs=tile.fetches_pairs,
     )
