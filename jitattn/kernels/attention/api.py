@@ -16,6 +16,7 @@ from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
 from jitattn.kernels.attention.config import check_rules
 from jitattn.kernels.attention.reference_plan import ReferencePlan
+from jitattn.kernels.common.call import Again, Call
 from jitattn.kernels.common.planner_base import (
     Q_VECTOR,
     Backend,
@@ -26,31 +27,23 @@ from jitattn.kernels.common.planner_base import (
 )
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.block_caches import view_block_caches
-from jitattn.tensors.cache_views import (
-    NO_LAYOUT,
-    Again,
-    BoundCache,
-    Call,
-    Mask,
-    RowLayout,
-    view_caches,
-    view_mask,
-    view_of,
-    view_scale,
-)
+from jitattn.tensors.bound_cache import BoundCache
+from jitattn.tensors.cache_views import view_block_caches, view_caches, view_of
 from jitattn.tensors.device_checks import check_page_ids, check_queries
+from jitattn.tensors.masks import Mask, view_mask
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
+from jitattn.tensors.scales import view_scale
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_rows, check_tensor
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
     from jitattn.kernels.attention.kernels import KernelInfo
     from jitattn.kernels.attention.loaded_kernels import BoundKernels
     from jitattn.kernels.mla.api import MLAPlanner
-    from jitattn.tensors.cache_views import TensorMaps
+    from jitattn.tensors.bound_cache import TensorMaps
 
 
 Scale = float | Tensor

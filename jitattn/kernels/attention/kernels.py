@@ -35,8 +35,8 @@ from jitattn.kernels.common.tma import TensorMaps, TmaTile, tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
-from jitattn.tensors.block_caches import BlockArguments, BlockCaches
-from jitattn.tensors.cache_views import Batch, CacheView
+from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
+from jitattn.tensors.tensor_layouts import Batch
 
 
 @dataclass(frozen=True)

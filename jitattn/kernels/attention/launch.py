@@ -15,6 +15,7 @@ from jitattn.device.driver import LAUNCHED, Launch
 from jitattn.device.workspace import SLICE_BYTES, Workspace
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe, Recipes, schedule_offsets
+from jitattn.kernels.common.call import Again, Call
 from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
     MASK_BOOL,
@@ -26,18 +27,11 @@ from jitattn.kernels.common.params import (
 )
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import FLOAT_CODES
-from jitattn.tensors.cache_views import (
-    NO_LAYOUT,
-    Again,
-    Batch,
-    BoundCache,
-    Call,
-    Mask,
-    RowLayout,
-    Scale,
-    recogniser,
-)
+from jitattn.tensors.bound_cache import BoundCache
+from jitattn.tensors.masks import Mask
 from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.scales import Scale
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout, recogniser
 from jitattn.tensors.variant_params import VariantParams
 
 if TYPE_CHECKING:

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.attention.reference import attention, chosen, first_visible
+from jitattn.kernels.common.call import Call
 from jitattn.kernels.mla.check import MLACall
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.kernels.mla.reference import latent_attention
 from jitattn.spec.config import MLAConfig, PagedConfig, PlannerConfig
-from jitattn.tensors.cache_views import Batch, Call, Mask, Scale
+from jitattn.tensors.masks import Mask
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import dequantize_kv, saturated
+from jitattn.tensors.scales import Scale
+from jitattn.tensors.tensor_layouts import Batch
 from jitattn.tensors.variant_params import transform_of
 
 

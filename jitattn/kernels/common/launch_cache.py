@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
-from jitattn.tensors.cache_views import recogniser
+from jitattn.tensors.tensor_layouts import recogniser
 
 # Combinations of arguments that a thread keeps of a function, and layouts of tensors of each.
 _MAX_FORMS = 64

@@ -13,9 +13,9 @@ from jitattn.base import knobs
 from jitattn.base.errors import ConfigError
 from jitattn.base.validate import check_count
 from jitattn.device.workspace import Workspace, canonical_device
+from jitattn.kernels.common.call import Again
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_BATCH, NO_LAYOUT, Again, Batch, BatchLayout, RowLayout
 from jitattn.tensors.device_checks import check_lengths
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
@@ -31,6 +31,7 @@ from jitattn.tensors.tensor_checks import (
     check_writable,
 )
 from jitattn.tensors.tensor_handles import new_handle
+from jitattn.tensors.tensor_layouts import NO_BATCH, NO_LAYOUT, Batch, BatchLayout, RowLayout
 from jitattn.tensors.variant_params import VariantParams, check_variant_params
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from jitattn.kernels.mla.check import BoundMLACache, MLACall, bind_cache
 from jitattn.kernels.mla.config import check_rules
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.device_checks import check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.tensor_checks import check_last_stride, check_rows, check_tensor
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.kernels.attention.launch import Part, write_scale
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe
+from jitattn.kernels.common.call import Call
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tma import TensorMaps, TmaTile
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
@@ -21,7 +22,8 @@ from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
-from jitattn.tensors.cache_views import NO_LAYOUT, Call, Scale
+from jitattn.tensors.scales import Scale
+from jitattn.tensors.tensor_layouts import NO_LAYOUT
 
 _UNSCALED = Scale(1.0)
 

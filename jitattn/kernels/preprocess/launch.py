@@ -47,8 +47,8 @@ from jitattn.kernels.preprocess.spec import PreprocessSpec
 from jitattn.kernels.preprocess.tile import preprocess_tile
 from jitattn.spec.layout import Loader
 from jitattn.spec.params import Divisor
-from jitattn.tensors.cache_views import recogniser
 from jitattn.tensors.overlap import Apart
+from jitattn.tensors.tensor_layouts import recogniser
 
 # Rows of a token that a group of threads takes one after the other, so that it computes angles
 # once; fewer where that leaves SMs without work.
