@@ -27,7 +27,7 @@ from bench.report import console
 from bench.rivals import FlashInferFa2
 from bench.timing import Call, Timing, no_gc, summarize
 from bench.workloads import Batch, Case, make_batch
-from jitattn.kernels.attention.launch import CudaPlan
+from jitattn.kernels.common.cuda_plan import CudaPlan
 
 CASE = Case(
     name="B8x256-h32_8-d128-p16",
@@ -90,8 +90,8 @@ def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
     The launch, of the schedule kernel, is the floor: the driver and one call from Python.
     """
     setup = set_up(batch, page_table)
-    assert isinstance(setup.plan._backend, CudaPlan)
-    launch = setup.plan._backend._parts[0].schedule_launch
+    assert isinstance(setup.plan.backend, CudaPlan)
+    launch = setup.plan.backend.launches[0].schedule_launch
     stream = torch.cuda.current_stream().cuda_stream
     make_plan = functools.partial(setup.planner.plan, setup.pages, batch.seq_lens)
     refresh = setup.plan.refresh

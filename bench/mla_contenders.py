@@ -27,7 +27,7 @@ from bench.mla_cases import (
 from bench.oracle import LIMITS, relative_error
 from bench.prefill_contenders import sampled_rows
 from bench.rivals import ON_HOST, flashinfer, workspace
-from jitattn.kernels.attention.reference import gather
+from jitattn.kernels.common.reference_plan import gather
 from jitattn.kernels.mla.reference import latent_attention
 
 K_SCALE = 0.05

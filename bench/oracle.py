@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from bench.workloads import Batch
-from jitattn.kernels.attention.reference import attention, gather
+from jitattn.kernels.attention.reference import attention
+from jitattn.kernels.common.reference_plan import gather
 from jitattn.tensors.quantization import dequantize_kv
 
 LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2, "nvfp4": 1e-2}

@@ -20,7 +20,8 @@ from bench.prefill_cases import CONTIGUOUS, Q_DTYPE, PrefillArguments, PrefillCa
 from bench.rivals import ON_HOST, Fa3Step, flashinfer, load_fa3, workspace
 from bench.timing import Call
 from bench.workloads import Batch, make_batch
-from jitattn.kernels.attention.reference import attention, gather
+from jitattn.kernels.attention.reference import attention
+from jitattn.kernels.common.reference_plan import gather
 
 _SAMPLED_ROWS = 16  # of a request
 _FA3_HEAD_DIMS = (64, 128, 256)  # of FlashInfer's

@@ -48,7 +48,7 @@ class BoundCache:
         "k_at",
         "k_scale",
         "kernels",
-        "kind",
+        "layout_key",
         "source",
         "strides",
         "tensor_maps",
@@ -66,7 +66,7 @@ class BoundCache:
         v: CacheView,
         kernels: object,
         *,
-        kind: object,
+        layout_key: object,
         tensor_maps: TensorMaps | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
@@ -90,7 +90,7 @@ class BoundCache:
         self.source = source
         self.handle = new_handle(self)
         # One object for the caches of a planner that differ in addresses and scales only.
-        self.kind = kind
+        self.layout_key = layout_key
         # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
 

@@ -24,7 +24,7 @@ import jitattn
 from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.render import TEMPLATES, render
-from jitattn.kernels.attention import kernels as attention_kernels
+from jitattn.kernels.common import cuda_kernels
 from jitattn.kernels.common.params import ScheduleParams, kernel_params
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.launch import MLAKernels
@@ -715,7 +715,7 @@ class EmulatedCuda:
         self.ran: list[str] = []
         self.grids: list[tuple[str, int]] = []
         facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms, max_smem_bytes=232448)
-        monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
+        monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
         monkeypatch.setattr(driver, "_launch_function", lambda: self.launch)
 
     def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
@@ -727,16 +727,15 @@ class EmulatedCuda:
     def mla_planner(self, **arguments: object) -> jitattn.MLAPlanner:
         """The same of multi-head latent attention."""
         planner = jitattn.MLAPlanner(**arguments, device="cpu")  # type: ignore[arg-type]
-        planner._kernels = MLAKernels(planner.config, torch.device("cuda", 0))
-        planner._kernels.device, planner.backend = launch_recorder.CPU, "cuda"
+        planner.kernels = MLAKernels(planner.config, torch.device("cuda", 0))
+        planner.kernels.device, planner.backend = launch_recorder.CPU, "cuda"
         self._know(planner)
         return planner
 
     def _know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
-        assert planner._kernels is not None
-        config, is_latent = planner.config, planner._kernels.is_latent
+        config, is_latent = planner.config, planner.kernels.traits.is_mla
         self.params = kernel_params(Layout(config.page_table), config.variant, is_latent=is_latent)
-        for spec in planner._kernels._specs:
+        for spec in planner.kernels.specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec
 

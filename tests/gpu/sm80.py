@@ -19,8 +19,7 @@ from jitattn.device import driver
 from jitattn.device.driver import LoadedKernel
 from jitattn.jit import build
 from jitattn.jit.build import Kernel, Pending
-from jitattn.kernels.attention import kernels as attention_kernels
-from jitattn.kernels.common import device_kernels
+from jitattn.kernels.common import cuda_kernels, device_kernels, kernel_loader
 from jitattn.kernels.merge import launch as merge_launch
 from jitattn.spec.family import KernelSpec
 from tests.gpu.make_ptx import ARCH, specs
@@ -90,9 +89,9 @@ def pretend_sm80(folder: Path) -> Iterator[None]:
     kernels = PtxKernels(folder)
     caches = (harness._planner, merge_launch._kernel)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention_kernels, device_kernels):
+        for module in (cuda_kernels, device_kernels):
             patch.setattr(module, "arch_of", lambda facts: ARCH)
-        patch.setattr(attention_kernels, "start", kernels.start)
+        patch.setattr(kernel_loader, "start", kernels.start)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)
         for cache in caches:

@@ -59,6 +59,32 @@ class BoundCascadeCache:
 class CascadePlanner:
     """Planners of one configuration: one for shared levels, one for the last. Thread-safe.
 
+    Args:
+        num_qo_heads: query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: heads of K and V.
+        head_dim: elements of a head.
+        page_size: tokens of a page; None for ragged K and V.
+        head_dim_vo: elements of a head of V and out; None is ``head_dim``.
+        q_dtype: a torch dtype or its name.
+        kv_dtype: likewise, of the cache.
+        out_dtype: likewise, of out and of what levels find before it is merged; None is
+            ``q_dtype``.
+        kv_layout: the order of a page's dimensions, "NHD" or "HND".
+        page_table: the layout of the tables of all levels.
+        causal: at the last level query tokens see no later ones; shared levels are seen whole.
+        window_left: refused unless -1: how much of a shared level a window reaches depends on
+            lengths of the last.
+        logits_soft_cap: score becomes cap * tanh(score / cap); 0 is off.
+        sm_scale: multiplies q.k; None is ``head_dim ** -0.5``.
+        use_sinks: ``run`` gets ``sinks``, which count once.
+        use_custom_mask: refused: masks are over the last keys of requests, of any level.
+        batch_invariant: refused: bits of a request depend on who shares its levels.
+        early_kv: a promise, as there; of all levels.
+        num_sms: multiprocessors to use; None is all.
+        workspace: scratch memory; None is one for each device and stream.
+        device: None is the current CUDA device, or the CPU without one.
+        backend: "auto" is "cuda" on a CUDA device and "reference" on the CPU.
+
     Attributes:
         prefix: of the levels before the last, without causality and sinks.
         last: of the last level.
@@ -94,32 +120,6 @@ class CascadePlanner:
         backend: str = "auto",
     ) -> None:
         """Choose and load the kernels; arguments as of ``AttentionPlanner``.
-
-        Args:
-            num_qo_heads: query heads, a multiple of ``num_kv_heads``.
-            num_kv_heads: heads of K and V.
-            head_dim: elements of a head.
-            page_size: tokens of a page; None for ragged K and V.
-            head_dim_vo: elements of a head of V and out; None is ``head_dim``.
-            q_dtype: a torch dtype or its name.
-            kv_dtype: likewise, of the cache.
-            out_dtype: likewise, of out and of what levels find before it is merged; None is
-                ``q_dtype``.
-            kv_layout: the order of a page's dimensions, "NHD" or "HND".
-            page_table: the layout of the tables of all levels.
-            causal: at the last level query tokens see no later ones; shared levels are seen whole.
-            window_left: refused unless -1: how much of a shared level a window reaches depends on
-                lengths of the last.
-            logits_soft_cap: score becomes cap * tanh(score / cap); 0 is off.
-            sm_scale: multiplies q.k; None is ``head_dim ** -0.5``.
-            use_sinks: ``run`` gets ``sinks``, which count once.
-            use_custom_mask: refused: masks are over the last keys of requests, of any level.
-            batch_invariant: refused: bits of a request depend on who shares its levels.
-            early_kv: a promise, as there; of all levels.
-            num_sms: multiprocessors to use; None is all.
-            workspace: scratch memory; None is one for each device and stream.
-            device: None is the current CUDA device, or the CPU without one.
-            backend: "auto" is "cuda" on a CUDA device and "reference" on the CPU.
 
         Raises:
             ConfigError: with every reason why the configuration has no kernel or no cascade.
@@ -270,10 +270,10 @@ class CascadePlan:
         bound = kv if isinstance(kv, BoundCascadeCache) else planner.bind(kv)
         if len(plans) == 1:
             return plans[0].run(q, bound.last, out=out, lse=lse, return_lse=return_lse, sinks=sinks)
-        check_tensor("q", q, (planner.last._q_dtype,))
+        check_tensor("q", q, (planner.last.tensor_dtypes.q,))
         config = planner.config
         shape = *q.shape[:2], config.head_dim_vo or config.head_dim
-        dtype = planner.last._out_dtype
+        dtype = planner.last.tensor_dtypes.out
         out = self._output("out", out, shape, dtype)
         lse = self._output("lse", lse, shape[:2], torch.float32)
         outs = torch.empty((len(plans), *shape), dtype=dtype, device=planner.device)
@@ -298,7 +298,7 @@ class CascadePlan:
     def _check_levels(self) -> None:
         """Refuse query tokens that come before keys of a shared level, where lengths are known."""
         planner = self._planner
-        is_checked = planner.device.type == "cpu" or planner.last._checks
+        is_checked = planner.device.type == "cpu" or planner.last.has_value_checks
         if not is_checked or not planner.config.causal or is_capturing(planner.device):
             return
         shared = [_rows(level) for level in self._levels[:-1]]

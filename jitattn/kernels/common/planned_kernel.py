@@ -1,4 +1,4 @@
-"""The attention kernels of a planner on a device: loaded when needed."""
+"""Kernels that plans launch, on a device: loaded when needed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jitattn.device.driver import LoadedKernel, load_kernel
 from jitattn.jit.build import Pending
 from jitattn.kernels.common.tile import AttentionTile
 
-Role = Literal["decode", "wide", "prefill"]
+Role = Literal["decode", "decode_multi_token", "prefill"]
 """What a kernel is for: requests of one row tile, of a wider one, or of many rows."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
-class AttentionKernel:
+class PlannedKernel:
     """An attention kernel on a device, and the tile it was rendered with; loaded when needed."""
 
     def __init__(
@@ -31,29 +31,34 @@ class AttentionKernel:
     def load(self) -> LoadedKernel:
         """Load the kernel, once it is built; raises what ``build`` raises, at every call."""
         if self._loaded is None:  # who gets here at the same time does the same
-            kernel = self.pending.result()
-            self._loaded = load_kernel(
-                kernel.cubin, kernel.symbol, self._device_index, self.tile.smem_bytes
-            )
+            symbol = self.pending.result().symbol
+            self._loaded = self.load_symbol(symbol, smem_bytes=self.tile.smem_bytes)
         return self._loaded
+
+    def load_symbol(self, symbol: str, *, smem_bytes: int) -> LoadedKernel:
+        """Load a kernel of the same cubin, once it is built."""
+        return load_kernel(self.pending.result().cubin, symbol, self._device_index, smem_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BoundKernels:
-    """The kernels whose loaders suit a bound cache; ``wide`` is None where there is none."""
+    """The kernels whose loaders suit a bound cache, by role.
 
-    decode: AttentionKernel
-    prefill: AttentionKernel
-    wide: AttentionKernel | None
+    ``decode_multi_token`` is None where the decode kernel takes requests of a few query tokens.
+    """
 
-    def of(self, role: Role) -> AttentionKernel:
-        """Return the kernel that is for this."""
-        kernel: AttentionKernel = getattr(self, role)
+    decode: PlannedKernel
+    prefill: PlannedKernel
+    decode_multi_token: PlannedKernel | None
+
+    def of(self, role: Role) -> PlannedKernel:
+        """Return the kernel of a role."""
+        kernel: PlannedKernel = getattr(self, role)
         return kernel
 
     def load(self, roles: Collection[Role]) -> None:
-        """Load the kernels that are for these, and those that take no time."""
+        """Load the kernels of these roles, and those that take no time."""
         for role in ROLES:
-            kernel: AttentionKernel | None = getattr(self, role)
+            kernel: PlannedKernel | None = getattr(self, role)
             if kernel is not None and (role in roles or kernel.pending.was_found):
                 kernel.load()
