@@ -37,7 +37,7 @@ from bench.decoder_model import (
 from bench.oracle import attend
 from bench.turns import Result
 from jitattn.compat import flashinfer as compat
-from jitattn.kernels.attention.reference import gather
+from jitattn.kernels.common.reference_plan import gather
 
 CPU = torch.device("cpu")
 

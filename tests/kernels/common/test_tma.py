@@ -13,8 +13,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.device.workspace import SLICE_BYTES
-from jitattn.kernels.attention import launch as attention_launch
 from jitattn.kernels.common import tma
+from jitattn.kernels.common.kernel_launch import KernelLaunch
 from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
     BOUNDARY_BYTES,
@@ -192,7 +192,7 @@ def test_kernels_without_boxes_get_no_maps(cuda: LaunchRecorder) -> None:
         config = planner.config
         bound = planner.bind(zeros(PAGES, 2, config.page_size, HKV, config.head_dim))
         assert bound.tensor_maps is None
-        assert bound.kernels is planner._kernels.kernels
+        assert bound.kernels is planner.kernels.kernels
 
 
 # --- strides that have no map ---------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_layers_in_turn_get_their_own_maps(
     dtype = getattr(torch, kv_dtype)
     layers = [zeros(pages, 2, PAGE, HKV, 128, dtype=dtype) for pages in (6, 6, 9, 6)]
     bound = [planner.bind(layer) for layer in layers]
-    assert len({id(kv.kind) for kv in bound}) == 1
+    assert len({id(kv.layout_key) for kv in bound}) == 1
     offsets, num_tokens = (None, B) if max_q_len is None else (OFFSETS, 6)
     plan = planner.plan(table(), LENS, offsets, max_q_len=max_q_len)
     q, out = zeros(num_tokens, HQ, 128), zeros(num_tokens, HQ, 128)
@@ -373,7 +373,7 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
 BOXES = {
     "decode": TmaTile(16, 128, 128),
     "prefill": TmaTile(16, 64, 128, fetches_pairs=True),
-    "wide": TmaTile(16, 128, 128),
+    "decode_multi_token": TmaTile(16, 128, 128),
 }
 
 
@@ -395,7 +395,12 @@ def test_each_role_follows_memory_that_moves(encodings: list[Map]) -> None:
     k, v = view(zeros(PAGES, 2, PAGE, HKV, 128))
     maps = tma.TensorMaps(k, v, BOXES)
     places = [(4096 * n, 4096 * n + 128) for n in range(1, 4)]
-    for role in ("prefill", "decode", "wide"):  # each at every place, then back at the first
+    for role in (
+        "prefill",
+        "decode",
+        "decode_multi_token",
+    ):
+        # Each at every place, then back at the first.
         for k_at, v_at in (*places, places[0]):
             for _ in range(2):
                 encoded = maps.at(role, k_at, v_at)
@@ -462,7 +467,7 @@ def test_both_kernels_of_a_batch_get_their_own_boxes(
 ) -> None:
     """Through repeated runs, and after the memory has moved."""
     planner = cuda.planner(**SHAPE | arguments)
-    config, kernels = planner.config, planner._kernels.kernels
+    config, kernels = planner.config, planner.kernels.kernels
     value_dim = config.head_dim_vo or config.head_dim
     # Tokens of a box, and segments of a box of K and of V: prefill brings K segment by segment.
     boxes = [
@@ -573,17 +578,17 @@ def test_buffers_hold_every_slot(
         batch_invariant=batch_invariant,
     )
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=100)
-    kernels = planner._kernels.kernels
-    decode = kernels.wide or kernels.decode
-    for part, kernel in zip(plan._backend._parts, (decode, kernels.prefill), strict=True):
-        attention, schedule = part._attention, part._schedule
+    kernels = planner.kernels.kernels
+    decode = kernels.decode_multi_token or kernels.decode
+    for part, kernel in zip(plan.backend.launches, (decode, kernels.prefill), strict=True):
+        attention, schedule = part.params.attention, part.schedule_launch.params
         slots = schedule.round_slots * schedule.max_rounds
         blocks = attention.num_head_blocks.value
         check_schedule_room(part, slots)
-        assert (schedule.num_ctas, schedule.num_head_blocks) == (part._grid, blocks)
-        if part._is_prefill:  # whole units use every CTA
+        assert schedule.num_head_blocks == blocks
+        if part.role == "prefill":  # whole units use every CTA
             num_ctas = 132 * kernel.tile.ctas_per_sm if num_sms is None else min(num_sms, 132)
-            assert part._grid == num_ctas
+            assert schedule.num_ctas == num_ctas
         partials, counters = part.buffers
         rows = slots * 2 * max(1, attention.max_splits) * blocks * kernel.row_tile
         values = rows * kernel.tile.value_dim
@@ -600,16 +605,20 @@ def test_buffers_hold_every_slot(
         if attention.claims_pieces:
             # One CTA may do all pieces but the others' first; it notes those, one ask in vain, and
             # that there is room for another.
-            assert slots * blocks - part._grid + 2 <= MAX_PIECES
+            assert slots * blocks - schedule.num_ctas + 2 <= MAX_PIECES
 
 
-def check_schedule_room(part: attention_launch.Part, slots: int) -> None:
+def check_schedule_room(part: KernelLaunch, slots: int) -> None:
     """Assert that the parts of a schedule lie in its memory, one after the other."""
-    schedule = part._schedule.schedule
-    begins = [getattr(schedule, name) for name, _ in schedule._fields_]
-    memory, num_units = part._memory, B
-    if part._is_prefill:
-        num_units = B * -(-100 * part._schedule.group_size // part._schedule.prefill_rows)
+    params = part.schedule_launch.params
+    begins = [getattr(params.schedule, name) for name, _ in params.schedule._fields_]
+    memory, num_units = part.memory, B
+    if part.role == "prefill":
+        num_units = B * -(
+            -100
+            * part.schedule_launch.params.group_size
+            // part.schedule_launch.params.prefill_rows
+        )
     begins.append(memory.data_ptr() + memory.numel())
     sizes = (
         16,
