@@ -9,7 +9,6 @@ once under torch's synchronisation check, which raises where one of them would w
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from bench import records
 from bench.contenders import SkipError, set_up
+from bench.options import make_parser
 from bench.report import console
 from bench.rivals import FlashInferFa2
 from bench.timing import Call, Timing, no_gc, summarize
@@ -133,11 +133,7 @@ def _run_operations(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table and append the records."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_dispatch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_dispatch", __doc__)
     parser.add_argument("--caches", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=50)
     parser.add_argument("--rivals", action="store_true", help="FlashInfer's wrappers, too")

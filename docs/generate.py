@@ -1,6 +1,6 @@
 """Generate the documents that are derived from code: ``python docs/generate.py``.
 
-The support table of README.md and docs/registry.md comes from registry.py, docs/environment.md from
+The support table of README.md and docs/support.md comes from the registry, docs/environment.md from
 knobs.py, docs/api/ from the docstrings of the public names. All are committed: they read without a
 build, and a change of the public surface shows in review. With ``--check`` nothing is written and
 the exit status is 1 when something is out of date.
@@ -26,7 +26,7 @@ from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import sglang, transformers, vllm
 from jitattn.kernels import registry, torch_ops
 from jitattn.spec.arch import ARCHITECTURES
-from jitattn.tools import cli
+from jitattn.tools import configs_command
 
 ROOT = Path(__file__).resolve().parents[1]
 # Other classes are made by jitattn; their constructors are private.
@@ -77,7 +77,7 @@ def generated() -> dict[Path, str]:
     pages = {name: api_page(*page) for name, page in _API_PAGES.items()}
     marked = {
         path: _replace(path, "support", table)
-        for path in (ROOT / "README.md", ROOT / "docs/registry.md")
+        for path in (ROOT / "README.md", ROOT / "docs/support.md")
     }
     api = {ROOT / "docs/api" / name: _with_links(name, pages) for name in pages}
     return marked | {ROOT / "docs/environment.md": environment_page()} | api
@@ -95,7 +95,7 @@ def _replace(path: Path, name: str, body: str) -> str:
 
 def support_table() -> str:
     """Return the supported arguments, and a row for each family with the cards it was run on."""
-    groups = cli.support_groups(ARCHITECTURES)
+    groups = configs_command.support_groups(ARCHITECTURES)
     families: dict[str, dict[str, str]] = {}
     for config, _ in groups:
         twin = next((name for name in families if _only_queries_differ(families[name], config)), "")

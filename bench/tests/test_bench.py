@@ -26,8 +26,8 @@ from bench.contenders import VARIANTS, Contender, JitAttn, Prepared, SkipError
 from bench.rivals import _causal_mask
 from bench.timing import L2Policy, Timing, summarize
 from bench.workloads import Batch, Case, make_batch, num_copies
-from jitattn import QuantizedKV, dequantize_kv
 from jitattn.kernels.registry import check_config
+from jitattn.quant import QuantizedKV, dequantize_kv
 from tests.support.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")

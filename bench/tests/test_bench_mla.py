@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Hashable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +33,7 @@ from bench.timing import L2Policy, Timing
 from bench.turns import Method, Result, choose_method
 from jitattn.kernels.registry import check_config
 from tests.support.counting_timer import CountingTimer
+from tests.support.fake_contender import Fake, check_wrong_outputs
 
 CPU = torch.device("cpu")
 TINY = MLACase(name="tiny", q_lens=(20, 1, 2), seq_lens=(37, 20, 17), num_heads=2, page_size=16)
@@ -166,39 +166,9 @@ def test_oracle_notices_what_is_ignored(part: str) -> None:
     assert result.status == "wrong"
 
 
-class _Fake:
-    """Takes part under a name of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_runs = 0
-
-    def version(self) -> str:
-        return "1"
-
-    def build_key(self, case: MLACase) -> Hashable | None:
-        return None
-
-    def prepare(self, inputs: MLAInputs, /) -> Prepared:
-        if self.name == "broken":
-            raise RuntimeError("no such kernel")
-        right = JitAttnMLA("shared").prepare(inputs)
-
-        def spoil() -> None:
-            self.num_runs += 1
-            right.runs[0]()
-            if self.name == "wrong" or self.num_runs > 2:
-                right.outs[:, -1] = 0  # one row of one request
-
-        return Prepared(runs=(spoil,), outs=right.outs)
-
-
 def test_a_wrong_output_is_not_timed() -> None:
-    wrong, broken, tired = run(_Fake("wrong"), _Fake("broken"), _Fake("tired"))
-    assert (wrong.status, broken.status, tired.status) == ("wrong", "failed", "wrong")
-    assert "no such kernel" in broken.reason
-    assert tired.reason.startswith("after it was timed")
-    assert wrong.timing is broken.timing is tired.timing is None
+    fakes = [Fake(name, JitAttnMLA("shared")) for name in ("wrong", "broken", "tired")]
+    check_wrong_outputs(run(*fakes))
 
 
 def test_error_is_infinite_where_a_row_was_not_written() -> None:
@@ -274,7 +244,7 @@ def test_flashinfer_gets_everything(case: MLACase, form: Form) -> None:
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITATTN_JIT", "0")
     env = records.environment({"fa2": "1"})
-    results = run(_Fake("broken"), JitAttnMLA("shared"), kind="graph")
+    results = run(Fake("broken", JitAttnMLA("shared")), JitAttnMLA("shared"), kind="graph")
     method = Method("graph", 4, 2)
     lines = [to_record(r, ONE_EACH, method, L2Policy.WRITE, LIMITS, env) for r in results]
     records.append_json(tmp_path / "mla.jsonl", lines)

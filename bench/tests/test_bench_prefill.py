@@ -35,6 +35,7 @@ from bench.timing import L2Policy, Timing
 from bench.turns import Method, Result, choose_method
 from jitattn.kernels.registry import check_config
 from tests.support.counting_timer import CountingTimer
+from tests.support.fake_contender import Fake, check_wrong_outputs
 
 CPU = torch.device("cpu")
 TINY = PrefillCase("tiny", (70, 1), (90, 40), num_qo_heads=4, num_kv_heads=2, head_dim=32)
@@ -147,39 +148,9 @@ def test_other_pages_hold_the_same_tokens(page_size: int) -> None:
             assert a.equal(b)
 
 
-class _Fake:
-    """Takes part under a name of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_runs = 0
-
-    def version(self) -> str:
-        return "1"
-
-    def build_key(self, case: PrefillCase) -> Hashable | None:
-        return None
-
-    def prepare(self, inputs: Inputs, /) -> Prepared:
-        if self.name == "broken":
-            raise RuntimeError("no such kernel")
-        right = JitAttnPrefill("shared").prepare(inputs)
-
-        def spoil() -> None:
-            self.num_runs += 1
-            right.runs[0]()
-            if self.name == "wrong" or self.num_runs > 2:
-                right.outs[:, -1] = 0  # one row of one request
-
-        return Prepared(runs=(spoil,), outs=right.outs)
-
-
 def test_a_wrong_output_is_not_timed() -> None:
-    wrong, broken, tired = run(_Fake("wrong"), _Fake("broken"), _Fake("tired"))
-    assert (wrong.status, broken.status, tired.status) == ("wrong", "failed", "wrong")
-    assert "no such kernel" in broken.reason
-    assert tired.reason.startswith("after it was timed")
-    assert wrong.timing is broken.timing is tired.timing is None
+    fakes = [Fake(name, JitAttnPrefill("shared")) for name in ("wrong", "broken", "tired")]
+    check_wrong_outputs(run(*fakes))
 
 
 def test_rivals_refuse_what_they_would_drop() -> None:
@@ -275,7 +246,7 @@ def test_fa3_gets_everything(kind: str, paged: bool, monkeypatch: pytest.MonkeyP
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITATTN_JIT", "0")
     env = records.environment({"fa3-paged": "vllm"})
-    results = run(_Fake("broken"), JitAttnPrefill("shared"), kind="graph")
+    results = run(Fake("broken", JitAttnPrefill("shared")), JitAttnPrefill("shared"), kind="graph")
     method = Method("graph", 4, 2)
     lines = [to_record(result, TINY, method, L2Policy.WRITE, env) for result in results]
     records.append_json(tmp_path / "prefill.jsonl", lines)

@@ -291,17 +291,11 @@ def _fill(job: _Job) -> _Outcome:
 
 def _precompiled(kernel: Kernel, folder: Path) -> Precompiled:
     return Precompiled(
-        entry=kernel.entry,
-        symbol=kernel.symbol,
-        arch=kernel.arch,
-        origin=kernel.origin,
-        seconds=kernel.seconds,
-        registers=kernel.registers,
-        spill_bytes=kernel.spill_bytes,
-        smem_bytes=kernel.smem_bytes,
-        cubin_bytes=len(kernel.cubin),
+        entry=kernel.entry, symbol=kernel.symbol, arch=kernel.arch, origin=kernel.origin,
+        seconds=kernel.seconds, registers=kernel.registers, spill_bytes=kernel.spill_bytes,
+        smem_bytes=kernel.smem_bytes, cubin_bytes=len(kernel.cubin),
         stored_bytes=sum(file.stat().st_size for file in (folder / kernel.entry).iterdir()),
-    )
+    )  # fmt: skip
 
 
 @contextmanager

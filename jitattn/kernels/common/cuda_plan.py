@@ -14,7 +14,7 @@ from jitattn.device.workspace import Workspace
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, Replay, replay
 from jitattn.kernels.common.kernel_loader import BoundKernels
 from jitattn.kernels.common.schedule_config import MAX_IDLE_CAPACITY, ScheduleConfigs
-from jitattn.tensors.cache_views import Batch
+from jitattn.tensors.tensor_layouts import Batch
 
 # Plans of a size that a planner keeps when they are gone.
 _MAX_IDLE_PLANS = 16
