@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jitattn.kernels.mla.api import MLAPlan
     from jitattn.kernels.mla.check import BoundMLACache
     from jitattn.kernels.registry import Config, Support
-    from jitattn.tensors.cache_views import BoundCache
+    from jitattn.tensors.bound_cache import BoundCache
 
 __all__ = [
     "BoundCache",
@@ -29,7 +29,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "BoundCache": "jitattn.tensors.cache_views",
+        "BoundCache": "jitattn.tensors.bound_cache",
         "BoundMLACache": "jitattn.kernels.mla.check",
         "Config": "jitattn.kernels.registry",
         "KernelInfo": "jitattn.kernels.common.kernel_loader",

@@ -21,7 +21,7 @@ from jitattn.kernels.attention.api import AttentionPlanner, Plan, Scale
 from jitattn.kernels.common.planner_base import is_capturing
 from jitattn.kernels.merge.api import merge_into
 from jitattn.spec.config import PlannerConfig
-from jitattn.tensors.cache_views import BoundCache
+from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.tensor_checks import check_rows, check_tensor, check_writable

@@ -34,20 +34,19 @@ from jitattn.kernels.common.planner_base import (
 from jitattn.kernels.common.reference_plan import ReferenceKernels
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.block_caches import BlockCaches, view_block_caches
+from jitattn.tensors.bound_cache import BoundCache, TensorMaps
 from jitattn.tensors.cache_views import (
-    NO_LAYOUT,
-    BoundCache,
+    BlockCaches,
     CacheView,
-    RowLayout,
-    TensorMaps,
+    view_block_caches,
     view_caches,
     view_of,
-    view_scale,
 )
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
+from jitattn.tensors.scales import view_scale
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:

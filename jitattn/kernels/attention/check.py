@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import PlannerConfig
-from jitattn.tensors.cache_views import (
-    BoundCache,
-    Mask,
-    RowLayout,
-    view_mask,
-)
+from jitattn.tensors.bound_cache import BoundCache
+from jitattn.tensors.masks import Mask, view_mask
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.tensor_checks import (
     check_device,
@@ -21,6 +17,7 @@ from jitattn.tensors.tensor_checks import (
     check_rows,
     check_tensor,
 )
+from jitattn.tensors.tensor_layouts import RowLayout
 from jitattn.tensors.variant_params import VariantParams
 
 CustomMask = Tensor | tuple[Tensor, Tensor]

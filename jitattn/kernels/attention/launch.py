@@ -18,8 +18,8 @@ from jitattn.kernels.common.tile import DecodeTile
 from jitattn.kernels.common.tma import tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import Loader
-from jitattn.tensors.block_caches import BlockArguments, BlockCaches
-from jitattn.tensors.cache_views import CacheView, TensorMaps
+from jitattn.tensors.bound_cache import TensorMaps
+from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
 TRAITS = FamilyTraits(is_mla=False, max_splits=16, tile_visit_cost=1, min_slot_cost=1)

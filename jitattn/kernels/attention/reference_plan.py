@@ -9,8 +9,10 @@ from jitattn.kernels.attention.check import Call
 from jitattn.kernels.attention.reference import attention
 from jitattn.kernels.common.reference_plan import ReferencePlan, first_visible, gather_tokens
 from jitattn.spec.config import PlannerConfig
-from jitattn.tensors.cache_views import Batch, Mask, Scale
+from jitattn.tensors.masks import Mask
 from jitattn.tensors.quantization import dequantize_kv, saturated
+from jitattn.tensors.scales import Scale
+from jitattn.tensors.tensor_layouts import Batch
 from jitattn.tensors.variant_params import transform_of
 
 

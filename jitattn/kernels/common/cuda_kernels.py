@@ -28,7 +28,8 @@ from jitattn.kernels.common.schedule_config import (
 )
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tma import TensorMaps, TmaTile
-from jitattn.tensors.cache_views import Batch, CacheView
+from jitattn.tensors.cache_views import CacheView
+from jitattn.tensors.tensor_layouts import Batch
 
 
 class TargetDevice(NamedTuple):

@@ -13,7 +13,7 @@ from jitattn.device.workspace import Workspace
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, Replay, replay
 from jitattn.kernels.common.plan_pool import MAX_IDLE_PLANS
 from jitattn.kernels.common.planned_kernel import BoundKernels
-from jitattn.tensors.cache_views import Batch
+from jitattn.tensors.tensor_layouts import Batch
 
 
 class CudaPlan:

@@ -31,15 +31,10 @@ from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import ScheduleConfig, schedule_offsets
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import FLOAT_CODES
-from jitattn.tensors.cache_views import (
-    NO_LAYOUT,
-    Batch,
-    Mask,
-    RowLayout,
-    Scale,
-    recogniser,
-)
+from jitattn.tensors.masks import Mask
 from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.scales import Scale
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout, recogniser
 from jitattn.tensors.variant_params import VariantParams
 
 _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
-from jitattn.tensors.cache_views import recogniser
+from jitattn.tensors.tensor_layouts import recogniser
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch

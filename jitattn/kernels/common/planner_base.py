@@ -16,7 +16,6 @@ from jitattn.base.validate import check_count
 from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_BATCH, NO_LAYOUT, Batch, BatchLayout, RowLayout
 from jitattn.tensors.device_checks import check_lengths, check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
@@ -30,6 +29,7 @@ from jitattn.tensors.tensor_checks import (
     check_writable,
 )
 from jitattn.tensors.tensor_handles import new_handle
+from jitattn.tensors.tensor_layouts import NO_BATCH, NO_LAYOUT, Batch, BatchLayout, RowLayout
 from jitattn.tensors.variant_params import VariantParams, check_variant_params
 
 if TYPE_CHECKING:

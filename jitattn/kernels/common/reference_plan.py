@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import PagedConfig
-from jitattn.tensors.cache_views import Batch
 from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_layouts import Batch
 
 if TYPE_CHECKING:
     from jitattn.kernels.common.kernel_loader import KernelInfo

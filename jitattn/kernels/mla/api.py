@@ -35,9 +35,10 @@ from jitattn.kernels.mla.config import check_rules
 from jitattn.kernels.mla.reference_plan import MLAReferencePlan
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout, TensorMaps
+from jitattn.tensors.bound_cache import TensorMaps
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 MLACache = Tensor | tuple[Tensor, Tensor]

@@ -12,14 +12,10 @@ from torch import Tensor
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
-from jitattn.tensors.cache_views import (
-    CacheView,
-    RowLayout,
-    Scale,
-    TensorMaps,
-    check_scale,
-)
+from jitattn.tensors.bound_cache import TensorMaps
+from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.scales import Scale, check_scale
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_last_stride,
@@ -27,6 +23,7 @@ from jitattn.tensors.tensor_checks import (
     check_tensor,
 )
 from jitattn.tensors.tensor_handles import new_handle
+from jitattn.tensors.tensor_layouts import RowLayout
 from jitattn.tensors.variant_params import VariantParams
 
 _SCALE_BYTES = 4  # of a float32

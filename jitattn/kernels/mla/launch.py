@@ -22,7 +22,8 @@ from jitattn.kernels.mla.spec import MLASpec
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Loader
-from jitattn.tensors.cache_views import NO_LAYOUT, Scale
+from jitattn.tensors.scales import Scale
+from jitattn.tensors.tensor_layouts import NO_LAYOUT
 
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
 # long to load as two tiles, and each eight splits of a row take as long to merge as a tile or two.

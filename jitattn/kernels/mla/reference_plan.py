@@ -9,8 +9,8 @@ from jitattn.kernels.mla.check import MLACall
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.kernels.mla.reference import latent_attention
 from jitattn.spec.config import MLAConfig
-from jitattn.tensors.cache_views import Batch
 from jitattn.tensors.quantization import saturated
+from jitattn.tensors.tensor_layouts import Batch
 from jitattn.tensors.variant_params import transform_of
 
 

@@ -18,7 +18,7 @@ from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.pages.tile import GatherTile
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import Divisor
-from jitattn.tensors.cache_views import BoundCache
+from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import KVCache, dequantize_kv, saturated

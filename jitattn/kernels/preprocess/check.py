@@ -20,7 +20,7 @@ from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
 from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Layout, Pairing
-from jitattn.tensors.cache_views import CacheView, Scale, check_scale, view_of
+from jitattn.tensors.cache_views import CacheView, view_of
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (
@@ -30,6 +30,7 @@ from jitattn.tensors.page_tables import (
 )
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.scales import Scale, check_scale
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_indptr,

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.spec.dtype import DType
-from jitattn.tensors.cache_views import CacheView, Scale
+from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import quantize_kv, saturated
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.scales import Scale
 
 
 class Places(NamedTuple):

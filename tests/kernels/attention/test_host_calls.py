@@ -24,8 +24,8 @@ from jitattn.kernels.common import planner_base
 from jitattn.kernels.common.cuda_plan import CudaPlan
 from jitattn.kernels.common.kernel_launch import KernelLaunch
 from jitattn.kernels.common.planner_base import plan_for_call
-from jitattn.tensors import cache_views
-from jitattn.tensors.cache_views import NO_LAYOUT, RowLayout
+from jitattn.tensors import tensor_layouts
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
 
@@ -372,9 +372,9 @@ def test_a_recogniser_knows_what_lies_alike(
     monkeypatch: pytest.MonkeyPatch, has_guards: bool
 ) -> None:
     if not has_guards:
-        monkeypatch.setattr(cache_views, "_TensorGuards", None)
+        monkeypatch.setattr(tensor_layouts, "_TensorGuards", None)
     q, out = queries(), torch.zeros(B, HQ, 2 * D)[..., :D]
-    lie_alike = cache_views.recogniser((q, out))
+    lie_alike = tensor_layouts.recogniser((q, out))
     assert lie_alike(queries(), torch.ones(B, HQ, 2 * D)[..., D:])
     others = (
         q[:2],
