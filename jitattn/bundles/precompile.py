@@ -270,20 +270,22 @@ def _make(
 
 
 def _look_up(job: _Job) -> _Outcome | None:
-    from jitattn.jit.build import stored
+    from jitattn.jit.build import read_bundle
 
     try:
-        kernel = stored(job.spec, job.arch, job.folder)
+        kernel = read_bundle(job.spec, job.arch, job.folder)
     except (JitAttnError, OSError, ValueError) as error:
         return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
     return None if kernel is None else _precompiled(kernel, job.folder)
 
 
 def _fill(job: _Job) -> _Outcome:
-    from jitattn.jit.build import fill  # imports Jinja, which --help and the like can do without
+    from jitattn.jit.build import (
+        fill_bundle,  # imports Jinja, which --help and the like can do without
+    )
 
     try:
-        kernel = fill(job.spec, job.arch, job.folder)
+        kernel = fill_bundle(job.spec, job.arch, job.folder)
     except (JitAttnError, OSError, ValueError) as error:
         return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
     return _precompiled(kernel, job.folder)

@@ -34,7 +34,7 @@ from tests.emulator.cuda_runtime import QUALIFIERS, TYPES, WORDS, library_of
 from tests.emulator.launch_recorder import FakeKernel
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 
-REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4")
+REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4", "lanes")
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
 HOST = (
     QUALIFIERS
@@ -675,11 +675,24 @@ def arch_of(arch: str) -> str:
     return f"namespace jitattn {{ constexpr int kArch = {100 * major + 10 * minor}; }}"
 
 
+def with_parts(source: str, included: set[str]) -> str:
+    """Replace includes of parts by their text, each once, for they read what the kernel defines."""
+
+    def text_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in included or name.endswith("kernel.cuh"):
+            return ""
+        included.add(name)
+        return with_parts((TEMPLATES / "include" / name).read_text(), included)
+
+    return re.sub(r"#include \"(jitattn/(?:attention|mla)/\w+\.cuh)\"\n", text_of, source)
+
+
 @functools.cache
 def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
-    source = render(spec, arch)
+    source = with_parts(render(spec, arch), set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
     for name in dict.fromkeys(re.findall(r"MMA_64x\w+", source)):
         kind = "SharedByShared" if name.endswith("SS") else "RegistersByShared"

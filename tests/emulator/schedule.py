@@ -33,7 +33,7 @@ extern "C" void call(const jitattn::ScheduleParams* params) {
 }
 """
 
-# What a kernel finds in each slot, in the words of parts/work_tile.cuh.jinja.
+# What a kernel finds in each slot, in the words of work_tile.cuh.
 WORK = """
 namespace jitattn {
 constexpr bool kHasWholeUnits = true;
@@ -92,7 +92,7 @@ def compile_schedule(num_threads: int) -> EmulatedSchedule:
         (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
         for name in ("schedule", "schedule_params")
     ]
-    work = (TEMPLATES / "parts/work_tile.cuh.jinja").read_text()
+    work = (TEMPLATES / "include/jitattn/attention/work_tile.cuh").read_text()
     ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
     parts = (HOST, load_integer, *headers, source, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)

@@ -4,6 +4,14 @@
 // of kSegmentBytes of kBoxTokens rows each, segment after segment and box after box, with the
 // vectors of a segment's row exchanged by the hardware's 128-byte swizzle: vector v of row r lies
 // at v ^ r % 8. Either way the eight rows that ldmatrix reads together lie in different banks.
+#pragma once
+
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
 template <int kDim>
 struct SliceImage {
   static constexpr int kRowBytes = stored_bytes(kDim);
@@ -40,3 +48,5 @@ struct SliceImage {
 
 using KeyImage = SliceImage<kKeyDim>;
 using ValueImage = SliceImage<kValueDim>;
+
+}  // namespace jitattn

@@ -1,9 +1,18 @@
 // Brings K and V to shared memory ahead of their use, in boxes of tensor maps: one instruction of
 // one lane copies the rows that a slice has in a page.
+#pragma once
+
+#include "jitattn/attention/smem_layout.cuh"
+#include "jitattn/attention/tile_iterator.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // Fetches the slices that this warp reads of the tile kNumStages ahead of the one that is consumed.
 struct KvLoader {
-  TileWalk walk;
+  TileIterator walk;
   uint32_t ring;      // in shared memory: this warp's
   uint32_t barriers;  // likewise, of K and V of each stage
   uint32_t stage;
@@ -92,7 +101,7 @@ struct KvLoader {
     for_each<kBoxes>([&](int i) {
       // Lanes of tokens before the first hold no entry.
       const int lane = max(i * kBoxTokens, first) % kWarpSize;
-      pages[i] = TileWalk::kIsOneRunASlice ? id : __shfl_sync(0xffffffff, id, lane);
+      pages[i] = TileIterator::kIsOneRunASlice ? id : __shfl_sync(0xffffffff, id, lane);
     });
     if (!elect_one()) return;
     mbarrier_expect(barrier, num_boxes * Image::kBoxBytes);
@@ -103,3 +112,5 @@ struct KvLoader {
     });
   }
 };
+
+}  // namespace jitattn

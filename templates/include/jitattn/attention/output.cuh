@@ -1,4 +1,13 @@
 // From the states of warps and splits to out and lse.
+#pragma once
+
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/nvfp4.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // -inf stands for "no token yet"; differences from it must not become NaN.
 __device__ __forceinline__ float finite_maximum(float m) { return m == neg_inf() ? 0.f : m; }
@@ -239,6 +248,5 @@ struct MergedSplits {
     m = top;
   }
 };
-//% if variant
-//% include "parts/variant.cuh.jinja"
-//% endif
+
+}  // namespace jitattn

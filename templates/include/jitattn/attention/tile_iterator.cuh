@@ -1,7 +1,16 @@
 // Which tokens a CTA reads, step by step.
+#pragma once
+
+#include "jitattn/attention/work_queue.cuh"
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // Walks the tiles of a CTA's pieces, across units, one step ahead of what is copied next.
-struct TileWalk {
+struct TileIterator {
   const KernelParams& params;
   const Queue& queue;
   int32_t index;  // of the piece
@@ -29,7 +38,7 @@ struct TileWalk {
   static constexpr bool kMayBeEarly = !kSharesTiles;
   static constexpr bool kIsOneRunASlice = PageTable::kRunTokens % kSliceTokens == 0;
 
-  __device__ __forceinline__ TileWalk(const KernelParams& params, const Queue& queue)
+  __device__ __forceinline__ TileIterator(const KernelParams& params, const Queue& queue)
       : params(params), queue(queue) {
     index = -1;
     work = last_unit = unit = 0;
@@ -98,3 +107,5 @@ struct TileWalk {
     v_id = PageTable::kSharesPages ? k_id : params.pages.v_id(page_row, slice + token);
   }
 };
+
+}  // namespace jitattn

@@ -1,4 +1,12 @@
 // What a CTA does, job by job.
+#pragma once
+
+#include "jitattn/attention/output.cuh"
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // Jobs are written while those before are still being served.
 constexpr int kNumJobs = 4;
@@ -182,3 +190,5 @@ __device__ __forceinline__ void write_empty(const AttentionParams& params, const
     // Where a length is invalid, all rows of the request are answered for.
   } while (job.unit.kv_end == kInvalidLength && rows.advance(params.num_row_blocks * kRowTile));
 }
+
+}  // namespace jitattn

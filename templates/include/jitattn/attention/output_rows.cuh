@@ -1,4 +1,13 @@
 // From registers of a warpgroup's products to rows of out.
+#pragma once
+
+#include "jitattn/attention/output.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // From word j of lane t of four to word t of lane j.
 __device__ __forceinline__ uint4 transpose_quad(uint32_t (&words)[4]) {
@@ -61,31 +70,30 @@ __device__ __forceinline__ bool has_aligned_rows(const AttentionParams& params) 
 
 // Writes what a lane has of the first of its rows, multiplied by `factor`: of `lane_values` two of
 // four, which are two of eight columns.
-template <int kColumns>
+template <int kColumns, typename Out = OutType>
 __device__ __forceinline__ void write_columns(const float* lane_values, float factor,
                                               OutType::Storage* columns, bool is_aligned) {
   const int lane = lane_idx() % 4;
-  //% if out_dtype != "float32"
-  // Four lanes have 32 columns of a row between them: each writes eight that follow each other.
-  for_each<kColumns / 32>([&](int q) {
-    uint32_t words[4];
-    for_each<4>([&](int j) {
-      const float* pair = lane_values + 4 * (4 * q + j);
-      words[j] = OutType::pack(pair[0] * factor, pair[1] * factor);
+  constexpr bool kIsPacked = sizeof(typename Out::Storage) == 2;
+  if constexpr (kIsPacked) {
+    // Four lanes have 32 columns of a row between them: each writes eight that follow each other.
+    for_each<kColumns / 32>([&](int q) {
+      uint32_t words[4];
+      for_each<4>([&](int j) {
+        const float* pair = lane_values + 4 * (4 * q + j);
+        words[j] = Out::pack(pair[0] * factor, pair[1] * factor);
+      });
+      const uint4 vector = transpose_quad(words);
+      typename Out::Storage* place = columns + 32 * q + 8 * lane;
+      if (!columns) return;
+      if (is_aligned) {
+        *reinterpret_cast<uint4*>(place) = vector;
+      } else {
+        store_16(place, vector);
+      }
     });
-    const uint4 vector = transpose_quad(words);
-    OutType::Storage* place = columns + 32 * q + 8 * lane;
-    if (!columns) return;
-    if (is_aligned) {
-      *reinterpret_cast<uint4*>(place) = vector;
-    } else {
-      store_16(place, vector);
-    }
-  });
-  constexpr int kFirst = kColumns / 32 * 4;
-  //% else
-  constexpr int kFirst = 0;
-  //% endif
+  }
+  constexpr int kFirst = kIsPacked ? kColumns / 32 * 4 : 0;
   if (!columns) return;
   for_each<kColumns / 8 - kFirst>([&](int j) {
     const float* values = lane_values + 4 * (kFirst + j);
@@ -99,3 +107,5 @@ __device__ __forceinline__ void write_columns(const float* lane_values, float fa
     }
   });
 }
+
+}  // namespace jitattn

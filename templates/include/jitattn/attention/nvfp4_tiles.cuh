@@ -1,4 +1,12 @@
 // Tiles of NVFP4 in registers: 16 tokens by 32 dims, for two products.
+#pragma once
+
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/nvfp4.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // Numbers of ProductType divided by kBlockFactor. A lane has g = lane / 4 and t = lane % 4.
 struct BlockTile {
@@ -68,3 +76,5 @@ __device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem, uint3
   tile.set(1, words.y, block_scale_pair<ProductType>(high));
   return tile;
 }
+
+}  // namespace jitattn

@@ -1,4 +1,10 @@
 // What a warpgroup's products are told of matrices in shared memory.
+#pragma once
+
+#include "jitattn/kernel.cuh"
+#include "jitattn/prelude.cuh"
+
+namespace jitattn {
 
 constexpr int kGroupThreads = 128;
 
@@ -36,3 +42,20 @@ struct Description {
     return words;
   }
 };
+
+// The registers of an accumulator, each of which an instruction names.
+template <int... kIndices>
+struct Registers {
+  // Begins values += a b, or values = a b where `scale` is zero.
+  template <typename Product, int kCount, typename Scale, typename... Operands>
+  static __device__ __forceinline__ void multiply(float (&values)[kCount], Scale scale,
+                                                  Operands... operands) {
+    Product::fma(operands..., values[kIndices]..., scale);
+  }
+};
+template <int kCount, int... kIndices>
+struct FirstRegisters : FirstRegisters<kCount - 1, kCount - 1, kIndices...> {};
+template <int... kIndices>
+struct FirstRegisters<0, kIndices...> : Registers<kIndices...> {};
+
+}  // namespace jitattn

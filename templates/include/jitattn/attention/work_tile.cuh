@@ -1,4 +1,11 @@
 // What a CTA works on: its slot, the units and tiles in it, and the query rows of a unit.
+#pragma once
+
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 constexpr int32_t kNoPiece = -1;  // in the place of a piece's index
 
@@ -224,3 +231,5 @@ __device__ __forceinline__ void load_query(const QueryRows& rows, uint32_t q_sme
     }
   }
 }
+
+}  // namespace jitattn

@@ -1,8 +1,16 @@
 // Brings K and V to shared memory ahead of their use, in copies of 16 bytes or less.
+#pragma once
+
+#include "jitattn/attention/tile_iterator.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // Copies the slices that this warp loads of the tile kNumStages ahead of the one that is consumed.
 struct KvLoader {
-  TileWalk walk;
+  TileIterator walk;
   uint32_t ring;   // in shared memory: this warp's, or everyone's
   uint32_t stage;  // byte offset into the ring
 
@@ -13,7 +21,7 @@ struct KvLoader {
   int32_t v_issue_tokens;  // first and last, in one register
 
   static constexpr int kVectorSize = kVectorBytes / sizeof(KVType::Storage);
-  static constexpr bool kIsOneRunASlice = TileWalk::kIsOneRunASlice;
+  static constexpr bool kIsOneRunASlice = TileIterator::kIsOneRunASlice;
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const Queue& queue, uint32_t smem)
       : walk(params, queue) {
@@ -217,3 +225,5 @@ struct KvLoader {
     }
   }
 };
+
+}  // namespace jitattn

@@ -1,4 +1,12 @@
 // Where those who bring and those who compute meet.
+#pragma once
+
+#include "jitattn/attention/wgmma_tiles.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // All that bring, where they convert as well.
 constexpr int kNumQueryWarps = kConverts ? kProducerThreads / kWarpSize : 2;
@@ -43,3 +51,5 @@ struct Shared {
     fence_mbarrier_init();
   }
 };
+
+}  // namespace jitattn

@@ -1,4 +1,20 @@
 // Where those who bring latents and those who compute meet.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/mla/query_loader.cuh"
+#include "jitattn/mla/wgmma_tiles.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// Numbers of barriers of the hardware; 0 is that of the whole CTA.
+constexpr int kProbabilityBarrier = 1;  // and the next: those of a warpgroup are there
+constexpr int kGroupBarrier = 3;        // and the next: of a warpgroup
+constexpr int kConsumerBarrier = 5;
+constexpr int kQueryBarrier = 6;
 
 // Whether tokens are copied by instructions that end later, by themselves.
 constexpr bool kCopiesLater = kUseVectorLoads && !kConverts;
@@ -45,3 +61,5 @@ struct Shared {
     fence_mbarrier_init();
   }
 };
+
+}  // namespace jitattn

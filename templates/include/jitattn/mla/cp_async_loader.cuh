@@ -1,5 +1,14 @@
 // Brings latents, rope parts and scales to shared memory ahead of their use, in copies of 16 bytes
 // or less. Each warp loads kSliceTokens tokens of a tile.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/attention/tile_iterator.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 constexpr int kLatentRowBytes = padded_row(sizeof(KVType::Storage) * kLatentDim);
 constexpr int kRopeRowBytes = padded_row(sizeof(RopeType::Storage) * kRopeDim);
@@ -8,7 +17,7 @@ constexpr int kScaleOffset = kRopeOffset + kTileTokens * kRopeRowBytes;
 constexpr int kTileBytes = kScaleOffset + kTileTokens * kNumScales * 4;
 
 struct LatentLoader {
-  TileWalk walk;
+  TileIterator walk;
   uint32_t ring;
   int32_t next_stage;  // that is filled next
   int32_t stage;       // that is read
@@ -55,7 +64,7 @@ struct LatentLoader {
   __device__ __forceinline__ int64_t lane_offset(int64_t page_stride, int64_t token_stride,
                                                  int32_t id) const {
     const int row = lane_idx() % kSliceTokens;
-    const int first = TileWalk::kIsOneRunASlice ? walk.first : row;
+    const int first = TileIterator::kIsOneRunASlice ? walk.first : row;
     const Location place = PageTable::locate(id, walk.slice + first);
     return place.page * page_stride + place.token * token_stride + (row - first) * token_stride;
   }
@@ -117,3 +126,5 @@ struct LatentLoader {
                     latent.latent_scales + offset + scale, exists(row));
   }
 };
+
+}  // namespace jitattn

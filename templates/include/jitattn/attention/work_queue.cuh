@@ -1,12 +1,20 @@
 // In which order a CTA does pieces of the work: head block x % num_head_blocks of slot
 // x / num_head_blocks (schedule.cuh) is piece x.
+#pragma once
+
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // The first piece of a CTA is that of its index. The others lie a grid apart, or are claimed one by
 // one, so that CTAs that memory serves better do more of them. What a piece is does not depend on
 // who does it.
 struct WorkQueue {
   static constexpr bool kIsOnePiece = false;
-  static constexpr int kMaxPieces = $(max_pieces);  // of launches whose CTAs claim them
+  static constexpr int kMaxPieces = 1024;  // of launches whose CTAs claim them
   static constexpr int32_t kFree = -2, kBusy = -3;
 
   const AttentionParams& params;
@@ -68,3 +76,26 @@ struct WorkQueue {
     return piece;
   }
 };
+
+// The queue of a CTA that has one piece.
+struct OnePiece {
+  static constexpr bool kIsOnePiece = true;
+  int32_t work;
+
+  __device__ __forceinline__ int32_t piece(int32_t index) const {
+    return index == 0 ? work : kNoPiece;
+  }
+};
+
+template <bool kIsOnePiece>
+struct QueueOf {
+  using Type = OnePiece;
+};
+template <>
+struct QueueOf<false> {
+  using Type = WorkQueue;
+};
+// Kernels whose slots may be whole units are launched with a CTA a piece.
+using Queue = QueueOf<kHasWholeUnits>::Type;
+
+}  // namespace jitattn

@@ -1,4 +1,15 @@
 // What all ways to bring Q, K and V to shared memory have in common.
+#pragma once
+
+#include "jitattn/attention/barriers.cuh"
+#include "jitattn/attention/output.cuh"
+#include "jitattn/attention/wgmma_tiles.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 template <bool kIsKey>
 struct Source {
@@ -65,3 +76,5 @@ __device__ __forceinline__ void bring_query(const AttentionParams& params, const
   cp_async_wait_all();
   fence_before_boxes();
 }
+
+}  // namespace jitattn

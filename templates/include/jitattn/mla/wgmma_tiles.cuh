@@ -6,9 +6,21 @@
 // warpgroup computes the scores and probabilities of the tiles in stage 0, the other of those in
 // stage 1. Each has half of the columns of the output, of all rows. Probabilities lie where the rope
 // parts of their own tile did, which nobody needs any more then.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "jitattn/attention/wgmma_operands.cuh"
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 constexpr int kNumGroups = 2;
-constexpr int kProducerThreads = $(num_producers) * kGroupThreads;
+constexpr int kProducerThreads = kNumProducers * kGroupThreads;
 constexpr int kCtaThreads = kNumThreads + kProducerThreads;
 constexpr int kTokenGroups = kTileTokens / 8;
 
@@ -112,8 +124,8 @@ struct ScoreTile {
   // Of 16 dims.
   __device__ __forceinline__ void multiply(uint64_t q, uint64_t k, bool adds) {
     using namespace cute::SM90::GMMA;
-    $(warpgroup_product("SS", tile_tokens, product_dtype))<Major::K, Major::K>::fma(
-        q, k, $(registers("values", tile_tokens // 2)), adds ? ScaleOut::One : ScaleOut::Zero);
+    FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
+        values, adds ? ScaleOut::One : ScaleOut::Zero, q, k);
   }
 };
 
@@ -140,9 +152,8 @@ struct OutputTile {
     using namespace cute::SM90::GMMA;
     begin();
     for_each<kTileTokens / 16>([&](int j) {
-      $(warpgroup_product("SS", value_dim // 2, product_dtype))<Major::K, Major::MN>::fma(
-          p.at(j * 32), v.at(TileImage::row(0, 0, j * 16)),
-          $(registers("values", value_dim // 4)), ScaleOut::One);
+      FirstRegisters<kHalfDim / 2>::multiply<OutputProduct>(
+          values, ScaleOut::One, p.at(j * 32), v.at(TileImage::row(0, 0, j * 16)));
     });
     cute::warpgroup_commit_batch();
   }
@@ -161,3 +172,5 @@ struct OutputTile {
     for_each<kHalfDim / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
   }
 };
+
+}  // namespace jitattn

@@ -1,6 +1,16 @@
 // What the splits of a unit hold together. Where they lie in one slot, its CTA merges them; where
 // in several, a kernel of its own does, whose CTAs have a row each: one CTA alone would take longer
 // for the wide rows of a unit than all took to make them.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/attention/output.cuh"
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // Four columns of a row: out and lse.
 __device__ __forceinline__ void write_result(const QueryRows& rows, const Unit& unit, int row,
@@ -160,3 +170,5 @@ __device__ __forceinline__ void merge_units(const KernelParams& params) {
     __syncthreads();  // all have read the units
   }
 }
+
+}  // namespace jitattn

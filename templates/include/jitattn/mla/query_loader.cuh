@@ -1,4 +1,14 @@
 // Q of a job, brought to shared memory in vectors by two warps.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/mla/wgmma_tiles.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 constexpr int kQueryThreads = 2 * kWarpSize;
 
@@ -92,3 +102,5 @@ __device__ __forceinline__ void bring_query(const KernelParams& params, const Jo
     copy_plain(pe_vectors, pe, sign);
   }
 }
+
+}  // namespace jitattn

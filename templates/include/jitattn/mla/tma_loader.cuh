@@ -1,5 +1,17 @@
 // The warpgroup that brings Q and tiles of tokens to shared memory: two warps copy boxes, where a tile
 // has several, and two bring Q.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/mla/barriers.cuh"
+#include "jitattn/mla/query_loader.cuh"
+#include "jitattn/mla/wgmma_tiles.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 // What a tile's boxes are read by, looked up ahead: lane i has the pages of box i. Boxes without
 // tokens are left out, for their pages need not exist.
@@ -132,3 +144,5 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
     bring_tiles(params, shared, smem);
   }
 }
+
+}  // namespace jitattn

@@ -1,10 +1,24 @@
 // The warpgroup that brings Q, K and V to shared memory: a warp for K, one for V, two for Q.
+#pragma once
 
-//% if loader == "tensor"
+#include "jitattn/attention/barriers.cuh"
+#include "jitattn/attention/query_loader.cuh"
+#include "jitattn/attention/wgmma_tiles.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// Of a tile of K or V, as TMA tiles or as vectors.
+template <bool kIsKey, bool kIsTma = kUsesBoxes>
+struct TilePlaces;
+
 // What a tile's boxes are read by, looked up ahead: lane i has the page of box i. Boxes without
 // tokens are left out, for their pages need not exist.
 template <bool kIsKey>
-struct TilePlaces {
+struct TilePlaces<kIsKey, true> {
   TileTokens tokens;
   int32_t page;
 
@@ -69,11 +83,11 @@ struct TilePlaces {
     return (tokens.begin / uint32_t(kBoxTokens) + box) % kPageBoxes * kBoxTokens;
   }
 };
-//% else
+
 // Copies a tile in vectors of 16 bytes, zeros where it has no tokens: a NaN left in a slot that the
 // request does not own must not meet a probability of zero.
 template <bool kIsKey>
-struct TilePlaces {
+struct TilePlaces<kIsKey, false> {
   PageTable::Row page_row;
   TileTokens tokens;
 
@@ -133,7 +147,6 @@ struct TilePlaces {
     }
   }
 };
-//% endif
 
 // Brings K or V of all jobs.
 template <bool kIsKey>
@@ -209,3 +222,5 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
     bring_queries(params, shared, smem + kQueryOffset);
   }
 }
+
+}  // namespace jitattn

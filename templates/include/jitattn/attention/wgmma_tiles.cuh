@@ -3,11 +3,19 @@
 // Rows lie in segments of 128 bytes, with the hardware's 128-byte swizzle: vector v of row r of a
 // segment lies at v ^ r % 8. Of K all rows of a tile follow each other, segment after segment; V
 // lies box after box, each of kBoxTokens rows, segment after segment.
+#pragma once
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "jitattn/attention/wgmma_operands.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+
+namespace jitattn {
 
 constexpr int kNumGroups = kNumThreads / kGroupThreads;  // of those that compute
-constexpr int kProducerThreads = $(num_producers) * kGroupThreads;
+constexpr int kProducerThreads = kNumProducers * kGroupThreads;
 constexpr int kCtaThreads = kNumThreads + kProducerThreads;
-constexpr int kNumQueryStages = $(num_query_stages);
 constexpr int kNumBoxes = kTileTokens / kBoxTokens;
 constexpr int kTokenGroups = kTileTokens / 8;
 
@@ -56,9 +64,9 @@ struct ScoreTile {
     cute::warpgroup_arrive();
     for_each<kKeyTiles>([&](int i) {
       const int segment = i / 4, bytes = i % 4 * 32;
-      $(warpgroup_product("SS", tile_tokens, q_dtype))<Major::K, Major::K>::fma(
-          q.at(QueryImage::row(bytes, segment, 0)), k.at(KeyImage::row(bytes, segment, 0)),
-          $(registers("values", tile_tokens // 2)), i ? ScaleOut::One : ScaleOut::Zero);
+      FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
+          values, i ? ScaleOut::One : ScaleOut::Zero, q.at(QueryImage::row(bytes, segment, 0)),
+          k.at(KeyImage::row(bytes, segment, 0)));
     });
     cute::warpgroup_commit_batch();
   }
@@ -106,9 +114,8 @@ struct OutputTile {
     cute::warpgroup_arrive();
     for_each<kTileTokens / 16>([&](int j) {
       const uint32_t (&a)[4] = p.fragments[j];
-      $(warpgroup_product("RS", value_dim, q_dtype))<Major::K, Major::MN>::fma(
-          a[0], a[1], a[2], a[3], v.at(ValueImage::row(0, 0, j * 16)),
-          $(registers("values", value_dim // 2)), ScaleOut::One);
+      FirstRegisters<kValueDim / 2>::multiply<OutputProduct>(
+          values, ScaleOut::One, a[0], a[1], a[2], a[3], v.at(ValueImage::row(0, 0, j * 16)));
     });
     cute::warpgroup_commit_batch();
   }
@@ -119,3 +126,5 @@ struct OutputTile {
     for_each<kValueDim / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
   }
 };
+
+}  // namespace jitattn

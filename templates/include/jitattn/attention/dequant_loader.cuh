@@ -2,6 +2,19 @@
 // the warps K, the others V. Vectors of 16 elements land in shared memory a tile ahead; the lane that
 // asked for one converts it. Of NVFP4 that is a block; its scale lands beside that of its row's first
 // in the segment, four together.
+#pragma once
+
+#include "jitattn/dequant_kernel.cuh"
+
+#include "jitattn/attention/barriers.cuh"
+#include "jitattn/attention/query_loader.cuh"
+#include "jitattn/attention/wgmma_tiles.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/nvfp4.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
 
 constexpr int kPartWarps = kProducerThreads / kWarpSize / 2;
 constexpr int kPartThreads = kPartWarps * kWarpSize;
@@ -254,3 +267,5 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
     index = (index + 1) % kNumJobs;
   }
 }
+
+}  // namespace jitattn
