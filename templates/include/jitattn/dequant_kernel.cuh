@@ -66,7 +66,7 @@ constexpr int kBoxTokens = 16 > 0 ? 16 : 8;
 __device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
 __device__ constexpr int block_bytes(int dim) { return kHasBlocks ? dim / 16 : 0; }
 // What is copied at a time of rows, and of their scales: rows that follow each other begin at
-// multiples of it. Twin: jitattn/block_caches.py.
+// multiples of it. Twin: jitattn/tensors/block_caches.py.
 constexpr int kVectorBytes = kHasBlocks && (kKeyDim % 32 || kValueDim % 32) ? 8 : 16;
 __device__ constexpr int block_vector(int dim) {
   const int bytes = dim / 16;
@@ -89,7 +89,7 @@ static_assert(kConverts || 0, "q and 16-bit K/V have one type");
 static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0, "mma.m16n8k16 takes 16 dims at a time");
 static_assert(kValueDim * kNumValueBlocks == 128, "value blocks cover V");
 // Where the tokens of a request lie, one struct per layout with the same methods: the only place
-// where page table layouts differ. Twin: jitattn/params.py.
+// where page table layouts differ. Twin: jitattn/spec/params.py.
 //
 //   row(request)          what k_id and v_id need to know of a request
 //   k_id(row, token)      the entry of a token, for K; v_id likewise for V
