@@ -141,7 +141,7 @@ class Tree:
         return [str(p) for p in self.inside() if pattern.search((self.package / p).read_text())]
 
     def private_reads(self) -> list[str]:
-        """Return reads of ``x._name`` where ``x`` is neither ``self`` nor the ``other`` of ``==``."""
+        """Return reads of ``x._name`` where ``x`` is not ``self``, nor the ``other`` of ``==``."""
         own = self.private_names()
         return [
             f"{path}:{node.lineno} {ast.unparse(node)}"
