@@ -50,7 +50,7 @@ from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
-    from jitattn.kernels.common.planned_kernel import BoundKernels
+    from jitattn.kernels.common.kernel_loader import BoundKernels
 
 Scale = float | Tensor
 

@@ -19,31 +19,16 @@ from jitattn.tensors.rope import Rope
 Scale = float | Tensor
 
 
+# fmt: off
 def preprocess_qkv(
-    qkv: Tensor | QkvParts,
-    kv_cache: KVCache,
-    *,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    pages: PageTable | None = None,
-    seq_lens: Tensor | None = None,
-    qo_indptr: Tensor | None = None,
-    slots: Tensor | None = None,
-    rope: Rope | None = None,
-    positions: Tensor | None = None,
-    position_delta: Tensor | None = None,
-    bias: Tensor | QkvParts | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    q_out: Tensor | None = None,
-    q_scale: Scale | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    kv_layout: str = "NHD",
-    kv_dtype: torch.dtype | str | None = None,
-    zero_tail: bool = False,
+    qkv: Tensor | QkvParts, kv_cache: KVCache, *,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, pages: PageTable | None = None,
+    seq_lens: Tensor | None = None, qo_indptr: Tensor | None = None, slots: Tensor | None = None,
+    rope: Rope | None = None, positions: Tensor | None = None, position_delta: Tensor | None = None,
+    bias: Tensor | QkvParts | None = None, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, norm_eps: float = 1e-6, q_out: Tensor | None = None,
+    q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+    kv_layout: str = "NHD", kv_dtype: torch.dtype | str | None = None, zero_tail: bool = False,
 ) -> Tensor:
     """Write K and V of new tokens into the cache and return their q, in one launch.
 
@@ -52,8 +37,7 @@ def preprocess_qkv(
 
     Args:
         qkv: [num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16, any
-            token stride; or (q, k, v), each [num_tokens, heads, head_dim], where v may have a
-            head_dim of its own, as a latent has (docs/concepts.md).
+            token stride; or (q, k, v), each [num_tokens, heads, head_dim], that of v any.
         kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD), a pair of 4-D tensors, or
             a ``QuantizedKV``, any strides but the last; 16 bits, FP8, int8, or uint8 bytes.
         num_qo_heads: heads of q.
@@ -84,24 +68,19 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
-    jitattn/tensors/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess.
     """
-    # By position, since keywords take a microsecond more.
-    # fmt: off
-    call = PreprocessCall(
+    call = PreprocessCall(  # by position, since keywords take a microsecond more
         qkv, kv_cache, pages, seq_lens, qo_indptr, slots, kv_layout, kv_dtype, k_scale, v_scale,
         zero_tail, num_qo_heads, num_kv_heads, head_dim, rope, positions, position_delta, bias,
         q_norm, k_norm, norm_eps, q_out, q_scale,
     )
-    # fmt: on
     if is_dynamo_compiling():
         from jitattn.kernels.preprocess.torch_op import trace_preprocess
 
         return trace_preprocess(call)
-    q = LAUNCHES.run(call)
-    assert q is not None
-    return q
+    return LAUNCHES.run(call)  # type: ignore[return-value]
+# fmt: on
 
 
 def append_kv(

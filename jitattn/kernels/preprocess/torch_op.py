@@ -18,7 +18,7 @@ from jitattn.kernels.common.torch_op import (
     scale_parts,
 )
 from jitattn.kernels.preprocess.api import LAUNCHES
-from jitattn.kernels.preprocess.check import PreprocessCall
+from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts
 from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.rope import Rope
 from jitattn.tensors.tensor_handles import find
@@ -30,34 +30,17 @@ _KV_SCALES = "Tensor? k_scale, float? k_factor, Tensor? v_scale, float? v_factor
 _WRITTEN = "str kv_layout, str? kv_dtype, bool zero_tail) -> ()"
 
 
+# fmt: off
 def preprocess_qkv(
-    qkv: list[Tensor],
-    kv_cache: list[Tensor],
-    q_out: Tensor,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    pages: list[Tensor],
-    page_table: str | None,
-    seq_lens: Tensor | None,
-    qo_indptr: Tensor | None,
-    slots: Tensor | None,
-    rope: Tensor | None,
-    positions: Tensor | None,
-    position_delta: Tensor | None,
-    bias: list[Tensor],
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
-    q_scale: Tensor | None,
-    q_factor: float | None,
-    k_scale: Tensor | None,
-    k_factor: float | None,
-    v_scale: Tensor | None,
-    v_factor: float | None,
-    kv_layout: str,
-    kv_dtype: str | None,
-    zero_tail: bool,
+    qkv: list[Tensor], kv_cache: list[Tensor], q_out: Tensor,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int,
+    pages: list[Tensor], page_table: str | None, seq_lens: Tensor | None,
+    qo_indptr: Tensor | None, slots: Tensor | None,
+    rope: Tensor | None, positions: Tensor | None, position_delta: Tensor | None,
+    bias: list[Tensor], q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float,
+    q_scale: Tensor | None, q_factor: float | None, k_scale: Tensor | None,
+    k_factor: float | None, v_scale: Tensor | None, v_factor: float | None,
+    kv_layout: str, kv_dtype: str | None, zero_tail: bool,
 ) -> None:
     """Write tokens: ``torch.ops.jitattn.preprocess_qkv``, with the function's arguments.
 
@@ -93,33 +76,19 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: as ``preprocess_qkv``, or a handle of nothing that lives.
     """
-    LAUNCHES.run(
-        PreprocessCall(
-            qkv=qkv[0] if len(qkv) == 1 else (qkv[0], qkv[1], qkv[2]),
-            kv_cache=cache_of(kv_cache),
-            pages=table_from_tensors(pages, page_table),
-            seq_lens=seq_lens,
-            qo_indptr=qo_indptr,
-            slots=slots,
-            kv_layout=kv_layout,
-            kv_dtype=kv_dtype,
-            k_scale=scale_of(k_scale, k_factor),
-            v_scale=scale_of(v_scale, v_factor),
-            zero_tail=zero_tail,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rope=_rope_of(rope),
-            positions=positions,
-            position_delta=position_delta,
-            bias=None if not bias else bias[0] if len(bias) == 1 else (bias[0], bias[1], bias[2]),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            norm_eps=norm_eps,
-            q_out=q_out,
-            q_scale=scale_of(q_scale, q_factor),
-        )
-    )
+    LAUNCHES.run(PreprocessCall(
+        _one_or_parts(qkv), cache_of(kv_cache), table_from_tensors(pages, page_table), seq_lens,
+        qo_indptr, slots, kv_layout, kv_dtype, scale_of(k_scale, k_factor),
+        scale_of(v_scale, v_factor), zero_tail, num_qo_heads, num_kv_heads, head_dim,
+        _rope_of(rope), positions, position_delta, _one_or_parts(bias) if bias else None,
+        q_norm, k_norm, norm_eps, q_out, scale_of(q_scale, q_factor),
+    ))
+# fmt: on
+
+
+def _one_or_parts(tensors: list[Tensor]) -> Tensor | QkvParts:
+    """Return the tensor, or those of q, k and v."""
+    return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1], tensors[2])
 
 
 def append_kv(
