@@ -134,7 +134,7 @@ struct PageTable : TableRows {
     return {id, token % kPageSize};
   }
 };
-// Arguments of an attention kernel. Twin: jitattn/params.py.
+// Arguments of an attention kernel. Twin: jitattn/kernels/common/params.py.
 struct KernelParams {
   union {
     TensorMap k_map;  // of caches whose loader uses them
