@@ -52,7 +52,7 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
     start = time.perf_counter()
     from jitattn.device.driver import DeviceFacts
     from jitattn.kernels.attention.launch import AttentionKernels
-    from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel
+    from jitattn.kernels.common import cuda_kernels, kernel_loader
     from jitattn.spec.config import PlannerConfig
 
     capability = divmod(int(re.sub(r"\D", "", arch)), 10)
@@ -60,7 +60,6 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
     with (
         mock.patch.object(cuda_kernels, "device_facts", lambda index: facts),
         mock.patch.object(kernel_loader, "load_kernel", lambda *arguments: None),
-        mock.patch.object(planned_kernel, "load_kernel", lambda *arguments: None),
     ):
         kernels = AttentionKernels(PlannerConfig.parse(config_text), torch.device("cuda", 0))
     seconds = time.perf_counter() - start

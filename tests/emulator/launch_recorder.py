@@ -20,7 +20,7 @@ from jitattn.device.driver import DeviceFacts
 from jitattn.device.workspace import Workspace
 from jitattn.jit.build import Kernel
 from jitattn.kernels.attention.launch import AttentionKernels
-from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel, tma
+from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout
@@ -160,8 +160,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
     monkeypatch.setattr(tma, "encode_tensor_map", encode_tensor_map)
     monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
     monkeypatch.setattr(kernel_loader, "start", start)
-    for module in (planned_kernel, kernel_loader):
-        monkeypatch.setattr(module, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))
+    monkeypatch.setattr(kernel_loader, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))
     monkeypatch.setattr(cuda_kernels, "default_workspace", fake.workspace)
     monkeypatch.setattr(driver, "_launch_function", lambda: fake.launch)
     for name, function in (

@@ -11,7 +11,7 @@ from jitattn.jit.build import Pending
 from jitattn.kernels.attention.config import attention_specs, wide_row_tile
 from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
-from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
+from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import DecodeTile

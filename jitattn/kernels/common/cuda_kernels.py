@@ -11,12 +11,16 @@ from torch import _C
 
 from jitattn.device.driver import DeviceFacts, device_facts
 from jitattn.device.workspace import Workspace, capture_buffers, default_workspace
-from jitattn.kernels.common.cuda_plan import CudaPlan
+from jitattn.kernels.common.cuda_plan import CudaPlan, PlanPool
 from jitattn.kernels.common.device_kernels import arch_of
 from jitattn.kernels.common.kernel_launch import KernelLaunch
-from jitattn.kernels.common.kernel_loader import KernelInfo, KernelLoader, KernelMaker
-from jitattn.kernels.common.plan_pool import PlanPool
-from jitattn.kernels.common.planned_kernel import BoundKernels, Role
+from jitattn.kernels.common.kernel_loader import (
+    BoundKernels,
+    KernelInfo,
+    KernelLoader,
+    KernelMaker,
+    Role,
+)
 from jitattn.kernels.common.schedule_config import (
     AttentionArguments,
     FamilyTraits,
@@ -156,12 +160,14 @@ class CudaKernels:
 
     def schedule_configs(self, max_q_len: int) -> ScheduleConfigs:
         """Return those of the kernels that a batch needs, which are loaded then."""
+        decode = self._decode
+        if max_q_len <= decode[0].max_q_len:
+            return decode
         configs = self._chosen(max_q_len)
-        if configs is not self._decode:
-            if self._multi_token_q_len:
-                self.loader.need("decode_multi_token")
-            if configs is self._mixed:
-                self.loader.need("prefill")
+        if self._multi_token_q_len:
+            self.loader.need("decode_multi_token")
+        if configs is self._mixed:
+            self.loader.need("prefill")
         return configs
 
     def plan_bytes(self, batch_size: int, max_q_len: int) -> int:

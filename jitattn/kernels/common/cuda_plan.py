@@ -1,8 +1,9 @@
-"""A batch that the device schedules, as launches of one kernel or of two."""
+"""Batches that the device schedules, as launches of one kernel or of two; and plans for reuse."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +12,12 @@ from torch import _C
 from jitattn.device.driver import Launch
 from jitattn.device.workspace import Workspace
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, Replay, replay
-from jitattn.kernels.common.plan_pool import MAX_IDLE_PLANS
-from jitattn.kernels.common.planned_kernel import BoundKernels
+from jitattn.kernels.common.kernel_loader import BoundKernels
+from jitattn.kernels.common.schedule_config import MAX_IDLE_CAPACITY, ScheduleConfigs
 from jitattn.tensors.tensor_layouts import Batch
+
+# Plans of a size that a planner keeps when they are gone.
+_MAX_IDLE_PLANS = 16
 
 
 class CudaPlan:
@@ -52,7 +56,7 @@ class CudaPlan:
         """Leave this plan to batches to come: its own is gone."""
         # An idle one keeps nobody's tables, and not the list that keeps it.
         idle, self.idle = self.idle, None
-        if idle is not None and len(idle) < MAX_IDLE_PLANS:
+        if idle is not None and len(idle) < _MAX_IDLE_PLANS:
             for launch in self.launches:
                 launch.forget_tables()
             idle.append(self)
@@ -89,7 +93,10 @@ class CudaPlan:
     def replay_of(self, call: PlannedCall) -> Replay | None:
         """Return what repeats ``call``, the last one, with other addresses; None if nothing can."""
         stream = _C._cuda_getCurrentRawStream(self._index)
-        if self.is_empty or stream not in self._streams:
+        is_aligned = call.q_layout.is_aligned(call.q.data_ptr()) and call.out_layout.is_aligned(
+            call.out.data_ptr()
+        )
+        if self.is_empty or stream not in self._streams or not is_aligned:
             return None
         return replay(call, self.launches, self._index, stream)
 
@@ -117,3 +124,28 @@ class CudaPlan:
             for launch in self.launches:
                 launch.record_stream(torch.cuda.current_stream())
         self._streams.add(stream)
+
+
+class PlanPool:
+    """The idle plans of a planner, by workspace, kernels and capacities."""
+
+    def __init__(self) -> None:
+        """Keep none."""
+        self._idle: defaultdict[
+            tuple[Workspace, ScheduleConfigs, tuple[int, ...]], list[CudaPlan]
+        ] = defaultdict(list)
+
+    def take(
+        self, workspace: Workspace, configs: ScheduleConfigs, capacities: tuple[int, ...]
+    ) -> tuple[CudaPlan | None, list[CudaPlan] | None]:
+        """Return an idle plan or None, and where it goes when it is gone again.
+
+        The second is None where plans are too large to keep.
+        """
+        if capacities[-1] > MAX_IDLE_CAPACITY:
+            return None, None
+        idle = self._idle[workspace, configs, capacities]
+        try:
+            return idle.pop() if idle else None, idle
+        except IndexError:  # another thread was faster
+            return None, idle

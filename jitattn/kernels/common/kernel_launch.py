@@ -2,7 +2,7 @@
 
 ``KernelLaunch.patch`` writes all that differs from the last call. ``replay`` returns the fast path:
 what launches again for a call that lies like the last one. Both write addresses, tensor maps and
-scales through ``KernelLaunch.write_addresses`` and ``KernelLaunch.write_cache``.
+scales through ``write_addresses``, ``write_maps`` and ``write_scales`` of the launch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import _C, Tensor
 
 from jitattn.device.driver import LAUNCHED, Launch
 from jitattn.device.workspace import SLICE_BYTES
+from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
 from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
     MASK_BOOL,
@@ -27,7 +28,6 @@ from jitattn.kernels.common.params import (
     Schedule,
     ScheduleParams,
 )
-from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import ScheduleConfig, schedule_offsets
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import FLOAT_CODES
@@ -119,6 +119,7 @@ class KernelLaunch:
         params: the kernel's parameters.
         schedule_launch: the launch that makes the schedule.
         write_addresses: writes those of q, K, V and out into the parameters.
+        write_maps: writes the bytes of tensor maps into the parameters.
     """
 
     __slots__ = (
@@ -139,6 +140,7 @@ class KernelLaunch:
         "role",
         "schedule_launch",
         "write_addresses",
+        "write_maps",
     )
 
     def __init__(
@@ -166,6 +168,9 @@ class KernelLaunch:
         self.params.attention.schedule = schedule.schedule
         self.write_addresses: Callable[..., None] = functools.partial(
             _ADDRESSES.pack_into, self._raw, ATTENTION_OFFSET
+        )
+        self.write_maps: Callable[[bytes], None] = functools.partial(
+            self._raw.__setitem__, slice(ATTENTION_OFFSET)
         )
         self._launches: dict[PlannedKernel, Launch] = {}
         # What the parameters say already.
@@ -241,7 +246,10 @@ class KernelLaunch:
         attention.out_is_aligned = out_layout.is_aligned(out_at)
         k_at, v_at = kv.k_at(), kv.v_at()
         self.write_addresses(q_at, k_at, v_at, out_at)
-        self.write_cache(kv, k_at, v_at)
+        if kv.tensor_maps is not None:
+            self.write_maps(kv.tensor_maps.at(self.role, k_at, v_at))
+        if kv.k_scale is not None:
+            self.write_scales(kv)
         attention.lse = None if call.lse is None else call.lse.data_ptr()
         if call.sinks is not None:
             attention.sinks = call.sinks.data_ptr()
@@ -252,18 +260,13 @@ class KernelLaunch:
         if call.variant_params is not None:
             _write_variant(params.variant, call.variant_params)
 
-    def write_cache(self, kv: Any, k_at: int, v_at: int) -> None:
-        """Write the tensor maps and the scales of a cache, where it has any, into the parameters.
-
-        Its K and V are at these addresses now.
-        """
-        maps, k, v = kv.tensor_maps, kv.k_scale, kv.v_scale
-        if maps is not None:
-            self._raw[:ATTENTION_OFFSET] = maps.at(self.role, k_at, v_at)
-        if k is not None and v is not None:
-            k_scale_at = 0 if k.tensor is None else k.tensor.data_ptr()
-            v_scale_at = 0 if v.tensor is None else v.tensor.data_ptr()
-            numbers = k_scale_at, k.stride, k.value, v_scale_at, v.stride, v.value
+    def write_scales(self, kv: Any) -> None:
+        """Write the scales of a quantised K and V into the parameters."""
+        k, v = kv.k_scale, kv.v_scale
+        if v is not None:
+            k_at = 0 if k.tensor is None else k.tensor.data_ptr()
+            v_at = 0 if v.tensor is None else v.tensor.data_ptr()
+            numbers = k_at, k.stride, k.value, v_at, v.stride, v.value
             _SCALES.pack_into(self._raw, _SCALES_AT, *numbers)
 
     def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
@@ -282,30 +285,26 @@ class KernelLaunch:
 
 
 class _Step(NamedTuple):
-    """A launch of a replay: its two writers, and the driver's call on a stream."""
+    """A launch of a replay: what writes its parameters, and the driver's call on a stream."""
 
+    kernel: KernelLaunch
     write_addresses: Callable[..., None]
-    write_cache: Callable[[Any, int, int], None]
     launch: Launch
     call_driver: Callable[[], object]
 
 
-def replay(
-    call: PlannedCall, launches: Sequence[KernelLaunch], index: int, stream: int
-) -> Replay | None:
+def replay(call: PlannedCall, launches: Sequence[KernelLaunch], index: int, stream: int) -> Replay:
     """Return the fast path: what launches again for what lies like the tensors of ``call``.
 
-    It allocates an out that is not given where that would lie like q. None where rows of q or out
-    don't begin at multiples of their vectors.
+    It allocates an out that is not given where that would lie like q. Rows of q and out begin at
+    multiples of their vectors, in ``call`` as in what it launches.
     """
     q, out, q_layout, out_layout = call.q, call.out, call.q_layout, call.out_layout
     q_at, out_at, kernels = q.data_ptr(), out.data_ptr(), call.kv.kernels
-    if not (q_layout.is_aligned(q_at) and out_layout.is_aligned(out_at)):
-        return None
     steps = [
         _Step(
+            launch,
             launch.write_addresses,
-            launch.write_cache,
             launch.launch_of(kernels),
             launch.launch_of(kernels).on(stream),
         )
@@ -313,7 +312,7 @@ def replay(
     ]
     # Half of a call's time would go into looking these up.
     cache_type, layout_key = type(call.kv), call.kv.layout_key
-    has_fields = call.kv.tensor_maps is not None or call.kv.k_scale is not None
+    has_maps, has_scales = call.kv.tensor_maps is not None, call.kv.k_scale is not None
     lies_alike, lie_alike = recogniser((q,)), recogniser((q, out))
     out_is_like_q = out_layout.fits(q) and q.is_contiguous()
     # Where out may lie: beyond q on either side, or in it as it did in the call.
@@ -335,10 +334,12 @@ def replay(
         if current_stream(index) != stream or current_device() != index or is_capturing():
             return None
         k_at, v_at = kv.k_at(), kv.v_at()
-        for write_addresses, write_cache, launch, call_driver in steps:
+        for kernel, write_addresses, launch, call_driver in steps:
             write_addresses(q_at, k_at, v_at, out_at)
-            if has_fields:
-                write_cache(kv, k_at, v_at)
+            if has_maps:
+                kernel.write_maps(kv.tensor_maps.at(kernel.role, k_at, v_at))
+            if has_scales:
+                kernel.write_scales(kv)
             answer = call_driver()
             if answer != LAUNCHED:
                 launch.try_again(answer)

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jitattn.device.driver import LoadedKernel
 from jitattn.device.workspace import SLICE_BYTES, aligned, workspace_bytes
+from jitattn.kernels.common.kernel_loader import PlannedKernel, Role, ScheduleKernel
 from jitattn.kernels.common.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
@@ -21,7 +21,6 @@ from jitattn.kernels.common.params import (
     ScheduleParams,
     kernel_params,
 )
-from jitattn.kernels.common.planned_kernel import PlannedKernel, Role
 from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.layout import Layout
@@ -41,13 +40,6 @@ MAX_WAVES = 6
 
 AttentionArguments = PlannerConfig | MLAConfig
 """Of either planner."""
-
-
-class ScheduleKernel(NamedTuple):
-    """The kernel that makes schedules, and the threads of its CTA."""
-
-    kernel: LoadedKernel
-    num_threads: int
 
 
 @dataclass(frozen=True)
@@ -107,14 +99,9 @@ class ScheduleConfig:
     params: bytes
     schedule_params: bytes
 
-    @property
-    def is_prefill(self) -> bool:
-        """Whether requests may have any number of query tiles."""
-        return self.role == "prefill"
-
     def capacity_for(self, batch_size: int, max_q_len: int) -> int:
         """Return for how many requests and query tiles the schedule of a batch has room."""
-        if not self.is_prefill:
+        if self.role != "prefill":
             return _capacity(batch_size)
         num_rows = max_q_len * self.group_size
         return _capacity(batch_size * -(-num_rows // self.kernel.row_tile))

@@ -12,7 +12,7 @@ from jitattn.device.driver import Launch, LoadedKernel
 from jitattn.jit.build import Pending
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, write_scale
-from jitattn.kernels.common.planned_kernel import BoundKernels, PlannedKernel
+from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tma import TensorMaps, TmaTile

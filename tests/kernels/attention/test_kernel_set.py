@@ -15,7 +15,7 @@ from jitattn.base.errors import CompileError, KernelNotFoundError
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.build import Kernel
 from jitattn.kernels.attention.launch import AttentionKernels
-from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel, tma
+from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
 from jitattn.tensors.cache_views import CacheView
@@ -99,8 +99,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     facts = DeviceFacts(3, "card", (9, 0), num_sms=132, max_smem_bytes=232448)
     monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
     monkeypatch.setattr(kernel_loader, "start", fake.start)
-    for module in (planned_kernel, kernel_loader):
-        monkeypatch.setattr(module, "load_kernel", fake.load)
+    monkeypatch.setattr(kernel_loader, "load_kernel", fake.load)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tma, "encode_tensor_map", launch_recorder.encode_tensor_map)
     return fake
@@ -112,7 +111,7 @@ def view(row: int) -> CacheView:
     return CacheView(tensor, *tensor.stride()[:3])
 
 
-def bind(kernels: AttentionKernels, *, aligned: bool) -> planned_kernel.BoundKernels:
+def bind(kernels: AttentionKernels, *, aligned: bool) -> kernel_loader.BoundKernels:
     cache = view(64 if aligned else 65)
     bound, maps = kernels.bind(cache, cache)
     assert (maps is not None) == aligned
@@ -216,7 +215,7 @@ def test_a_failing_decode_kernel_fails_the_constructor(builder: FakeBuilder) -> 
 def test_many_threads_bind_and_plan(builder: FakeBuilder) -> None:
     kernels = AttentionKernels(CONFIG, DEVICE)
     barrier = threading.Barrier(8)
-    bound: list[planned_kernel.BoundKernels] = []
+    bound: list[kernel_loader.BoundKernels] = []
 
     def work(number: int) -> None:
         barrier.wait()

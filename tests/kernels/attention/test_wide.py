@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.tensors.test_tma import Map, maps_of
 from torch import Tensor
 
 import jitattn
@@ -19,7 +18,7 @@ from jitattn.kernels import registry
 from jitattn.kernels.attention.launch import AttentionKernels
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.attention.tile import decode_tile
-from jitattn.kernels.common import cuda_kernels, kernel_loader, planned_kernel, tma
+from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.kernels.common.cuda_plan import CudaPlan
 from jitattn.kernels.common.params import ScheduleParams
 from jitattn.kernels.common.schedule_config import ScheduleConfig
@@ -29,6 +28,7 @@ from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
+from tests.kernels.common.test_tma import Map, maps_of
 from tests.support.sample_specs import sample_specs
 
 B, HKV = 3, 2
@@ -389,8 +389,7 @@ def log(cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return launch_recorder.FakeKernel(symbol, *rest)
 
     monkeypatch.setattr(kernel_loader, "start", start)
-    for module in (planned_kernel, kernel_loader):
-        monkeypatch.setattr(module, "load_kernel", load)
+    monkeypatch.setattr(kernel_loader, "load_kernel", load)
     return events
 
 
