@@ -12,7 +12,7 @@
 namespace jitattn {
 
 // Of a tile of K or V, as TMA tiles or as vectors.
-template <bool kIsKey, bool kIsTma = kUsesBoxes>
+template <bool kIsKey, bool kIsTma = kUsesTma>
 struct TilePlaces;
 
 // What a tile's boxes are read by, looked up ahead: lane i has the page of box i. Boxes without
@@ -26,9 +26,9 @@ struct TilePlaces<kIsKey, true> {
 
   TilePlaces() = default;
 
-  __device__ __forceinline__ int32_t first_box() const { return tokens.first / kBoxTokens; }
+  __device__ __forceinline__ int32_t first_box() const { return tokens.first / kTmaTokens; }
   __device__ __forceinline__ int32_t end_box() const {
-    return (tokens.last + kBoxTokens - 1) / kBoxTokens;
+    return (tokens.last + kTmaTokens - 1) / kTmaTokens;
   }
 
   __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
@@ -37,7 +37,7 @@ struct TilePlaces<kIsKey, true> {
     const int32_t lane = lane_idx();
     page = 0;
     if (lane >= first_box() && lane < end_box()) {
-      page = Source<kIsKey>::id(params, page_row, tokens.begin + lane * kBoxTokens);
+      page = Source<kIsKey>::id(params, page_row, tokens.begin + lane * kTmaTokens);
     }
   }
 
@@ -48,7 +48,7 @@ struct TilePlaces<kIsKey, true> {
     // Boxes of K have one segment each, so that a tile's rows follow each other.
     constexpr int kBoxSegments = kIsKey ? 1 : kValueSegments;
     constexpr int kSteps = kIsKey ? kKeySegments : 1;
-    constexpr int kCopyBytes = kBoxTokens * kBoxSegments * kSegmentBytes;
+    constexpr int kCopyBytes = kTmaTokens * kBoxSegments * kSegmentBytes;
     const int begin = first_box(), end = end_box();
     const int32_t head = block.kv_head, segment = kIsKey ? 0 : block.value_block * kValueSegments;
     // In registers, not found again from what they are made of.
@@ -56,7 +56,7 @@ struct TilePlaces<kIsKey, true> {
     barrier = forget(barrier);
     const auto copy = [&](int i, int32_t box_page) {
       for_each<kSteps>([&](int s) {
-        copy_box(Source<kIsKey>::row(smem, s, i * kBoxTokens),
+        copy_tma(Source<kIsKey>::row(smem, s, i * kTmaTokens),
                  kIsKey ? &params.k_map : &params.v_map, barrier, token_in_page(i), segment + s,
                  head, box_page);
       });
@@ -79,8 +79,8 @@ struct TilePlaces<kIsKey, true> {
 
  private:
   __device__ __forceinline__ int32_t token_in_page(int box) const {
-    constexpr uint32_t kPageBoxes = kPageSize / kBoxTokens;
-    return (tokens.begin / uint32_t(kBoxTokens) + box) % kPageBoxes * kBoxTokens;
+    constexpr uint32_t kPageBoxes = kPageSize / kTmaTokens;
+    return (tokens.begin / uint32_t(kTmaTokens) + box) % kPageBoxes * kTmaTokens;
   }
 };
 
@@ -121,7 +121,7 @@ struct TilePlaces<kIsKey, false> {
       }
     }
     cp_async_wait_all();
-    fence_before_boxes();  // the products read by the same way as boxes are written
+    fence_before_tma();  // the products read by the same way as boxes are written
     mbarrier_arrive(barrier);
   }
 
@@ -150,7 +150,7 @@ struct TilePlaces<kIsKey, false> {
 
 // Brings K or V of all jobs.
 template <bool kIsKey>
-__device__ __forceinline__ void bring_tiles(const KernelParams& params, Shared& shared,
+__device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& shared,
                                             uint32_t smem) {
   Ring jobs = {0, 0};
   Ring ring = {0, 1};  // the stages are empty: the phase before their first is over
@@ -180,7 +180,7 @@ __device__ __forceinline__ void bring_tiles(const KernelParams& params, Shared& 
 }
 
 // Finds the jobs and brings their Q. Empty ones are answered for on the way.
-__device__ __forceinline__ void bring_queries(const KernelParams& params, Shared& shared,
+__device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                               uint32_t smem) {
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   JobSource source(params);
@@ -215,11 +215,11 @@ __device__ __forceinline__ void bring_queries(const KernelParams& params, Shared
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   const int warp = warp_idx() - kNumWarps;
   if (warp == 0) {
-    bring_tiles<true>(params, shared, smem + kKeyOffset);
+    load_tiles<true>(params, shared, smem + kKeyOffset);
   } else if (warp == 1) {
-    bring_tiles<false>(params, shared, smem + kValueOffset);
+    load_tiles<false>(params, shared, smem + kValueOffset);
   } else {
-    bring_queries(params, shared, smem + kQueryOffset);
+    load_queries(params, shared, smem + kQueryOffset);
   }
 }
 
