@@ -26,7 +26,7 @@ LIMITS = {
     "folder import floors": 8,
     "folders in import cycles": 0,
     "imports between kernel families": 0,
-    f"functions over {LINES_OF_A_FUNCTION} lines": 0
+    f"functions over {LINES_OF_A_FUNCTION} lines": 0,
     "isinstance on page tables outside tensors/": 0,
     "files naming csr": 6,
     "files naming int8": 6,
