@@ -364,12 +364,20 @@ def template_for(spec: KernelSpec, arch: str) -> str:
 
 def takes_boxes(spec: DecodeSpec | PrefillSpec, arch: str) -> bool:
     """Return whether tensor maps bring the K and V of caches whose strides allow it."""
-    if isinstance(spec, PrefillSpec) and not (
-        has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
-    ):
-        return False
+    if isinstance(spec, PrefillSpec):
+        return _warpgroups_take_boxes(spec, arch)
     has_pages = spec.page_table in _BOX_TABLES and spec.page_size % 8 == 0
     return _has_box_tile(spec, arch) and has_pages
+
+
+def _warpgroups_take_boxes(spec: PrefillSpec, arch: str) -> bool:
+    # Of any head dim: the hardware fills the last segment of a row up with zeros. Tokens without
+    # pages follow each other, so that a tile of them is one box.
+    if not (has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype):
+        return False
+    if spec.page_table is PageTable.RAGGED:
+        return True
+    return spec.page_table in _BOX_TABLES and spec.page_size % 8 == 0
 
 
 def has_warpgroup_tile(spec: PrefillSpec, arch: str) -> bool:
@@ -406,6 +414,8 @@ _CONVERT_TILES = (
     (192, 128, 2, 2, 96, 96, 96, 2, 1),
     (256, 256, 2, 1, 64, 64, 48, 2, 1),
 )
+# Rows of K and V that registers of those who compute leave room for a second warpgroup to gather.
+_GATHERED_BYTES = (192 + 128) * 2
 # Registers of a thread that brings and of one that computes, by the warpgroups of either kind.
 _WARPGROUP_REGISTERS = {(2, 1): (72, 216), (2, 2): (64, 192), (3, 1): (56, 152)}
 
@@ -573,6 +583,13 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
     )
     smem_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
     smem_bytes += 64 * groups * num_query_stages * key_bytes
+    if (
+        spec.loader is Loader.VECTOR
+        and not converts
+        and groups == 2
+        and key_bytes + value_bytes <= _GATHERED_BYTES
+    ):
+        num_producers = 2
     producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups, num_producers]
     if converts:  # half of the warps that bring take eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers
@@ -581,6 +598,9 @@ def _warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
     box_tokens = next(
         (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0), 16
     )
+    if spec.page_table is PageTable.RAGGED:
+        # Smaller ones than a tile's arrive sooner: docs/perf-log.md.
+        box_tokens = next(n for n in (64, 48, 32, 16) if tile_tokens % n == 0)
     return WarpgroupTile(
         num_warps=4 * groups,
         tile_tokens=tile_tokens,

@@ -123,10 +123,23 @@ def _tensor_map(rows: _Rows, box: Box, columns: int) -> bytes:
     """
     num_pages, page_size, num_heads, head_dim = rows.view.tensor.shape
     page_stride, token_stride, head_stride = rows.byte_strides
+    if box.tokens > page_size:  # no pages: tokens follow each other
+        num_pages, page_size = 1, num_pages
+        page_stride, token_stride = SEGMENT_BYTES, page_stride
+    # A row that ends inside a segment is cut there, and boxes have one segment each.
+    is_clipped = head_dim % rows.segment != 0
+    row_columns, num_segments = (
+        (head_dim, 1)
+        if is_clipped
+        else (
+            rows.segment,
+            head_dim // rows.segment,
+        )
+    )
     return rows.encode(
-        (rows.segment, page_size, head_dim // rows.segment, num_heads, num_pages),
+        (row_columns, page_size, num_segments, num_heads, num_pages),
         (token_stride, SEGMENT_BYTES, head_stride, page_stride),
-        (rows.segment, box.tokens, columns // rows.segment, 1, 1),
+        (rows.segment, box.tokens, 1 if is_clipped else columns // rows.segment, 1, 1),
         in_pairs=box.fetches_pairs,
     )
 

@@ -106,7 +106,7 @@ class KernelSet:
         self.wide_rows = self._find_wide_rows()
         self._wide_max_q_len = self.wide_rows // config.group_size
         decode, *others = self._main_specs()
-        self._takes_maps = decode.loader is Loader.TENSOR
+        self._takes_maps = any(spec.loader is Loader.TENSOR for spec in (decode, *others))
         schedule = ScheduleSpec()
         # In this order: on few cores the prefill kernel takes the one that the schedule frees.
         pending = self._start((decode, schedule, *others))
