@@ -35,13 +35,14 @@ KERNELS = (
     "not test_kernel or d64_p16 or d128_p16 or sm_100f",
 )
 # The reference, planners, what writes and moves tokens, and what becomes of a kernel.
-UNIT = tuple(
-    f"tests/unit/test_{name}.py"
-    for name in (
-        *("reference", "planner_cpu", "attention_call", "mla", "preprocess", "quantization"),
-        *("transfers", "kv", "cascade", "flash_attn", "merge", "workspace"),
-        *("nvrtc", "cubin", "build", "cache", "bundles", "explain", "doctor", "launch"),
-    )
+UNIT = (
+    *(f"tests/{folder}" for folder in ("kernels", "tensors", "kv", "device", "bundles", "jit")),
+    *(
+        "tests/compat/test_flash_attn.py",
+        "tests/tools/test_explain.py",
+        "tests/tools/test_doctor.py",
+    ),
+    *("-m", "not emulator"),
 )
 TORCHES = {
     "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
@@ -64,7 +65,7 @@ def torch(session: nox.Session, packages: tuple[str, ...]) -> None:
     """Run planners and the reference with one torch, on the CPU."""
     session.install(*packages, "-e", ".[test]")
     # Its Dynamo takes no plan as an argument; eager calls are tried.
-    compiled = ("--deselect", "tests/unit/test_cascade.py::test_it_compiles")
+    compiled = ("--deselect", "tests/kernels/attention/test_cascade.py::test_it_compiles")
     old = compiled if "torch==2.6.0" in packages else ()
     session.run("pytest", "-q", *(session.posargs or UNIT), *old)
 

@@ -50,8 +50,8 @@ class Layers:
 
     batch: TokenBatch
     pages: jitattn.BlockTable
-    plan: jitattn.Plan
-    bound: list[jitattn.BoundCache]
+    plan: jitattn.types.Plan
+    bound: list[jitattn.types.BoundCache]
     rope: jitattn.Rope
     outs: list[Tensor]
 

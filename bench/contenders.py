@@ -95,9 +95,9 @@ class Setup:
     """jitattn on one batch: a planner, every copy bound, one plan."""
 
     planner: jitattn.AttentionPlanner
-    caches: tuple[jitattn.BoundCache, ...]
+    caches: tuple[jitattn.types.BoundCache, ...]
     pages: jitattn.BlockTable
-    plan: jitattn.Plan
+    plan: jitattn.types.Plan
 
 
 def set_up(batch: Batch, variant_name: str) -> Setup:

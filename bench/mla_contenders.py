@@ -333,7 +333,7 @@ class JitAttnMLA:
         facts = {"planned": "on the device", "kernels": kernels}
         return Prepared(runs=runs, outs=outs, plan=plan.refresh, facts=facts)
 
-    def _plan(self, planner: jitattn.MLAPlanner, inputs: MLAInputs) -> jitattn.MLAPlan:
+    def _plan(self, planner: jitattn.MLAPlanner, inputs: MLAInputs) -> jitattn.types.MLAPlan:
         is_separate = self.way.page_table == "separate"
         table = inputs.separate_table() if is_separate else inputs.block_table
         pages, max_q_len = jitattn.BlockTable(table), max(inputs.case.q_lens)

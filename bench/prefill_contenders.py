@@ -239,7 +239,7 @@ class JitAttnPrefill:
 
     def _plan(
         self, planner: jitattn.AttentionPlanner, inputs: Inputs, batch: Batch, part: slice
-    ) -> tuple[jitattn.Plan, slice]:
+    ) -> tuple[jitattn.types.Plan, slice]:
         """Return the plan of some requests and their rows of q."""
         separate = self.way.page_table == "separate"
         table = batch.separate_table() if separate else batch.block_table

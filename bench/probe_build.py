@@ -20,10 +20,10 @@ def build_decode(config_text: str, arch: str) -> dict[str, object]:
     """
     from jitattn.base import knobs
     from jitattn.jit.build import build
+    from jitattn.kernels.registry import specs_of
     from jitattn.spec.config import PlannerConfig
-    from jitattn.spec.support import resolve
 
-    spec = resolve(PlannerConfig.parse(config_text), arch)[0]
+    spec = specs_of(PlannerConfig.parse(config_text), arch)[0]
     settings = knobs.load()
     start, start_cpu = time.perf_counter(), time.process_time()
     kernel = build(spec, arch, settings)
@@ -84,14 +84,15 @@ def read_all(config_text: str, arch: str) -> dict[str, object]:
     start = time.perf_counter()
     from jitattn.base import knobs
     from jitattn.jit.build import build_all
+    from jitattn.kernels.merge.spec import MergeSpec
+    from jitattn.kernels.registry import specs_of
     from jitattn.spec.config import PlannerConfig
-    from jitattn.spec.kernel_spec import Loader, MergeSpec
-    from jitattn.spec.support import resolve
+    from jitattn.spec.layout import Loader
 
     imported = time.perf_counter()
     specs = [
         spec
-        for spec in resolve(PlannerConfig.parse(config_text), arch)
+        for spec in specs_of(PlannerConfig.parse(config_text), arch)
         if getattr(spec, "loader", None) is not Loader.PLAIN and not isinstance(spec, MergeSpec)
     ]
     kernels = build_all(specs, arch, knobs.load())

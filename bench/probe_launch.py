@@ -60,7 +60,7 @@ def ways(launch: Launch, stream: int) -> dict[str, Call]:
     }
 
 
-def plans() -> list[jitattn.Plan]:
+def plans() -> list[jitattn.types.Plan]:
     """Return plans that live, each with parameters of its own."""
     planner = jitattn.AttentionPlanner(backend="cuda")
     table = torch.zeros(1, 1, dtype=torch.int32, device=planner.device)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import jitattn
-from jitattn.spec.support import config_of
+from jitattn.kernels.registry import config_of
 
 RUNS = 32
 _FA3_HEAD_DIMS = range(8, 257, 8)

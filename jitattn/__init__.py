@@ -1,164 +1,140 @@
 """Paged-attention kernels for LLM serving on NVIDIA GPUs that compile themselves.
 
-Importing this module imports neither torch nor CUDA: names are resolved when they are used.
+Importing this module imports neither torch nor CUDA: names are resolved when they are used. What
+is not listed here lives in ``jitattn.pages``, ``quant``, ``variants``, ``cascade``, ``types`` and
+``errors``, which come with it, and in ``jitattn.kv``, ``compat`` and ``integrations``.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from jitattn.base.door import lazy_names
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
-    from jitattn.base.errors import (
+    from jitattn import cascade as cascade
+    from jitattn import errors as errors
+    from jitattn import pages as pages
+    from jitattn import quant as quant
+    from jitattn import types as types
+    from jitattn import variants as variants
+    from jitattn.bundles.precompile import precompile
+    from jitattn.device.workspace import Workspace
+    from jitattn.errors import (
         CacheError,
         CompileError,
         ConfigError,
-        DriverError,
         JitAttnError,
         KernelNotFoundError,
     )
-    from jitattn.bundles.precompile import Report, precompile
-    from jitattn.device.workspace import Workspace
-    from jitattn.kernels.attention.api import AttentionPlanner, Plan, build_info
-    from jitattn.kernels.attention.cascade import (
-        BoundCascadeCache,
-        CascadeLevel,
-        CascadePlan,
-        CascadePlanner,
-    )
+    from jitattn.kernels.attention.api import AttentionPlanner, build_info
     from jitattn.kernels.attention.functional import attention
-    from jitattn.kernels.attention.kernels import KernelInfo
     from jitattn.kernels.merge.api import merge_states
-    from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
-    from jitattn.kernels.mla.check import BoundMLACache
-    from jitattn.kernels.pages.batch_info import BatchInfo, batch_info
-    from jitattn.kernels.pages.block_table import build_block_table, convert_pages
-    from jitattn.kernels.pages.copy_pages import copy_pages
-    from jitattn.kernels.pages.gather import gather_kv
+    from jitattn.kernels.mla.api import MLAPlanner
     from jitattn.kernels.preprocess.api import append_kv, preprocess_qkv
-    from jitattn.spec.support import Config, Support, check_config, supported_configs
-    from jitattn.spec.variant import ALIBI, RELATIVE_BIAS, AttentionVariant
-    from jitattn.tensors.cache_views import BoundCache
-    from jitattn.tensors.page_tables import BlockTable, CsrPages, RaggedKV, TokenTable
-    from jitattn.tensors.position_bias import alibi_slopes, t5_bias
-    from jitattn.tensors.quantization import QuantizedKV, dequantize_kv, quantize_kv
+    from jitattn.kernels.registry import check_config, supported_configs
+    from jitattn.pages import (
+        BlockTable,
+        CsrPages,
+        RaggedKV,
+        TokenTable,
+        batch_info,
+        build_block_table,
+        copy_pages,
+        gather_kv,
+    )
+    from jitattn.quant import QuantizedKV
     from jitattn.tensors.rope import Rope
 
-_HOME = {
-    "ALIBI": "spec.variant",
-    "AttentionPlanner": "kernels.attention.api",
-    "AttentionVariant": "spec.variant",
-    "BatchInfo": "kernels.pages.batch_info",
-    "BlockTable": "tensors.page_tables",
-    "BoundCache": "tensors.cache_views",
-    "BoundCascadeCache": "kernels.attention.cascade",
-    "BoundMLACache": "kernels.mla.check",
-    "CacheError": "base.errors",
-    "CascadeLevel": "kernels.attention.cascade",
-    "CascadePlan": "kernels.attention.cascade",
-    "CascadePlanner": "kernels.attention.cascade",
-    "CompileError": "base.errors",
-    "Config": "spec.support",
-    "ConfigError": "base.errors",
-    "CsrPages": "tensors.page_tables",
-    "DriverError": "base.errors",
-    "JitAttnError": "base.errors",
-    "KernelInfo": "kernels.attention.kernels",
-    "KernelNotFoundError": "base.errors",
-    "MLAPlan": "kernels.mla.api",
-    "MLAPlanner": "kernels.mla.api",
-    "Plan": "kernels.attention.api",
-    "QuantizedKV": "tensors.quantization",
-    "RELATIVE_BIAS": "spec.variant",
-    "RaggedKV": "tensors.page_tables",
-    "Report": "bundles.precompile",
-    "Rope": "tensors.rope",
-    "Support": "spec.support",
-    "TokenTable": "tensors.page_tables",
-    "Workspace": "device.workspace",
-    "alibi_slopes": "tensors.position_bias",
-    "append_kv": "kernels.preprocess.api",
-    "attention": "kernels.attention.functional",
-    "batch_info": "kernels.pages.batch_info",
-    "build_block_table": "kernels.pages.block_table",
-    "build_info": "kernels.attention.api",
-    "check_config": "spec.support",
-    "convert_pages": "kernels.pages.block_table",
-    "copy_pages": "kernels.pages.copy_pages",
-    "dequantize_kv": "tensors.quantization",
-    "gather_kv": "kernels.pages.gather",
-    "merge_states": "kernels.merge.api",
-    "precompile": "bundles.precompile",
-    "preprocess_qkv": "kernels.preprocess.api",
-    "quantize_kv": "tensors.quantization",
-    "supported_configs": "spec.support",
-    "t5_bias": "tensors.position_bias",
-}
-
 __all__ = [
-    "ALIBI",
-    "RELATIVE_BIAS",
     "AttentionPlanner",
-    "AttentionVariant",
-    "BatchInfo",
     "BlockTable",
-    "BoundCache",
-    "BoundCascadeCache",
-    "BoundMLACache",
     "CacheError",
-    "CascadeLevel",
-    "CascadePlan",
-    "CascadePlanner",
     "CompileError",
-    "Config",
     "ConfigError",
     "CsrPages",
-    "DriverError",
     "JitAttnError",
-    "KernelInfo",
     "KernelNotFoundError",
-    "MLAPlan",
     "MLAPlanner",
-    "Plan",
     "QuantizedKV",
     "RaggedKV",
-    "Report",
     "Rope",
-    "Support",
     "TokenTable",
     "Workspace",
     "__version__",
-    "alibi_slopes",
     "append_kv",
     "attention",
     "batch_info",
     "build_block_table",
     "build_info",
     "check_config",
-    "convert_pages",
     "copy_pages",
-    "dequantize_kv",
     "gather_kv",
     "merge_states",
     "precompile",
     "preprocess_qkv",
-    "quantize_kv",
     "supported_configs",
-    "t5_bias",
 ]
 
+_HOMES = {
+    "AttentionPlanner": "jitattn.kernels.attention.api",
+    "BlockTable": "jitattn.pages",
+    "CacheError": "jitattn.errors",
+    "CompileError": "jitattn.errors",
+    "ConfigError": "jitattn.errors",
+    "CsrPages": "jitattn.pages",
+    "JitAttnError": "jitattn.errors",
+    "KernelNotFoundError": "jitattn.errors",
+    "MLAPlanner": "jitattn.kernels.mla.api",
+    "QuantizedKV": "jitattn.quant",
+    "RaggedKV": "jitattn.pages",
+    "Rope": "jitattn.tensors.rope",
+    "TokenTable": "jitattn.pages",
+    "Workspace": "jitattn.device.workspace",
+    "append_kv": "jitattn.kernels.preprocess.api",
+    "attention": "jitattn.kernels.attention.functional",
+    "batch_info": "jitattn.pages",
+    "build_block_table": "jitattn.pages",
+    "build_info": "jitattn.kernels.attention.api",
+    "check_config": "jitattn.kernels.registry",
+    "copy_pages": "jitattn.pages",
+    "gather_kv": "jitattn.pages",
+    "merge_states": "jitattn.kernels.merge.api",
+    "precompile": "jitattn.bundles.precompile",
+    "preprocess_qkv": "jitattn.kernels.preprocess.api",
+    "supported_configs": "jitattn.kernels.registry",
+}
+_MODULES = ("cascade", "errors", "pages", "quant", "types", "variants")
+# Names of earlier versions, which resolve, and are documented where they live now.
+_MOVED = {
+    "ALIBI": "jitattn.variants",
+    "AttentionVariant": "jitattn.variants",
+    "BatchInfo": "jitattn.pages",
+    "BoundCache": "jitattn.types",
+    "BoundCascadeCache": "jitattn.cascade",
+    "BoundMLACache": "jitattn.types",
+    "CascadeLevel": "jitattn.cascade",
+    "CascadePlan": "jitattn.cascade",
+    "CascadePlanner": "jitattn.cascade",
+    "Config": "jitattn.types",
+    "DriverError": "jitattn.errors",
+    "KernelInfo": "jitattn.types",
+    "MLAPlan": "jitattn.types",
+    "Plan": "jitattn.types",
+    "RELATIVE_BIAS": "jitattn.variants",
+    "Report": "jitattn.types",
+    "Support": "jitattn.types",
+    "alibi_slopes": "jitattn.variants",
+    "convert_pages": "jitattn.pages",
+    "dequantize_kv": "jitattn.quant",
+    "quantize_kv": "jitattn.quant",
+    "t5_bias": "jitattn.variants",
+}
 
-def __getattr__(name: str) -> object:
-    """Import the module that holds ``name``, the first time it is used."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"jitattn.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, {**_HOMES, **_MOVED}, _MODULES)
 
 
 def __dir__() -> list[str]:
     """List the public names, those not imported yet too."""
-    return sorted(__all__)
+    return sorted((*__all__, *_MODULES))

@@ -32,8 +32,8 @@ from bench.rivals import _causal_mask, all_rivals
 from bench.timing import L2Policy, Timing, summarize
 from bench.workloads import Batch, Case, make_batch, num_copies
 from jitattn import QuantizedKV, dequantize_kv
+from jitattn.kernels.registry import check_config
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.support import check_config
 from tests.support.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")

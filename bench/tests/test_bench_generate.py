@@ -22,7 +22,7 @@ from bench.bench_generate import (
 )
 from bench.timing import summarize
 from bench.turns import Result
-from jitattn.spec.support import check_config
+from jitattn.kernels.registry import check_config
 
 
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

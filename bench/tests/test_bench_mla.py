@@ -33,7 +33,7 @@ from bench.mla_contenders import (
 )
 from bench.timing import L2Policy, Timing
 from bench.turns import Method, Result, choose_method
-from jitattn.spec.support import check_config
+from jitattn.kernels.registry import check_config
 from tests.support.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from bench.token_contenders import (
 )
 from bench.token_workloads import WORKLOADS, TokenWorkload, configs, make_token_batch, smaller
 from bench.turns import WrongError
-from jitattn.spec.preprocess_config import PreprocessConfig
+from jitattn.kernels.preprocess.spec import PreprocessConfig
 from tests.support.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")

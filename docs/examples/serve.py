@@ -25,7 +25,7 @@ Batch = list[tuple["Request", list[int]]]
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what was generated after it, and its pages while it runs."""
+    """A prompt, its generated tokens, and its pages while it runs."""
 
     tokens: list[int]
     num_wanted: int
@@ -34,12 +34,12 @@ class Request:
 
 @dataclass
 class Step:
-    """What layers need of a batch: lengths, the table of each, and a plan for each window."""
+    """A batch for all layers: lengths, a table a layer, and a plan a window."""
 
     seq_lens: Tensor
     indptr: Tensor
     tables: dict[int, jitattn.BlockTable]
-    plans: dict[int, jitattn.Plan]
+    plans: dict[int, jitattn.types.Plan]
 
     @classmethod
     def of(
@@ -89,7 +89,7 @@ class Model:
         ]
 
     def forward(self, manager: KVCacheManager, batch: Batch) -> Tensor:
-        """Compute the new tokens of each request; return logits of what follows its last."""
+        """Compute the new tokens of each request; return logits of its next token."""
         step = Step.of(manager, self.planners, batch)
         x = self.embedding[torch.tensor([t for _, new in batch for t in new], device=DEVICE)]
         for i, window in enumerate(self.windows):
@@ -103,7 +103,7 @@ class Model:
             assert isinstance(out, Tensor)
             x = x + out.flatten(1)
             x = x + (normed(x) @ self.up[i]).relu() @ self.down[i]
-        # In float32, where no two tokens are as good.
+        # In float32, to avoid ties between tokens.
         return normed(x[step.indptr[1:].long() - 1]).float() @ self.head.float()
 
 
@@ -112,7 +112,7 @@ def normed(x: Tensor) -> Tensor:
 
 
 class Scheduler:
-    """Decodes what runs, admits what waits, and lets the youngest wait when pages run out."""
+    """Decodes running requests, admits waiting ones, suspends the youngest when out of pages."""
 
     max_running = MAX_RUNNING
 
@@ -124,7 +124,7 @@ class Scheduler:
     def admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
-            if request.seq is None:  # the last token's logits are wanted: it is computed again
+            if request.seq is None:  # the last token is computed again, for its logits
                 request.seq = self.manager.create_sequence(request.tokens[:-1])
             while not request.seq.resume():
                 if self.running:
@@ -133,7 +133,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def grow(self) -> list[tuple[Request, list[int]]]:
-        """Give each request room for its next tokens; suspend the youngest until that fits."""
+        """Reserve pages for the next tokens of requests; suspend the youngest until they fit."""
         batch: list[tuple[Request, list[int]]] = []
         for request in list(self.running):
             if request not in self.running:
@@ -160,7 +160,7 @@ class Scheduler:
         self.forget_sleeper()
 
     def forget_sleeper(self, besides: Request | None = None) -> None:
-        """Give back the pages of the last that waits with some: it will be computed again."""
+        """Free the pages of the last waiting request that has some; it will be recomputed."""
         for request in reversed(self.waiting):
             if request.seq is not None and request is not besides:
                 request.seq.close()
@@ -182,7 +182,7 @@ class Scheduler:
                 self.follow(request, logits)
 
     def follow(self, request: Request, logits: Tensor) -> None:
-        """Append the best token; a request that has all that it wanted ends."""
+        """Append the best token; end requests that have all their tokens."""
         request.tokens.append(int(logits.argmax()))
         request.num_wanted -= 1
         if request.num_wanted == 0:
@@ -199,7 +199,7 @@ class Scheduler:
 
 
 def make_requests(count: int) -> list[Request]:
-    """Return requests that share the first tokens, as a system prompt is shared."""
+    """Return requests that share their first tokens, like a system prompt."""
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(VOCABULARY, (48,), generator=generator).tolist()
     lengths = torch.randint(10, 100, (count,), generator=generator).tolist()
@@ -210,7 +210,7 @@ def make_requests(count: int) -> list[Request]:
 
 
 def serve(name: str, windows: list[int], *, gpu_bytes: int, reuse_scratch: bool) -> list[list[int]]:
-    """Answer the requests; print what it took; return all tokens."""
+    """Answer the requests, print times, and return all tokens."""
     model = Model(windows)
     config = KVCacheConfig(
         page_size=PAGE_SIZE, gpu_bytes=gpu_bytes, host_bytes=gpu_bytes, layers=model.layers(),

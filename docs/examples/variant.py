@@ -3,7 +3,7 @@ import torch
 import jitattn
 
 # Keys of the last 64 tokens count in full, older ones less and less; each head has its own rate.
-fading = jitattn.AttentionVariant(
+fading = jitattn.variants.AttentionVariant(
     "fading",
     """
     const int age = qo_idx - kv_idx;

@@ -10,7 +10,7 @@ JitAttnError
   + DriverError               the CUDA driver refused a call                     (also RuntimeError)
   + KVCacheError              the page manager was misused                       (also RuntimeError)
 
-Each of them survives pickling, since precompilation reports failures from worker processes.
+All of them survive pickling, since precompilation reports failures from worker processes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _LOG_LINES_SHOWN = 40
 
 
 class JitAttnError(Exception):
-    """Base class: ``except JitAttnError`` catches everything jitattn raises on purpose."""
+    """Base class of all errors that jitattn raises on purpose."""
 
 
 class ConfigError(JitAttnError, ValueError):
     """No kernel exists for these arguments, or they contradict each other.
 
     Attributes:
-        reasons: everything that is wrong, not only the first thing.
+        reasons: all reasons, not only the first.
     """
 
     def __init__(self, reasons: Sequence[str]) -> None:
-        """Keep every reason; a single string counts as one reason."""
+        """Keep every reason; a single string is one reason."""
         self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
         super().__init__(self.reasons)
 
@@ -51,9 +51,9 @@ class CompileError(JitAttnError, RuntimeError):
 
     Attributes:
         name: name of the program, for example ``"jitattn_decode_d128_p16.cu"``.
-        log: NVRTC's messages; file names and lines are those of templates/.
+        log: NVRTC's messages, with file names and lines of templates/.
         source: the rendered CUDA source.
-        source_path: where the source was saved, or None when it could not be.
+        source_path: path of the saved source, or None without a writable folder.
     """
 
     def __init__(self, name: str, log: str, source: str, source_path: Path | None = None) -> None:
@@ -66,12 +66,12 @@ class CompileError(JitAttnError, RuntimeError):
 
     @property
     def first_error(self) -> str:
-        """The first line of the log that reports an error; the others often follow from it."""
+        """The first error line of the log, from which the others often follow."""
         lines = [line.strip() for line in self.log.splitlines() if line.strip()]
         return next((line for line in lines if "error" in line), lines[0] if lines else "no log")
 
     def __str__(self) -> str:
-        """Show the log, shortened, and end with what to read first."""
+        """Show the log, shortened; the last line is the first error."""
         where = self.source_path or "not saved (no writable temporary folder)"
         lines = self.log.strip().splitlines()
         if len(lines) > _LOG_LINES_SHOWN:
@@ -84,12 +84,12 @@ class CompilerMissingError(CompileError):
     """NVRTC or its Python binding cannot be loaded here, or a kernel needs nvidia-cutlass."""
 
     def __init__(self, reason: str) -> None:
-        """Keep what was missing and what to install."""
+        """Keep the reason: the missing part and the package to install."""
         super().__init__("NVRTC", reason, "")
         self.args = (reason,)
 
     def __str__(self) -> str:
-        """There is no log and no source: the reason is everything."""
+        """Return the reason; there is no log and no source."""
         return self.log
 
 

@@ -1,4 +1,4 @@
-"""Every environment variable jitattn reads. Nothing else in the package touches os.environ."""
+"""All environment variables of jitattn. No other module reads os.environ."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jitattn.base.record import Value
 
 
 class Knobs(Value):
-    """One process's settings, as ``load()`` read them."""
+    """The settings of a process, read by ``load()``."""
 
     cache_dir: Path | None
-    """JITATTN_CACHE_DIR: where compiled kernels go. Default: ``jitattn`` in the platform's user
-    cache; None where the user has no home, then kernels stay in memory."""
+    """JITATTN_CACHE_DIR: folder of compiled kernels. Default: ``jitattn`` in the platform's user
+    cache; None for a user without a home, whose kernels stay in memory."""
 
     precompiled: tuple[Path, ...] = ()
     """JITATTN_PRECOMPILED: bundles made by ``jitattn precompile``, searched first, separated by
-    ``:``. They are only read. Installed wheels of bundles come after them."""
+    ``:`` and read-only. Installed wheels of bundles are searched after them."""
 
     bundle_sha256: str | None = None
-    """JITATTN_BUNDLE_SHA256: the digest, as ``jitattn bundle sha256`` prints it, of the one bundle
-    that may be used; all others are refused."""
+    """JITATTN_BUNDLE_SHA256: digest, from ``jitattn bundle sha256``, of the only bundle that may
+    be used; all others are refused."""
 
     jit: bool = True
-    """JITATTN_JIT: ``0`` forbids compiling, but to ``precompile``; a missing kernel raises
+    """JITATTN_JIT: ``0`` forbids compilation, except by ``precompile``; a missing kernel raises
     KernelNotFoundError."""
 
     lock_timeout: float = 120.0
@@ -40,7 +40,7 @@ class Knobs(Value):
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Knobs:
-    """Read the settings, or raise ValueError naming the variable and what it accepts."""
+    """Read the settings, or raise ValueError with the variable and its accepted values."""
     folder = environ.get("JITATTN_CACHE_DIR", "")
     bundles = environ.get("JITATTN_PRECOMPILED", "").split(":")
     return Knobs(
@@ -55,8 +55,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Knobs:
 
 
 def _path(name: str, text: str) -> Path:
-    # Absolute, so that a later chdir changes nothing. "~" reaches us unexpanded from container
-    # files, and a folder of that name helps nobody.
+    # Absolute, so that a later chdir has no effect. Container files pass "~" unexpanded.
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
@@ -99,9 +98,9 @@ def _seconds(environ: Mapping[str, str], name: str, *, default: float) -> float:
 
 
 def library_search(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the variables that decide which NVRTC the CUDA bindings find, in a fixed order.
+    """Return the variables by which the CUDA bindings find NVRTC, in a fixed order.
 
-    jitattn does not act on them; they only tell one toolchain from another.
+    jitattn does not act on them; they distinguish toolchains.
     """
     names = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX")
     return tuple(environ.get(name, "") for name in names)

@@ -1,7 +1,7 @@
-"""Frozen values whose classes take no time to make.
+"""Frozen records whose classes are cheap to create.
 
 ``@dataclass`` compiles the methods of each class, a millisecond of every process that imports it;
-a dozen of those classes were half of what it takes to import what reads kernels from disk.
+a dozen of those classes were half of the import time of a process that reads kernels from disk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Value:
-    """Makes its subclasses frozen dataclasses of keyword arguments, whose methods are these."""
+    """Base of frozen dataclasses with keyword arguments; subclasses share its methods."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     _defaults: ClassVar[dict[str, Any]]

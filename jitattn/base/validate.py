@@ -1,4 +1,4 @@
-"""Numbers and flags that callers give, checked; torch-free."""
+"""Checks of numbers and flags. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ INT32_MAX = 2**31 - 1
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return a flag.
+    """Return ``value`` if it is a bool.
 
     Raises:
-        TypeError: it is no bool: ``"no"`` is true, too.
+        TypeError: it is not; ``"no"`` would be true.
     """
     if not isinstance(value, bool):
         kind = type(value)
@@ -26,8 +26,8 @@ def check_count(name: str, value: object, *, least: int = 1, most: int | None = 
     """Return a count as an int.
 
     Raises:
-        TypeError: it is no integer, or a bool.
-        ValueError: it is less than ``least`` or more than ``most``.
+        TypeError: the value is not an integer, or a bool.
+        ValueError: the count is less than ``least`` or more than ``most``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is a {type(value).__name__}: expected an int")
@@ -39,16 +39,16 @@ def check_count(name: str, value: object, *, least: int = 1, most: int | None = 
 
 
 def check_number(name: str, value: object, *, least: float = -math.inf) -> float:
-    """Return a finite number from ``least`` on.
+    """Return a finite number, at least ``least``, as a float.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the value is not one.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
     try:
         number = float(value)
-    except OverflowError:  # integers and fractions have no end
+    except OverflowError:  # integers and fractions are unbounded
         raise ValueError(f"{name} is beyond floats: expected a finite number") from None
     if not math.isfinite(number) or number < least:
         wanted = "a finite number" if least == -math.inf else f"a finite number from {least} on"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.spec.config import Q_DTYPES
-from jitattn.spec.kernel_spec import Pairing
+from jitattn.spec.dtype import Q_DTYPES
+from jitattn.spec.layout import Pairing
 
 # Whose configurations don't say that they pair neighbours.
 INTERLEAVED_MODELS = frozenset(

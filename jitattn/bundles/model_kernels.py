@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
 from jitattn.bundles.model_config import Model, read_model
-from jitattn.spec.config import PAGE_TABLES, PlannerConfig
-from jitattn.spec.kernel_spec import DType, PageTable, Pairing
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.preprocess_config import KV_DTYPES, SLOTS, PreprocessConfig
-from jitattn.spec.support import OtherConfig
-from jitattn.spec.transfer_config import TransferConfig
+from jitattn.kernels.pages.spec import TransferConfig
+from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
+from jitattn.kernels.registry import AnyConfig
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.dtype import KV_DTYPES, DType
+from jitattn.spec.layout import PAGE_TABLES, Layout, Pairing
 
 
 class Serving(Value):
@@ -36,7 +36,7 @@ class Need(Value):
     """One configuration that a model needs, and what for."""
 
     use: str
-    config: PlannerConfig | OtherConfig
+    config: AnyConfig
     reasons: tuple[str, ...] = ()
     """Why no kernel serves it, where the configuration alone does not tell."""
 
@@ -106,7 +106,7 @@ def _caches(serving: Serving, model: Model) -> Iterator[tuple[int | None, str]]:
     usual = MLAConfig.page_size if model.latent else PlannerConfig.page_size
     page_sizes = (usual,) if serving.page_sizes is None else serving.page_sizes
     for page_table in dict.fromkeys(serving.page_tables):
-        if page_table == PageTable.RAGGED:
+        if page_table == Layout.RAGGED:
             yield None, page_table
         else:
             yield from ((page_size, page_table) for page_size in dict.fromkeys(page_sizes))
@@ -203,7 +203,7 @@ def _latent_needs(model: Model, heads: tuple[int, int], cache: _Cache) -> Iterat
         page_size=None,
         q_dtype=cache.dtype,
         kv_dtype=cache.dtype,
-        page_table=PageTable.RAGGED.value,
+        page_table=Layout.RAGGED.value,
         sm_scale=model.sm_scale,
     )
     yield Need(use="prompt attention", config=prompt)

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 from jitattn.base.errors import CompilerMissingError, ConfigError, JitAttnError
 from jitattn.base.validate import check_count, check_flag
 from jitattn.jit.cache import KernelCache
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.support import OtherConfig, config_of, parse_config, resolve
+from jitattn.kernels.registry import AnyConfig, config_of, parse_config, specs_of
+from jitattn.spec.family import KernelSpec
 
 if TYPE_CHECKING:
     from jitattn.jit.build import Kernel
@@ -118,7 +117,7 @@ class _Job:
 
 
 _Outcome = Precompiled | Failure
-Config = PlannerConfig | OtherConfig | str | Mapping[str, object]
+Config = AnyConfig | str | Mapping[str, object]
 
 
 def precompile(
@@ -341,16 +340,16 @@ def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outc
         yield advance
 
 
-def _configs(configs: Config | Iterable[Config]) -> list[PlannerConfig | OtherConfig]:
-    one = isinstance(configs, (PlannerConfig, OtherConfig, str, Mapping))
+def _configs(configs: Config | Iterable[Config]) -> list[AnyConfig]:
+    one = isinstance(configs, (AnyConfig, str, Mapping))
     given: list[Config] = [configs] if one else list(configs)  # type: ignore[list-item, arg-type]
     if not given:
         raise ConfigError(["no configuration is given"])
     return [_config(config) for config in given]
 
 
-def _config(config: Config) -> PlannerConfig | OtherConfig:
-    if isinstance(config, (PlannerConfig, OtherConfig)):
+def _config(config: Config) -> AnyConfig:
+    if isinstance(config, AnyConfig):
         return config
     if isinstance(config, str):
         return parse_config(config)
@@ -365,7 +364,7 @@ def _archs(arch: str | Sequence[str]) -> list[str]:
 
 
 def _kernels(
-    configs: Sequence[PlannerConfig | OtherConfig], archs: Sequence[str]
+    configs: Sequence[AnyConfig], archs: Sequence[str]
 ) -> dict[tuple[KernelSpec, str], None]:
     """Return each kernel once, in the order of first need, as the keys of a dict."""
     kernels: dict[tuple[KernelSpec, str], None] = {}
@@ -373,9 +372,7 @@ def _kernels(
     for arch in archs:
         for config in configs:
             try:
-                specs = (
-                    config.specs(arch) if isinstance(config, OtherConfig) else resolve(config, arch)
-                )
+                specs = specs_of(config, arch)
                 kernels |= {(spec, arch): None for spec in specs}
             except ConfigError as error:
                 reasons |= dict.fromkeys(error.reasons)

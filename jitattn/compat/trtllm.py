@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag
-from jitattn.spec.config import dtype_name
-from jitattn.tensors.page_tables import INTEGERS, BlockTable, check_device, check_tensor
+from jitattn.spec.dtype import dtype_name
+from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 __all__ = ["LayerPool", "block_table", "check_block_offsets", "layer_pool", "pool_of_layer"]
 
@@ -117,14 +118,8 @@ def layer_pool(
     factor = check_count("kv_factor", kv_factor, most=2)
     layer = check_count("layer_idx", layer_idx, least=0)
     name = _dtype_name(pool, dtype)
-    block = tuple(
-        check_count(n, value)
-        for n, value in (
-            ("num_kv_heads", num_kv_heads),
-            ("tokens_per_block", tokens_per_block),
-            ("head_dim", head_dim),
-        )
-    )
+    names = "num_kv_heads", "tokens_per_block", "head_dim"
+    block = tuple(map(check_count, names, (num_kv_heads, tokens_per_block, head_dim)))
     is_nvfp4 = name == "nvfp4"
     _check_scales(is_nvfp4, head_dim, scale_pool, scale_layout)
     stored = torch.uint8 if is_nvfp4 else getattr(torch, name)
@@ -132,17 +127,25 @@ def layer_pool(
     blocks = _blocks("pool", pool, shape, stored, num_blocks, device)
     scales = None
     if scale_pool is not None:
-        shape = (*block[:2], head_dim // NVFP4_BLOCK)
-        scales = _blocks("scale_pool", scale_pool, shape, torch.float8_e4m3fn, num_blocks, device)
-        if scales.shape[0] != blocks.shape[0]:
-            raise ValueError(
-                f"scale_pool has {scales.shape[0]} blocks: expected {blocks.shape[0]}, like pool"
-            )
-        check_device("scale_pool", scales, blocks.device)
+        scales = _scales_like(blocks, (*block[:2], head_dim // NVFP4_BLOCK), scale_pool, num_blocks)
         scales = scales[layer * factor :]
     if (layer + 1) * factor > blocks.shape[0]:
         raise ValueError(f"layer_idx is {layer}: the pool has {blocks.shape[0]} blocks")
     return LayerPool(blocks[layer * factor :], scales, factor)
+
+
+def _scales_like(
+    blocks: Tensor, shape: tuple[int, ...], scale_pool: int | Tensor, num_blocks: int | None
+) -> Tensor:
+    """View the scales of NVFP4 blocks, as many as there are blocks."""
+    device = None if isinstance(scale_pool, Tensor) else blocks.device
+    scales = _blocks("scale_pool", scale_pool, shape, torch.float8_e4m3fn, num_blocks, device)
+    if scales.shape[0] != blocks.shape[0]:
+        raise ValueError(
+            f"scale_pool has {scales.shape[0]} blocks: expected {blocks.shape[0]}, like pool"
+        )
+    check_device("scale_pool", scales, blocks.device)
+    return scales
 
 
 def pool_of_layer(

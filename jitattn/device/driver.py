@@ -1,4 +1,4 @@
-"""Device facts, loading and launching: the only caller of the CUDA driver. Knows no torch."""
+"""CUDA driver calls: device facts, tensor maps, kernel loading and launches. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TENSOR_MAP_BYTES = 128  # of CUtensorMap in cuda.h
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What planning needs to know of a CUDA device."""
+    """Facts of a CUDA device that planning depends on."""
 
     index: int
     name: str
     compute_capability: tuple[int, int]
     num_sms: int
-    max_smem_bytes: int  # shared memory that one CTA may ask for
+    max_smem_bytes: int  # limit of shared memory of one CTA
 
 
 def _check(result: tuple[Any, ...], what: str) -> Any:
@@ -37,7 +37,7 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 
 
 def _result(answer: Any) -> Any:
-    """Return what a launch answered as the binding names it; as it is where that has no name."""
+    """Return a launch result as a ``CUresult``, or unchanged if the binding has no such name."""
     code = answer[0] if isinstance(answer, tuple) else answer
     try:
         return cuda.CUresult(code)
@@ -80,7 +80,7 @@ def device_facts(index: int) -> DeviceFacts:
 
 @functools.cache
 def _primary_context(index: int) -> Any:
-    # Retained once and never released: torch holds the same context for the process's life.
+    # Retained once and never released, as torch does with the same context.
     device = _check(cuda.cuDeviceGet(index), f"no CUDA device {index}")
     return _check(cuda.cuDevicePrimaryCtxRetain(device), "primary context")
 
@@ -103,15 +103,15 @@ def encode_tensor_map(
     *,
     fetch_bytes: int,
 ) -> bytes | None:
-    """Return a tensor map whose boxes arrive in the 128-byte swizzle; None if the driver has none.
+    """Return a tensor map with the 128-byte swizzle, or None if the driver refuses it.
 
     Args:
         pointer: address of the tensor.
-        item_bytes: of an element, 1 or 2.
+        item_bytes: bytes of an element, 1 or 2.
         dims: sizes, the contiguous dimension first.
-        strides: bytes from one to the next of the other dimensions.
-        box: what is copied at a time, in the order of ``dims``.
-        fetch_bytes: what the L2 cache fetches at least, 128 or 256.
+        strides: bytes between neighbours along the other dimensions.
+        box: sizes of a TMA tile, in the order of ``dims``.
+        fetch_bytes: least fetch of the L2 cache, 128 or 256.
     """
     types = cuda.CUtensorMapDataType
     status, encoded = cuda.cuTensorMapEncodeTiled(
@@ -133,7 +133,7 @@ def encode_tensor_map(
 
 
 class LoadedKernel:
-    """A kernel on one device, ready to launch, before any graph capture begins."""
+    """A kernel loaded on one device, before any graph capture begins."""
 
     def __init__(self, cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> None:
         """Load ``cubin``; ``smem_bytes`` is the dynamic shared memory of every launch.
@@ -148,20 +148,20 @@ class LoadedKernel:
             what = f"cannot load {symbol} on device {device_index}"
             self._library = _check(cuda.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), what)
             kernel = _check(cuda.cuLibraryGetKernel(self._library, symbol.encode()), what)
-            # Loading is lazy, and must not happen inside a capture: this asks for it now.
+            # Loading is lazy, and must not happen inside a capture: this forces it now.
             self.function = _check(cuda.cuKernelGetFunction(kernel), what)
             self.argument = ctypes.c_void_p.from_param(int(self.function))
             version = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PTX_VERSION
             # From compute capability 9.0 on, kernels wait for their predecessor themselves.
             self.begins_early = _check(cuda.cuFuncGetAttribute(version, self.function), what) >= 90
-            if smem_bytes > 0:  # more than 48 KiB with the static part needs leave
+            if smem_bytes > 0:  # more than 48 KiB with the static part needs this attribute
                 limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _check(cuda.cuFuncSetAttribute(self.function, limit, smem_bytes), what)
 
 
 @functools.lru_cache(maxsize=4096)
 def load_kernel(cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -> LoadedKernel:
-    """Return a loaded kernel; planners of one configuration share it.
+    """Return a loaded kernel, shared by planners of one configuration.
 
     Raises:
         DriverError: the cubin doesn't fit the device or the driver.
@@ -170,7 +170,7 @@ def load_kernel(cubin: bytes, symbol: str, device_index: int, smem_bytes: int) -
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """``CUlaunchAttribute`` of cuda.h, of a value that is an int."""
+    """``CUlaunchAttribute`` of cuda.h with an int value."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
 
@@ -200,7 +200,7 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-# Launches share their configurations, since nobody changes one.
+# Launches share their configurations, which are never modified.
 @functools.lru_cache(maxsize=1024)
 def _config(
     grid: int, num_threads: int, smem_bytes: int, stream: int, begins_early: bool
@@ -229,42 +229,41 @@ def _binding_config(
 
 @functools.cache
 def _launch_function() -> Callable[..., int]:
-    """Return the driver's ``cuLaunchKernelEx``, to be called with ready-made arguments.
+    """Return the driver's ``cuLaunchKernelEx``, for arguments prepared ahead.
 
-    The library is the one that the binding has loaded, since there is a kernel.
+    The binding has loaded the library already, since a kernel exists.
     """
     function: Callable[..., int] = ctypes.CDLL("libcuda.so.1")["cuLaunchKernelEx"]
     return function
 
 
 def _by_ctypes(launch: Launch, stream: int) -> Callable[[], object]:
-    """Return a call of the driver's function that launches, and returns 0."""
+    """Return a launch through ctypes, which returns 0 on success."""
     config = ctypes.byref(_config(*launch.shape, stream, launch.kernel.begins_early))
     arguments = (config, launch.kernel.argument, ctypes.byref(launch.pointer), None)
     return functools.partial(_launch_function(), *arguments)
 
 
 def _by_binding(launch: Launch, stream: int) -> Callable[[], object]:
-    """Return a call of the binding that launches, and returns (CUDA_SUCCESS,)."""
+    """Return a launch through the binding, which returns (CUDA_SUCCESS,)."""
     config = _binding_config(*launch.shape, stream, launch.kernel.begins_early)
     arguments = (config, launch.kernel.function, ctypes.addressof(launch.pointer), 0)
     return functools.partial(cuda.cuLaunchKernelEx, *arguments)
 
 
-# The way that launches go, and what a successful one returns; bench/probe_launch.py times both.
+# The launch path, and its result on success; bench/probe_launch.py times both paths.
 _prepare, LAUNCHED = _by_ctypes, 0
 
 
 class Launch:
-    """One kernel, its grid and its parameter struct, prepared so that launching does little.
+    """A kernel with its grid and parameter struct, prepared for cheap launches.
 
-    ``params`` may be changed between launches; the driver copies it during the call. Not for
-    several threads at once.
+    ``params`` may change between launches; the driver copies it during the call. Not thread-safe.
 
     Attributes:
         kernel: the kernel.
-        params: its parameters.
-        pointer: the array of one that points to them.
+        params: its parameter struct.
+        pointer: array of one pointer to ``params``.
         shape: CTAs, threads of a CTA, and bytes of its dynamic shared memory.
     """
 
@@ -277,7 +276,7 @@ class Launch:
         self.kernel = kernel
         self.params = params
         self.shape = grid, num_threads, kernel.smem_bytes
-        # The driver wants an array of pointers to parameters; there is one.
+        # The driver takes an array of pointers to parameters, here of one.
         self.pointer = ctypes.c_void_p(ctypes.addressof(params))
         self._stream = -1
         self._call: Callable[[], object]
@@ -294,9 +293,9 @@ class Launch:
             self.try_again(answer)
 
     def on(self, stream: int) -> Callable[[], object]:
-        """Return what launches on ``stream``; who calls it passes an answer to ``try_again``.
+        """Return the launch on ``stream``.
 
-        Only an answer other than ``LAUNCHED``, that is.
+        Callers pass results other than ``LAUNCHED`` to ``try_again``.
         """
         if stream != self._stream:
             self._call = _prepare(self, stream)
@@ -304,12 +303,12 @@ class Launch:
         return self._call
 
     def try_again(self, answer: object) -> None:
-        """Launch in the kernel's context if ``answer`` to the last call asks for one.
+        """Launch again in the kernel's context if the last call failed for want of one.
 
         Raises:
             DriverError: the driver refused the launch.
         """
-        # A thread that has not touched CUDA yet has no context of its own.
+        # A thread without CUDA calls so far has no current context.
         status = _result(answer)
         no_context = (
             cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT,

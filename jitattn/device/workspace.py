@@ -1,4 +1,4 @@
-"""Scratch memory that kernels of one stream share: partial results and their counters."""
+"""Workspaces: device memory for partial results and counters, shared by kernels of one stream."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from jitattn.base.errors import ConfigError
 
 SLICE_BYTES = 256
-"""What every part of a workspace begins at a multiple of."""
+"""Alignment of the parts of a workspace."""
 
 
 class Workspace:
-    """Memory for the splits of requests, grown as planners ask for it and never shrunk.
+    """Device memory for partial results of KV splits, which grows on demand and never shrinks.
 
-    Kernels that run one after the other, of decode as of prefill, may share one; streams that run
-    side by side need one each. A plan keeps the buffers it was made with. Nobody has to clear it:
-    kernels leave the counters at zero, and what else it holds is written before it is read.
+    Consecutive kernels, decode and prefill alike, may share one; concurrent streams need one each.
+    A plan keeps the buffers it was made with. It needs no clearing: kernels leave the counters at
+    zero, and write everything else before they read it.
 
     Attributes:
         device: the CUDA device of the buffers.
-        partials: float32, partial outputs and sums of the splits; holds garbage between launches.
-        counters: int32, one per slot and head block; zero between launches.
+        partials: float32, partial outputs and sums of KV splits; undefined between launches.
+        counters: int32, one per work slot and head block; zero between launches.
     """
 
     def __init__(self, device: torch.device | str | int) -> None:
-        """Make an empty workspace on ``device``; memory comes with the first planner."""
+        """Make an empty workspace on ``device``; the first plan allocates its memory."""
         self.device = canonical_device(device)
         self.partials = torch.empty(0, dtype=torch.float32, device=self.device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=self.device)
@@ -34,16 +34,16 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it has now."""
+        """Allocated bytes."""
         return 4 * (self.partials.numel() + self.counters.numel())
 
     def reserve(self, num_partials: int, num_counters: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers of at least ``num_partials`` floats and ``num_counters`` counters.
 
         Raises:
-            ValueError: it would have to grow while the current stream is captured.
+            ValueError: the workspace would have to grow while the current stream is captured.
         """
-        partials, counters = self.partials, self.counters  # these never shrink
+        partials, counters = self.partials, self.counters  # never shrink
         if partials.numel() >= num_partials and counters.numel() >= num_counters:
             return partials, counters
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -63,7 +63,7 @@ class Workspace:
 def capture_buffers(
     device: torch.device, num_partials: int, num_counters: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return buffers for a call that is being captured, in the memory of its graph.
+    """Return buffers for a captured call, in the memory of its graph.
 
     Each replay clears the counters.
     """
@@ -72,16 +72,16 @@ def capture_buffers(
 
 
 def workspace_bytes(num_partials: int, num_counters: int) -> int:
-    """Return the bytes of a workspace of so many floats and counters."""
+    """Return the bytes of a workspace with these numbers of floats and counters."""
     return aligned(4 * num_partials) + aligned(4 * num_counters)
 
 
 def aligned(num_bytes: int) -> int:
-    """Return ``num_bytes``, rounded up to whole slices."""
+    """Return ``num_bytes``, rounded up to the alignment."""
     return -(-num_bytes // SLICE_BYTES) * SLICE_BYTES
 
 
-# The raw handle that means another stream in each thread.
+# The raw handle of the per-thread default stream.
 _PER_THREAD_STREAM = 2
 
 _defaults: dict[tuple[int, int, int], Workspace] = {}
@@ -89,7 +89,7 @@ _defaults_lock = threading.Lock()
 
 
 def default_workspace(device: torch.device, stream: int) -> Workspace:
-    """Return the workspace that plans share by default on ``stream``, a raw handle, of a device."""
+    """Return the default workspace of ``stream``, a raw handle, on a device."""
     assert device.index is not None  # canonical
     thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
     key = (device.index, stream, thread)
@@ -106,7 +106,7 @@ def canonical_device(device: torch.device | str | int | None) -> torch.device:
     """Return ``device`` with its index; None is the current CUDA device, or the CPU without one.
 
     Raises:
-        ConfigError: it is neither the CPU nor a CUDA device of this machine.
+        ConfigError: ``device`` is neither the CPU nor a CUDA device of this machine.
     """
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")

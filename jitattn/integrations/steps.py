@@ -16,7 +16,7 @@ from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.mla.api import MLAPlanner
 from jitattn.tensors.cache_views import BoundCache
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 
 Planner = AttentionPlanner | MLAPlanner
 Scale = float | Tensor
@@ -47,7 +47,7 @@ class Step:
         self.max_q_len = max_q_len
         self._made: dict[Planner, _Made] = {}
 
-    def plan_of(self, planner: Planner, pages: Pages) -> tuple[Any, Pages | None]:
+    def plan_of(self, planner: Planner, pages: PageTable) -> tuple[Any, PageTable | None]:
         """Return the plan of ``planner``, made when it is first asked for.
 
         Returns:
@@ -62,7 +62,9 @@ class Step:
             made = self._made[planner] = self._make(planner, pages)
         return made.plan, None if pages is made.pages else pages
 
-    def plan_for(self, layer: object, planner: Planner, pages: Pages) -> tuple[Any, Pages | None]:
+    def plan_for(
+        self, layer: object, planner: Planner, pages: PageTable
+    ) -> tuple[Any, PageTable | None]:
         """Return the plan as ``plan_of`` does, up to date.
 
         The first layer that comes for a plan begins a pass over the model whenever it comes again:
@@ -82,7 +84,7 @@ class Step:
         for made in self._made.values():
             made.plan.refresh()
 
-    def _make(self, planner: Planner, pages: Pages) -> _Made:
+    def _make(self, planner: Planner, pages: PageTable) -> _Made:
         max_q_len = None if self.qo_indptr is None else self.max_q_len
         plan = planner.plan(pages, self.seq_lens, self.qo_indptr, max_q_len=max_q_len)
         return _Made(plan, pages)
@@ -93,7 +95,7 @@ class _Made:
 
     __slots__ = ("first", "pages", "plan")
 
-    def __init__(self, plan: Any, pages: Pages) -> None:
+    def __init__(self, plan: Any, pages: PageTable) -> None:
         self.plan = plan
         self.pages = pages
         self.first: object = None

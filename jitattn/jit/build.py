@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +25,7 @@ from jitattn.base.record import Value
 from jitattn.jit import bundle_discovery, nvrtc
 from jitattn.jit.cache import KernelCache, Meta, digest, entry_name
 from jitattn.jit.sources import headers, inputs
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import AttentionSpec, KernelSpec
+from jitattn.spec.family import KernelSpec
 from jitattn.spec.variant import READY
 from jitattn.version import __version__
 
@@ -456,13 +455,13 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
 def _how_to_make(job: _Job, hint: str, folder: str) -> str:
     from shlex import quote
 
-    variant = job.spec.variant if isinstance(job.spec, AttentionSpec) else None
+    variant = job.spec.transform
     if variant is not None and variant not in [ready.code for ready in READY.values()]:
         return (
             f"where its variant {variant.name!r} is defined, from the planner's arguments, with\n"
             f"    jitattn.precompile(..., arch={job.arch!r}, out={folder!r})"
         )
-    config = quote(hint or _config_text(job.spec))
+    config = quote(hint or job.spec.config_text())
     return f"with\n    jitattn precompile --arch {job.arch} --config {config} -o {folder}"
 
 
@@ -476,15 +475,6 @@ def _why_not(job: _Job, place: Path) -> str:
     if job.render()[0] in found:
         return f" {place} has it damaged (jitattn cache verify says how): fill that bundle again."
     return f" {place} has it as another version of jitattn renders it: fill that bundle again."
-
-
-def _config_text(spec: KernelSpec) -> str:
-    """Return arguments that select ``spec``, for callers that have only the spec."""
-    known = {field.name for field in fields(PlannerConfig)}
-    chosen = {name: value for name, value in spec.context().items() if name in known}
-    if isinstance(spec, AttentionSpec) and spec.variant is not None:
-        chosen["variant"] = spec.variant.name
-    return ",".join(f"{name}={value}" for name, value in chosen.items()) or "head_dim=128"
 
 
 def _warn_once(reason: str) -> None:

@@ -11,28 +11,11 @@ from jinja2.lexer import Token, TokenStream
 
 from jitattn.base.errors import TemplateError
 from jitattn.jit.sources import TEMPLATES, headers
-from jitattn.spec.kernel_spec import AttentionSpec, KernelSpec
-from jitattn.spec.tile import template_for, tile_for
-from jitattn.spec.variant import AttentionVariant, ParamType
+from jitattn.spec.dtype import DType
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.variant import ELEMENTS, AttentionVariant, ParamType
 
 __all__ = ["TEMPLATES", "LineMarkers", "environment", "headers", "render"]
-
-_CUDA_TYPE = {
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "float32": "Float",
-    "float8_e4m3fn": "Float8E4M3",
-    "float8_e5m2": "Float8E5M2",
-    "int8": "Int8",
-    "nvfp4": "Float4E2M1",
-}
-_VARIANT_TYPE = {
-    "float": "float",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "int": "int32_t",
-    "uint8": "uint8_t",
-}
 
 
 class LineMarkers(Extension):
@@ -68,7 +51,7 @@ def environment() -> jinja2.Environment:
         extensions=[LineMarkers],
     )
     env.globals = {
-        "cuda_type": _CUDA_TYPE.__getitem__,
+        "cuda_type": _cuda_type,
         "registers": _registers,
         "warpgroup_product": _warpgroup_product,
         **_WITHOUT_VARIANT,
@@ -82,15 +65,18 @@ def render(spec: KernelSpec, arch: str) -> str:
     Raises:
         TemplateError: a template uses a name that is a field of neither the spec nor its tile.
     """
-    context = spec.context() | tile_for(spec, arch)._asdict()
-    if isinstance(spec, AttentionSpec) and spec.variant is not None:
-        context |= _with_variant(spec.variant) | {"family": spec.family}
+    context = spec.context() | spec.tile(arch)._asdict()
+    if (variant := spec.transform) is not None:
+        context |= _with_variant(variant) | {"family": spec.kernel}
     try:
-        return _banner(spec, arch) + environment().get_template(template_for(spec, arch)).render(
-            context
-        )
+        return _banner(spec, arch) + environment().get_template(spec.template(arch)).render(context)
     except jinja2.TemplateError as error:
         raise TemplateError(f"cannot render {spec}: {error}") from error
+
+
+def _cuda_type(dtype: str) -> str:
+    """Return the struct that stands for elements of a type."""
+    return DType(dtype).cuda_type
 
 
 def _registers(name: str, count: int) -> str:
@@ -141,7 +127,7 @@ def _variant_fields(variant: AttentionVariant) -> str:
 
 
 def _variant_type(kind: ParamType) -> str:
-    element = _VARIANT_TYPE[kind.element]
+    element = ELEMENTS[kind.element].cuda_type
     if kind.is_pointer:
         return f"VariantPointer<{element}>"
     return f"VariantTable<{element}, {len(kind.sizes)}>" if kind.sizes else element
@@ -150,7 +136,7 @@ def _variant_type(kind: ParamType) -> str:
 def _banner(spec: KernelSpec, arch: str) -> str:
     # A function of the spec alone: a version, date or path here would move the cache key.
     fields = " ".join(f"{k}={v}" for k, v in spec.context().items() if k != "symbol")
-    template = template_for(spec, arch)
+    template = spec.template(arch)
     return (
         f"// Rendered by jitattn from templates/{template}. Edit the template, not this.\n"
         f"// {type(spec).__name__}: {fields}\n"

@@ -10,13 +10,12 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import tile_for
+from jitattn.spec.family import KernelSpec
 
 # A wheel carries the templates inside the package, a checkout beside it. The checkout wins, so
 # that an editable install never reads a stale copy.
 _CHECKOUT = Path(__file__).parents[2] / "templates"
-_IS_CHECKOUT = (_CHECKOUT / "decode.cu.jinja").is_file()
+_IS_CHECKOUT = (_CHECKOUT / "attention/decode.cu.jinja").is_file()
 TEMPLATES = _CHECKOUT if _IS_CHECKOUT else Path(__file__).parents[1] / "templates"
 
 
@@ -33,7 +32,7 @@ def inputs(spec: KernelSpec, arch: str) -> dict[str, bytes]:
 
     Equal inputs render to equal sources; the reverse need not hold.
     """
-    values = {"spec": type(spec).__name__, **spec.context(), **tile_for(spec, arch)._asdict()}
+    values = {"spec": type(spec).__name__, **spec.context(), **spec.tile(arch)._asdict()}
     return {
         "values": repr(sorted(values.items())).encode(),
         "arch": arch.encode(),

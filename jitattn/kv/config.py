@@ -1,4 +1,4 @@
-"""What a page manager is made of: ``KVCacheConfig`` and its ``LayerConfig``s. No torch."""
+"""Configuration of a page manager: ``KVCacheConfig`` and its ``LayerConfig``s. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jitattn.base.validate import check_count
-from jitattn.spec.config import dtype_name
+from jitattn.spec.dtype import DType, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -15,16 +15,7 @@ if TYPE_CHECKING:
 DEFAULT_PRIORITY = 35
 MAX_PRIORITY = 100
 _NVFP4_BLOCK = 16
-_BITS = {
-    "float16": 16,
-    "bfloat16": 16,
-    "float32": 32,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-    "int8": 8,
-    "uint8": 8,
-    "nvfp4": 4,
-}
+_DTYPES = tuple(dtype.value for dtype in DType if dtype is not DType.FLOAT64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +52,8 @@ class LayerConfig:
         check_count(f"{name}head_dim_vo", self.dim_vo, least=1)
         check_count(f"{name}window_left", self.window_left, least=-1)
         dtype = dtype_name(self.dtype)
-        if dtype not in _BITS:
-            raise ValueError(f"{name}dtype is {dtype}: expected one of {', '.join(_BITS)}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"{name}dtype is {dtype}: expected one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", dtype)
         if dtype == "nvfp4" and (self.head_dim % _NVFP4_BLOCK or self.dim_vo % _NVFP4_BLOCK):
             raise ValueError(
@@ -82,7 +73,7 @@ class LayerConfig:
         """
         rows = page_size * self.num_kv_heads
         dims = (self.head_dim, self.dim_vo)
-        data = tuple(rows * dim * _BITS[str(self.dtype)] // 8 for dim in dims)
+        data = tuple(rows * dim * DType(str(self.dtype)).bits // 8 for dim in dims)
         if self.dtype != "nvfp4":
             return data
         return (*data, *(rows * dim // _NVFP4_BLOCK for dim in dims))
@@ -90,7 +81,7 @@ class LayerConfig:
     @property
     def item_bytes(self) -> int:
         """Bytes of what a tensor of it has as elements; of nvfp4, bytes."""
-        return max(_BITS[str(self.dtype)] // 8, 1)
+        return max(DType(str(self.dtype)).bits // 8, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

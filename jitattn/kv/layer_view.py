@@ -1,4 +1,4 @@
-"""What kernels take: caches of layers, and tables of sequences: ``LayerView``, ``TableMaker``.
+"""Caches of layers and block tables of sequences for kernels: ``LayerView``.
 
 On the CPU tables are made of the ledger; on a card by a kernel, of slots that are there already and
 what has changed of them. A capture has none of it: fill ``out`` before a replay.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,18 +16,19 @@ from torch import Tensor
 from jitattn.base.errors import KVCacheError
 from jitattn.base.validate import check_count
 from jitattn.kernels.pages.layer_tables import has_kernel
-from jitattn.kv.device_tables import DeviceTables
+from jitattn.kv.block_manager import BlockManager
+from jitattn.kv.device_block_tables import DeviceBlockTables
 from jitattn.kv.layout import Layout, Place, stale_end
 from jitattn.kv.ledger import NEVER
 from jitattn.kv.mode import PageIndexMode
-from jitattn.kv.sequence import KVSequence
-from jitattn.kv.sequences import Engine
+from jitattn.kv.page_ids import Ids, make_entries, spread_entries
+from jitattn.kv.sequence import KVSequence, active_states
 from jitattn.kv.state import Scratch, State
 from jitattn.kv.storage import KVCache
-from jitattn.kv.tables import Ids, make_entries, spread_entries
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import BlockTable, ViewTable, check_tensor, mark_view
+from jitattn.tensors.cache_views import mark_view
+from jitattn.tensors.page_tables import BlockTable, ViewTable
 from jitattn.tensors.quantization import QuantizedKV
+from jitattn.tensors.tensor_checks import check_tensor, check_writable
 
 _INTEGERS = (torch.int32, torch.int64)
 _LAST_ROW = 2**31 - 1
@@ -56,25 +56,17 @@ class ViewKey:
         return f"the {self.mode.name} view of {what} {self.index} of a page manager"
 
 
-class Active(Protocol):
-    """The manager, as far as tables are concerned."""
-
-    def _active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
-        """Return their states, or raise KVCacheError."""
-
-
-class TableMaker:
+class BlockTableMaker:
     """Writes page ids of sequences into tensors."""
 
-    def __init__(self, manager: Active, engine: Engine, device: torch.device) -> None:
+    def __init__(self, blocks: BlockManager, device: torch.device) -> None:
         """Made by a manager."""
-        self._manager = manager
-        self._engine = engine
-        self._layout: Layout = engine.layout
+        self._blocks = blocks
+        self._layout: Layout = blocks.layout
         self._device = device
         # For each group; empty on the CPU.
         self._device_tables = [
-            DeviceTables(engine.ledger, group.index, device)
+            DeviceBlockTables(blocks.ledger, group.index, device)
             for group in self._layout.groups
             if has_kernel(device)
         ]
@@ -91,7 +83,7 @@ class TableMaker:
 
     def all_layers(self, seqs: Sequence[KVSequence], group: int, out: Tensor | None) -> Tensor:
         """Return PER_LAYER ids of all layers, int32 [layers, batch_size, width]."""
-        states = self._manager._active_states(seqs)
+        states = active_states(seqs, self._blocks)
         num_layers = len(self._layout.groups[group].layer_ids)
         shape = (num_layers, len(states), self._width(states))
         if out is None:
@@ -117,7 +109,7 @@ class TableMaker:
         return out
 
     def _first_block(self, states: Sequence[State], group: int) -> int:
-        history = self._engine.ledger.history[[state.row for state in states]]
+        history = self._blocks.ledger.history[[state.row for state in states]]
         window = self._layout.groups[group].window_left
         return stale_end(int(history.min(initial=NEVER)), window, self._layout.page_size)
 
@@ -127,7 +119,7 @@ class TableMaker:
     ) -> BlockTable:  # fmt: skip
         """Return the table of a layer, or of all layers of its group in SHARED mode."""
         is_per_layer = view.mode is PageIndexMode.PER_LAYER
-        states = self._manager._active_states(seqs)
+        states = active_states(seqs, self._blocks)
         scratches = self._scratches(states, place.group)
         if scratches and not is_per_layer:
             state = states[scratches[0][0]]
@@ -172,11 +164,11 @@ class TableMaker:
 
     def _width(self, states: Sequence[State]) -> int:
         """Return the blocks of the longest; a table has at least one."""
-        counts = self._engine.ledger.num_blocks[[state.row for state in states]]
+        counts = self._blocks.ledger.num_blocks[[state.row for state in states]]
         return max(1, int(counts.max(initial=0)))
 
     def _slots(self, states: Sequence[State], group: int, width: int) -> Ids:
-        ids = self._engine.ledger.ids[group]
+        ids = self._blocks.ledger.ids[group]
         rows = [state.row for state in states]
         if width <= ids.shape[1]:
             return ids[rows, :width]
@@ -239,7 +231,7 @@ class LayerView:
         self,
         place: Place,
         mode: PageIndexMode,
-        maker: TableMaker,
+        maker: BlockTableMaker,
         cache: KVCache | None,
         *,
         has_scratch: bool,

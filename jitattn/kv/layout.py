@@ -1,4 +1,4 @@
-"""Which layers share pages and slots, and which blocks of a sequence live: integers alone.
+"""Layout of layers in groups, slots and pools, and retention of blocks: integers alone.
 
 A *block* is a span of ``page_size`` tokens of one sequence. A layer's *page* is its K and V of one
 block, contiguous. Layers with one retention rule are a *group*: their pages of one block lie in one

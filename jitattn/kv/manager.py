@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,19 +11,19 @@ from numpy.typing import NDArray
 
 from jitattn.base.errors import KVCacheError
 from jitattn.base.validate import check_count
+from jitattn.kv.block_manager import BlockManager, as_int64
 from jitattn.kv.config import DEFAULT_PRIORITY, MAX_PRIORITY, KVCacheConfig
 from jitattn.kv.layout import LayerGroup, check_slots, make_layout, split_bytes
 from jitattn.kv.mode import PageIndexMode
-from jitattn.kv.sequence import KVSequence
-from jitattn.kv.sequences import Engine, as_int64
-from jitattn.kv.state import State, Status
+from jitattn.kv.sequence import KVSequence, active_states
+from jitattn.kv.state import State
 from jitattn.spec.config import MAX_KV_LEN
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from jitattn.kv.layer_view import LayerView, TableMaker
+    from jitattn.kv.layer_view import BlockTableMaker, LayerView
     from jitattn.kv.storage import Storage
 
 _NO_TOKENS = np.empty(0, np.int64)
@@ -145,15 +144,14 @@ class KVCacheManager:
             import torch
 
             from jitattn.kv.storage import Storage
-            from jitattn.tensors.page_tables import check_supported
+            from jitattn.tensors.tensor_checks import check_supported
 
             where = _with_index(torch.device(device))
             check_supported(where)
             self._storage = Storage(layout, counts, host_counts, where)
-        self._engine = Engine(config, layout, counts, host_counts, self._storage)
+        self._blocks = BlockManager(config, layout, counts, host_counts, self._storage)
         self._views: dict[tuple[int, PageIndexMode], LayerView] = {}
-        self._table_maker: TableMaker | None = None
-        self._is_closed = False
+        self._table_maker: BlockTableMaker | None = None
 
     # --- sequences
 
@@ -181,7 +179,7 @@ class KVCacheManager:
             TypeError, ValueError: an argument that doesn't fit, or ``reuse_scratch=True`` where
                 the configuration has none.
         """
-        self._check_open()
+        self._blocks.check_open()
         tokens = _NO_TOKENS if prompt is None else as_int64(prompt)
         priority = check_count("priority", priority, least=0, most=MAX_PRIORITY)
         if reuse_scratch is not None and not isinstance(reuse_scratch, bool):
@@ -191,8 +189,8 @@ class KVCacheManager:
         if not isinstance(reuse_scope, str):
             raise TypeError(f"reuse_scope is {reuse_scope!r}: expected a string")
         has_scratch = self.config.reuse_scratch if reuse_scratch is None else reuse_scratch
-        state = self._engine.create(tokens, priority, has_scratch, reuse_scope)
-        return KVSequence(self, self._engine, state)
+        state = self._blocks.create(tokens, priority, has_scratch, reuse_scope)
+        return KVSequence(self._blocks, state)
 
     def advance(
         self, seqs: Sequence[KVSequence], new_tokens: object, *, num_inputs: int = 1
@@ -217,7 +215,7 @@ class KVCacheManager:
                 tokens than its capacity has; nothing has changed then.
             TypeError, ValueError: the other arguments don't fit.
         """
-        states = self._active_states(seqs)
+        states = active_states(seqs, self._blocks)
         flat, counts = _as_lists(new_tokens, len(states))
         num_inputs = check_count("num_inputs", num_inputs, most=MAX_KV_LEN)
         rows = np.fromiter((state.row for state in states), np.int64, len(states))
@@ -230,14 +228,14 @@ class KVCacheManager:
         ends = np.cumsum(counts) if slow else counts
         for i in slow:
             tokens = flat[ends[i] - counts[i] : ends[i]]
-            grown[i] = self._engine.advance(states[i], tokens, num_inputs)
+            grown[i] = self._blocks.advance(states[i], tokens, num_inputs)
         return grown
 
     def _look(
         self, states: list[State], rows: NDArray[np.int64], counts: NDArray[np.int64], inputs: int
     ) -> NDArray[np.bool_]:
         """Check what all are to do, and return which of them have to look at their pages."""
-        ledger, size = self._engine.ledger, self.config.page_size
+        ledger, size = self._blocks.ledger, self.config.page_size
         committed, history = ledger.committed[rows], ledger.history[rows]
         capacity = ledger.capacity[rows]
         after = committed + counts
@@ -259,7 +257,7 @@ class KVCacheManager:
                     f"capacity is {int(capacity[i])} (an advance by none makes room)"
                 )
             new = max(begin + count, int(history[i]))
-            self._engine.check_lengths(state, max(int(capacity[i]), new + inputs), new)
+            self._blocks.check_lengths(state, max(int(capacity[i]), new + inputs), new)
         return is_slow
 
     def _advance_fast(
@@ -271,7 +269,7 @@ class KVCacheManager:
         inputs: int,
     ) -> None:
         """Move lengths of sequences whose pages stay as they are."""
-        ledger = self._engine.ledger
+        ledger = self._blocks.ledger
         own = np.repeat(chosen, counts)
         rows_of, begins = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
         at = ledger.committed[rows_of] + np.arange(len(flat)) - begins
@@ -298,7 +296,7 @@ class KVCacheManager:
             TypeError: layer_id is no integer.
             ValueError: no such layer, or no mode.
         """
-        self._check_open()
+        self._blocks.check_open()
         layer_id = check_count("layer_id", layer_id, least=0)
         if layer_id not in self._layout.places:
             raise ValueError(f"layer_id is {layer_id!r}: the manager has no such layer")
@@ -341,21 +339,21 @@ class KVCacheManager:
             KVCacheError: a closed, suspended or foreign sequence; on a card, a capture.
             TypeError, ValueError: ``out`` or ``group`` doesn't fit.
         """
-        return self._tables().all_layers(seqs, self._group_index(group), out)
+        return self._tables().all_layers(seqs, self._blocks.group_index(group), out)
 
-    def _tables(self) -> TableMaker:
+    def _tables(self) -> BlockTableMaker:
         if self._table_maker is None:
             import torch
 
-            from jitattn.kv.layer_view import TableMaker
+            from jitattn.kv.layer_view import BlockTableMaker
 
             device = torch.device("cpu") if self._storage is None else self._storage.device
-            self._table_maker = TableMaker(self, self._engine, device)
+            self._table_maker = BlockTableMaker(self._blocks, device)
         return self._table_maker
 
     def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
         """Say whether tables of ``mode`` can list all sequences; None: each has to be asked."""
-        self._check_open()
+        self._blocks.check_open()
         if PageIndexMode(mode) is PageIndexMode.SHARED and self.config.reuse_scratch:
             return None
         return True
@@ -367,8 +365,8 @@ class KVCacheManager:
             KVCacheError: the manager is closed or has no storage.
             ValueError: no such group.
         """
-        self._check_open()
-        index = self._group_index(group)
+        self._blocks.check_open()
+        index = self._blocks.group_index(group)
         if self._storage is None:
             raise KVCacheError("the manager has no storage: it was made with device=None")
         pools = self._storage.pools[self._layout.slots_of[index]]
@@ -393,10 +391,10 @@ class KVCacheManager:
 
     def stats(self) -> Stats:
         """Return what there is and what has been done."""
-        self._check_open()
-        engine = self._engine
+        self._blocks.check_open()
+        blocks = self._blocks
         pools = []
-        for sizes, pool in zip(self._layout.slot_bytes, engine.pools, strict=True):
+        for sizes, pool in zip(self._layout.slot_bytes, blocks.pools, strict=True):
             device, host = pool.device, pool.host
             held, reusable, free = pool.held.size, pool.droppable.size, device.num_free
             on_host = host.total - host.num_free - pool.on_host.size
@@ -409,9 +407,9 @@ class KVCacheManager:
             )  # fmt: skip
         return Stats(
             pools=tuple(pools),
-            num_sequences=len(engine.states),
-            dropped_pages=sum(pool.num_dropped for pool in engine.pools),
-            **engine.counts,
+            num_sequences=len(blocks.states),
+            dropped_pages=sum(pool.num_dropped for pool in blocks.pools),
+            **blocks.counts,
         )
 
     def clear_reusable(self) -> None:
@@ -419,8 +417,8 @@ class KVCacheManager:
 
         Open sequences keep their pages; what they commit from now on isn't found either.
         """
-        self._check_open()
-        self._engine.clear()
+        self._blocks.check_open()
+        self._blocks.clear()
 
     def close(self) -> None:
         """Give all memory back, when views of layers and their caches are gone, too.
@@ -428,55 +426,16 @@ class KVCacheManager:
         Raises:
             KVCacheError: a sequence is open or has pinned pages, or it is closed already.
         """
-        self._check_open()
-        if self._engine.states:
-            ids = sorted(self._engine.states)
+        self._blocks.check_open()
+        if self._blocks.states:
+            ids = sorted(self._blocks.states)
             raise KVCacheError(f"sequences {ids} are open: close them first")
-        if any(pool.num_locked for pool in self._engine.pools):
+        if any(pool.num_locked for pool in self._blocks.pools):
             raise KVCacheError("pages of a closed sequence are pinned: unpin them first")
-        self._is_closed = True
+        self._blocks.is_closed = True
         self._storage = None
         self._views.clear()
         self._table_maker = None
-
-    # --- checks
-
-    def _check_open(self) -> None:
-        """Raise KVCacheError once it is closed."""
-        if self._is_closed:
-            raise KVCacheError("the manager is closed")
-
-    def _group_index(self, group: LayerGroup | int) -> int:
-        """Return the index of a group, given itself or that."""
-        if isinstance(group, LayerGroup):
-            if group.index < len(self.layer_groups) and self.layer_groups[group.index] == group:
-                return group.index
-        elif (
-            isinstance(group, Integral)
-            and not isinstance(group, bool)
-            and 0 <= group < len(self.layer_groups)
-        ):
-            return int(group)
-        raise ValueError(f"group is {group!r}: the manager has {len(self.layer_groups)} groups")
-
-    def _active_states(self, seqs: Sequence[KVSequence]) -> list[State]:
-        """Return the states of sequences that are its own, open and active.
-
-        Raises:
-            KVCacheError: one that isn't.
-        """
-        self._check_open()
-        states: list[State] = []
-        append, active = states.append, Status.ACTIVE
-        for seq in seqs:
-            if not isinstance(seq, KVSequence):
-                raise TypeError(f"seqs has a {type(seq).__name__}: expected KVSequence")
-            state = seq._state
-            append(state)
-            if state.status is not active or seq._manager is not self:
-                whose = "of another manager" if seq._manager is not self else state.status.value
-                raise KVCacheError(f"sequence {state.id} is {whose}")
-        return states
 
 
 def _with_index(device: torch.device) -> torch.device:

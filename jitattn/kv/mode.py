@@ -1,4 +1,4 @@
-"""How the ids of a page table count: ``PageIndexMode``."""
+"""Index modes of page tables: ``PageIndexMode``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which slot, in which tier, and who goes when there is no room: ``Page``, ``PagePool``.
+"""Pages in slots of two tiers, with eviction by priority and age: ``Page``, ``PagePool``.
 
 A page is locked while a running sequence or a pin has it: it is on the device and stays where it
 is. Held by suspended sequences alone, it may go to the host, and is not lost. With neither it is
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from jitattn.base.errors import KVCacheError
-from jitattn.kv.slot_allocator import Slots
+from jitattn.kv.slot_allocator import SlotAllocator
 
 
 class Page:
@@ -106,8 +106,8 @@ class PagePool:
 
     def __init__(self, num_slots: int, num_host_slots: int, drop: Callable[[Page], None]) -> None:
         """Begin empty; ``drop`` takes a page, which may go, out of the prefix tree."""
-        self.device = Slots(num_slots)
-        self.host = Slots(num_host_slots)
+        self.device = SlotAllocator(num_slots)
+        self.host = SlotAllocator(num_host_slots)
         self.droppable = EvictionQueue()
         self.held = EvictionQueue()
         self.on_host = EvictionQueue()

@@ -1,4 +1,4 @@
-"""Which committed blocks can be had again: ``PrefixTree``.
+"""Prefix cache of committed blocks: ``PrefixTree``.
 
 A node is a block of committed tokens after those of its parents, with a page for each group, where
 there still is one. A block that is full has ``page_size`` tokens; a last one may have fewer. Nodes

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jitattn.base.errors import KVCacheError
 from jitattn.base.validate import check_count
+from jitattn.kv.block_manager import BlockManager, as_int64
 from jitattn.kv.layout import LayerGroup
 from jitattn.kv.mode import PageIndexMode
-from jitattn.kv.sequences import Engine, as_int64
 from jitattn.kv.state import Scratch, State, Status
 from jitattn.spec.config import MAX_KV_LEN
-
-
-class Manager(Protocol):
-    """What a sequence asks its manager."""
-
-    def _check_open(self) -> None:
-        """Raise once the manager is closed."""
-
-    def _group_index(self, group: LayerGroup | int) -> int:
-        """Return the index of a group."""
 
 
 class KVSequence:
@@ -37,17 +27,16 @@ class KVSequence:
     thread at a time, like its manager.
     """
 
-    __slots__ = ("_engine", "_manager", "_state")
+    __slots__ = ("blocks", "state")  # the manager's own; users need neither
 
-    def __init__(self, manager: Manager, engine: Engine, state: State) -> None:
+    def __init__(self, blocks: BlockManager, state: State) -> None:
         """Made by a manager or by ``fork``."""
-        self._manager = manager
-        self._engine = engine
-        self._state = state
+        self.blocks = blocks
+        self.state = state
 
     def __repr__(self) -> str:
         """Show the number, the status and the lengths."""
-        state = self._state
+        state = self.state
         if state.status is Status.CLOSED:
             return f"KVSequence({state.id}, closed)"
         return (
@@ -60,32 +49,32 @@ class KVSequence:
     @property
     def id(self) -> int:
         """Its number, which no other sequence of the manager has."""
-        return self._state.id
+        return self.state.id
 
     @property
     def is_active(self) -> bool:
         """Whether its pages are on the device, and stay there."""
-        return self._state.status is Status.ACTIVE
+        return self.state.status is Status.ACTIVE
 
     @property
     def is_closed(self) -> bool:
         """Whether it has ended."""
-        return self._state.status is Status.CLOSED
+        return self.state.status is Status.CLOSED
 
     @property
     def num_committed_tokens(self) -> int:
         """Tokens that are final."""
-        return int(self._engine.ledger.committed[self._open().row])
+        return int(self.blocks.ledger.committed[self._open().row])
 
     @property
     def history_len(self) -> int:
         """Tokens that have no query in the next step."""
-        return int(self._engine.ledger.history[self._open().row])
+        return int(self.blocks.ledger.history[self._open().row])
 
     @property
     def capacity(self) -> int:
         """Tokens that there is room for."""
-        return int(self._engine.ledger.capacity[self._open().row])
+        return int(self.blocks.ledger.capacity[self._open().row])
 
     def base_page_ids(self, group: LayerGroup | int) -> NDArray[np.int32]:
         """Return the slot of each block, int32 [num_pages]; -1 where there is none.
@@ -93,15 +82,15 @@ class KVSequence:
         None is there before the window, in scratch, and while the sequence is suspended.
         """
         state = self._open()
-        index = self._manager._group_index(group)
-        ledger = self._engine.ledger
+        index = self.blocks.group_index(group)
+        ledger = self.blocks.ledger
         ids: NDArray[np.int32] = ledger.ids[index][state.row, : ledger.num_blocks[state.row]]
         return ids.copy()
 
     def scratch(self, group: LayerGroup | int) -> Scratch | None:
         """Return the scratch blocks and slots of a group, if it has any now."""
         state = self._open()
-        scratch = state.scratch[self._manager._group_index(group)]
+        scratch = state.scratch[self.blocks.group_index(group)]
         return scratch if state.status is Status.ACTIVE else None
 
     def supports_index_mode(self, mode: PageIndexMode) -> bool:
@@ -125,7 +114,7 @@ class KVSequence:
         state = self._open()
         if state.status is Status.ACTIVE:
             raise KVCacheError(f"sequence {state.id} is active already: resume one suspended")
-        return self._engine.resume(state)
+        return self.blocks.resume(state)
 
     def suspend(self) -> None:
         """Let its pages go to the host when others need the room, and its scratch now.
@@ -135,7 +124,7 @@ class KVSequence:
         Raises:
             KVCacheError: it is not active.
         """
-        self._engine.suspend(self._active("suspend"))
+        self.blocks.suspend(self._active("suspend"))
 
     def close(self) -> None:
         """End it. What it committed can be found by later sequences while there is room.
@@ -143,7 +132,7 @@ class KVSequence:
         Raises:
             KVCacheError: it is closed already.
         """
-        self._engine.close(self._open())
+        self.blocks.close(self._open())
 
     def fork(self) -> KVSequence:
         """Return a sequence with the same history, as active as this one.
@@ -152,7 +141,7 @@ class KVSequence:
         didn't have it first, when that one makes room for its next token. Its capacity is the
         history: the tokens of this one's next step are not its own.
         """
-        return KVSequence(self._manager, self._engine, self._engine.fork(self._open()))
+        return KVSequence(self.blocks, self.blocks.fork(self._open()))
 
     # --- lengths
 
@@ -184,8 +173,8 @@ class KVSequence:
                 f"sequence {state.id}: a capacity of {capacity} tokens is less than the history "
                 f"of {history}"
             )
-        self._engine.check_lengths(state, capacity, history)
-        return self._engine.set_lengths(state, capacity, history)
+        self.blocks.check_lengths(state, capacity, history)
+        return self.blocks.set_lengths(state, capacity, history)
 
     def commit(self, tokens: object) -> None:
         """Say which tokens follow the committed ones: their K and V are written, and are final.
@@ -211,8 +200,8 @@ class KVSequence:
                 f"sequence {state.id} can't commit {len(array)} tokens after {committed}: its "
                 f"capacity is {capacity}"
             )
-        self._engine.check_lengths(state, capacity, max(self.history_len, after))
-        self._engine.commit(state, array)
+        self.blocks.check_lengths(state, capacity, max(self.history_len, after))
+        self.blocks.commit(state, array)
 
     def rewind(self, n: int) -> None:
         """Take back the last ``n`` tokens of the capacity, such as drafts that were refused.
@@ -229,12 +218,12 @@ class KVSequence:
                 f"sequence {state.id} can't rewind {count} tokens: {capacity - history} of its "
                 f"{capacity} come after the history"
             )
-        self._engine.check_lengths(state, capacity - count, history)
-        self._engine.set_lengths(state, capacity - count, history)
+        self.blocks.check_lengths(state, capacity - count, history)
+        self.blocks.set_lengths(state, capacity - count, history)
 
     def stop_committing(self) -> None:
         """Commit no more. A last block that isn't full can be found from now on, too."""
-        self._engine.stop(self._open())
+        self.blocks.stop(self._open())
 
     # --- transfers
 
@@ -251,10 +240,10 @@ class KVSequence:
             KVCacheError: it is not active, or the group is pinned already.
         """
         state = self._active("pin")
-        index = self._manager._group_index(group)
+        index = self.blocks.group_index(group)
         if index in state.pins:
             raise KVCacheError(f"sequence {state.id} has pinned group {index} already")
-        self._engine.pin(state, index)
+        self.blocks.pin(state, index)
         return np.array([page.slot for page in state.pins[index]], np.int32)
 
     def unpin(self, group: LayerGroup | int) -> None:
@@ -263,25 +252,46 @@ class KVSequence:
         Raises:
             KVCacheError: the group is not pinned.
         """
-        self._manager._check_open()
-        index = self._manager._group_index(group)
-        if index not in self._state.pins:
-            raise KVCacheError(f"sequence {self._state.id} has not pinned group {index}")
-        self._engine.unpin(self._state, index)
+        self.blocks.check_open()
+        index = self.blocks.group_index(group)
+        if index not in self.state.pins:
+            raise KVCacheError(f"sequence {self.state.id} has not pinned group {index}")
+        self.blocks.unpin(self.state, index)
 
     # --- what it may do
 
     def _open(self) -> State:
-        self._manager._check_open()
-        if self._state.status is Status.CLOSED:
-            raise KVCacheError(f"sequence {self._state.id} is closed")
-        return self._state
+        self.blocks.check_open()
+        if self.state.status is Status.CLOSED:
+            raise KVCacheError(f"sequence {self.state.id} is closed")
+        return self.state
 
     def _active(self, what: str) -> State:
         state = self._open()
         if state.status is not Status.ACTIVE:
             raise KVCacheError(f"can't {what} sequence {state.id}: it is suspended")
         return state
+
+
+def active_states(seqs: Sequence[KVSequence], blocks: BlockManager) -> list[State]:
+    """Return the states of sequences that are a manager's own, open and active.
+
+    Raises:
+        KVCacheError: one that isn't.
+        TypeError: one that is no sequence.
+    """
+    blocks.check_open()
+    states: list[State] = []
+    append, active = states.append, Status.ACTIVE
+    for seq in seqs:
+        if not isinstance(seq, KVSequence):
+            raise TypeError(f"seqs has a {type(seq).__name__}: expected KVSequence")
+        state = seq.state
+        append(state)
+        if state.status is not active or seq.blocks is not blocks:
+            whose = "of another manager" if seq.blocks is not blocks else state.status.value
+            raise KVCacheError(f"sequence {state.id} is {whose}")
+    return states
 
 
 def _tokens(name: str, value: object) -> int:

@@ -1,4 +1,4 @@
-"""Free and taken slots of one tier: ``Slots``."""
+"""Free and taken slots of one tier: ``SlotAllocator``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from jitattn.base.errors import KVCacheError
 
 
-class Slots:
+class SlotAllocator:
     """Slots 0 to ``total`` - 1, each free or taken.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What the manager knows of a sequence besides its row: ``State``. Users see ``Sequence``."""
+"""Bookkeeping of a sequence besides its row of the ledger: ``State``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's arguments as a value: torch-free, so that a build machine can name a kernel."""
+"""Planner configs: the arguments as a value. Torch-free, so that build machines can use them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import ClassVar, Protocol, Self
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.dtype import dtype_name
 from jitattn.spec.variant import READY, AttentionVariant
 
-# No request is longer, so that kernels may add to a position in 32 bits; a larger window means the
-# same.
+# Longest request, so that kernels may add to a position in 32 bits. Larger windows act alike.
 MAX_KV_LEN = 2**30
 MAX_PAGE_SIZE = 2**20
 HEAD_DIMS = (*range(16, 257, 16), 512)
-Q_DTYPES = ("bfloat16", "float16")
-OUT_DTYPES = ("bfloat16", "float16", "float32")
-PAGE_TABLES = tuple(table.value for table in PageTable)
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-QUANTISED_DTYPES = (*FP8_DTYPES, "int8", "nvfp4")
 _OPTIONAL = frozenset(
     (
         *("page_size", "head_dim_vo", "out_dtype", "sm_scale"),
@@ -33,14 +27,14 @@ _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
 
 
 class Arguments(Value):
-    """Arguments of a planner that are not objects of a device, normalised: its subclasses' fields.
+    """Normalised arguments of a planner, without device objects; subclasses have the fields.
 
     Dtypes are names (``"bfloat16"``). Construct them with ``from_arguments`` or ``parse``, which
     check types.
     """
 
     optional: ClassVar[frozenset[str]] = _OPTIONAL
-    """Names of arguments that may be given as None."""
+    """Names of arguments that may be None."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, object]) -> Self:
@@ -70,7 +64,7 @@ class Arguments(Value):
 
     @classmethod
     def among(cls, values: Mapping[str, object]) -> Self:
-        """Return the configuration of a caller's ``locals()``, which has a value for each field.
+        """Return the configuration of a caller's ``locals()``, with a value for each field.
 
         Raises:
             ConfigError: with one reason for each value of a wrong type.
@@ -111,7 +105,7 @@ class Arguments(Value):
 class PlannerConfig(Arguments):
     """The arguments of ``AttentionPlanner`` that are not objects of a device.
 
-    What combinations have kernels is ``jitattn.spec.support``'s business.
+    Which of them have kernels, ``jitattn.kernels.attention.config`` says.
     """
 
     num_qo_heads: int = 32
@@ -151,6 +145,90 @@ class PlannerConfig(Arguments):
         return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
 
+class MLAConfig(Arguments):
+    """The arguments of ``MLAPlanner`` that are not objects of a device.
+
+    The planner wants ``sm_scale``; kernels don't depend on it, so a configuration may lack it.
+    """
+
+    family: ClassVar[str] = "mla"
+    optional: ClassVar[frozenset[str]] = Arguments.optional - {"sm_scale"}
+
+    num_heads: int = 128
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    page_size: int | None = 64
+    sm_scale: float | None = None
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    page_table: str = "shared"
+    causal: bool = True
+    variant: AttentionVariant | None = None
+    batch_invariant: bool = False
+    num_sms: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the configuration of ``"planner=mla,num_heads=16,page_size=64"``.
+
+        Raises:
+            ConfigError: a part is not ``name=value``, is unknown, repeated or of a wrong type.
+        """
+        first, _, others = text.partition(",")
+        is_named = first.replace(" ", "") == f"planner={cls.family}"
+        return super().parse(others if is_named else text)
+
+    def arguments_text(self) -> str:
+        """Return ``planner=mla`` and the arguments that differ from the defaults, for ``parse``."""
+        return ",".join(filter(None, (f"planner={self.family}", super().arguments_text())))
+
+    @property
+    def window_left(self) -> int:
+        """There is no window."""
+        return -1
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Heads of q and out: all share one latent a token."""
+        return self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Latents of a token."""
+        return 1
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share a latent."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of a value."""
+        return self.kv_lora_rank
+
+    @property
+    def logits_soft_cap(self) -> float:
+        """There is no soft cap."""
+        return 0.0
+
+    @property
+    def early_kv(self) -> bool:
+        """Nothing is read before the previous kernel's end."""
+        return False
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with."""
+        return 1.0 if self.sm_scale is None else self.sm_scale
+
+
 class PagedConfig(Protocol):
     """What lengths, tables and pages are checked against, of any planner."""
 
@@ -168,14 +246,6 @@ class PagedConfig(Protocol):
     def window_left(self) -> int:
         """Earlier tokens that a query sees besides itself; -1 is all."""
         ...
-
-
-def dtype_name(value: object) -> str:
-    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
-    name = str(value).removeprefix("torch.")
-    if not isinstance(value, str) and not str(value).startswith("torch."):
-        raise TypeError(f"{value!r} is not a dtype: give a torch.dtype or its name")
-    return name
 
 
 def _normalise(name: str, kind: str, value: object) -> object:

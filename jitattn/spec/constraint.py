@@ -1,4 +1,4 @@
-"""The lines of the tables that say which arguments of planners are supported. Torch-free."""
+"""Support rules: the supported range of an argument, and the reason for a refusal. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from jitattn.spec.config import MAX_PAGE_SIZE, PagedConfig
-from jitattn.spec.kernel_spec import PageTable
+from jitattn.spec.layout import Layout
 from jitattn.spec.variant import READY
 
 ConfigT = TypeVar("ConfigT")
@@ -16,7 +16,7 @@ VARIANT_RANGE = f"None, any AttentionVariant, {', '.join(READY)}"
 
 
 class Rule(NamedTuple, Generic[ConfigT]):
-    """One line of a support table: what an argument may be, and the reason when it is not."""
+    """One row of a support table: the range of an argument, and the reason for a refusal."""
 
     argument: str
     allowed: str  # the range, as the support table prints it
@@ -27,7 +27,7 @@ class Rule(NamedTuple, Generic[ConfigT]):
 def rule(
     argument: str, allowed: str, holds: Callable[[ConfigT], bool], wanted: str
 ) -> Rule[ConfigT]:
-    """Return the rule whose reason is the argument, its value and ``wanted``."""
+    """Return a rule whose reason is the argument, its value and ``wanted``."""
 
     def reason(config: ConfigT) -> str:
         return f"{argument}={getattr(config, argument)} {wanted}"
@@ -36,7 +36,7 @@ def rule(
 
 
 def one_of(argument: str, choices: tuple[str, ...], why: str = "") -> Rule[ConfigT]:
-    """Return the rule that an argument is one of ``choices``."""
+    """Return the rule for an argument with these choices."""
     return rule(
         argument,
         ", ".join(choices),
@@ -46,7 +46,7 @@ def one_of(argument: str, choices: tuple[str, ...], why: str = "") -> Rule[Confi
 
 
 def page_size_rule() -> Rule[PagedT]:
-    """Return the rule of page sizes."""
+    """Return the rule for page sizes."""
     return rule(
         "page_size",
         "1 and up, any integer; None with page_table=ragged",
@@ -56,11 +56,11 @@ def page_size_rule() -> Rule[PagedT]:
 
 
 def _page_size_fits(config: PagedConfig) -> bool:
-    if config.page_table == PageTable.RAGGED:
+    if config.page_table == Layout.RAGGED:
         return config.page_size is None
     return config.page_size is not None and 1 <= config.page_size <= MAX_PAGE_SIZE
 
 
 def broken(rules: Iterable[Rule[ConfigT]], config: ConfigT) -> list[str]:
-    """Return the reasons of the rules that don't hold."""
+    """Return the reasons of violated rules."""
     return [rule.reason(config) for rule in rules if not rule.holds(config)]

@@ -1,7 +1,7 @@
-"""Variants of attention: what a user's CUDA C++ makes of each logit. Torch-free.
+"""Attention variants: the user's CUDA C++ that transforms each logit. Torch-free.
 
-A variant is a value: kernels are specialised on its text and on the types of its parameters, and
-what these are is said at launch.
+A variant is a value. Kernels are specialised on its text and the types of its parameters; the
+parameters themselves are launch arguments.
 """
 
 from __future__ import annotations
@@ -15,9 +15,23 @@ from typing import Any, NamedTuple
 
 from jitattn.base.record import Value
 
+
+class Element(NamedTuple):
+    """The type of a number or of a tensor's elements."""
+
+    cuda_type: str
+    dtype: str  # of the tensors that hold it, in torch
+
+
+ELEMENTS = {
+    "float": Element("float", "float32"),
+    "float16": Element("Half", "float16"),
+    "bfloat16": Element("BFloat16", "bfloat16"),
+    "int": Element("int32_t", "int32"),
+    "uint8": Element("uint8_t", "uint8"),
+}
+"""Element types of tensors; 16-bit floats are read as float."""
 SCALARS = ("float", "int")
-ELEMENTS = ("float", "float16", "bfloat16", "int", "uint8")
-"""Types of the elements of tensors; those of 16 bits are read as float."""
 NAMED_SIZES = ("qo_heads", "kv_heads")
 MAX_PARAMS, MAX_RANK = 16, 4
 
@@ -27,7 +41,7 @@ _POINTER = re.compile(r"(\w+)\s*\*")
 _TABLE = re.compile(r"(\w+)\s*\[([^\[\]]*)\]")
 _SIZE = re.compile(r"[1-9][0-9]{0,17}")  # int64 holds it
 _OPEN = {")": "(", "]": "[", "}": "{"}
-# What brackets and a `return` may hide in: comments and literals, ended or not.
+# Comments and literals, terminated or not, which may contain brackets and `return`.
 _HIDDEN = re.compile(
     r"//(?:\\[ \t\r]*\n|[^\n])*"
     r"|/\*.*?(?:\*/|(?P<comment>\Z))"
@@ -43,16 +57,16 @@ class ParamType(NamedTuple):
     element: str
     is_pointer: bool = False
     sizes: tuple[int | str, ...] = ()
-    """Of a table: an integer, ``"qo_heads"``, ``"kv_heads"``, or ``"*"`` for any."""
+    """Sizes of a table: integers, ``"qo_heads"``, ``"kv_heads"``, or ``"*"`` for any."""
 
     @property
     def is_scalar(self) -> bool:
-        """Whether launches take it by value."""
+        """Whether the parameter is passed by value."""
         return not self.is_pointer and not self.sizes
 
 
 def parse_type(text: str) -> ParamType | None:
-    """Return the type that ``"float"``, ``"float*"`` or ``"float[qo_heads, *]"`` declares."""
+    """Return the declared type: ``"float"``, ``"float*"`` or ``"float[qo_heads, *]"``."""
     text = text.strip()
     if text in SCALARS:
         return ParamType(text)
@@ -76,16 +90,16 @@ Reference = Callable[[Any, Any], Any]
 
 
 class AttentionVariant(Value):
-    """What becomes of each logit that a query token has with a key it sees.
+    """A transform of each logit of a query token and a visible key.
 
-    Two variants of equal name, text and parameters are the same to kernels and caches, in any
+    Variants of equal name, text and parameters share kernels and cache entries, in any
     process; others never share a kernel.
 
     Attributes:
-        name: of the variant, in kernels' symbols and compilers' messages.
+        name: part of kernels' symbols and of compiler messages.
         logits_transform: the CUDA C++.
-        params: names and types, in their order.
-        reference: the same in torch, or None.
+        params: names and types, in order.
+        reference: the definition in torch, or None.
     """
 
     name: str
@@ -100,7 +114,7 @@ class AttentionVariant(Value):
         params: Mapping[str, str] | tuple[tuple[str, str], ...] = (),
         reference: Reference | None = None,
     ) -> None:
-        """Check a variant; nothing is compiled before a planner or ``precompile`` needs it.
+        """Check a variant; a planner or ``precompile`` compiles it later.
 
         Args:
             name: letters, digits and underscores, 32 at most.
@@ -142,17 +156,17 @@ class AttentionVariant(Value):
 
     @property
     def types(self) -> dict[str, ParamType]:
-        """The types of the parameters, by name."""
+        """Types of the parameters, by name."""
         return {name: _known_type(text) for name, text in self.params}
 
     @property
     def is_expression(self) -> bool:
-        """Whether the text is what to return, not statements that do."""
+        """Whether the text is an expression, without ``return``."""
         return not re.search(r"\breturn\b", _HIDDEN.sub(" ", self.logits_transform))
 
     @property
     def label(self) -> str:
-        """The name and a digest of what kernels depend on, for symbols."""
+        """Name and digest of text and parameters, for symbols."""
         hasher = hashlib.sha256()
         for part in (self.name, self.logits_transform, *(x for pair in self.params for x in pair)):
             data = part.encode()
@@ -162,7 +176,7 @@ class AttentionVariant(Value):
 
     @property
     def code(self) -> AttentionVariant:
-        """The same without its reference: what kernels are specialised on."""
+        """The variant without its reference, for specs."""
         return AttentionVariant(self.name, self.logits_transform, self.params)
 
 
@@ -192,14 +206,14 @@ def _checked_text(name: str, text: object) -> str:
         if hidden.lastgroup is not None:
             line = lines.count("\n", 0, hidden.start()) + 1
             raise ValueError(f"variant {name!r}:{line}: a {hidden.lastgroup} that doesn't end")
-    # Of which the compiler warns alone, and the result is any.
+    # The compiler only warns, and the result is undefined.
     for found in re.finditer(r"\breturn\s*;", visible):
         line = visible.count("\n", 0, found.start()) + 1
         raise ValueError(f"variant {name!r}:{line}: a return without a float")
-    # Else the compiler would blame the lines around the user's.
+    # Else the compiler would report the lines around the user's.
     for line, what in _loose_brackets(visible):
         raise ValueError(f"variant {name!r}:{line}: {what}")
-    if lines.endswith("\\"):  # in a comment, too: what follows the text would be part of it
+    if lines.endswith("\\"):  # even in a comment: the next line would continue it
         raise ValueError(f"variant {name!r}: logits_transform ends with a backslash")
     return lines
 
@@ -209,7 +223,7 @@ def _blank(hidden: re.Match[str]) -> str:
 
 
 def _loose_brackets(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and complaint of the first bracket that has no other."""
+    """Yield line and message of the first unmatched bracket."""
     open_ones: list[tuple[str, int]] = []
     for number, line in enumerate(text.split("\n"), start=1):
         for character in line:
@@ -242,7 +256,7 @@ def _checked_params(name: str, params: object) -> tuple[tuple[str, str], ...]:
     return pairs
 
 
-@functools.lru_cache(maxsize=256)  # each call of a plan asks for its parameters' types
+@functools.lru_cache(maxsize=256)  # each run of a plan reads its parameters' types
 def _known_type(text: str) -> ParamType:
     found = parse_type(text)
     if found is None:
@@ -280,8 +294,8 @@ RELATIVE_BIAS = AttentionVariant(
     {"bias": "float[qo_heads, *]", "zero": "int"},
     reference=_relative_bias,
 )
-"""A learned bias by distance: ``bias`` float32 [num_qo_heads, num_distances], whose column
-``zero + qo_idx - kv_idx`` counts, or the first or last one beyond; see ``t5_bias``."""
+"""A learned bias by distance: ``bias`` float32 [num_qo_heads, num_distances], clamped
+column ``zero + qo_idx - kv_idx``; see ``t5_bias``."""
 
 READY = {variant.name: variant for variant in (ALIBI, RELATIVE_BIAS)}
-"""Variants that may be given by their names."""
+"""Ready variants, by name."""

@@ -1,1 +1,1 @@
-"""Tensor arguments as checked values: page tables, KV caches, rotary embeddings, TMA descriptors."""
+"""Tensor arguments as checked values: page tables, KV caches, rotary embeddings, tensor maps."""

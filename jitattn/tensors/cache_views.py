@@ -11,9 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import QUANTISED_DTYPES, PlannerConfig
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import BYTE_DTYPES, QUANTISED_DTYPES, DType
 from jitattn.tensors.overlap import span_of
-from jitattn.tensors.page_tables import Pages, check_device, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor, row_strides
 from jitattn.tensors.tensor_handles import new_handle
 from jitattn.tensors.variant_params import VariantParams
 
@@ -25,7 +27,7 @@ except ImportError:
 
 _VECTOR_BYTES = 16
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_BYTE_DTYPES = tuple(DType(name).torch_dtype for name in BYTE_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,24 @@ class BoundCache:
         self.kind = kind
         # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """K and V, then the scales of their blocks, then their own, as far as these are tensors."""
+        views = self.k, self.v, *(self.block_scales or ())
+        scales = [scale.tensor for scale in (self.k_scale, self.v_scale) if scale is not None]
+        return *(view.tensor for view in views), *(scale for scale in scales if scale is not None)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What it is beside its tensors: of two with equal facts the tensors tell."""
+        config, scales = self.config, (self.k_scale, self.v_scale)
+        numbers = [scale.value for scale in scales if scale is not None and scale.tensor is None]
+        return (
+            *(config.q_dtype, config.kv_dtype, config.kv_layout, config.page_table),
+            *(scale is None or scale.tensor is None for scale in scales),
+            *numbers,
+        )
 
     @property
     def pools(self) -> dict[str, int]:
@@ -322,7 +342,7 @@ def _check_rank(
     name: str, cache: object, config: PlannerConfig, *, num_dims: int, row: str = "head_dim"
 ) -> None:
     dtype = getattr(torch, config.kv_dtype)
-    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _QUANTISED_DTYPES else (dtype,))
+    check_tensor(name, cache, (dtype, torch.uint8) if dtype in _BYTE_DTYPES else (dtype,))
     assert isinstance(cache, Tensor)
     if cache.dim() != num_dims:
         page = "page_size, num_kv_heads" if config.kv_layout == "NHD" else "num_kv_heads, page_size"
@@ -359,7 +379,7 @@ class Batch:
     a request. Of one ``layout``, tables and lengths differ in their addresses only.
     """
 
-    pages: Pages
+    pages: PageTable
     batch_size: int
     seq_lens: Tensor
     qo_indptr: Tensor | None
@@ -435,7 +455,7 @@ class Call:
     q: Tensor
     q_layout: RowLayout
     kv: BoundCache
-    pages: Pages
+    pages: PageTable
     out: Tensor
     out_layout: RowLayout
     lse: Tensor | None
@@ -462,18 +482,18 @@ class BatchLayout:
 
     __slots__ = ("_lie_alike", "_num_tensors", "_table", "batch_size", "capacity")
 
-    def __init__(self, pages: Pages | None, seq_lens: Tensor | None, capacity: int) -> None:
+    def __init__(self, pages: PageTable | None, seq_lens: Tensor | None, capacity: int) -> None:
         """Describe both; without them it is like nothing."""
         self.capacity = capacity
         self.batch_size = 0
-        self._table: type[Pages] | None = None
+        self._table: type[PageTable] | None = None
         if pages is not None and seq_lens is not None:
             self.batch_size = pages.batch_size
             self._table = type(pages)
             self._num_tensors = len(pages.tensors)
             self._lie_alike = recogniser((seq_lens, *pages.tensors))
 
-    def fits(self, pages: Pages, seq_lens: Tensor) -> bool:
+    def fits(self, pages: PageTable, seq_lens: Tensor) -> bool:
         """Whether these lie like those."""
         return (
             type(pages) is self._table
@@ -543,39 +563,15 @@ def _view_ragged_mask(
     return Mask("ragged", packed, 0, indptr)
 
 
-def check_last_stride(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the last dimension is contiguous."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name} has strides {list(tensor.stride())}: the last dimension must be contiguous"
-        )
+_VIEW = "jitattn_view"
 
 
-def check_rows(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise unless ``tensor`` has this shape, dtype and device."""
-    check_tensor(name, tensor, (dtype,))
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {list(shape)}")
-    check_device(name, tensor, device)
+def mark_view(tensor: Tensor, view: object) -> None:
+    """Note on the first tensor of a cache which tables it is for."""
+    setattr(tensor, _VIEW, view)
 
 
-def check_writable(name: str, tensor: Tensor) -> None:
-    """Raise ValueError when elements of an output lie on each other, as after ``expand``."""
-    reach = 0  # the farthest element of the dimensions so far
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
-    for stride, size in dims:
-        if stride <= reach and tensor.numel() > 0:
-            raise ValueError(
-                f"{name} has strides {list(tensor.stride())}: its elements share memory, so it "
-                "can't be written"
-            )
-        reach += (size - 1) * stride
-
-
-def row_strides(tensor: Tensor) -> tuple[int, int]:
-    """Return the strides of the first two dimensions; 0 for a dimension of size 1."""
-    return tuple(
-        s if n > 1 else 0 for s, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True)
-    )  # type: ignore[return-value]
+def view_of(kv_cache: object) -> object:
+    """Return what a page manager noted on a cache; None where it comes from elsewhere."""
+    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
+    return getattr(getattr(first, "k", first), _VIEW, None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag
-from jitattn.tensors.page_tables import check_tensor
+from jitattn.tensors.tensor_checks import check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

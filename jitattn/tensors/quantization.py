@@ -21,24 +21,18 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import QUANTISED_DTYPES, dtype_name
-from jitattn.spec.kernel_spec import DType
-from jitattn.tensors.cache_views import check_last_stride, check_scale, scale_value
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.spec.dtype import KV_DTYPES, QUANTISED_DTYPES, DType, dtype_name
+from jitattn.tensors.cache_views import check_scale, scale_value
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 NVFP4_BLOCK = 16
 """Elements of a block of NVFP4, which share a scale."""
 
 _VALUES = (torch.float16, torch.bfloat16, torch.float32)
-_TORCH = {
-    dtype.value: getattr(torch, dtype.value)
-    for dtype in (
-        *(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.INT8),
-    )
-}
-CACHE_DTYPES = (*_TORCH, "nvfp4")
+CACHE_DTYPES = tuple(dtype.value for dtype in DType if dtype.value in KV_DTYPES)
 """Names of the types that a cache may have."""
 
+_TORCH = {name: DType(name).torch_dtype for name in CACHE_DTYPES if name != DType.NVFP4}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST_E2M1 = 6.0
 
@@ -89,6 +83,11 @@ class QuantizedKV:
             raise AttributeError(f"QuantizedKV.{name} can't be replaced: make another QuantizedKV")
         object.__setattr__(self, name, value)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, the scales of blocks last."""
+        return self.k, self.v, self.k_block_scales, self.v_block_scales
+
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"QuantizedKV.{name} can't be deleted")
 
@@ -110,7 +109,7 @@ def tensors_of(kv_cache: KVCache) -> tuple[Tensor, ...]:
     if isinstance(kv_cache, Tensor):
         return (kv_cache,)
     if isinstance(kv_cache, QuantizedKV):
-        return kv_cache.k, kv_cache.v, kv_cache.k_block_scales, kv_cache.v_block_scales
+        return kv_cache.tensors
     return tuple(kv_cache)
 
 
@@ -176,7 +175,7 @@ def quantize_kv(
         scaled = scaled * (1.0 / factor)
     if name == "nvfp4":
         return _to_nvfp4(scaled)
-    if name == "int8":
+    if name == DType.INT8:
         return scaled.round().clamp(-128, 127).nan_to_num(nan=0.0).to(torch.int8)
     stored = saturated(scaled, _TORCH[name])
     if name not in QUANTISED_DTYPES:

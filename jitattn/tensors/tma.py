@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jitattn.device.driver import encode_tensor_map
-from jitattn.spec.tile import SEGMENT_BYTES, AttentionTile, WarpgroupTile
+from jitattn.spec.layout import SEGMENT_BYTES
 from jitattn.tensors.cache_views import CacheView
 
 # Tokens whose segments a box of groups brings one after the other: as many as a swizzle repeats at.
@@ -27,11 +27,34 @@ class Box(NamedTuple):
     fetches_pairs: bool = False
 
 
-def box_of(tile: AttentionTile, head_dim: int) -> Box:
+class LoadedTile(Protocol):
+    """What TMA loads for a kernel at a time."""
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens of a page."""
+        ...
+
+    @property
+    def key_box_columns(self) -> int:
+        """Columns of K; 0: all."""
+        ...
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of V."""
+        ...
+
+    @property
+    def fetches_pairs(self) -> bool:
+        """Whether L2 loads segments in pairs."""
+        ...
+
+
+def box_of(tile: LoadedTile, head_dim: int) -> Box:
     """Return the boxes that a kernel of ``tile`` brings, whose K has ``head_dim`` columns."""
     key_columns = tile.key_box_columns or head_dim
-    fetches_pairs = isinstance(tile, WarpgroupTile)
-    return Box(tile.box_tokens, key_columns, tile.value_dim, fetches_pairs=fetches_pairs)
+    return Box(tile.box_tokens, key_columns, tile.value_dim, fetches_pairs=tile.fetches_pairs)
 
 
 class TensorMaps:

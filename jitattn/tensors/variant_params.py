@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_number
-from jitattn.spec.variant import AttentionVariant, ParamType
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.spec.variant import ELEMENTS, AttentionVariant, ParamType
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 VariantParams = Mapping[str, float | int | Tensor]
 """Numbers and tensors by the names of a variant's parameters."""
@@ -19,13 +19,7 @@ Transform = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Of a request, its scores [num_rows, num_qo_heads, num_keys], and positions that broadcast."""
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_DTYPES = {
-    "float": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int": torch.int32,
-    "uint8": torch.uint8,
-}
+_DTYPES = {name: getattr(torch, element.dtype) for name, element in ELEMENTS.items()}
 
 
 def check_variant_params(

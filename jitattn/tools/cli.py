@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from jitattn.base import knobs
 from jitattn.base.errors import CacheError, ConfigError, JitAttnError
-from jitattn.spec import support
-from jitattn.spec.config import Q_DTYPES, PlannerConfig
+from jitattn.kernels import registry
+from jitattn.spec.arch import ARCHITECTURES, why_no_arch
+from jitattn.spec.dtype import Q_DTYPES
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jitattn.bundles.model_kernels import Need, Serving
     from jitattn.bundles.precompile import Report
     from jitattn.jit.cache import Entry, KernelCache
-    from jitattn.spec.kernel_spec import KernelSpec
+    from jitattn.spec.family import KernelSpec
     from jitattn.tools.doctor import Finding
 
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -123,19 +124,19 @@ def _add(commands: _Commands, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_arch(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(support.ARCHITECTURES)
+    known = ", ".join(ARCHITECTURES)
     parser.add_argument(
         "--arch", type=_arch, default=_DEFAULT_ARCH, help=f"one of {known} (default: %(default)s)"
     )
 
 
-_ARCH_HELP = f"comma-separated or repeated: {', '.join(support.ARCHITECTURES)}"
+_ARCH_HELP = f"comma-separated or repeated: {', '.join(ARCHITECTURES)}"
 _MODEL_HELP = "the config.json that Hugging Face has of a model, or its folder"
 _CONFIG_HELP = (
     "planner arguments, such as head_dim=128,page_size=16,page_table=separate; with planner=mla "
     "those of MLAPlanner, such as planner=mla,num_heads=16,kv_dtype=float8_e4m3fn; or kernels of "
-    "preprocess_qkv and append_kv, such as kernel=preprocess,head_dim=128,kv_dtype=int8; or of "
-    "gather_kv, kernel=gather,kv_dtype=int8,out_dtype=bfloat16"
+    "preprocess_qkv and append_kv, such as kernel=preprocess,head_dim=128,page_size=32; or of "
+    "gather_kv, kernel=gather,kv_dtype=float8_e5m2,out_dtype=bfloat16"
 )
 
 
@@ -224,7 +225,7 @@ def _archs(text: str) -> tuple[str, ...]:
 
 
 def _arch(text: str) -> str:
-    if reason := support.why_no_arch(text):
+    if reason := why_no_arch(text):
         raise argparse.ArgumentTypeError(reason)
     return text
 
@@ -270,7 +271,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _configs(args: argparse.Namespace) -> int:
-    archs = tuple(dict.fromkeys(args.arch or support.ARCHITECTURES))
+    archs = tuple(dict.fromkeys(args.arch or ARCHITECTURES))
     serving = _serving(args)
     if args.model is not None:
         return _model_configs(args.model, serving, archs, as_json=args.json)
@@ -278,7 +279,7 @@ def _configs(args: argparse.Namespace) -> int:
         rows = [
             {"arch": arch, **asdict(config)}
             for arch in archs
-            for config in support.supported_configs(arch)
+            for config in registry.supported_configs(arch)
         ]
         _print_json(rows)
         return 0
@@ -294,14 +295,14 @@ def _configs(args: argparse.Namespace) -> int:
     return 0
 
 
-def support_groups(archs: Iterable[str]) -> list[tuple[support.Config, dict[str, str]]]:
+def support_groups(archs: Iterable[str]) -> list[tuple[registry.Config, dict[str, str]]]:
     """Return the rows of the support table, those that differ in architecture only as one.
 
     Each comes with where it was run, by architecture.
     """
-    groups: list[tuple[support.Config, dict[str, str]]] = []
+    groups: list[tuple[registry.Config, dict[str, str]]] = []
     for arch in archs:
-        for config in support.supported_configs(arch):
+        for config in registry.supported_configs(arch):
             key = (config.kernel, config.fields)
             same = [tested for known, tested in groups if (known.kernel, known.fields) == key]
             if not same:
@@ -364,23 +365,23 @@ def _model_configs(model: Path, serving: Serving, archs: Sequence[str], *, as_js
     return 0 if all(row["supported"] for row in rows) else 1
 
 
-def _support(need: Need, arch: str) -> support.Support:
+def _support(need: Need, arch: str) -> registry.Support:
     reasons = list(need.reasons)
     if not reasons:
         try:
-            specs = support.specs_of(need.config, arch)
+            specs = registry.specs_of(need.config, arch)
         except ConfigError as error:
             reasons = list(error.reasons)
         else:
-            return support.Support(supported=True, kernel=specs[0].symbol, reasons=[])
-    return support.Support(supported=False, kernel=None, reasons=reasons)
+            return registry.Support(supported=True, kernel=specs[0].symbol, reasons=[])
+    return registry.Support(supported=False, kernel=None, reasons=reasons)
 
 
 def _render(args: argparse.Namespace) -> int:
     from jitattn.jit.render import render
 
     if args.out is not None:
-        specs = support.resolve_text(args.config, args.arch)
+        specs = registry.specs_of_text(args.config, args.arch)
         args.out.mkdir(parents=True, exist_ok=True)
         for spec in specs:
             (args.out / f"{spec.symbol}.cu").write_text(render(spec, args.arch))
@@ -391,7 +392,7 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def _chosen_spec(args: argparse.Namespace) -> KernelSpec:
-    specs = {spec.symbol: spec for spec in support.resolve_text(args.config, args.arch)}
+    specs = {spec.symbol: spec for spec in registry.specs_of_text(args.config, args.arch)}
     symbol = args.symbol or next(iter(specs))
     if symbol not in specs:
         raise UsageError(f"--symbol {symbol}: there are {', '.join(specs)}")
@@ -448,7 +449,7 @@ def _precompile(args: argparse.Namespace) -> int:
 
 def _configs_to_precompile(
     args: argparse.Namespace,
-) -> Sequence[PlannerConfig | support.OtherConfig | str]:
+) -> Sequence[registry.AnyConfig | str]:
     from jitattn.bundles.precompile import PRESETS
 
     serving = _serving(args)

@@ -24,9 +24,8 @@ import jitattn
 from jitattn.base.knobs import Knobs
 from jitattn.jit.build import Kernel, build_all
 from jitattn.kernels.attention import reference
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.support import resolve
-from jitattn.spec.tile import tile_for
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16
@@ -112,7 +111,7 @@ def _run_on_cpu(console: Console, knobs: Knobs) -> bool:
         checks[layout] = compare(batch, layout, out, lse, _torch_oracle)
     passed = _print_checks(console, "torch scaled_dot_product_attention in float64", checks)
 
-    specs = {s: None for layout in LAYOUTS for s in resolve(_config(layout), CROSS_ARCH)}
+    specs = {s: None for layout in LAYOUTS for s in specs_of(_config(layout), CROSS_ARCH)}
     kernels = build_all(tuple(specs), CROSS_ARCH, knobs)
     title = f"The kernels of this batch, compiled here for {CROSS_ARCH}"
     _print_kernels(console, title, [_cross_compiled_row(k) for k in kernels])
@@ -305,7 +304,7 @@ class KernelRow:
     smem_bytes: int
 
 
-def _kernel_row(info: jitattn.KernelInfo) -> KernelRow:
+def _kernel_row(info: jitattn.types.KernelInfo) -> KernelRow:
     return KernelRow(
         info.name,
         info.arch,
@@ -319,7 +318,7 @@ def _kernel_row(info: jitattn.KernelInfo) -> KernelRow:
 
 def _cross_compiled_row(kernel: Kernel) -> KernelRow:
     # A launch adds the tile's dynamic shared memory to what the compiler reports.
-    smem_bytes = kernel.smem_bytes + tile_for(kernel.spec, kernel.arch).smem_bytes
+    smem_bytes = kernel.smem_bytes + kernel.spec.tile(kernel.arch).smem_bytes
     return KernelRow(
         kernel.symbol,
         kernel.arch,

@@ -17,7 +17,7 @@ from jitattn.base.errors import CompileError, JitAttnError
 from jitattn.base.knobs import Knobs
 from jitattn.jit import bundle_discovery, nvrtc
 from jitattn.jit.cache import KernelCache
-from jitattn.spec.support import arch_for
+from jitattn.spec.arch import arch_for
 from jitattn.version import __version__
 
 _PACKAGES = (

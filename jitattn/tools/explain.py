@@ -18,8 +18,8 @@ from pathlib import Path
 
 from jitattn.base.knobs import Knobs
 from jitattn.jit.build import Kernel, build
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import tile_for
+from jitattn.spec.arch import ARCHS, SMLimits
+from jitattn.spec.family import KernelSpec
 
 INSTALL = "pip install nvidia-cuda-nvdisasm"
 
@@ -29,29 +29,6 @@ _REGISTER_STEP = 8  # registers of a thread are given out in eights
 _WARP_STEP = 4  # and warps to the four quarters of an SM
 _SMEM_STEP = 128
 _SMEM_RESERVED = 1024  # of every CTA, by the system
-
-
-@dataclass(frozen=True, kw_only=True)
-class SMLimits:
-    """What an SM of one compute capability holds (CUDA C++ Programming Guide)."""
-
-    capability: str
-    warps: int
-    ctas: int
-    smem_bytes: int
-
-
-# The capabilities that run the code of an architecture.
-SM_LIMITS: Mapping[str, tuple[SMLimits, ...]] = {
-    "sm_80": (
-        SMLimits(capability="8.0", warps=64, ctas=32, smem_bytes=164 * 1024),
-        SMLimits(capability="8.6", warps=48, ctas=16, smem_bytes=100 * 1024),
-        SMLimits(capability="8.9", warps=48, ctas=24, smem_bytes=100 * 1024),
-    ),
-    "sm_90a": (SMLimits(capability="9.0", warps=64, ctas=32, smem_bytes=228 * 1024),),
-    "sm_100f": (SMLimits(capability="10.0", warps=64, ctas=32, smem_bytes=228 * 1024),),
-    "sm_120f": (SMLimits(capability="12.0", warps=48, ctas=24, smem_bytes=100 * 1024),),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +147,7 @@ def explain(spec: KernelSpec, arch: str, knobs: Knobs) -> Explanation:
         JitAttnError: as ``build``.
     """
     kernel = build(spec, arch, knobs)
-    tile = tile_for(spec, arch)
+    tile = spec.tile(arch)
     return Explanation(
         symbol=kernel.symbol,
         arch=arch,
@@ -194,7 +171,7 @@ def _occupancies(
 ) -> tuple[Occupancy, ...]:
     return tuple(
         occupancy(limits, num_threads, kernel.registers, kernel.smem_bytes + dynamic_smem_bytes)
-        for limits in SM_LIMITS[kernel.arch]
+        for limits in ARCHS[kernel.arch].limits
     )
 
 

@@ -99,7 +99,8 @@ def test_without_a_home_there_is_no_cache(
 def test_without_home_and_passwd_entry() -> None:
     # The user changes after the imports: the interpreter may lie where only root can read it.
     code = (
-        "import os, platformdirs, platformdirs.unix; from jitattn import knobs; os.setuid(54321); "
+        "import os, platformdirs, platformdirs.unix; from jitattn.base import knobs; "
+        "os.setuid(54321); "
         "print(knobs.load({}).cache_dir)"
     )
     environment = {"PYTHONPATH": str(REPOSITORY)}

@@ -12,8 +12,8 @@ import torch
 
 import jitattn
 from jitattn.base.validate import check_count, check_flag, check_number
-from tests.emulator.fake_cuda import FakeCuda, install
-from tests.emulator.host_kernels import use_host_kernels
+from tests.emulator.launch_recorder import LaunchRecorder, install
+from tests.emulator.pages import emulate_kernels
 
 FLAGS = ("no", 1, 0, None, 1.0, torch.tensor(True))
 TABLE = jitattn.BlockTable(torch.arange(2, dtype=torch.int32)[:, None])
@@ -54,12 +54,12 @@ def test_counts() -> None:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
     return install(monkeypatch)
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_return_lse(flag: object, cuda: FakeCuda) -> None:
+def test_return_lse(flag: object, cuda: LaunchRecorder) -> None:
     planner = cuda.planner(num_qo_heads=4, num_kv_heads=2, head_dim=64)
     kv, plan = planner.bind(CACHE), planner.plan(TABLE, LENS)
     for again in range(3):
@@ -103,7 +103,7 @@ AGAIN: dict[str, tuple[Callable[[object], object], str]] = {
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_true_is_not_1(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     call, match = AGAIN[name]
     for _ in range(2):
         call(1)

@@ -16,7 +16,7 @@ from jitattn.bundles.model_config import (
     model_of,
     read_model,
 )
-from jitattn.spec.kernel_spec import Pairing
+from jitattn.spec.layout import Pairing
 from jitattn.tensors import rope
 from tests.support.model_configs import MODELS, write_config
 

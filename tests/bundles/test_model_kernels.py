@@ -9,12 +9,13 @@ import pytest
 from jitattn.base.errors import ConfigError
 from jitattn.bundles.model_config import model_of
 from jitattn.bundles.model_kernels import Need, Serving, from_model, needs_of
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DType, KernelSpec
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.preprocess_config import SLOTS, PreprocessConfig
-from jitattn.spec.support import ARCHITECTURES, specs_of
-from jitattn.spec.transfer_config import TransferConfig
+from jitattn.kernels.pages.spec import TransferConfig
+from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.arch import ARCHITECTURES
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.dtype import DType
+from jitattn.spec.family import KernelSpec
 from tests.support.model_configs import MODELS, write_config
 
 TABLES = ("shared", "separate")
@@ -42,7 +43,7 @@ def kernels(found: list[Need], arch: str) -> set[KernelSpec]:
 def test_every_model_is_supported_everywhere(name: str, arch: str) -> None:
     found = needs(name)
     assert not [need for need in found if need.reasons]
-    families = {spec.family for spec in kernels(found, arch)}
+    families = {spec.kernel for spec in kernels(found, arch)}
     expected = {"decode", "prefill", "preprocess", "schedule", "merge", "gather", "copy_pages"}
     expected |= {"block_table", "batch_info", "layer_tables"}
     assert families == expected | ({"mla"} if name.startswith("deepseek") else set())
@@ -56,7 +57,7 @@ def test_what_llama_needs() -> None:
         (table, pairing) for table in (*TABLES, SLOTS) for pairing in ("neox", "none")
     }
     assert len({need.config for need in found}) == len(found)
-    row_tiles = {spec.row_tile for spec in kernels(found, "sm_90a") if spec.family == "decode"}
+    row_tiles = {spec.row_tile for spec in kernels(found, "sm_90a") if spec.kernel == "decode"}
     assert row_tiles == {8, 16}  # the wide kernel, too
 
 

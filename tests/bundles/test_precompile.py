@@ -26,19 +26,21 @@ from jitattn.base.knobs import Knobs
 from jitattn.bundles.precompile import PRESETS, Failure, Precompiled, Report
 from jitattn.jit import build
 from jitattn.jit.cache import KernelCache
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import ARCHITECTURES, resolve
+from jitattn.spec.family import KernelSpec
 
 # The module, for what it keeps to itself.
-precompile = importlib.import_module("jitattn.bundles")
+precompile = importlib.import_module("jitattn.bundles.precompile")
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_schedule(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
-        resolve(config, arch)
+        specs_of(config, arch)
         return (ScheduleSpec(),)
 
     monkeypatch.setattr(precompile, "resolve", only_schedule)
@@ -102,7 +104,7 @@ def test_a_real_planner_finds_all_its_kernels(tmp_path: Path) -> None:
     assert not report.failures
     build.forget()
     settings = Knobs(cache_dir=None, precompiled=(tmp_path,), jit=False)
-    kernels = build.build_all(resolve(config, "sm_90a"), "sm_90a", settings)
+    kernels = build.build_all(specs_of(config, "sm_90a"), "sm_90a", settings)
     assert {kernel.origin for kernel in kernels} == {"precompiled"}
     assert [kernel.entry for kernel in kernels] == [entry.entry for entry in report.entries]
 
@@ -112,8 +114,8 @@ SCRIPT = """
 import sys
 sys.modules["torch"] = None
 import importlib
-from jitattn.spec.kernel_spec import ScheduleSpec
-module = importlib.import_module("jitattn.bundles")
+from jitattn.kernels.common.spec import ScheduleSpec
+module = importlib.import_module("jitattn.bundles.precompile")
 module.resolve = lambda config, arch: (ScheduleSpec(),)
 report = module.precompile("", arch="sm_80,sm_90a", out=sys.argv[1], jobs=2, progress=False)
 print(report.compiled, [str(failure) for failure in report.failures])
@@ -231,7 +233,7 @@ def test_a_worker_that_dies_is_a_failure_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies_on_sm_80 = (
-        "import os, sys; sys.path[:] = {path!r}; from jitattn import build\n"
+        "import os, sys; sys.path[:] = {path!r}; from jitattn.jit import build\n"
         "from jitattn.bundles.precompile import serve\n"
         "real = build.fill\n"
         "build.fill = lambda s, arch, f: os._exit(9) if arch == 'sm_80' else real(s, arch, f)\n"
@@ -271,4 +273,4 @@ def test_presets_are_supported_everywhere(name: str) -> None:
     assert PRESETS[name]
     for config in PRESETS[name]:
         for arch in ARCHITECTURES:
-            assert resolve(PlannerConfig.parse(config), arch)
+            assert specs_of(PlannerConfig.parse(config), arch)

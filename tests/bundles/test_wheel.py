@@ -19,7 +19,9 @@ from jitattn.bundles.wheel import write_wheel
 from jitattn.jit import build, bundle_discovery
 from jitattn.jit.build import fill
 from jitattn.jit.cache import KernelCache
-from jitattn.spec.kernel_spec import DType, LayerTablesSpec, MergeSpec
+from jitattn.kernels.merge.spec import MergeSpec
+from jitattn.kernels.pages.spec import LayerTablesSpec
+from jitattn.spec.dtype import DType
 from jitattn.tools import cli
 from jitattn.version import __version__
 
@@ -30,9 +32,10 @@ SPEC = LayerTablesSpec()  # which compiles quickly
 # Build a kernel in a process that has only what is on its path.
 SCRIPT = """
 import sys
-from jitattn import build, knobs
+from jitattn.jit import build
+from jitattn.base import knobs
 from jitattn.base.errors import JitAttnError
-from jitattn.spec.kernel_spec import LayerTablesSpec
+from jitattn.kernels.pages.spec import LayerTablesSpec
 try:
     kernel = build.build(LayerTablesSpec(), "sm_90a", knobs.load())
 except JitAttnError as error:
@@ -252,7 +255,7 @@ def test_a_wheel_of_an_older_jitattn_is_named(
     info = site / "jitattn_bundle-0.0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jitattn-bundle\nVersion: 0.0.1\n")
-    (info / "entry_points.txt").write_text("[jitattn.bundles.precompile]\na = jitattn_bundle\n")
+    (info / "entry_points.txt").write_text("[jitattn.bundles]\na = jitattn_bundle\n")
     found(site)
     with pytest.raises(KernelNotFoundError, match="has it as another version of jitattn renders"):
         build.build(SPEC, ARCH, settings())

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitattn.compat import flash_attn
+from jitattn.compat.flash_attn import common as flash_attn_common
 from jitattn.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.emulator import fake_cuda
+from tests.emulator import launch_recorder
 
 NAN = math.nan
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -566,16 +566,15 @@ def test_equal_calls_share_a_planner() -> None:
 def test_contiguous_caches_are_pages_of_few_sizes(
     seqlen: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jitattn.compat import flash_attn
 
     asked: list[object] = []
-    made = flash_attn.planner_of
+    made = flash_attn_common.planner_of
 
     def planner_of(arguments: dict[str, object], device: torch.device) -> object:
         asked.append(arguments["page_size"])
         return made(arguments, device)
 
-    monkeypatch.setattr(flash_attn, "planner_of", planner_of)
+    monkeypatch.setattr(flash_attn_common, "planner_of", planner_of)
     cache = torch.zeros(2, seqlen, 2, 16).half()
     kvcache(k_cache=cache, v_cache=cache.clone())
     assert asked == [page_size]
@@ -643,7 +642,7 @@ def test_new_tensors_lie_where_the_callers_do() -> None:
 
 
 def test_calls_are_captured_with_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = fake_cuda.install(monkeypatch)
+    cuda = launch_recorder.install(monkeypatch)
     planners: dict[str, object] = {}
 
     def planner_of(arguments: dict[str, object], device: torch.device) -> object:
@@ -653,7 +652,7 @@ def test_calls_are_captured_with_plans_of_their_own(monkeypatch: pytest.MonkeyPa
             or planners[str(arguments)]
         )
 
-    monkeypatch.setattr(flash_attn, "planner_of", planner_of)
+    monkeypatch.setattr(flash_attn_common, "planner_of", planner_of)
     given = {name: tensor.clone() for name, tensor in SMALL.items()}
     flash_attn_with_kvcache(**given, causal=True)
     eager = [launch.symbol for launch in cuda.launches]

@@ -524,8 +524,10 @@ def test_nvfp4_caches_have_their_scales_beside_them() -> None:
             rng, lens, page_size=page_size, layout=layout, heads=heads, dims=(dim, dim),
             dtype=torch.float16,
         )  # fmt: skip
-        pairs = [jitattn.quantize_kv(x.nan_to_num(0.0), "nvfp4") for x in cache.caches]
-        meant = [jitattn.dequantize_kv(a, dtype="nvfp4", block_scales=s).double() for a, s in pairs]
+        pairs = [jitattn.quant.quantize_kv(x.nan_to_num(0.0), "nvfp4") for x in cache.caches]
+        meant = [
+            jitattn.quant.dequantize_kv(a, dtype="nvfp4", block_scales=s).double() for a, s in pairs
+        ]
         for values, tokens in zip(meant, (cache.k, cache.v), strict=True):
             for b, (ids, _) in enumerate(cache.ids):
                 for t in range(lens[b]):

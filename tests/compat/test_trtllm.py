@@ -385,8 +385,8 @@ def test_nvfp4_pools_have_linear_scales_beside_them() -> None:
     pools = Pools(rng, torch.float16)
     while not any(pools.lens):
         pools = Pools(rng, torch.float16)
-    data, scales = jitattn.quantize_kv(pools.pool.nan_to_num(0.0), "nvfp4")
-    values = jitattn.dequantize_kv(data, dtype="nvfp4", block_scales=scales)
+    data, scales = jitattn.quant.quantize_kv(pools.pool.nan_to_num(0.0), "nvfp4")
+    values = jitattn.quant.dequantize_kv(data, dtype="nvfp4", block_scales=scales)
     given = {**pools.shape(), "dtype": "nvfp4", "scale_layout": "linear"}
     layer = trtllm.layer_pool(data, pools.layer, scale_pool=scales, **given)
     by_address = trtllm.layer_pool(

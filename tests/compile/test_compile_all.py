@@ -16,20 +16,17 @@ import pytest
 
 from jitattn.jit import nvrtc
 from jitattn.jit.cubin import resources_of
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import (
-    AttentionSpec,
-    DecodeSpec,
-    DType,
-    KernelSpec,
-    Loader,
-    PageTable,
-    PrefillSpec,
-    ScheduleSpec,
-)
-from jitattn.spec.support import _SAMPLE, ARCHITECTURES, HEAD_DIMS, Q_DTYPES, resolve, sample_specs
-from jitattn.spec.tile import SMEM_LIMIT, DecodeTile, PrefillTile, WarpgroupTile, tile_for
+from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
+from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
+from jitattn.kernels.common.tile import DecodeTile, PrefillTile, WarpgroupTile
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
+from jitattn.spec.config import HEAD_DIMS, PlannerConfig
+from jitattn.spec.dtype import Q_DTYPES, DType
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Layout, Loader
 from tests.support.compiler import advice, compile_kernel, instructions, most_spilled, opcodes
+from tests.support.sample_specs import SAMPLE, sample_specs
 from tests.support.warpgroups import warpgroup_specs
 
 
@@ -68,7 +65,7 @@ def jobs() -> Iterator[Job]:
     for spec in warpgroup_specs():
         yield Job(spec, "sm_90a", disassemble=True)
     for config in EVERYDAY:
-        for spec in resolve(PlannerConfig.parse(config), "sm_90a"):
+        for spec in specs_of(PlannerConfig.parse(config), "sm_90a"):
             if isinstance(spec, DecodeSpec) and spec.loader is not Loader.PLAIN:
                 yield Job(spec, "sm_90a", disassemble=True)
     for i, arch in enumerate(ARCHITECTURES):
@@ -108,7 +105,7 @@ def code_budget(spec: KernelSpec, arch: str) -> int:
     """
     if isinstance(spec, ScheduleSpec):
         return 43 * 1024
-    if isinstance(tile_for(spec, arch), WarpgroupTile):
+    if isinstance(spec.tile(arch), WarpgroupTile):
         return 130 * 1024
     if isinstance(spec, PrefillSpec):
         return 90 * 1024
@@ -121,8 +118,8 @@ def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path:
     resources = resources_of(result.cubin, job.spec.symbol, job.arch)
     assert resources.spill_bytes <= most_spilled()
     assert resources.registers <= 255
-    smem_bytes = resources.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
-    assert smem_bytes <= SMEM_LIMIT[job.arch]
+    smem_bytes = resources.smem_bytes + job.spec.tile(job.arch).smem_bytes
+    assert smem_bytes <= ARCHS[job.arch].smem_bytes
     assert resources.code_bytes <= code_budget(job.spec, job.arch)
     assert not advice(result.log)
     if job.disassemble:
@@ -131,7 +128,7 @@ def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path:
 
 
 def check_machine_code(spec: AttentionSpec, arch: str, found: list[str]) -> None:
-    has_warpgroups = isinstance(tile_for(spec, arch), WarpgroupTile)
+    has_warpgroups = isinstance(spec.tile(arch), WarpgroupTile)
     kind, other = ("HGMMA", "HMMA") if has_warpgroups else ("HMMA", "HGMMA")
     products = [op for op in found if op.startswith(kind)]
     is_bfloat16 = spec.q_dtype == "bfloat16" and not multiplies_in_float16(spec)
@@ -161,7 +158,7 @@ def num_products(spec: AttentionSpec, arch: str) -> int:
     The accumulator of the second product lives in registers, so its products are unrolled. The
     first product is a loop over head_dim.
     """
-    tile = tile_for(spec, arch)
+    tile = spec.tile(arch)
     if isinstance(tile, WarpgroupTile):
         return spec.head_dim // 16 + tile.tile_tokens // 16
     assert isinstance(tile, DecodeTile | PrefillTile)
@@ -180,12 +177,12 @@ def test_sample_has_every_pair() -> None:
         has_boxes = head_dim % 64 == 0
         loaders = set(Loader) if has_boxes else {Loader.VECTOR, Loader.PLAIN}
         assert {spec.loader for spec in of_dim} == loaders
-        assert {spec.page_table for spec in of_dim} == set(PageTable)
+        assert {spec.page_table for spec in of_dim} == set(Layout)
         assert {spec.use_custom_mask for spec in of_dim} == {False, True}
         assert {type(spec) for spec in of_dim} == {DecodeSpec, PrefillSpec}
     assert {spec.row_tile for spec in specs if isinstance(spec, DecodeSpec)} == {8, 16, 32}
     prefill = [spec for spec in specs if isinstance(spec, PrefillSpec)]
-    assert {spec.page_table for spec in prefill} == set(PageTable)
+    assert {spec.page_table for spec in prefill} == set(Layout)
     for some in (specs, prefill):
         assert {spec.page_size for spec in some} >= {1, 3, 16, 64, 128}
 
@@ -200,7 +197,7 @@ def test_softmax_runs_beside_products(tmp_path: Path) -> None:
         for job in JOBS
         if job.spec.symbol == "jitattn_prefill_d128_p16_qbf16_kvbf16_obf16_shared_tensor"
     )
-    tile = tile_for(job.spec, job.arch)
+    tile = job.spec.tile(job.arch)
     assert isinstance(tile, WarpgroupTile)
     code = instructions(compile_kernel(job.spec, job.arch).cubin, tmp_path)
     waits = [i for i, what in enumerate(code) if what.startswith("WARPGROUP.DEPBAR.LE gsb0")]
@@ -220,7 +217,7 @@ def test_every_kind_of_box_is_compiled() -> None:
     assert {spec.page_size for spec in boxes} == {8, 16, 48, 64, 128}
     assert {spec.page_table for spec in boxes} == {"shared", "separate", "csr"}
     without = {None, DType.NVFP4}  # the scales of blocks
-    assert {spec.kv_dtype for spec in boxes} == set(_SAMPLE["kv_dtype"]) - without | set(Q_DTYPES)
+    assert {spec.kv_dtype for spec in boxes} == set(SAMPLE["kv_dtype"]) - without | set(Q_DTYPES)
     assert {spec.row_tile for spec in boxes} == {8, 16, 32}
     assert {spec.use_custom_mask for spec in boxes} == {False, True}
     assert {spec.use_logits_soft_cap for spec in boxes} == {False, True}

@@ -23,9 +23,9 @@ from jitattn.jit.build import headers_of
 from jitattn.jit.cubin import resources_of
 from jitattn.jit.cutlass import WRAPPERS, wrapper_headers
 from jitattn.jit.render import headers, render
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.support import resolve
+from jitattn.spec.family import KernelSpec
 from jitattn.tools.explain import count_opcodes
 
 # Of the compiler that CI installs. Others make somewhat different code.
@@ -79,8 +79,8 @@ def kernel_of(config: str, arch: str, kernel: str) -> KernelSpec:
     family, loader, width = (*kernel.split(), "", "")[:3]
     found = [
         spec
-        for spec in resolve(PlannerConfig.parse(config), arch)
-        if spec.family == family and getattr(spec, "loader", "") == loader
+        for spec in specs_of(PlannerConfig.parse(config), arch)
+        if spec.kernel == family and getattr(spec, "loader", "") == loader
     ]
     return found[width == "wide"]  # the narrow one comes first
 
@@ -179,7 +179,7 @@ def test_prefill_with_warpgroups_compiles_in_time(config: str) -> None:
 
 def test_every_family_has_a_budget() -> None:
     families = {kernel.partition(" ")[0] for _, _, kernel in BUDGETS}
-    assert {spec.family for spec in resolve(PlannerConfig.parse(EVERYDAY), "sm_90a")} <= families
+    assert {spec.kernel for spec in specs_of(PlannerConfig.parse(EVERYDAY), "sm_90a")} <= families
 
 
 # ---------------------------------------------------------------------------- wgmma wrappers

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from jitattn.jit.cubin import resources_of
-from jitattn.spec.kernel_spec import Loader, MLASpec
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.support import ARCHITECTURES
-from jitattn.spec.tile import SMEM_LIMIT, PrefillTile, WarpgroupTile, latent_tile_for
+from jitattn.kernels.common.tile import PrefillTile, WarpgroupTile
+from jitattn.kernels.mla.config import cache_specs
+from jitattn.kernels.mla.spec import MLASpec
+from jitattn.kernels.mla.tile import mla_tile
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
+from jitattn.spec.config import MLAConfig
+from jitattn.spec.layout import Loader
 from tests.compile.test_compile_all import Job
 from tests.support.compiler import advice, compile_kernel, opcodes
 
@@ -34,7 +37,7 @@ JOBS = [
     Job(spec, arch, disassemble=True)
     for arch, configs in OTHERS.items()
     for config in configs
-    for spec in MLAConfig.parse(config).attention_specs(arch)
+    for spec in cache_specs(MLAConfig.parse(config), arch)
 ]
 KIB = 1024
 
@@ -42,7 +45,7 @@ KIB = 1024
 def product_dtype(spec: MLASpec, arch: str) -> str:
     """Warpgroups multiply what is FP8 throughout in float16."""
     is_narrow = spec.kv_dtype is not spec.q_dtype and spec.rope_dtype is spec.kv_dtype
-    has_warpgroups = isinstance(latent_tile_for(spec, arch), WarpgroupTile)
+    has_warpgroups = isinstance(mla_tile(spec, arch), WarpgroupTile)
     return "float16" if is_narrow and has_warpgroups else str(spec.q_dtype)
 
 
@@ -61,11 +64,11 @@ def spills_allowed(spec: MLASpec, arch: str) -> int:
 def test_kernel(job: Job, tmp_path: Path) -> None:
     spec = job.spec
     assert isinstance(spec, MLASpec)
-    tile, result = latent_tile_for(spec, job.arch), compile_kernel(spec, job.arch)
+    tile, result = mla_tile(spec, job.arch), compile_kernel(spec, job.arch)
     for symbol, smem_bytes in ((spec.symbol, tile.smem_bytes), (f"{spec.symbol}_merge", 0)):
         resources = resources_of(result.cubin, symbol, job.arch)
         assert resources.spill_bytes <= spills_allowed(spec, job.arch)
-        assert resources.smem_bytes + smem_bytes <= SMEM_LIMIT[job.arch]
+        assert resources.smem_bytes + smem_bytes <= ARCHS[job.arch].smem_bytes
         assert resources.code_bytes <= (code_allowed(spec) if smem_bytes else 14) * KIB
     assert not advice(result.log)
     found = opcodes(result.cubin, tmp_path)

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from jitattn.jit.cubin import resources_of
-from jitattn.spec.kernel_spec import DType, GatherSpec, TransferSpec
-from jitattn.spec.support import ARCHITECTURES
-from jitattn.spec.tile import SMEM_LIMIT, tile_for
-from jitattn.spec.transfer_config import every_config
+from jitattn.kernels.pages.spec import GatherSpec, TransferSpec, every_config
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
+from jitattn.spec.dtype import DType
 from tests.support.compiler import compile_kernel
 
 # What the largest has, and some more: 10 ms of ptxas for each KiB.
@@ -32,7 +31,7 @@ def test_kernel(spec: TransferSpec, arch: str) -> None:
     assert resources.spill_bytes == 0
     # Four CTAs of an SM hide each other's waits.
     assert resources.registers <= 80
-    assert resources.smem_bytes + tile_for(spec, arch).smem_bytes <= SMEM_LIMIT[arch] // 4
+    assert resources.smem_bytes + spec.tile(arch).smem_bytes <= ARCHS[arch].smem_bytes // 4
     assert resources.code_bytes <= CODE_BYTES
     assert not re.findall(r".*\bwarning\b.*", kernel.log)
 

@@ -9,20 +9,23 @@ import pytest
 
 from jitattn.jit import nvrtc, render
 from jitattn.jit.build import headers_of
-from jitattn.spec import params, support
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import (
+from jitattn.kernels import registry
+from jitattn.kernels.common import params as common_params
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.mla.config import cache_specs
+from jitattn.kernels.pages import params as pages_params
+from jitattn.kernels.pages.spec import (
     BatchInfoSpec,
     BlockTableSpec,
     CopyPagesSpec,
-    DType,
     GatherSpec,
-    KernelSpec,
     LayerTablesSpec,
-    PageTable,
-    ScheduleSpec,
 )
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.spec import params
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.dtype import DType
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Layout
 from tests.support.variants import VARIANTS
 
 ARCH = "sm_90a"
@@ -62,14 +65,14 @@ def _compile(source: str) -> None:
     )
 
 
-def _source(layout: PageTable, family: str, kv_dtype: str) -> str:
+def _source(layout: Layout, family: str, kv_dtype: str) -> str:
     config = PlannerConfig(
         page_table=layout.value,
-        page_size=None if layout is PageTable.RAGGED else 16,
+        page_size=None if layout is Layout.RAGGED else 16,
         kv_dtype=kv_dtype,
     )
-    specs = support.resolve(config, ARCH)
-    return render.render(next(spec for spec in specs if spec.family == family), ARCH)
+    specs = registry.specs_of(config, ARCH)
+    return render.render(next(spec for spec in specs if spec.kernel == family), ARCH)
 
 
 # Prefill of FP8 caches is another template.
@@ -80,38 +83,38 @@ def _source(layout: PageTable, family: str, kv_dtype: str) -> str:
         *(("decode", "nvfp4"), ("prefill", "nvfp4")),
     ],
 )
-@pytest.mark.parametrize("layout", list(PageTable))
-def test_attention_params_agree(layout: PageTable, family: str, kv_dtype: str) -> None:
-    struct = params.KERNEL_PARAMS[layout]
+@pytest.mark.parametrize("layout", list(Layout))
+def test_attention_params_agree(layout: Layout, family: str, kv_dtype: str) -> None:
+    struct = common_params.KERNEL_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
-    lines += _asserts("jitattn::AttentionParams", params.AttentionParams)
+    lines += _asserts("jitattn::AttentionParams", common_params.AttentionParams)
     lines += _asserts("jitattn::BlockScales", params.BlockScales)
-    lines += _asserts("jitattn::Schedule", params.Schedule)
+    lines += _asserts("jitattn::Schedule", common_params.Schedule)
     lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
     _compile(_source(layout, family, kv_dtype) + "\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])  # of two templates
-@pytest.mark.parametrize("layout", list(PageTable))
-def test_params_of_latent_attention_agree(layout: PageTable, kv_dtype: str) -> None:
-    struct = params.MLA_PARAMS[layout]
+@pytest.mark.parametrize("layout", list(Layout))
+def test_params_of_latent_attention_agree(layout: Layout, kv_dtype: str) -> None:
+    struct = common_params.MLA_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
-    lines += _asserts("jitattn::LatentParams", params.LatentParams)
-    page_size = None if layout is PageTable.RAGGED else 64
+    lines += _asserts("jitattn::LatentParams", common_params.LatentParams)
+    page_size = None if layout is Layout.RAGGED else 64
     config = MLAConfig(page_table=layout.value, page_size=page_size, kv_dtype=kv_dtype)
-    source = render.render(config.attention_specs(ARCH)[0], ARCH)
+    source = render.render(cache_specs(config, ARCH)[0], ARCH)
     _compile(source + "\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("layout", list(PageTable))
-def test_params_of_variants_agree(layout: PageTable, name: str) -> None:
+@pytest.mark.parametrize("layout", list(Layout))
+def test_params_of_variants_agree(layout: Layout, name: str) -> None:
     """In front of those of latent attention, and of a kernel without them."""
-    page_size = None if layout is PageTable.RAGGED else 16
+    page_size = None if layout is Layout.RAGGED else 16
     common = {"page_table": layout.value, "page_size": page_size, "variant": VARIANTS[name]}
     for config in (PlannerConfig(**common), MLAConfig(**common, kv_dtype="float8_e4m3fn")):
         is_latent = isinstance(config, MLAConfig)
-        struct = params.kernel_params(layout, config.variant, is_latent=is_latent)
+        struct = common_params.kernel_params(layout, config.variant, is_latent=is_latent)
         lines = _asserts("jitattn::VariantParams", params.variant_params(VARIANTS[name]))
         offset = struct.variant.offset
         place = "__builtin_offsetof(jitattn::KernelParams, pages.variant)"
@@ -120,19 +123,24 @@ def test_params_of_variants_agree(layout: PageTable, name: str) -> None:
         if is_latent:
             latent = "__builtin_offsetof(jitattn::KernelParams, latent)"
             lines.append(f'static_assert({latent} == {struct.latent.offset}, "latent");')
-        _compile(render.render(support.specs_of(config, ARCH)[0], ARCH) + "\n".join(lines) + "\n")
+        _compile(render.render(registry.specs_of(config, ARCH)[0], ARCH) + "\n".join(lines) + "\n")
 
 
 def test_schedule_params_agree() -> None:
-    lines = _asserts("jitattn::ScheduleParams", params.ScheduleParams)
+    lines = _asserts("jitattn::ScheduleParams", common_params.ScheduleParams)
     sizes = {
-        "ScheduleHeader": params.HEADER_BYTES,
-        "Request": params.REQUEST_BYTES,
-        "Unit": params.UNIT_BYTES,
-        "SlotBoundary": params.BOUNDARY_BYTES,
+        "ScheduleHeader": common_params.HEADER_BYTES,
+        "Request": common_params.REQUEST_BYTES,
+        "Unit": common_params.UNIT_BYTES,
+        "SlotBoundary": common_params.BOUNDARY_BYTES,
     }
     lines += [f'static_assert(sizeof(jitattn::{k}) == {v}, "{k}");' for k, v in sizes.items()]
     _compile(render.render(ScheduleSpec(), ARCH) + "\n".join(lines) + "\n")
+
+
+def _struct(name: str) -> type[ctypes.Structure]:
+    found: type[ctypes.Structure] = getattr(pages_params, name, None) or getattr(params, name)
+    return found
 
 
 BF16 = DType.BFLOAT16
@@ -155,11 +163,11 @@ TRANSFERS = {
 def test_params_of_transfers_agree(name: str) -> None:
     spec: KernelSpec
     spec, structs = TRANSFERS[name]
-    lines = [line for s in structs for line in _asserts(f"jitattn::{s}", getattr(params, s))]
+    lines = [line for s in structs for line in _asserts(f"jitattn::{s}", _struct(s))]
     if name == "CopyParams":
         lines += [
-            f"static_assert(jitattn::kMaxPools == {params.MAX_POOLS});",
-            f"static_assert(jitattn::kPageDims == {params.PAGE_DIMS});",
+            f"static_assert(jitattn::kMaxPools == {pages_params.MAX_POOLS});",
+            f"static_assert(jitattn::kPageDims == {pages_params.PAGE_DIMS});",
         ]
     _compile(render.render(spec, ARCH) + "\n".join(lines) + "\n")
 

@@ -15,10 +15,17 @@ import pytest
 
 from jitattn.jit.cubin import resources_of
 from jitattn.jit.render import render
-from jitattn.spec.kernel_spec import Loader, PageTable, PreprocessSpec
-from jitattn.spec.params import PREPROCESS_PARAMS, CacheStrides, PreprocessParams, RowStrides
-from jitattn.spec.preprocess_config import KV_DTYPES, PreprocessConfig
-from jitattn.spec.support import ARCHITECTURES, HEAD_DIMS
+from jitattn.kernels.preprocess.params import (
+    PREPROCESS_PARAMS,
+    CacheStrides,
+    PreprocessParams,
+    RowStrides,
+)
+from jitattn.kernels.preprocess.spec import PreprocessConfig, PreprocessSpec
+from jitattn.spec.arch import ARCHITECTURES
+from jitattn.spec.config import HEAD_DIMS
+from jitattn.spec.dtype import KV_DTYPES
+from jitattn.spec.layout import Layout, Loader
 from tests.compile.test_params import _asserts, _compile
 from tests.support.compiler import compile_kernel, instructions
 
@@ -106,13 +113,13 @@ def test_loads_are_on_their_way_together(kv_dtype: str, tmp_path: Path) -> None:
 def test_sample_has_every_value() -> None:
     specs = [spec for spec, _ in JOBS]
     assert {spec.kv_dtype for spec in specs} == set(KV_DTYPES)
-    assert {spec.page_table for spec in specs} == {None, *PageTable} - {PageTable.RAGGED}
+    assert {spec.page_table for spec in specs} == {None, *Layout} - {Layout.RAGGED}
     assert len({spec.head_dim for spec in specs}) > 12
     assert len({spec.symbol for spec in specs}) == len(set(specs))
 
 
 @pytest.mark.parametrize("layout", PREPROCESS_PARAMS, ids=str)
-def test_params_agree(layout: PageTable | None) -> None:
+def test_params_agree(layout: Layout | None) -> None:
     config = PreprocessConfig(page_table=layout.value if layout else "slots")
     struct = PREPROCESS_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)

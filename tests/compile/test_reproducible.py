@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import sample_specs
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.spec.family import KernelSpec
 from tests.support.compiler import compile_kernel
+from tests.support.sample_specs import sample_specs
 from tests.support.warpgroups import warpgroup_specs
 
 SPECS: tuple[KernelSpec, ...] = (

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.merge.spec import MergeSpec
+from jitattn.kernels.pages.spec import GatherSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DType, GatherSpec, KernelSpec, MergeSpec, ScheduleSpec
-from jitattn.spec.support import resolve
+from jitattn.spec.dtype import DType
+from jitattn.spec.family import KernelSpec
 from tests.support.compiler import compile_kernel, opcodes
 
 F16 = DType.FLOAT16
@@ -19,7 +23,7 @@ KERNELS: dict[tuple[str, str], KernelSpec] = {
         GatherSpec(kv_dtype=DType.BFLOAT16, out_dtype=F16),
         GatherSpec(kv_dtype=DType.FLOAT8_E5M2, out_dtype=F16),
         MergeSpec(dtype=F16),
-        *resolve(PlannerConfig(head_dim=64, q_dtype="float16", kv_dtype="float16"), arch)[:3],
+        *specs_of(PlannerConfig(head_dim=64, q_dtype="float16", kv_dtype="float16"), arch)[:3],
     )
     if not isinstance(spec, ScheduleSpec)
 }

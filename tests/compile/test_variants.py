@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from jitattn.jit.cubin import resources_of
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import AttentionSpec, Loader
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.support import ARCHITECTURES, specs_of
-from jitattn.spec.tile import SMEM_LIMIT, tile_for
+from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.layout import Loader
 from tests.compile.test_compile_all import Job
 from tests.support.compiler import compile_kernel
 from tests.support.variants import EVERYTHING
@@ -40,7 +40,7 @@ def test_kernel(job: Job) -> None:
     result = compile_kernel(job.spec, job.arch)
     found = resources_of(result.cubin, job.spec.symbol, job.arch)
     assert found.spill_bytes == 0
-    smem_bytes = found.smem_bytes + tile_for(job.spec, job.arch).smem_bytes
-    assert smem_bytes <= SMEM_LIMIT[job.arch]
+    smem_bytes = found.smem_bytes + job.spec.tile(job.arch).smem_bytes
+    assert smem_bytes <= ARCHS[job.arch].smem_bytes
     assert "serialized" not in result.log
     assert not [line for line in result.log.splitlines() if "variant" in line and "warning" in line]

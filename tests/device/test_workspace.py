@@ -7,8 +7,8 @@ import torch
 
 import jitattn
 from jitattn.device.workspace import SLICE_BYTES, Workspace, aligned
-from tests.emulator import fake_cuda
-from tests.emulator.fake_cuda import FakeCuda
+from tests.emulator import launch_recorder
+from tests.emulator.launch_recorder import LaunchRecorder
 from tests.support.workspaces import plan_of
 
 CONFIGS = (
@@ -22,15 +22,15 @@ CONFIGS = (
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return fake_cuda.install(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
+    return launch_recorder.install(monkeypatch)
 
 
 @pytest.mark.parametrize("max_q_len", [1, 3, 100])
 @pytest.mark.parametrize("batch_size", [1, 40, 5000])
 @pytest.mark.parametrize("arguments", CONFIGS, ids=str)
 def test_the_size_is_known_before(
-    cuda: FakeCuda, arguments: dict[str, object], batch_size: int, max_q_len: int
+    cuda: LaunchRecorder, arguments: dict[str, object], batch_size: int, max_q_len: int
 ) -> None:
     planner = cuda.planner(**arguments)
     told = planner.workspace_bytes(batch_size, max_q_len=max_q_len)
@@ -45,7 +45,7 @@ def test_the_size_is_known_before(
 
 @pytest.mark.parametrize("arguments", CONFIGS, ids=str)
 def test_kernels_of_a_plan_share_memory_whose_parts_are_apart(
-    cuda: FakeCuda, arguments: dict[str, object]
+    cuda: LaunchRecorder, arguments: dict[str, object]
 ) -> None:
     plan = plan_of(cuda.planner(**arguments), 3, 100)
     (workspace,) = cuda.workspaces.values()
@@ -61,7 +61,7 @@ def test_kernels_of_a_plan_share_memory_whose_parts_are_apart(
         assert params.counters - counters == SLICE_BYTES
 
 
-def test_plans_of_any_size_have_one_workspace(cuda: FakeCuda) -> None:
+def test_plans_of_any_size_have_one_workspace(cuda: LaunchRecorder) -> None:
     planner = cuda.planner()
     plans = [plan_of(planner, batch_size, 1) for batch_size in (1, 300)]
     (workspace,) = cuda.workspaces.values()
@@ -69,7 +69,7 @@ def test_plans_of_any_size_have_one_workspace(cuda: FakeCuda) -> None:
     assert planner.workspace_bytes(300) >= planner.workspace_bytes(1)
 
 
-def test_a_capture_never_grows_it(cuda: FakeCuda) -> None:
+def test_a_capture_never_grows_it(cuda: LaunchRecorder) -> None:
     workspace = Workspace("cpu")
     workspace.reserve(1000, 10)
     # The tensors stay where they are.

@@ -11,7 +11,7 @@ from torch import Tensor
 import jitattn
 from jitattn.bundles.model_config import Model, model_of
 from jitattn.bundles.model_kernels import Serving, needs_of
-from jitattn.spec.support import specs_of
+from jitattn.kernels.registry import specs_of
 from tests.support.asked import ARCH, Asked
 from tests.support.model_configs import MODELS
 

@@ -18,8 +18,8 @@ from jitattn.base import knobs
 from jitattn.base.errors import KernelNotFoundError
 from jitattn.bundles.precompile import Config, kernels_of
 from jitattn.jit.build import build
-from jitattn.spec.support import ARCHITECTURES
-from jitattn.spec.transfer_config import every_config
+from jitattn.kernels.pages.spec import every_config
+from jitattn.spec.arch import ARCHITECTURES
 from tests.support import (
     cascades,
     compiled,

@@ -1,10 +1,10 @@
-"""Where the tests of this folder run; tests/conftest.py skips them without such a device."""
+"""Where the tests of this folder run; conftest.py skips them without such a device."""
 
 from __future__ import annotations
 
 import torch
 
-from jitattn.spec.support import arch_for
+from jitattn.spec.arch import arch_for
 
 DEVICE = "cuda"
 

@@ -20,8 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from jitattn.jit.sources import headers
-from jitattn.spec.kernel_spec import KernelSpec, PrefillSpec
-from jitattn.spec.support import resolve
+from jitattn.kernels.attention.spec import PrefillSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.family import KernelSpec
 from tests.support.cases import kernel_configs
 
 ARCH, VIRTUAL = "sm_80", "compute_80"
@@ -31,10 +32,10 @@ def specs() -> tuple[KernelSpec, ...]:
     """The decode kernels of all GPU tests, the prefill kernels of some, and what goes with them."""
     from tests.support.mixed_strategies import SM80_VARIANTS  # needs hypothesis
 
-    kernels = [spec for config in kernel_configs(ARCH) for spec in resolve(config, ARCH)]
+    kernels = [spec for config in kernel_configs(ARCH) for spec in specs_of(config, ARCH)]
     found = {spec: None for spec in kernels if not isinstance(spec, PrefillSpec)}
     for case in SM80_VARIANTS:
-        found |= dict.fromkeys(resolve(case.config(), ARCH))
+        found |= dict.fromkeys(specs_of(case.config(), ARCH))
     return tuple(found)
 
 

@@ -4,7 +4,7 @@
     python -m tests.gpu.run --files decode,mixed --tools none -o build/gpu-results
     python -m tests.gpu.run --summary build/gpu-results build/more-results
 
-Each file of tests/gpu is a process, the longest first; so are the ``gpu`` tests of tests/unit
+Each file of tests/gpu is a process, the longest first; so are the ``gpu`` tests of other folders
 ("unit") and the tools of tests/gpu/sanitize.sh. Who takes longer than the limit is interrupted, and
 counts as far as it came. summary.md in the folder of results is written anew whenever a process
 ends, so that a run that is stopped has said what it knew.
@@ -61,9 +61,13 @@ def jobs_of(files: Sequence[str], tools: Sequence[str], out: Path) -> list[Job]:
     found = []
     for name in files:
         stem = name if name == "unit" else f"test_{name}"
-        where = "tests/unit" if name == "unit" else f"tests/gpu/{stem}.py"
+        where = (
+            ("tests", "bench", f"--ignore={FOLDER}")
+            if name == "unit"
+            else (f"tests/gpu/{stem}.py",)
+        )
         pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
-        found.append(Job(stem, (*pytest, f"--junitxml={out / stem}.xml", where), {}))
+        found.append(Job(stem, (*pytest, f"--junitxml={out / stem}.xml", *where), {}))
     for tool in tools:
         given = {"CASES": f"--junitxml={out / tool}.xml", "PYTHON": sys.executable}
         found.append(Job(tool, ("bash", str(FOLDER / "sanitize.sh"), tool), given))

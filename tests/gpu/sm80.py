@@ -20,9 +20,9 @@ from jitattn.device.driver import LoadedKernel
 from jitattn.jit import build
 from jitattn.jit.build import Kernel, Pending
 from jitattn.kernels.attention import kernels as attention_kernels
+from jitattn.kernels.common import device_kernels
 from jitattn.kernels.merge import launch as merge_launch
-from jitattn.spec.kernel_spec import KernelSpec
-from jitattn.spec.tile import tile_for
+from jitattn.spec.family import KernelSpec
 from tests.gpu.make_ptx import ARCH, specs
 from tests.support import harness
 
@@ -38,7 +38,7 @@ class PtxKernels:
             self.loaded = dict(pool.map(self._load, specs()))
 
     def _load(self, spec: KernelSpec) -> tuple[str, LoadedKernel]:
-        smem_bytes = tile_for(spec, ARCH).smem_bytes
+        smem_bytes = spec.tile(ARCH).smem_bytes
         return spec.symbol, LoadedKernel(self.ptx(spec), spec.symbol, 0, smem_bytes)
 
     def ptx(self, spec: KernelSpec) -> bytes:
@@ -66,7 +66,7 @@ class PtxKernels:
     def start(
         self, wanted: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str = ""
     ) -> tuple[Pending, ...]:
-        """Stands for jitattn.jit.build.start; not every planner's prefill kernel is in the folder."""
+        """Stand-in for jitattn.jit.build.start; the folder lacks some prefill kernels."""
         pending = []
         for spec in wanted:
             make = partial(self.build, spec, arch, knobs, hint=hint)
@@ -90,7 +90,8 @@ def pretend_sm80(folder: Path) -> Iterator[None]:
     kernels = PtxKernels(folder)
     caches = (harness._planner, merge_launch._kernel)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_kernels, "arch_of", lambda facts: ARCH)
+        for module in (attention_kernels, device_kernels):
+            patch.setattr(module, "arch_of", lambda facts: ARCH)
         patch.setattr(attention_kernels, "start", kernels.start)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)

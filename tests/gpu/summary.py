@@ -48,7 +48,7 @@ class Part:
             cases = self.passed + len(self.failed)
             what = f"`compute-sanitizer` {self.name}, {cases} cases: {self.findings}"
         elif self.name == "unit":
-            what = "`gpu` tests of `tests/unit`"
+            what = "`gpu` tests outside `tests/gpu`"
         what += f"; {self.problem}" if self.problem else ""
         return f"| {what} | {self.passed} | {len(self.failed)} | {self.skipped} |"
 

@@ -109,7 +109,7 @@ def test_c24_c25_bytes(kv_dtype: str, dtype: str) -> None:
             k_scale=scale,
             v_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
         )
-        want = jitattn.quantize_kv(values, kv_dtype, scale=scale)
+        want = jitattn.quant.quantize_kv(values, kv_dtype, scale=scale)
         assert isinstance(want, torch.Tensor)
         for side in range(2):
             found = cache[0, side, :2].cpu()
@@ -127,7 +127,7 @@ def test_16_bits_saturate() -> None:
         pages=jitattn.BlockTable(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)),
         seq_lens=torch.tensor([1], device=DEVICE),
     )
-    want = jitattn.quantize_kv(tokens[0], "float16")
+    want = jitattn.quant.quantize_kv(tokens[0], "float16")
     assert isinstance(want, torch.Tensor)
     for side in range(2):
         torch.testing.assert_close(cache[0, side, 0].cpu(), want, rtol=0, atol=0, equal_nan=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.support import wide_row_tile
+from jitattn.kernels.attention.config import wide_row_tile
 from tests.gpu.device import DEVICE
 from tests.support.cases import (
     CACHES_SHARED,
@@ -182,7 +182,7 @@ def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
         assert_same(got, want)
 
 
-def num_slots(plan: jitattn.Plan) -> int:
+def num_slots(plan: jitattn.types.Plan) -> int:
     """How many slots of work the decode kernel has: the long request has most of them."""
     return int(plan._backend._parts[0]._memory[:4].view(torch.int32))
 

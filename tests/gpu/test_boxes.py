@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jitattn.spec.kernel_spec import Loader
+from jitattn.spec.layout import Loader
 from tests.gpu.device import DEVICE
 from tests.support.cases import BOX_DIMS, BOX_PAGES, D64, D128, E4M3, Case, loader_of, of
 from tests.support.harness import (

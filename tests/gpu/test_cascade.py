@@ -30,7 +30,7 @@ def test_a_graph_follows_lengths_and_tables(seed: int) -> None:
     config = vars(planner_config()).copy()
     for name in ("variant", "skip_softmax_threshold"):
         config.pop(name)
-    planner = jitattn.CascadePlanner(**config, device=DEVICE)
+    planner = jitattn.cascade.CascadePlanner(**config, device=DEVICE)
     tree = Tree.of(random.Random(seed), num_levels=3, max_q_len=1, max_kv_len=300)
     levels = tree.levels("shared", DEVICE)
     shape = tree.num_pages, 2, 4, config["num_kv_heads"], config["head_dim"]

@@ -26,8 +26,8 @@ from tests.support.inputs import Inputs, make_inputs
 MANY = tuple((997 * b) % 5000 for b in range(120)) + (0,) * 180
 
 LONG = (70_000, 60_000, 50_000)
-# The rounds that these have at least: tests/unit/test_schedule_model.py has an H100's schedules.
-# Requests of one length are kept whole, so that few of them have one round.
+# Least number of waves; tests/kernels/attention/test_schedule_emulated.py has an H100's schedules.
+# Requests of one length are kept whole, so that few of them have one wave.
 IN_ROUNDS: list[tuple[Case, dict[str, object], int]] = [
     (replace(D128, lengths=LONG, num_kv_heads=1), {"num_sms": 20}, 3),
     (replace(D128, lengths=(70_000,) * 3, num_kv_heads=1), {"num_sms": 5}, 5),
@@ -46,7 +46,7 @@ IN_ROUNDS: list[tuple[Case, dict[str, object], int]] = [
 ]
 
 
-def rounds_of(plan: jitattn.Plan) -> float:
+def rounds_of(plan: jitattn.types.Plan) -> float:
     """How many rounds of slots the decode kernel has in a plan."""
     part = plan._backend._parts[0]
     num_slots = int(part._memory[:4].view(torch.int32))

@@ -23,10 +23,10 @@ from tests.support.cases import (
 from tests.support.harness import (
     attend,
     check,
+    check_case,
     expected,
     forbid_waiting,
     planner_for,
-    run_case,
     same_bits,
     target_rows,
 )
@@ -37,7 +37,7 @@ FAMILIES = (D64, D128, D128_FP16, D128_SEPARATE, D256, PAGE_1, WIDE)
 
 @pytest.mark.parametrize("case", decode_cases(), ids=str)
 def test_decode(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 1000])
@@ -52,7 +52,7 @@ def test_any_share_of_the_card(case: Case, num_sms: int) -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 31, 32, 33, 131, 132, 133, 512, 1024, 1025, 3000])
 def test_batch_sizes(batch_size: int) -> None:
     lengths = tuple((37 * b) % 71 for b in range(batch_size))
-    run_case(replace(D64, lengths=lengths, num_kv_heads=1, rows="int32"), DEVICE)
+    check_case(replace(D64, lengths=lengths, num_kv_heads=1, rows="int32"), DEVICE)
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=str)

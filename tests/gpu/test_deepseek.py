@@ -1,4 +1,4 @@
-"""The same as tests/unit/test_deepseek.py on a card."""
+"""The same as tests/kernels/mla/test_deepseek.py on a card."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.support import resolve
+from jitattn.kernels.registry import specs_of
 from tests.gpu.device import DEVICE, arch_of_device
 from tests.support.cases import D128, D128_CSR, D192X128, RAGGED, Case
 from tests.support.compiler import skip_unless_compiled
@@ -174,10 +174,10 @@ import sys
 from dataclasses import replace
 import torch
 from tests.support.cases import D128
-from tests.support.harness import planner_for, run_case
+from tests.support.harness import planner_for, check_case
 import jitattn
 case = replace(D128, lengths=(9, 5000, 0))
-run_case(case, "cuda")
+check_case(case, "cuda")
 planner = planner_for(case, "cuda:0")
 assert torch.cuda.device_count() == 1
 sys.stdout.write(" ".join(info.origin for info in jitattn.build_info(planner)))
@@ -187,7 +187,7 @@ sys.stdout.write(" ".join(info.origin for info in jitattn.build_info(planner)))
 def test_c28_e_visible_devices_and_a_shared_cache(tmp_path: Path) -> None:
     """A process that sees only the first card fills the cache; one with the second reads it."""
     if not os.environ.get("JITATTN_PRECOMPILED"):
-        skip_unless_compiled(resolve(D128.config(), arch_of_device()), arch_of_device())
+        skip_unless_compiled(specs_of(D128.config(), arch_of_device()), arch_of_device())
     origins = []
     for visible in ("0", "1"):
         environ = os.environ | {

@@ -146,7 +146,7 @@ class Layer:
     """A layer's tensors, the keys and values that each step brings, and where they belong."""
 
     inputs: Inputs
-    kv: jitattn.BoundCache
+    kv: jitattn.types.BoundCache
     staged: tuple[Tensor, Tensor]
     slots: tuple[Tensor, Tensor]
     out: Tensor
@@ -161,7 +161,7 @@ class Layer:
         kv = inputs.bind(planner)
         return cls(inputs, kv, staged, slots, inputs.new_out(), inputs.new_lse())
 
-    def run(self, plan: jitattn.Plan) -> None:
+    def run(self, plan: jitattn.types.Plan) -> None:
         """Write this step's keys and values, and attend to them."""
         for cache, slots, staged in zip(self.inputs.cache, self.slots, self.staged, strict=True):
             rows_of(cache).index_copy_(0, slots, staged)

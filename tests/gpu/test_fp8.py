@@ -41,12 +41,12 @@ from tests.support.harness import (
     attend,
     check,
     check_addresses,
+    check_case,
     check_high_pages,
     expected,
     extras,
     plan_of,
     planner_for,
-    run_case,
 )
 from tests.support.inputs import (
     Inputs,
@@ -223,7 +223,7 @@ def test_c14_dead_slots(case: Case, window_left: int) -> None:
 
 @pytest.mark.parametrize("case", [*QUANTISED_FAMILIES, *twins_of(E4M3), *twins_of(NVFP4)], ids=str)
 def test_mixed_batches(case: Case) -> None:
-    run_case(of(case, *PAIRS), DEVICE)
+    check_case(of(case, *PAIRS), DEVICE)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8])
@@ -231,7 +231,7 @@ def test_mixed_batches(case: Case) -> None:
 @pytest.mark.parametrize("case", [E4M3, E5M2, NVFP4], ids=str)
 def test_group_sizes(case: Case, q_len: int, group_size: int) -> None:
     pairs = [(q_len, 40), (q_len, 700), (q_len, 3)]
-    run_case(replace(of(case, *pairs), group_size=group_size, num_kv_heads=3), DEVICE)
+    check_case(replace(of(case, *pairs), group_size=group_size, num_kv_heads=3), DEVICE)
 
 
 @pytest.mark.parametrize("q_len", [1, 30])

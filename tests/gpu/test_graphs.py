@@ -35,7 +35,7 @@ class Layer:
 
     inputs: Inputs
     planner: jitattn.AttentionPlanner
-    plan: jitattn.Plan
+    plan: jitattn.types.Plan
     kv: object
     out: Tensor
     lse: Tensor

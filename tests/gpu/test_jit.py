@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import jitattn
-from jitattn.spec.support import resolve
+from jitattn.kernels.registry import specs_of
 from tests.gpu.device import DEVICE, arch_of_device
 from tests.support.cases import D128
 from tests.support.compiler import skip_unless_compiled
@@ -23,10 +23,10 @@ COMPUTE = """
 import json, sys
 from dataclasses import replace
 from tests.support.cases import D128
-from tests.support.harness import planner_for, run_case
+from tests.support.harness import planner_for, check_case
 import jitattn
 case = replace(D128, lengths=(300, 0, 5000))
-run_case(case, "cuda")
+check_case(case, "cuda")
 origins = [info.origin for info in jitattn.build_info(planner_for(case, "cuda:0"))]
 compiler = sorted(name for name in sys.modules if "nvrtc" in name and name.startswith("cuda"))
 sys.stdout.write(json.dumps({"origins": origins, "compiler": compiler}))
@@ -62,7 +62,7 @@ def compute(script: str, **environ: str | None) -> dict[str, list[str]]:
 def needs_compiler() -> str:
     """The architecture that kernels of D128 are compiled for, where they can be."""
     arch = arch_of_device()
-    skip_unless_compiled(resolve(D128.config(), arch), arch)
+    skip_unless_compiled(specs_of(D128.config(), arch), arch)
     return arch
 
 
@@ -79,8 +79,8 @@ def test_a_process_that_only_decodes_leaves_the_prefill_kernel_too(tmp_path: Pat
     """It compiles in the background, and the process waits for it at its end."""
     needs_compiler()
     own = {"JITATTN_CACHE_DIR": str(tmp_path), "JITATTN_PRECOMPILED": None, "JITATTN_JIT": None}
-    decode = "from tests.support.cases import D128; from tests.support.harness import run_case\n"
-    compute(decode + "run_case(D128, 'cuda'); print('{}')", **own)
+    decode = "from tests.support.cases import D128; from tests.support.harness import check_case\n"
+    compute(decode + "check_case(D128, 'cuda'); print('{}')", **own)
     assert set(compute(COMPUTE, **own)["origins"]) == {"disk"}
 
 

@@ -33,13 +33,13 @@ from tests.support.harness import (
     assert_same,
     attend,
     check,
+    check_case,
     check_placement,
     check_variation,
     expected,
     extras,
     plan_of,
     planner_for,
-    run_case,
     same_bits,
 )
 from tests.support.inputs import ROW_VIEWS, Inputs, make_inputs
@@ -62,7 +62,7 @@ def of(case: Case, pairs: Sequence[tuple[int, int]] = PAIRS, **changes: object) 
 
 @pytest.mark.parametrize("case", mixed_cases(), ids=str)
 def test_mixed(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8, 13, 16, 17, 40, 71])
@@ -71,7 +71,7 @@ def test_where_the_kernels_take_over(q_len: int, group_size: int) -> None:
     """Rows of a decode tile, one more and one less, for every group size."""
     case = {True: D128, False: WIDE}[group_size <= 8]
     pairs = [(q_len, 40), (q_len, 700), (q_len, 3)]
-    run_case(of(case, pairs, group_size=group_size, num_kv_heads=1), DEVICE)
+    check_case(of(case, pairs, group_size=group_size, num_kv_heads=1), DEVICE)
 
 
 # --- tables, strides, placement: the same bits ----------------------------------------------------
@@ -158,8 +158,8 @@ def test_rows_past_the_last_request(case: Case, spare_rows: int) -> None:
 def test_a_batch_of_nothing() -> None:
     """Requests without queries, requests without keys, and no request at all."""
     for pairs in ([(0, 0)], [(0, 100), (0, -1)], [(4, 0)], [(0, 300)] * 200):
-        run_case(of(D128, pairs, spare_rows=7), DEVICE)
-        run_case(of(D128, pairs, spare_rows=7, sinks="float32"), DEVICE)
+        check_case(of(D128, pairs, spare_rows=7), DEVICE)
+        check_case(of(D128, pairs, spare_rows=7, sinks="float32"), DEVICE)
 
 
 @on_the_device

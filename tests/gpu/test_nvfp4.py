@@ -153,7 +153,7 @@ def test_what_quantize_kv_stores() -> None:
     numbers = [torch.randn_like(zeros_of(x)) for x in (k, v)]
     stored = [
         torch.cat((data, scales.view(torch.uint8)), -1)
-        for data, scales in (jitattn.quantize_kv(x, "nvfp4") for x in numbers)
+        for data, scales in (jitattn.quant.quantize_kv(x, "nvfp4") for x in numbers)
     ]
     inputs = make_inputs(case, DEVICE, (q, stored[0], stored[1]))
     planner = planner_for(case, DEVICE)

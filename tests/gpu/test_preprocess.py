@@ -120,7 +120,7 @@ def test_c52_fused_is_what_the_steps_are(kv_dtype: str) -> None:
         values = steps.arguments["kv_cache"][side].cpu()
         live = (values.view(torch.int16) != -1).any(-1)
         scale = fused.arguments[f"{name}_scale"].cpu()
-        want = jitattn.quantize_kv(values, kv_dtype, scale=scale)
+        want = jitattn.quant.quantize_kv(values, kv_dtype, scale=scale)
         if isinstance(want, tuple):
             found = getattr(cache, name).cpu(), getattr(cache, f"{name}_block_scales").cpu()
         else:
@@ -128,7 +128,9 @@ def test_c52_fused_is_what_the_steps_are(kv_dtype: str) -> None:
         for a, b in zip(found, want, strict=True):
             assert torch.equal(a.view(torch.uint8)[live], b.view(torch.uint8)[live])
     live = (q_steps.view(torch.int16) != -1).any(-1)
-    want_q = jitattn.quantize_kv(q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"])
+    want_q = jitattn.quant.quantize_kv(
+        q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"]
+    )
     assert isinstance(want_q, Tensor)
     assert torch.equal(q.view(torch.uint8)[live], want_q.view(torch.uint8)[live])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jitattn.spec.kernel_spec import Loader, PageTable
+from jitattn.spec.layout import Layout, Loader
 from tests.gpu.device import DEVICE
 from tests.support.cases import (
     D64,
@@ -25,7 +25,7 @@ from tests.support.cases import (
     Case,
     loader_of,
 )
-from tests.support.harness import extras, plan_of, planner_for, run_case
+from tests.support.harness import check_case, extras, plan_of, planner_for
 from tests.support.inputs import make_inputs
 
 
@@ -58,11 +58,11 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 def test_cases_reach_every_kind_of_kernel() -> None:
-    assert {case.page_table for case in CASES} == {table.value for table in PageTable}
+    assert {case.page_table for case in CASES} == {table.value for table in Layout}
     loaders = {(case.mask is None, loader_of(case)) for case in CASES}
     wanted = {(True, loader) for loader in Loader}
     wanted |= {(False, Loader.TENSOR), (False, Loader.PLAIN)}

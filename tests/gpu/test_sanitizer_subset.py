@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.kernel_spec import Loader, PageTable
+from jitattn.spec.layout import Layout, Loader
 from tests.gpu.device import DEVICE
 from tests.support.cases import (
     D64,
@@ -29,7 +29,7 @@ from tests.support.cases import (
     Case,
     loader_of,
 )
-from tests.support.harness import run_case
+from tests.support.harness import check_case
 from tests.support.inputs import make_inputs
 
 SPLIT = (2500, 1, 0, 17)  # the first request is split over many CTAs, and merged
@@ -68,7 +68,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 def test_cases_reach_every_kind_of_kernel() -> None:
@@ -76,8 +76,8 @@ def test_cases_reach_every_kind_of_kernel() -> None:
         (case.page_table, loader_of(case), case.batch_invariant, case.value_dim == case.head_dim)
         for case in CASES
     }
-    for table in PageTable:
-        has_boxes = table not in (PageTable.TOKEN, PageTable.RAGGED)
+    for table in Layout:
+        has_boxes = table not in (Layout.TOKEN, Layout.RAGGED)
         fast = Loader.TENSOR if has_boxes else Loader.VECTOR
         loaders = {loader for layout, loader, *_ in reached if layout == table}
         assert loaders >= {fast, Loader.PLAIN}

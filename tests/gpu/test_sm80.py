@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.kernel_spec import PrefillSpec
-from jitattn.spec.support import resolve
+from jitattn.kernels.attention.spec import PrefillSpec
+from jitattn.kernels.registry import specs_of
 from tests.gpu.device import DEVICE
 from tests.gpu.sm80 import pretend_sm80
 from tests.gpu.test_fp8 import check_every_byte_of_k, check_every_byte_of_v
@@ -30,7 +30,7 @@ from tests.support.cases import (
     decode_cases,
     mixed_cases,
 )
-from tests.support.harness import attend, check, expected, planner_for, run_case, same_bits
+from tests.support.harness import attend, check, check_case, expected, planner_for, same_bits
 from tests.support.inputs import make_inputs
 
 pytest.importorskip("hypothesis")
@@ -47,7 +47,7 @@ DECODE = Shards(strategies.examples(), DEVICE, NUM_EXAMPLES)
 MIXED = Shards(mixed_strategies.examples(SM80_VARIANTS), DEVICE, NUM_EXAMPLES)
 PREFILL_SPECS = {spec for spec in specs() if isinstance(spec, PrefillSpec)}
 MIXED_CASES = [
-    case for case in mixed_cases() if PREFILL_SPECS.intersection(resolve(case.config(), ARCH))
+    case for case in mixed_cases() if PREFILL_SPECS.intersection(specs_of(case.config(), ARCH))
 ][::2]
 
 pytestmark = pytest.mark.skipif(not FOLDER or DEVICE != "cuda", reason="JITATTN_TEST_PTX is unset")
@@ -70,7 +70,7 @@ def test_it_is_the_sm80_code() -> None:
 
 @pytest.mark.parametrize("case", decode_cases()[::7], ids=str)
 def test_decode(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("case", BYTE_FAMILIES, ids=str)
@@ -88,7 +88,7 @@ def test_every_code_of_nvfp4(case: Case) -> None:
 
 @pytest.mark.parametrize("case", MIXED_CASES, ids=str)
 def test_mixed(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])

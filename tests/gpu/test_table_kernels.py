@@ -190,10 +190,10 @@ def test_conversions_can_be_captured() -> None:
     arguments = {"page_size": 4, "seq_lens": lens}
 
     def call() -> tuple[Tensor, ...]:
-        csr = jitattn.convert_pages(jitattn.BlockTable(table), "csr", **arguments)
-        token = jitattn.convert_pages(csr, "token", max_kv_len=16, **arguments)
-        shared = jitattn.convert_pages(token, "shared", **arguments)
-        separate = jitattn.convert_pages(token, "separate", **arguments)
+        csr = jitattn.pages.convert_pages(jitattn.BlockTable(table), "csr", **arguments)
+        token = jitattn.pages.convert_pages(csr, "token", max_kv_len=16, **arguments)
+        shared = jitattn.pages.convert_pages(token, "shared", **arguments)
+        separate = jitattn.pages.convert_pages(token, "separate", **arguments)
         return (*csr.tensors, *token.tensors, *separate.tensors, *shared.tensors)
 
     call()

@@ -7,12 +7,14 @@ import pytest
 from tests.gpu.device import DEVICE
 from tests.support.untouched import CHECK, FORK, IMPORT, PLAN, run_apart
 
-pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="tests/unit has what holds without a GPU")
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cuda", reason="what holds without a GPU is in tests/kernels"
+)
 
 USE = """
 from dataclasses import replace
 from tests.support.cases import D128
-from tests.support.harness import planner_for, run_case
+from tests.support.harness import planner_for, check_case
 CASE = replace(D128, lengths=(300, 0, 40))
 """
 
@@ -21,7 +23,7 @@ FORK_AFTER_USE = """
 import signal
 import torch
 from tests.support.harness import plan_of
-inputs = run_case(CASE, "cuda")
+inputs = check_case(CASE, "cuda")
 planner = planner_for(CASE, "cuda:0")
 plan, kv, out = plan_of(inputs, planner), inputs.bind(planner), inputs.new_out()
 torch.cuda.synchronize()
@@ -31,7 +33,7 @@ if child == 0:
     calls = (
         lambda: plan.run(inputs.q, kv, out=out),
         lambda: plan_of(inputs, planner),
-        lambda: run_case(CASE, "cuda"),
+        lambda: check_case(CASE, "cuda"),
     )
     for number, call in enumerate(calls):
         try:
@@ -43,7 +45,7 @@ if child == 0:
     os._exit(0)
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 assert status == 0, status
-run_case(CASE, "cuda")
+check_case(CASE, "cuda")
 """
 
 
@@ -62,7 +64,7 @@ import torch, jitattn
 check_untouched()
 os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 assert torch.cuda.device_count() == 1
-run_case(CASE, "cuda")
+check_case(CASE, "cuda")
 assert open_devices()
 """
     run_apart(CHECK, USE, choose)
@@ -74,7 +76,7 @@ check_untouched()
 child = os.fork()
 if child == 0:
     try:
-        run_case(CASE, "cuda")
+        check_case(CASE, "cuda")
     except BaseException:
         import traceback
         traceback.print_exc()
@@ -82,7 +84,7 @@ if child == 0:
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 check_untouched()
-run_case(CASE, "cuda")
+check_case(CASE, "cuda")
 """
     run_apart(CHECK, USE, fork)
 

@@ -15,10 +15,10 @@ from tests.support.harness import (
     assert_same,
     attend,
     check,
+    check_case,
     expected,
     forbid_waiting,
     planner_for,
-    run_case,
     same_bits,
 )
 from tests.support.inputs import make_inputs
@@ -40,7 +40,7 @@ SEEDS = range(1, 21)
 
 @pytest.mark.parametrize("case", [c for case in CASES.values() for c in on_a_card(case)], ids=str)
 def test_cases(case: Case) -> None:
-    run_case(case, DEVICE)
+    check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize(

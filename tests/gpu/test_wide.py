@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.spec.support import wide_row_tile
+from jitattn.kernels.attention.config import wide_row_tile
 from tests.gpu.device import DEVICE
 from tests.gpu.test_graphs import Layer, captured
 from tests.gpu.test_mixed import overwrite, replays_are_eager
@@ -58,7 +58,7 @@ def drafts(case: Case, **changes: object) -> Case:
     return of(case, *pairs, *((q_len, 90 * q_len) for q_len in range(1, most + 1)))
 
 
-def roles_of(plan: jitattn.Plan) -> list[str]:
+def roles_of(plan: jitattn.types.Plan) -> list[str]:
     """What the kernels of a plan are for."""
     return [part.role for part in plan._backend._parts]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from jitattn.integrations import transformers as integration
+from jitattn.integrations.transformers import dense, masks, paged
 from tests.support import hf_models
 
 LENGTHS = (5, 40, 3, 23, 17)
@@ -78,13 +79,13 @@ def test_tokens_of_block_tables(is_padded: bool, monkeypatch: pytest.MonkeyPatch
         initialization, "ensure_decode_fast_path_is_available", lambda *_, **__: None
     )
     seen: list[list[int]] = []
-    append = integration.append_kv
+    append = paged.append_kv
 
     def append_kv(*args: object, seq_lens: Tensor, **others: object) -> None:
         seen.append(seq_lens.tolist())
         append(*args, seq_lens=seq_lens, **others)
 
-    monkeypatch.setattr(integration, "append_kv", append_kv)
+    monkeypatch.setattr(paged, "append_kv", append_kv)
     others: dict[str, object] = {"max_blocks_per_request": 16, "max_requests_per_batch": 8}
     if is_padded:
         others["decode_compile_config"] = CompileConfig(
@@ -164,7 +165,7 @@ def test_attention_sees_what_the_mask_says(seed: int) -> None:
     torch.manual_seed(seed)
     call = random_mask_call(rng)
     seen = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)
-    mask = integration._mask(**call, device="cpu")
+    mask = masks.make_mask(**call, device="cpu")
     batch_size, q_length, kv_length = (call[n] for n in ("batch_size", "q_length", "kv_length"))
     query, key, value = random_tensors(rng, batch_size, q_length, kv_length)
     unseen = ~seen.expand(batch_size, 1, -1, -1).any(dim=2)[:, 0]  # by every query
@@ -174,7 +175,7 @@ def test_attention_sees_what_the_mask_says(seed: int) -> None:
     softcap = rng.choice([None, 2.0])
     given = {"scaling": 0.3, "softcap": softcap, "s_aux": sinks}
     for shown in (mask, as_given(seen, rng)):
-        out, weights = integration._attend(module(), query, key, value, shown, **given)
+        out, weights = dense.attend(module(), query, key, value, shown, **given)
         assert weights is None
         want, size = defined(query, key, value, seen, 0.3, softcap, sinks)
         # Rows that see nothing may be anything finite elsewhere; here they are 0.
@@ -241,18 +242,18 @@ def test_lengths_and_windows_are_no_masks_of_bits() -> None:
 
     window = masking_utils.sliding_window_causal_mask_function(7)
     for function, window_left in ((masking_utils.causal_mask_function, -1), (window, 6)):
-        mask = integration._mask(2, 3, 9, 6, 0, function, torch.ones(2, 9).bool())
+        mask = masks.make_mask(2, 3, 9, 6, 0, function, torch.ones(2, 9).bool())
         step = mask.jitattn_step
         assert (step.causal, step.window_left, step.bits) == (True, window_left, None)
         assert mask.untyped_storage().nbytes() == 1
     like = masking_utils.and_masks(masking_utils.causal_mask_function, window)
-    assert integration._mask(2, 3, 9, 6, 0, like).jitattn_step.bits is not None
+    assert masks.make_mask(2, 3, 9, 6, 0, like).jitattn_step.bits is not None
 
 
 def test_layers_of_a_step_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    plan = integration._plan
-    monkeypatch.setattr(integration, "_plan", lambda *args: made.append(0) or plan(*args))
+    plan = dense._plan
+    monkeypatch.setattr(dense, "_plan", lambda *args: made.append(0) or plan(*args))
     model = hf_models.make_model("gemma3")
     hf_models.through(model, "jitattn")
     with torch.no_grad():
@@ -267,7 +268,7 @@ def attend(**changes: Any) -> None:
     tensors = random_tensors(random.Random(0), 2, 3, 3)
     given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
     given |= {"module": module(), "attention_mask": None, "scaling": 0.25}
-    integration._attend(**(given | changes))
+    dense.attend(**(given | changes))
 
 
 MARKED = torch.zeros((), dtype=torch.uint8).expand(2, 1, 3, 3)
@@ -302,7 +303,7 @@ def test_what_attention_does_not_take(changes: dict[str, Any], message: str) -> 
 
 def test_a_mask_of_other_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match="attention_mask is for"):
-        attend(attention_mask=integration._mask(2, 3, 4))
+        attend(attention_mask=masks.make_mask(2, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,7 @@ def test_what_paged_attention_does_not_take(changes: dict[str, Any], message: st
     given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
     given |= {"module": module(), "attention_mask": None}
     with pytest.raises(ValueError, match=message):
-        integration._attend_paged(**(given | changes))
+        paged.attend_paged(**(given | changes))
 
 
 def test_a_model_in_float32_is_refused() -> None:

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from jitattn.base.errors import ConfigError
 from jitattn.integrations import vllm as integration
-from jitattn.integrations.vllm.layers import Layer, Shards, Tensors, shard_lens
+from jitattn.integrations.vllm.context_parallel import Shards, shard_lens
+from jitattn.integrations.vllm.layer import Layer
+from jitattn.integrations.vllm.metadata import Tensors
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from tests.support.engines import (
     NAN,

@@ -30,9 +30,10 @@ from jitattn.base.errors import (
 from jitattn.base.knobs import Knobs
 from jitattn.jit import build, nvrtc, render, sources
 from jitattn.jit.cache import KernelCache
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import resolve
+from jitattn.spec.family import KernelSpec
 
 REPOSITORY = Path(__file__).parents[2]
 ARCH = "sm_90a"
@@ -317,8 +318,9 @@ def test_without_a_compiler_any_cached_kernel_serves(
 BLOCKED = """
 import sys
 sys.modules["cuda.bindings.nvrtc"] = None
-from jitattn import build, knobs
-from jitattn.spec.kernel_spec import ScheduleSpec
+from jitattn.jit import build
+from jitattn.base import knobs
+from jitattn.kernels.common.spec import ScheduleSpec
 kernel = build.build(ScheduleSpec(), "sm_90a", knobs.load())
 print(kernel.origin, len(kernel.cubin), "torch" in sys.modules)
 """
@@ -376,7 +378,7 @@ def test_a_build_machine_may_have_an_old_driver(
 
 
 @pytest.mark.parametrize(
-    "file", ["schedule.cu.jinja", "decode.cu.jinja", "include/jitattn/ptx.cuh"]
+    "file", ["attention/schedule.cu.jinja", "attention/decode.cu.jinja", "include/jitattn/ptx.cuh"]
 )
 def test_errors_name_the_line_of_the_template(
     settings: Knobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
@@ -389,7 +391,7 @@ def test_errors_name_the_line_of_the_template(
     monkeypatch.setattr(sources, "TEMPLATES", folder)
     monkeypatch.setattr(render, "TEMPLATES", folder)
     forget_templates()
-    spec = next(s for s in real_specs() if file.startswith((s.family, "include")))
+    spec = next(s for s in real_specs() if Path(file).name.startswith((s.kernel, "ptx")))
     try:
         with pytest.raises(CompileError) as caught:
             build.build(spec, ARCH, settings)
@@ -419,7 +421,7 @@ def forget_templates() -> None:
 
 
 def real_specs() -> tuple[KernelSpec, ...]:
-    return resolve(PlannerConfig.parse("head_dim=16,num_qo_heads=8,num_kv_heads=8"), ARCH)
+    return specs_of(PlannerConfig.parse("head_dim=16,num_qo_heads=8,num_kv_heads=8"), ARCH)
 
 
 def test_lineinfo_names_the_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -684,8 +686,9 @@ def test_a_child_compiles_what_its_parent_had_begun(settings: Knobs, gates: Gate
 
 
 LEAVER = textwrap.dedent("""
-    from jitattn import build, knobs
-    from jitattn.spec.kernel_spec import ScheduleSpec
+    from jitattn.jit import build
+    from jitattn.base import knobs
+    from jitattn.kernels.common.spec import ScheduleSpec
 
     (pending,) = build.start([ScheduleSpec()], "sm_90a", knobs.load())
     print(pending.was_found)
@@ -711,8 +714,9 @@ def test_a_process_that_ends_completes_what_it_began(tmp_path: Path) -> None:
 RACER = textwrap.dedent("""
     import sys, time
     from pathlib import Path
-    from jitattn import build, knobs, nvrtc
-    from jitattn.spec.kernel_spec import ScheduleSpec
+    from jitattn.jit import build, nvrtc
+    from jitattn.base import knobs
+    from jitattn.kernels.common.spec import ScheduleSpec
 
     nvrtc.version()
     print("ready", flush=True)

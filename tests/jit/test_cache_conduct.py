@@ -20,7 +20,8 @@ from tests.support.conduct import ARCH, COMPILER, FACTOR, environment, run, star
 # A process that imports, says so, waits to be told, and builds two kernels with the real NVRTC.
 REAL = """
 import sys
-from jitattn import build, knobs
+from jitattn.jit import build
+from jitattn.base import knobs
 from tests.support.conduct import ARCH, SPECS
 print("ready", flush=True)
 sys.stdin.readline()
@@ -31,7 +32,8 @@ print(*(f"{kernel.symbol}:{kernel.origin}" for kernel in
 FAKE = """
 import sys
 from pathlib import Path
-from jitattn import build, knobs
+from jitattn.jit import build
+from jitattn.base import knobs
 from tests.support import conduct
 conduct.use_fake_compiler(Path(sys.argv[1]), float(sys.argv[2]))
 print("ready", flush=True)
@@ -183,7 +185,8 @@ def test_c37_no_temporary_folder(tmp_path: Path, folder: str) -> None:
 KILLS = """
 import json, os, random, signal, sys, time
 from pathlib import Path
-from jitattn import build, knobs
+from jitattn.jit import build
+from jitattn.base import knobs
 from jitattn.jit.cache import KernelCache
 from tests.support import conduct
 
@@ -299,7 +302,7 @@ def test_lock_files_and_staging_of_the_past_do_not_matter(tmp_path: Path) -> Non
 
 NAMES = """
 import json
-from jitattn import build
+from jitattn.jit import build
 from tests.support.conduct import ARCH, SPECS
 print(json.dumps([build._Job(spec, ARCH, False).render()[0] for spec in SPECS]))
 """
@@ -367,7 +370,8 @@ def test_a_child_does_not_release_its_parents_lock(tmp_path: Path) -> None:
 
 AFTER_FORK = """
 import os, sys
-from jitattn import build, knobs
+from jitattn.jit import build
+from jitattn.base import knobs
 from tests.support import conduct
 conduct.use_fake_compiler()
 if sys.argv[1] == "after use":
@@ -393,7 +397,8 @@ def test_parent_and_child_both_build(tmp_path: Path, when: str) -> None:
 CLEARING = """
 import os, sys, time
 from pathlib import Path
-from jitattn import build, knobs, nvrtc
+from jitattn.jit import build, nvrtc
+from jitattn.base import knobs
 from jitattn.jit.cache import KernelCache
 from jitattn.jit.render import render
 from tests.support import conduct

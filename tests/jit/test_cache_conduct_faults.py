@@ -24,7 +24,7 @@ from jitattn.jit import build, cache, cubin, nvrtc
 from jitattn.jit.build import Kernel
 from jitattn.jit.cache import KernelCache
 from jitattn.jit.render import render
-from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.family import KernelSpec
 from tests.support import conduct
 from tests.support.conduct import ARCH, COMPILER, FACTOR, SPECS, FakeCompiler, environment, start
 
@@ -215,7 +215,8 @@ def test_random_corruption_loads_nothing_wrong(
 FAULT = """
 import json, os, shutil, subprocess, sys, warnings
 from pathlib import Path
-from jitattn import build, knobs
+from jitattn.jit import build
+from jitattn.base import knobs
 from jitattn.jit.cache import KernelCache
 from tests.support import conduct
 
@@ -236,7 +237,7 @@ with warnings.catch_warnings(record=True) as caught:
     kernels = [build.build(spec, conduct.ARCH, settings) for spec in conduct.SPECS]
     again = [build.build(spec, conduct.ARCH, settings).origin for spec in conduct.SPECS]
 from jitattn.jit.render import render
-from jitattn import nvrtc
+from jitattn.jit import nvrtc
 options = nvrtc.options(conduct.ARCH)
 right = [
     kernel.cubin == conduct.fake_cubin(render(kernel.spec, conduct.ARCH), options)
@@ -353,11 +354,12 @@ HOMELESS = """
 import importlib.metadata, os, sys, warnings
 import platformdirs, platformdirs.unix
 import jinja2, jitattn.jit.render
-from jitattn import build, knobs
+from jitattn.jit import build
+from jitattn.base import knobs
 from tests.support import conduct
 conduct.use_fake_compiler()
 for spec in conduct.SPECS:
-    jitattn.jit.render.render(spec, conduct.ARCH)  # the user that follows cannot read the interpreter
+    jitattn.jit.render.render(spec, conduct.ARCH)  # the next user cannot read the interpreter
 os.setgroups([])
 os.setgid(54321)
 os.setuid(54321)
@@ -465,7 +467,9 @@ def test_the_umask_widens_and_narrows_nothing(root: Path, umask: int) -> None:
 
 ODD = """
 import sys
-from jitattn import build, knobs, cli
+from jitattn.jit import build
+from jitattn.base import knobs
+from jitattn.tools import cli
 from tests.support import conduct
 conduct.use_fake_compiler()
 origins = [build.build(spec, conduct.ARCH, knobs.load()).origin for spec in conduct.SPECS]

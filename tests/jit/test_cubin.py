@@ -8,7 +8,7 @@ import pytest
 
 from jitattn.jit import nvrtc
 from jitattn.jit.cubin import Resources, resources_of
-from jitattn.spec.support import ARCHITECTURES
+from jitattn.spec.arch import ARCHITECTURES
 
 # One kernel with shared memory; one that must spill, since it may use 32 registers only.
 SOURCE = """

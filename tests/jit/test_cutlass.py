@@ -15,8 +15,8 @@ from jitattn.base.errors import CompilerMissingError
 from jitattn.base.knobs import Knobs
 from jitattn.jit import build, cutlass, nvrtc, render
 from jitattn.jit.cache import KernelCache
-from jitattn.spec.kernel_spec import ScheduleSpec
-from jitattn.spec.support import resolve
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
 from tests.support.cases import D128
 from tests.support.compiler import skip_unless_compiled
 
@@ -150,7 +150,7 @@ def test_tests_of_kernels_that_need_it_are_skipped(arch: str, is_skipped: bool) 
     pytest.importorskip("cuda.bindings.nvrtc")
     why = None
     try:
-        skip_unless_compiled(resolve(D128.config(), arch), arch)
+        skip_unless_compiled(specs_of(D128.config(), arch), arch)
     except pytest.skip.Exception as skipped:
         why = str(skipped)
     assert (why is not None) == is_skipped

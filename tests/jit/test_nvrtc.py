@@ -159,7 +159,7 @@ def test_a_driver_loads_what_its_own_major_version_made(
 DRIVER = "int cuDriverGetVersion(int* version) {{ *version = {version}; return {status}; }}"
 NVRTC_12 = "int nvrtcVersion(int* major, int* minor) { *major = 12; *minor = 9; return 0; }"
 CHOICE = """
-from jitattn import nvrtc
+from jitattn.jit import nvrtc
 nvrtc._prefer_what_the_driver_accepts()
 print(nvrtc.driver_version(), [path.split("|")[0] for path in nvrtc.loaded_libraries()])
 """
@@ -239,9 +239,10 @@ def test_what_torch_has_loaded_does_not_decide(
 
 
 BUILD = """
-from jitattn import build, cubin, knobs
+from jitattn.jit import build, cubin
+from jitattn.base import knobs
 from jitattn.jit.cubin import Resources
-from jitattn.spec.kernel_spec import ScheduleSpec
+from jitattn.kernels.common.spec import ScheduleSpec
 cubin.resources_of = lambda *arguments: Resources(
     registers=8, spill_bytes=0, smem_bytes=0, code_bytes=8
 )
@@ -292,7 +293,7 @@ def test_the_search_digest_sees_the_driver(monkeypatch: pytest.MonkeyPatch) -> N
 BLOCK = """
 import sys
 sys.modules[{module!r}] = None
-from jitattn import nvrtc
+from jitattn.jit import nvrtc
 from jitattn.base.errors import CompilerMissingError
 try:
     nvrtc.toolchain()

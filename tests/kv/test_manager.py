@@ -1,4 +1,4 @@
-"""The page manager: lengths, slots, sharing, eviction, tables. Contents: test_kv_model.py."""
+"""The page manager: lengths, slots, sharing, eviction, tables. Contents: test_manager_model.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jitattn.kv import (
     Scratch,
 )
 from jitattn.kv.layout import scratch_range, stale_end
-from jitattn.kv.slot_allocator import Slots
+from jitattn.kv.slot_allocator import SlotAllocator
 
 PER_LAYER, SHARED = PageIndexMode.PER_LAYER, PageIndexMode.SHARED
 
@@ -182,7 +182,7 @@ def test_bytes_are_split_by_what_a_typical_sequence_takes() -> None:
 
 
 def test_a_slot_is_freed_once() -> None:
-    slots = Slots(8)
+    slots = SlotAllocator(8)
     taken = [slots.take() for _ in range(6)]
     for wrong in ([3, 5, 3], [7], [-1], [8], [taken[0], 7]):
         with pytest.raises(KVCacheError):
@@ -199,7 +199,7 @@ def test_a_slot_is_freed_once() -> None:
 
 def test_slots_against_a_set() -> None:
     rng = random.Random(0)
-    slots, oracle = Slots(8), set()
+    slots, oracle = SlotAllocator(8), set()
     for _ in range(100_000):
         what = rng.randrange(-1, 9)
         if rng.random() < 0.5 and len(oracle) < 8:
@@ -569,7 +569,7 @@ def test_lower_priority_goes_first_then_what_was_used_longest_ago() -> None:
     for n in range(1, 9):
         assert seq.resize(4 * n)
         now = {
-            b for b in (100, 200, 300, 400) if len(manager._engine.tree.match(
+            b for b in (100, 200, 300, 400) if len(manager._blocks.tree.match(
                 np.arange(b, b + 8), "").nodes) < 2
         }  # fmt: skip
         order += sorted(now - lost)
@@ -586,7 +586,7 @@ def test_a_prefix_outlasts_what_follows_it() -> None:
     assert seq.resume()
     for n in range(1, 5):
         assert seq.resize(4 * n)
-        assert len(manager._engine.tree.match(np.arange(16), "").nodes) == 4 - n
+        assert len(manager._blocks.tree.match(np.arange(16), "").nodes) == 4 - n
 
 
 def test_suspended_pages_go_to_the_host_and_come_back() -> None:

@@ -1,4 +1,4 @@
-"""Random operations on page managers against the naive model of tests/kv_model.py."""
+"""Random operations on page managers against the naive model of tests/support/kv_model.py."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_scope_that_nobody_uses_is_forgotten() -> None:
     manager = make(8)
     for i in range(50):
         manager.create_sequence([1], reuse_scope=f"tenant {i}").close()
-    assert len(manager._engine.tree._roots) == 0
+    assert len(manager._blocks.tree._roots) == 0
     seq = manager.create_sequence(reuse_scope="tenant 1")
     assert seq.resume()
     assert seq.resize(2)

@@ -11,21 +11,15 @@ import pytest
 from jitattn.jit import cutlass
 from jitattn.jit.build import headers_of
 from jitattn.jit.render import render
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, DType, Loader, PageTable, PrefillSpec
-from jitattn.spec.support import ARCHITECTURES, HEAD_DIMS, resolve, sample_specs
-from jitattn.spec.tile import (
-    _STATIC_BYTES,
-    MAX_PIECES,
-    SMEM_LIMIT,
-    DecodeTile,
-    PrefillTile,
-    WarpgroupTile,
-    has_warpgroup_tile,
-    takes_boxes,
-    template_for,
-    tile_for,
-)
+from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
+from jitattn.kernels.attention.tile import STATIC_BYTES, has_warpgroup_tile
+from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile, PrefillTile, WarpgroupTile
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.arch import ARCHITECTURES, ARCHS
+from jitattn.spec.config import HEAD_DIMS, PlannerConfig
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Layout, Loader
+from tests.support.sample_specs import sample_specs
 from tests.support.warpgroups import warpgroup_specs
 
 
@@ -38,10 +32,10 @@ def test_both_loaders_of_a_configuration_have_one_tile(arch: str) -> None:
         config = PlannerConfig(
             head_dim=head_dim, head_dim_vo=head_dim_vo, logits_soft_cap=cap, use_custom_mask=mask
         )
-        for spec in resolve(config, arch):
+        for spec in specs_of(config, arch):
             if isinstance(spec, DecodeSpec | PrefillSpec):
-                twin = tile_for(replace(spec, loader=Loader.PLAIN), arch)
-                tile = tile_for(spec, arch)
+                twin = replace(spec, loader=Loader.PLAIN).tile(arch)
+                tile = spec.tile(arch)
                 # Boxes leave no padding between rows.
                 twin = twin._replace(smem_bytes=tile.smem_bytes)
                 if isinstance(tile, WarpgroupTile):  # who brings elements needs more registers
@@ -55,7 +49,7 @@ def decode_spec(**arguments: object) -> DecodeSpec:
     """The decode kernel of an aligned cache on sm_90a."""
     return next(
         spec
-        for spec in resolve(PlannerConfig.from_arguments(arguments), "sm_90a")
+        for spec in specs_of(PlannerConfig.from_arguments(arguments), "sm_90a")
         if isinstance(spec, DecodeSpec)
     )
 
@@ -84,8 +78,8 @@ def decode_spec(**arguments: object) -> DecodeSpec:
 def test_what_takes_boxes(arguments: dict[str, object], has_boxes: bool) -> None:
     spec = decode_spec(**arguments)
     assert spec.loader is (Loader.TENSOR if has_boxes else Loader.VECTOR)
-    assert takes_boxes(spec, "sm_90a") == has_boxes
-    tile = tile_for(spec, "sm_90a")
+    assert spec.uses_tma("sm_90a") == has_boxes
+    tile = spec.tile("sm_90a")
     assert isinstance(tile, DecodeTile)
     if has_boxes:
         # A box lies in one page, and a slice is some boxes.
@@ -93,24 +87,24 @@ def test_what_takes_boxes(arguments: dict[str, object], has_boxes: bool) -> None
         assert tile.box_tokens in (8, 16, 32)
         assert spec.page_size % tile.box_tokens == slice_tokens % tile.box_tokens == 0
     for arch in set(ARCHITECTURES) - {"sm_90a"}:
-        assert not takes_boxes(spec, arch)
+        assert not spec.uses_tma(arch)
         loaders = {found.loader for found in resolve_decode(arguments, arch)}
         assert loaders == {Loader.VECTOR, Loader.PLAIN}
 
 
 def resolve_decode(arguments: dict[str, object], arch: str) -> list[DecodeSpec]:
-    specs = resolve(PlannerConfig.from_arguments(arguments), arch)
+    specs = specs_of(PlannerConfig.from_arguments(arguments), arch)
     return [spec for spec in specs if isinstance(spec, DecodeSpec)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
-@pytest.mark.parametrize("page_table", [table for table in PageTable if table != "ragged"])
-def test_tiles_do_not_go_by_pages(head_dim: int, page_table: PageTable) -> None:
+@pytest.mark.parametrize("page_table", [table for table in Layout if table != "ragged"])
+def test_tiles_do_not_go_by_pages(head_dim: int, page_table: Layout) -> None:
     """So that results have the same bits through every table and page size."""
     tiles = set()
     for page_size in (1, 3, 8, 16, 24, 64):
         spec = decode_spec(head_dim=head_dim, page_size=page_size, page_table=page_table.value)
-        tile = tile_for(spec, "sm_90a")
+        tile = spec.tile("sm_90a")
         assert isinstance(tile, DecodeTile)
         tiles.add(tile._replace(smem_bytes=0, box_tokens=0))
     assert len(tiles) == 1
@@ -133,7 +127,7 @@ WARPGROUPS = tuple(
 
 
 def warpgroup_tile(spec: PrefillSpec) -> WarpgroupTile:
-    tile = tile_for(spec, "sm_90a")
+    tile = spec.tile("sm_90a")
     assert isinstance(tile, WarpgroupTile)
     return tile
 
@@ -142,7 +136,7 @@ def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
     """The prefill kernel of an aligned cache."""
     return next(
         spec
-        for spec in resolve(PlannerConfig.from_arguments(arguments), arch)
+        for spec in specs_of(PlannerConfig.from_arguments(arguments), arch)
         if isinstance(spec, PrefillSpec)
     )
 
@@ -175,15 +169,15 @@ def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) ->
     spec = prefill_spec("sm_90a", **{"head_dim": 128} | arguments)
     assert has_warpgroup_tile(spec, "sm_90a") == (loader is not None)
     assert spec.loader == (loader or Loader.VECTOR)
-    assert takes_boxes(spec, "sm_90a") == (loader == "tensor")
-    assert isinstance(tile_for(spec, "sm_90a"), WarpgroupTile if loader else PrefillTile)
-    template = "prefill_wgmma.cu.jinja" if loader else "prefill.cu.jinja"
-    assert template_for(spec, "sm_90a") == template
+    assert spec.uses_tma("sm_90a") == (loader == "tensor")
+    assert isinstance(spec.tile("sm_90a"), WarpgroupTile if loader else PrefillTile)
+    template = "attention/prefill_sm90.cu.jinja" if loader else "attention/prefill_sm80.cu.jinja"
+    assert spec.template("sm_90a") == template
     for arch in set(ARCHITECTURES) - {"sm_90a"}:
         other = prefill_spec(arch, **{"head_dim": 128} | arguments)
         assert other.loader is Loader.VECTOR
-        assert template_for(other, arch) == "prefill.cu.jinja"
-        assert isinstance(tile_for(other, arch), PrefillTile)
+        assert other.template(arch) == "attention/prefill_sm80.cu.jinja"
+        assert isinstance(other.tile(arch), PrefillTile)
 
 
 def test_warpgroups_are_sampled() -> None:
@@ -196,7 +190,7 @@ def test_warpgroups_are_sampled() -> None:
 def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
     tile = warpgroup_tile(spec)
     # Pieces that it claims are noted nowhere.
-    assert tile.smem_bytes + _STATIC_BYTES - 4 * MAX_PIECES <= SMEM_LIMIT["sm_90a"]
+    assert tile.smem_bytes + STATIC_BYTES - 4 * MAX_PIECES <= ARCHS["sm_90a"].smem_bytes
     groups, rest = divmod(tile.num_warps, 4)
     assert rest == 0
     assert tile.row_tile == 64 * groups
@@ -240,8 +234,8 @@ def test_the_products_are_those_that_there_are(spec: PrefillSpec) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
     tiles = set()
-    for page_size, page_table in itertools.product((1, 3, 8, 16, 24, 64, 256), PageTable):
-        if page_table is PageTable.RAGGED:
+    for page_size, page_table in itertools.product((1, 3, 8, 16, 24, 64, 256), Layout):
+        if page_table is Layout.RAGGED:
             continue
         spec = prefill_spec(
             "sm_90a", head_dim=head_dim, page_size=page_size, page_table=page_table.value

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from jitattn.base.errors import ConfigError
-from jitattn.spec.kernel_spec import BatchInfoSpec, DType, GatherSpec
-from jitattn.spec.support import ARCHITECTURES
-from jitattn.spec.transfer_config import TransferConfig, config_of, every_config
+from jitattn.kernels.pages.spec import (
+    BatchInfoSpec,
+    GatherSpec,
+    TransferConfig,
+    config_of,
+    every_config,
+)
+from jitattn.spec.arch import ARCHITECTURES
+from jitattn.spec.dtype import DType
 
 
 def test_texts_are_read_back() -> None:

@@ -14,15 +14,15 @@ import torch
 import jitattn
 from jitattn.base import knobs
 from jitattn.base.errors import CompileError, ConfigError, KernelNotFoundError
-from jitattn.bundles.precompile import precompile as bundles_precompile
+from jitattn.bundles import precompile as bundles_precompile
 from jitattn.jit.build import build, fill, headers_of
 from jitattn.jit.nvrtc import compile_cubin, options
 from jitattn.jit.render import render
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import AttentionSpec, DecodeSpec
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.kernels.attention.spec import DecodeSpec
+from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.params import variant_params
-from jitattn.spec.support import specs_of
 from jitattn.spec.variant import ALIBI, RELATIVE_BIAS, AttentionVariant, ParamType, parse_type
 from tests.support.cases import Case, of
 from tests.support.harness import attend, check, expected
@@ -175,7 +175,7 @@ def test_another_process_finds_the_kernel(tmp_path: Path) -> None:
         "from jitattn.jit.build import build\n"
         "from jitattn.spec.config import PlannerConfig\n"
         "from jitattn.base.knobs import load\n"
-        "from jitattn.spec.support import specs_of\n"
+        "from jitattn.kernels.registry import specs_of\n"
         "from tests.support.variants import EVERYTHING\n"
         f"spec = specs_of(PlannerConfig(variant=EVERYTHING), {ARCH!r})[0]\n"
         f"kernel = build(spec, {ARCH!r}, load())\n"
@@ -417,36 +417,38 @@ def test_params_have_their_places() -> None:
 
 
 def test_alibi_slopes() -> None:
-    assert jitattn.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
-    assert jitattn.alibi_slopes(1).tolist() == [2.0**-8]
+    assert jitattn.variants.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    assert jitattn.variants.alibi_slopes(1).tolist() == [2.0**-8]
     # 4 heads have 2**-2, 2**-4, 2**-6 and 2**-8; of 8 heads the first has 2**-1, the third 2**-3.
-    assert jitattn.alibi_slopes(6).tolist() == [2.0**-i for i in (2, 4, 6, 8, 1, 3)]
+    assert jitattn.variants.alibi_slopes(6).tolist() == [2.0**-i for i in (2, 4, 6, 8, 1, 3)]
     with pytest.raises(ValueError, match="num_qo_heads is 0"):
-        jitattn.alibi_slopes(0)
+        jitattn.variants.alibi_slopes(0)
 
 
 def test_t5_bias() -> None:
     """Distances below half of the buckets have one each, the others share in logarithms."""
     weight = torch.arange(8.0)[:, None] * torch.tensor([1.0, -10.0])
-    params = jitattn.t5_bias(weight, bidirectional=False, max_distance=64)
+    params = jitattn.variants.t5_bias(weight, bidirectional=False, max_distance=64)
     # 4 exact ones, then 4 to 7, 8 to 15, 16 to 31, and more.
     want = [0, 1, 2, 3, *[4] * 4, *[5] * 8, *[6] * 16, *[7] * 33]
     assert params["zero"] == 64
     assert params["bias"][0].tolist() == [0.0] * 64 + want
     assert params["bias"][1].tolist() == [0.0] * 64 + [-10.0 * bucket for bucket in want]
-    both = jitattn.t5_bias(weight.half(), bidirectional=True, max_distance=4)["bias"]
+    both = jitattn.variants.t5_bias(weight.half(), bidirectional=True, max_distance=4)["bias"]
     assert both[0].tolist() == [7, 7, 6, 5, 0, 1, 2, 3, 3]
     with pytest.raises(ValueError, match=r"weight has shape \[2, 2\]"):
-        jitattn.t5_bias(weight[:2], bidirectional=False)
+        jitattn.variants.t5_bias(weight[:2], bidirectional=False)
     with pytest.raises(ValueError, match="max_distance is 4: expected at least 5"):
-        jitattn.t5_bias(weight, bidirectional=False, max_distance=4)
+        jitattn.variants.t5_bias(weight, bidirectional=False, max_distance=4)
 
 
 def test_t5_bias_is_that_of_transformers() -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     for bidirectional, num_buckets, max_distance in ((False, 32, 128), (True, 32, 128)):
         weight = torch.randn(num_buckets, 3)
-        params = jitattn.t5_bias(weight, bidirectional=bidirectional, max_distance=max_distance)
+        params = jitattn.variants.t5_bias(
+            weight, bidirectional=bidirectional, max_distance=max_distance
+        )
         distance = torch.arange(-300, 301)
         buckets = t5.T5Attention._relative_position_bucket(
             -distance, bidirectional, num_buckets, max_distance

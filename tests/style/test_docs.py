@@ -92,7 +92,7 @@ def test_documents_name_real_variables_and_errors(page: Path) -> None:
     known = set(re.findall(r"JITATTN_[A-Z_]+", inspect.getsource(knobs)))
     assert set(re.findall(r"JITATTN_[A-Z_]+", text)) <= known
     for error in set(re.findall(r"`(\w+Error)`", text)) - {"ValueError", "TypeError"}:
-        assert hasattr(jitattn, error), f"{page.name} names {error}"
+        assert hasattr(jitattn.errors, error), f"{page.name} names {error}"
 
 
 def test_every_page_is_in_the_navigation() -> None:

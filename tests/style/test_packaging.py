@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from jitattn.jit.render import TEMPLATES, headers, render
-from jitattn.spec.kernel_spec import ScheduleSpec
-from jitattn.spec.support import resolve
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
 
 print(TEMPLATES)

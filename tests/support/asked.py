@@ -11,9 +11,10 @@ from jitattn.kernels.common.planner_base import DtypedConfig, PlannerBase
 from jitattn.kernels.preprocess import dispatch
 from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.kernels.preprocess.fill_params import spec_of
-from jitattn.spec.kernel_spec import KernelSpec, Loader
-from jitattn.spec.preprocess_config import config_of
-from jitattn.spec.support import specs_of
+from jitattn.kernels.preprocess.spec import config_of
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Loader
 from tests.gpu.bundle import Config, configs_of
 
 ARCH = "sm_90a"

@@ -64,13 +64,13 @@ class Tree:
             found.append(found[-1] + q_len)
         return found
 
-    def levels(self, table: str, device: str) -> list[jitattn.CascadeLevel]:
+    def levels(self, table: str, device: str) -> list[jitattn.cascade.CascadeLevel]:
         found = []
         for groups in self.groups:
             ends = [self.offsets[b] for b, _, _, _ in groups] + [self.offsets[-1]]
             lens = [kv_len for _, _, _, kv_len in groups]
             found.append(
-                jitattn.CascadeLevel(
+                jitattn.cascade.CascadeLevel(
                     _table(table, [pages for _, _, pages, _ in groups], device),
                     torch.tensor(lens, dtype=torch.int32, device=device),
                     torch.tensor(ends, dtype=torch.int32, device=device),
@@ -164,7 +164,7 @@ def check_tree(
     common = dict(vars(planner_config(**arguments)), device=device)
     for name in ("variant", "skip_softmax_threshold"):
         common.pop(name)
-    planner = jitattn.CascadePlanner(**(common | {"page_table": table}))
+    planner = jitattn.cascade.CascadePlanner(**(common | {"page_table": table}))
     plan = planner.plan(tree.levels(table, device))
     out, lse = plan.run(q, planner.bind(cache), return_lse=True, sinks=sinks)
     torch.testing.assert_close(out, expected.to(out), rtol=tolerance, atol=tolerance)

@@ -2,7 +2,7 @@
 
 `KERNELS` are the combinations that have machine code of their own; `decode_cases` puts launch
 arguments, shapes and layouts on top of them, drawn so that every value of every axis is used
-about equally often. `tests/inputs.py` turns a case into tensors.
+about equally often. `tests/support/inputs.py` turns a case into tensors.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from jitattn.kernels.attention.spec import DecodeSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec, Loader, PageTable
-from jitattn.spec.support import resolve
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Layout, Loader
 from tests.support.variants import VARIANTS
 
 CASES_PER_KERNEL = 10
-LAYOUTS = tuple(table.value for table in PageTable)
+LAYOUTS = tuple(table.value for table in Layout)
 TABLES = ("shared", "separate", "csr", "token")
 """The layouts that have pages."""
 
@@ -30,15 +32,16 @@ class Case:
         lengths: KV tokens of each request; zero or less is padding.
         q_lens: query tokens of each request, or None for one each and no qo_indptr.
         spare_rows: rows of q past the last request.
-        mask: the form of a custom mask, "bool", "packed" or "ragged"; see tests/queries.py.
+        mask: the form of a custom mask, "bool", "packed" or "ragged"; see tests/support/queries.py.
         mask_width: last keys that a "bool" or "packed" mask covers, a multiple of 8.
         cache: the name of a builder in `tests.support.inputs.CACHES`.
         block_cache: likewise of the scales of NVFP4 blocks; None: the cache's own.
         kv_dtype: the type of a quantised cache, or None for one of ``dtype``.
-        scales: the form of k_scale and v_scale, a key of `SCALES`; see `tests.support.inputs.make_scale`.
+        scales: the form of k_scale and v_scale, a key of `SCALES`; see
+            `tests.support.inputs.make_scale`.
         kv_layout: the order in which the cache's dimensions are named, whatever their strides.
         q_view, out_view: how q and out lie in memory; see `tests.support.inputs.ROW_VIEWS`.
-        variant: the name of a variant of tests/variants.py, or None.
+        variant: the name of a variant of tests/support/variants.py, or None.
         sinks: their dtype, or None; a name ending in "-column" is a strided column of a matrix.
         page_size: tokens of a page, and 1 with page_table "ragged".
         rows: the dtype of the row indices of a block or token table, or None for row b = request b.
@@ -172,7 +175,7 @@ def loader_of(case: Case) -> Loader:
     """How the K and V of a decode launch are loaded on sm_90a, for caches of CACHES."""
     if case.cache.startswith("odd") or (case.block_cache or "").startswith("odd"):
         return Loader.PLAIN
-    decode = resolve(PlannerConfig.from_arguments(case.planner_arguments()), "sm_90a")[0]
+    decode = specs_of(PlannerConfig.from_arguments(case.planner_arguments()), "sm_90a")[0]
     assert isinstance(decode, DecodeSpec)
     return decode.loader
 
@@ -735,5 +738,5 @@ def kernel_configs(arch: str) -> tuple[PlannerConfig, ...]:
     configs: dict[tuple[KernelSpec, ...], PlannerConfig] = {}
     for case in all_cases():
         config = case.config()
-        configs.setdefault(resolve(config, arch), config)
+        configs.setdefault(specs_of(config, arch), config)
     return tuple(configs.values())

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.preprocess_config import PreprocessConfig
+from jitattn.kernels.preprocess.spec import PreprocessConfig
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.tensors.quantization import tensors_of
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 4, 2, 16, 4, 32

@@ -13,7 +13,7 @@ from jitattn.base.errors import CompilerMissingError
 from jitattn.jit import nvrtc
 from jitattn.jit.build import headers_of
 from jitattn.jit.render import render
-from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.family import KernelSpec
 from jitattn.tools.explain import disassembler
 
 

@@ -17,21 +17,22 @@ from pathlib import Path
 
 from jitattn.jit import cubin, nvrtc
 from jitattn.jit.cubin import Resources
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec, ScheduleSpec
-from jitattn.spec.support import resolve
+from jitattn.spec.family import KernelSpec
 
 REPOSITORY = Path(__file__).parents[2]
 COMPILER = "V13.5.37 CL-1"
 ARCH = "sm_90a"
 
-# Multiplies the rounds of the random tests: CONDUCT_FACTOR=20 pytest tests/unit/test_cache_conduct*
+# Multiplies the rounds of the random tests: CONDUCT_FACTOR=20 pytest tests/jit/test_cache_conduct*
 FACTOR = int(os.environ.get("CONDUCT_FACTOR", "1"))
 
 
 def _some_specs() -> tuple[KernelSpec, ...]:
-    small = resolve(PlannerConfig.parse("head_dim=16,num_qo_heads=8,num_kv_heads=8"), ARCH)
-    other = resolve(PlannerConfig.parse("head_dim=32,num_qo_heads=8,num_kv_heads=8"), ARCH)
+    small = specs_of(PlannerConfig.parse("head_dim=16,num_qo_heads=8,num_kv_heads=8"), ARCH)
+    other = specs_of(PlannerConfig.parse("head_dim=32,num_qo_heads=8,num_kv_heads=8"), ARCH)
     schedule = next(spec for spec in small if isinstance(spec, ScheduleSpec))
     return schedule, small[0], other[0]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.preprocess_config import PreprocessConfig
+from jitattn.kernels.preprocess.spec import PreprocessConfig
+from jitattn.spec.config import MLAConfig
 
 PAGE_SIZE = 16
 NUM_HEADS = 16
@@ -76,7 +76,7 @@ class Latents:
     planner: jitattn.MLAPlanner
     lengths: Tensor  # of all requests
     requests: slice = field(default_factory=lambda: slice(0, 0))
-    plan: jitattn.MLAPlan | None = None
+    plan: jitattn.types.MLAPlan | None = None
     offsets: Tensor | None = None
 
     @classmethod

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from jitattn.kernels.preprocess.spec import PreprocessConfig
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.preprocess_config import PreprocessConfig
 
 NAN = math.nan
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

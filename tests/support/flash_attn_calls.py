@@ -10,9 +10,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.compat import flash_attn, flashinfer
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.preprocess_config import PreprocessConfig
+from jitattn.kernels.preprocess.spec import PreprocessConfig
+from jitattn.spec.config import MLAConfig, PlannerConfig
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 8, 2, 128, 64, 40
 WIDTH = 8  # pages of a request

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.preprocess_config import SLOTS, PreprocessConfig
-from jitattn.spec.support import resolve
+from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from tests.support.scattered import indptr_of
 
 HEAD_DIM, PAGE_SIZE, LATENT = 128, 16, (512, 64)
@@ -39,7 +38,7 @@ def gpu_configs(arch: str) -> list[PlannerConfig | MLAConfig | PreprocessConfig]
             logits_soft_cap=cap,
             use_custom_mask=mask,
         )
-        found.setdefault(resolve(config, arch), config)
+        found.setdefault(specs_of(config, arch), config)
     latent = MLAConfig(
         num_heads=MLA_HEADS,
         kv_lora_rank=LATENT[0],

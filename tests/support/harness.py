@@ -14,7 +14,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.kernels.attention import reference
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from tests.support.cases import Case
 from tests.support.inputs import (
     CANARY,
@@ -158,10 +158,10 @@ def _planner(arguments: tuple[tuple[str, object], ...], device: str) -> jitattn.
 def plan_of(
     inputs: Inputs,
     planner: jitattn.AttentionPlanner,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     *,
     max_q_len: int | None = None,
-) -> jitattn.Plan:
+) -> jitattn.types.Plan:
     """A plan of the inputs; ``pages`` replaces the case's, ``max_q_len`` the longest request."""
     if inputs.qo_indptr is not None and max_q_len is None:
         max_q_len = max(inputs.case.queries)
@@ -267,7 +267,7 @@ def _check_within(error: Tensor, limit: Tensor, got: Tensor, want: Tensor, name:
     )
 
 
-def run_case(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
+def check_case(case: Case, device: torch.device | str, tokens: Tokens | None = None) -> Inputs:
     """Make inputs, run and compare."""
     inputs = make_inputs(case, device, tokens)
     out, lse = attend(inputs)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn.kernels.preprocess.spec import PreprocessConfig
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.preprocess_config import PreprocessConfig
 
 WINDOW = 16
 VOCABULARY = 256

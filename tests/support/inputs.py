@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import _to_e2m1
 from tests.support.cases import Case
 from tests.support.queries import MaskOf, make_mask, offsets_of
@@ -307,7 +307,7 @@ class Inputs:
 
         return change
 
-    def pages(self) -> Pages:
+    def pages(self) -> PageTable:
         """The tables as the planner is given them."""
         match self.case.page_table:
             case "csr":
@@ -318,7 +318,7 @@ class Inputs:
                 return jitattn.RaggedKV(self.indptr)
         return jitattn.BlockTable(self.table, rows=self.rows)
 
-    def bind(self, planner: jitattn.AttentionPlanner) -> jitattn.BoundCache:
+    def bind(self, planner: jitattn.AttentionPlanner) -> jitattn.types.BoundCache:
         """The cache with its scales."""
         return planner.bind(self.given, k_scale=self.k_scale, v_scale=self.v_scale)
 
@@ -383,9 +383,9 @@ def in_blocks(numbers: Tensor) -> Tensor:
     codes = _to_e2m1(blocks / scales).flatten(-2)
     data = codes[..., ::2] | codes[..., 1::2] << 4
     block_scales = scales[..., 0].to(torch.float8_e4m3fn)
-    exact = jitattn.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
+    exact = jitattn.quant.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
     if not torch.equal(exact, numbers.float()):
-        data, block_scales = jitattn.quantize_kv(numbers.float(), "nvfp4")
+        data, block_scales = jitattn.quant.quantize_kv(numbers.float(), "nvfp4")
     return torch.cat((data, block_scales.view(torch.uint8)), -1)
 
 
@@ -408,7 +408,7 @@ def values(tokens: Tensor, scale: Scale) -> Tensor:
         return tokens
     if tokens.dtype == torch.uint8:
         data, block_scales = split_blocks(tokens)
-        tokens = jitattn.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
+        tokens = jitattn.quant.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
     factor = torch.as_tensor(1.0 if scale is None else scale, device=tokens.device).double()
     return tokens.double() * factor.reshape(-1, 1)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.kernels.preprocess.spec import PreprocessConfig
 from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig, PageIndexMode
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.preprocess_config import PreprocessConfig
 
 HEAD_DIM = 16
 EXAMPLE = (127, 32)
@@ -199,7 +199,7 @@ def check_tables_written_in_place(device: str) -> None:
     pages = view.block_table([seq], out=table)
     plan = planner.plan(pages, seq_lens)
 
-    def attend(plan: jitattn.Plan) -> Tensor:
+    def attend(plan: jitattn.types.Plan) -> Tensor:
         jitattn.append_kv(k, v, view.kv_cache, pages=pages, seq_lens=seq_lens)
         out = plan.run(q, view.kv_cache)
         assert isinstance(out, Tensor)

@@ -20,8 +20,8 @@ from jitattn.kv import (
     LayerConfig,
     PageIndexMode,
 )
+from jitattn.kv.page_ids import make_entries, spread_entries
 from jitattn.kv.state import Scratch
-from jitattn.kv.tables import make_entries, spread_entries
 
 GARBAGE = 77
 LAYOUTS = ("dense", "transposed", "columns", "layers last")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from tests.support.cases import TABLES, Case
 from tests.support.harness import Result, assert_same, attend, extras, plan_of, planner_for
 from tests.support.inputs import Inputs, make_inputs
 
 
-def same_pages(inputs: Inputs, page_table: str, *, stretch: int = 1) -> Pages:
+def same_pages(inputs: Inputs, page_table: str, *, stretch: int = 1) -> PageTable:
     """The shared block table of ``inputs`` in another layout; ``stretch`` is its column stride.
 
     Garbage entries stay garbage. Each table has the width of the block table, so its capacity and
@@ -53,7 +53,7 @@ def _stretched(tensor: Tensor, step: int) -> Tensor:
 
 
 def attend_through(
-    inputs: Inputs, planner: jitattn.AttentionPlanner, pages: Pages
+    inputs: Inputs, planner: jitattn.AttentionPlanner, pages: PageTable
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call with other pages than the case's."""
     plan = plan_of(inputs, planner, pages)
@@ -78,7 +78,7 @@ def ragged_inputs(inputs: Inputs) -> Inputs:
     return replace(inputs, case=case, cache=cache, indptr=starts, rows=None)
 
 
-def wide_table(case: Case, width: int, device: torch.device | str) -> Pages:
+def wide_table(case: Case, width: int, device: torch.device | str) -> PageTable:
     """Zeros that hold ``width`` entries a request, in the case's layout."""
     batch_size = len(case.lengths)
 

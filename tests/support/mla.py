@@ -1,9 +1,9 @@
 """Cases of multi-head latent attention, their tensors in poisoned memory, and what is right.
 
-As in tests/inputs.py, slots that no request owns are NaN, entries that must not be read are
+As in tests/support/inputs.py, slots that no request owns are NaN, entries that must not be read are
 garbage, pages are dealt at random, and out and lse start as NaN. `expected` computes in numpy
 from the dense tokens: it reads neither tables nor strides nor scales, and shares no code with
-jitattn/mla_reference.py.
+jitattn/kernels/mla/reference.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.tensors.page_tables import Pages
+from jitattn.spec.config import MLAConfig
+from jitattn.tensors.page_table import PageTable
 from tests.support.harness import Expected, check_rounded
 from tests.support.variant_values import Params, changed, params_of
 from tests.support.variants import VARIANTS
@@ -44,7 +44,7 @@ class MLACase:
         spare_rows: rows of q past the last request, which only offsets of queries allow.
         scale: the form of k_scale of an FP8 cache: None, "number", "0d" or "1d".
         q_view: how the queries lie: "contiguous", "joint" or "heads_outside".
-        variant: the name of a variant of tests/variants.py, or None.
+        variant: the name of a variant of tests/support/variants.py, or None.
     """
 
     num_heads: int = 16
@@ -162,7 +162,7 @@ class MLAInputs:
         case, device = self.case, self.q_nope.device
         return params_of(case.variant, case.num_heads, 1, case.seed, device)
 
-    def pages(self) -> Pages:
+    def pages(self) -> PageTable:
         match self.case.page_table:
             case "csr":
                 return jitattn.CsrPages(self.indptr, self.table)
@@ -172,7 +172,7 @@ class MLAInputs:
                 return jitattn.RaggedKV(self.indptr)
         return jitattn.BlockTable(self.table, rows=self.rows)
 
-    def plan(self, planner: jitattn.MLAPlanner) -> jitattn.MLAPlan:
+    def plan(self, planner: jitattn.MLAPlanner) -> jitattn.types.MLAPlan:
         queries = {} if self.qo_indptr is None else {"max_q_len": max(self.case.queries)}
         return planner.plan(self.pages(), self.seq_lens, self.qo_indptr, **queries)
 
@@ -483,7 +483,7 @@ def check_kernel(
     check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), want)
 
 
-def run_case(case: MLACase, device: str = "cpu") -> None:
+def check_case(case: MLACase, device: str = "cpu") -> None:
     inputs = make_inputs(case, device)
     check(inputs, *inputs.run())
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import jitattn
 
-NOT_RUN = {"engines.md": "needs the engines themselves: tests/unit/test_transformers.py"}
+NOT_RUN = {"engines.md": "needs the engines themselves: tests/integrations/test_transformers.py"}
 RENAMED = {
     "variants.md": {"jitattn.precompile(": "check("},
     "page-manager.md": {'"cuda"': '"cpu"', "8 << 30": "1 << 27", "16 << 30": "1 << 27"},
     "from-tensorrt-llm.md": {'"cuda:0"': '"cpu"'},
-    # Inductor takes a minute; what is compiled there is compiled in tests/unit/test_compiled.py.
+    # Inductor takes a minute; tests/kernels/common/test_torch_op.py compiles the same.
     "torch-compile.md": {"fullgraph=True": 'fullgraph=True, backend="eager"'},
 }
 HEADS, KV_HEADS, DIM = 32, 8, 128

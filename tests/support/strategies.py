@@ -1,8 +1,8 @@
 """Random examples for hypothesis: batch x layout x strides x features over a fixed list of kernels.
 
-Planners are drawn from `VARIANTS`, a few for each kernel of tests/cases.py, so that a carried
-bundle holds every kernel and equal planners are made once; everything else is drawn freely.
-`examples` has one query token a request, tests/mixed_strategies.py any number.
+Planners are drawn from `VARIANTS`, a few for each kernel of `cases.py`, so that a carried bundle
+holds every kernel and equal planners are made once; everything else is drawn freely.
+`examples` has one query token a request, tests/support/mixed_strategies.py any number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NUM_EXAMPLES = int(os.environ.get("JITATTN_TEST_EXAMPLES", "3000"))
 
 @dataclass(frozen=True)
 class Example:
-    """A case, and what its tokens probe: "random", "uniform" or "address" (tests/inputs.py)."""
+    """A case and the probe of its tokens: "random", "uniform" or "address" (`inputs.py`)."""
 
     case: Case
     probe: str

@@ -425,7 +425,9 @@ def values_of(inputs: TokenInputs, device: torch.device | None = None) -> list[T
     if isinstance(cache, jitattn.QuantizedKV):
         sides = (cache.k, cache.k_block_scales), (cache.v, cache.v_block_scales)
         return [
-            jitattn.dequantize_kv(data.to(device), dtype="nvfp4", block_scales=scales.to(device))
+            jitattn.quant.dequantize_kv(
+                data.to(device), dtype="nvfp4", block_scales=scales.to(device)
+            )
             for data, scales in sides
         ]
     return [side.to(device) for side in cache]

@@ -1,7 +1,7 @@
 """Examples of what moves tokens and pages and makes tables, and checks against loops over them.
 
 Each check runs on any device: on the CPU by definition, or there with the kernels of
-tests/unit/host_kernels.py, and on a GPU. Memory that nothing may touch carries a canary or NaN.
+tests/emulator/pages.py, and on a GPU. Memory that nothing may touch carries a canary or NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.config import QUANTISED_DTYPES
+from jitattn.spec.dtype import QUANTISED_DTYPES
 from tests.support.cases import CACHES_SEPARATE, CACHES_SHARED, SCALES, TABLES, Case
 from tests.support.inputs import CANARY, Inputs, make_inputs
 
@@ -184,8 +184,8 @@ def quantised_cache(name: str, device: str, seed: int = 0) -> tuple[object, Tens
     rng = torch.Generator(device).manual_seed(seed)
     k, v = (3 * torch.randn((11, 4, 3, dim), generator=rng, device=device) for dim in (32, 48))
     if name == "int8":
-        stored = [jitattn.quantize_kv(x, "int8", scale=0.05) for x in (k, v)]
-        values = [jitattn.dequantize_kv(x) for x in stored]
+        stored = [jitattn.quant.quantize_kv(x, "int8", scale=0.05) for x in (k, v)]
+        values = [jitattn.quant.dequantize_kv(x) for x in stored]
         # Rows that begin anywhere, and a layer axis.
         wide = [
             torch.zeros((11, 2, 4, 3, x.shape[-1] + 5), dtype=x.dtype, device=device)
@@ -195,8 +195,8 @@ def quantised_cache(name: str, device: str, seed: int = 0) -> tuple[object, Tens
             target[:, 1, ..., : x.shape[-1]] = x
         pair = tuple(w[:, 1, ..., : x.shape[-1]] for w, x in zip(wide, stored, strict=True))
         return pair, values[0], values[1]
-    parts = [jitattn.quantize_kv(x, "nvfp4") for x in (k, v)]
-    values = [jitattn.dequantize_kv(x, dtype="nvfp4", block_scales=s) for x, s in parts]
+    parts = [jitattn.quant.quantize_kv(x, "nvfp4") for x in (k, v)]
+    values = [jitattn.quant.dequantize_kv(x, dtype="nvfp4", block_scales=s) for x, s in parts]
     data = [torch.cat((x, x), dim=1)[:, 4:] for x, _ in parts]
     scales = [torch.cat((s.view(torch.uint8),) * 2, dim=1)[:, 4:] for _, s in parts]
     cache = jitattn.QuantizedKV(data[0], data[1], scales[0], scales[1])
@@ -681,15 +681,17 @@ def check_conversions(case: Case, device: str) -> None:
     for via in TABLES:
         if case.page_table == "separate" != via:
             with pytest.raises(ValueError, match="ids of its own for V"):
-                jitattn.convert_pages(inputs.pages(), via, page_size=size, seq_lens=lens)
+                jitattn.pages.convert_pages(inputs.pages(), via, page_size=size, seq_lens=lens)
             continue
-        there = jitattn.convert_pages(
+        there = jitattn.pages.convert_pages(
             inputs.pages(), via, page_size=size, seq_lens=lens, max_kv_len=longest
         )
         assert there.layout == via
         back = there
         if via != "separate" and case.page_table != "separate":
-            back = jitattn.convert_pages(there, case.page_table, page_size=size, seq_lens=lens)
+            back = jitattn.pages.convert_pages(
+                there, case.page_table, page_size=size, seq_lens=lens
+            )
             assert back.layout == case.page_table
         for pages in (there, back):
             assert pages.batch_size == len(case.lengths)

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from tests.support.cases import Case, of
 from tests.support.mla import LAYOUTS, MLACase
 from tests.support.strategies import Example, placed

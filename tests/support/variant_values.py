@@ -14,7 +14,7 @@ Params = dict[str, float | int | Tensor]
 def params_of(
     name: str | None, num_qo_heads: int, num_kv_heads: int, seed: int, device: torch.device | str
 ) -> Params | None:
-    """Values for the parameters of a variant of tests/variants.py."""
+    """Values for the parameters of a variant of tests/support/variants.py."""
     rng = torch.Generator().manual_seed(7 + seed)
 
     def uniform(*shape: int) -> Tensor:

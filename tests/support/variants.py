@@ -1,6 +1,6 @@
 """Variants of attention that tests run. No torch here: a build machine precompiles them.
 
-`tests/variant_values.py` has their parameters and says again, in its own words, what they compute.
+`tests/support/variant_values.py` has their parameters and a definition of its own.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from jitattn.integrations import steps
-from jitattn.integrations.vllm.layers import Builder, Layer, Tensors
+from jitattn.integrations.vllm.builder import Builder
+from jitattn.integrations.vllm.layer import Layer
+from jitattn.integrations.vllm.metadata import Tensors
 from tests.support.engines import (
     HEADS,
     NAN,

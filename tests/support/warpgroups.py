@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DType, Loader, PageTable, PrefillSpec
-from jitattn.spec.support import HEAD_DIMS, resolve
-from jitattn.spec.tile import takes_boxes
+from jitattn.kernels.attention.spec import PrefillSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.config import HEAD_DIMS, PlannerConfig
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Layout, Loader
 
 ARCH = "sm_90a"
 
@@ -52,7 +53,7 @@ def warpgroup_specs() -> tuple[PrefillSpec, ...]:
 
 def _configured() -> Iterator[PrefillSpec]:
     for text in CONFIGS:
-        for spec in resolve(PlannerConfig.parse(text), ARCH):
+        for spec in specs_of(PlannerConfig.parse(text), ARCH):
             if isinstance(spec, PrefillSpec):
                 yield spec
 
@@ -63,7 +64,7 @@ def _of_each_head_dim() -> Iterator[PrefillSpec]:
         [head_dim for head_dim in HEAD_DIMS if head_dim <= 256],
         itertools.cycle((None, 48, 256, 112, 128)),
         itertools.cycle((3, 16, 48, 128)),
-        itertools.cycle((PageTable.SEPARATE, PageTable.CSR, PageTable.TOKEN)),
+        itertools.cycle((Layout.SEPARATE, Layout.CSR, Layout.TOKEN)),
         itertools.cycle((DType.BFLOAT16, DType.FLOAT16, DType.FLOAT16, DType.BFLOAT16)),
         itertools.cycle((None, None, DType.FLOAT8_E4M3FN, None, DType.FLOAT8_E5M2)),
         itertools.cycle((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)),
@@ -85,5 +86,5 @@ def _of_each_head_dim() -> Iterator[PrefillSpec]:
             use_logits_soft_cap=uses[0],
             use_custom_mask=uses[1],
         )
-        fast = Loader.TENSOR if takes_boxes(spec, ARCH) else Loader.VECTOR
+        fast = Loader.TENSOR if spec.uses_tma(ARCH) else Loader.VECTOR
         yield replace(spec, loader=fast) if is_aligned else spec

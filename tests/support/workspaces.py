@@ -9,7 +9,7 @@ import jitattn
 
 def plan_of(
     planner: jitattn.AttentionPlanner, batch_size: int, max_q_len: int, device: str = "cpu"
-) -> jitattn.Plan:
+) -> jitattn.types.Plan:
     """A plan of so many requests of one token, for ``max_q_len`` query tokens each at the most."""
     pages = jitattn.BlockTable(torch.zeros((batch_size, 4), dtype=torch.int32, device=device))
     lens = torch.ones(batch_size, dtype=torch.int32, device=device)

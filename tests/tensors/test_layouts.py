@@ -12,7 +12,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn import ConfigError
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 from tests.support.cases import (
     D64,
     D128,
@@ -29,9 +29,9 @@ from tests.support.harness import (
     assert_same,
     attend,
     check,
+    check_case,
     expected,
     planner_for,
-    run_case,
     target_rows,
 )
 from tests.support.inputs import address_probe, make_inputs, spread, uniform_probe
@@ -97,10 +97,10 @@ def test_uniform_probe(case: Case, window_left: int, device: str) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_empty_requests(case: Case, device: str) -> None:
-    inputs = run_case(replace(case, lengths=(0, 6, -1, -(2**31))), device)
+    inputs = check_case(replace(case, lengths=(0, 6, -1, -(2**31))), device)
     assert bool((attend(inputs)[0][[0, 2, 3]] == 0).all())
-    run_case(replace(case, lengths=(0, 0)), device)
-    run_case(replace(case, lengths=(0, 3), sinks="float32"), device)
+    check_case(replace(case, lengths=(0, 0)), device)
+    check_case(replace(case, lengths=(0, 3), sinks="float32"), device)
 
 
 @EVERYWHERE
@@ -173,7 +173,7 @@ def test_pages_keep_their_tensors_and_say_what_they_are() -> None:
 # --- C02: integers of another type, and strided ones ----------------------------------------------
 
 
-def vectors(case: Case) -> dict[str, Callable[[Callable[[Tensor], Tensor]], Pages]]:
+def vectors(case: Case) -> dict[str, Callable[[Callable[[Tensor], Tensor]], PageTable]]:
     """What each argument's constructor gives when the tensor is changed on the way in."""
     inputs = make_inputs(replace(case, seed=2), "cpu")
     match case.page_table:
@@ -280,7 +280,7 @@ def test_c09_length_beyond_the_tokens_of_a_ragged_request() -> None:
         planner.plan(pages, int32(8, 2))
 
 
-OFFSETS: dict[str, tuple[Callable[[], Pages], str]] = {
+OFFSETS: dict[str, tuple[Callable[[], PageTable], str]] = {
     "c09 e: falling": (lambda: jitattn.CsrPages(int32(0, 3, 2), int32(*range(9))), r"2.*\b3\b"),
     "c09 f: no zero": (lambda: jitattn.CsrPages(int32(1, 3), int32(*range(9))), r"\[0\] is 1"),
     "negative": (lambda: jitattn.CsrPages(int32(-1, 3), int32(*range(9))), r"\[0\] is -1"),

@@ -14,7 +14,7 @@ from torch import Tensor
 import jitattn
 from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.tensors.overlap import Apart, share_bytes
-from tests.emulator.host_kernels import use_host_kernels
+from tests.emulator.pages import emulate_kernels
 from tests.support.transfers import examples
 
 
@@ -211,7 +211,7 @@ def test_views_of_one_tensor_are_taken(launches: list[object]) -> None:
 @pytest.fixture(params=["definition", "kernel"])
 def gathers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "kernel":
-        use_host_kernels(monkeypatch, 1)
+        emulate_kernels(monkeypatch, 1)
 
 
 def gathered(cache: Tensor, own: Tensor, indptr: Tensor | None = None) -> None:

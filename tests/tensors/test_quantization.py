@@ -13,13 +13,13 @@ from torch import Tensor
 
 import jitattn
 from jitattn.jit.sources import TEMPLATES
-from tests.emulator.host_cuda import CONVERSIONS, PAIRS, QUALIFIERS, TYPES, WORDS, library_of
+from tests.emulator.cuda_runtime import CONVERSIONS, PAIRS, QUALIFIERS, TYPES, WORDS, library_of
 
 FP8 = {"float8_e4m3fn": (448.0, 0x7E), "float8_e5m2": (57344.0, 0x7B)}
 
 
 def stored(values: Tensor, dtype: str, scale: float | Tensor | None = None) -> Tensor:
-    found = jitattn.quantize_kv(values, dtype, scale=scale)
+    found = jitattn.quant.quantize_kv(values, dtype, scale=scale)
     assert isinstance(found, Tensor)
     return found
 
@@ -51,8 +51,8 @@ def test_every_number_of_nvfp4_stays_itself() -> None:
     codes[codes == 0x08] = 0
     scales = torch.tensor([2.0**-6, 1.0, 0.875, 448.0, 240.0, 3.5, 0.0625, 1.25])
     scales = scales[:, None].expand(8, 32).to(torch.float8_e4m3fn)
-    values = jitattn.dequantize_kv(codes, dtype="nvfp4", block_scales=scales)
-    data, block_scales = jitattn.quantize_kv(values, "nvfp4")
+    values = jitattn.quant.dequantize_kv(codes, dtype="nvfp4", block_scales=scales)
+    data, block_scales = jitattn.quant.quantize_kv(values, "nvfp4")
     assert torch.equal(block_scales.float(), scales.float())
     assert torch.equal(data, codes)
 
@@ -93,11 +93,11 @@ def test_nvfp4_blocks() -> None:
     values[1, 3] = math.nan
     values[2] = 1e-5  # its scale is 0
     values[3, 0] = math.inf
-    data, scales = jitattn.quantize_kv(values, "nvfp4")
+    data, scales = jitattn.quant.quantize_kv(values, "nvfp4")
     assert scales.dtype == torch.float8_e4m3fn
     assert data.dtype == torch.uint8
     assert scales[:, 0].view(torch.uint8).tolist() == [0x38, 0x7F, 0x00, 0x7E]
-    found = jitattn.dequantize_kv(data, dtype="nvfp4", block_scales=scales)
+    found = jitattn.quant.dequantize_kv(data, dtype="nvfp4", block_scales=scales)
     assert bool(((found[0] - values[0]).abs() <= 1.0).all())
     assert bool(found[1].isnan().all())
     assert data[2].eq(0).all()
@@ -107,10 +107,10 @@ def test_nvfp4_blocks() -> None:
 def test_nvfp4_ties_go_to_the_even_code() -> None:
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
     values = torch.tensor([[*ties, *(-tie for tie in ties)]])
-    data, scales = jitattn.quantize_kv(values, "nvfp4")
+    data, scales = jitattn.quant.quantize_kv(values, "nvfp4")
     assert scales.float().item() == 1.0
     want = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
-    found = jitattn.dequantize_kv(data, dtype="nvfp4", block_scales=scales)
+    found = jitattn.quant.dequantize_kv(data, dtype="nvfp4", block_scales=scales)
     assert found.tolist() == [[*want, *(-value for value in want)]]
 
 
@@ -118,54 +118,65 @@ def test_nvfp4_ties_go_to_the_even_code() -> None:
 def test_scales_of_heads(dtype: str) -> None:
     values = torch.randn(5, 3, 32)
     scale = torch.tensor([0.5, 1.0, 4.0])
-    want = jitattn.quantize_kv(values / scale[:, None], dtype)
-    found = jitattn.quantize_kv(values, dtype, scale=scale)
+    want = jitattn.quant.quantize_kv(values / scale[:, None], dtype)
+    found = jitattn.quant.quantize_kv(values, dtype, scale=scale)
     pairs = zip(want, found, strict=True) if isinstance(found, tuple) else [(want, found)]
     for a, b in pairs:
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 REFUSED = {
-    "type": (lambda: jitattn.quantize_kv(torch.zeros(1, 16), "float64"), "dtype is float64"),
+    "type": (lambda: jitattn.quant.quantize_kv(torch.zeros(1, 16), "float64"), "dtype is float64"),
     "unquantised": (
-        lambda: jitattn.quantize_kv(torch.zeros(1, 16), "bfloat16", scale=2.0),
+        lambda: jitattn.quant.quantize_kv(torch.zeros(1, 16), "bfloat16", scale=2.0),
         "scale is given, but bfloat16",
     ),
-    "integers": (lambda: jitattn.quantize_kv(torch.zeros(4, 16).int(), "int8"), "values.*int32"),
-    "head_dim": (lambda: jitattn.quantize_kv(torch.zeros(4, 24), "nvfp4"), "multiple of 16"),
+    "integers": (
+        lambda: jitattn.quant.quantize_kv(torch.zeros(4, 16).int(), "int8"),
+        "values.*int32",
+    ),
+    "head_dim": (lambda: jitattn.quant.quantize_kv(torch.zeros(4, 24), "nvfp4"), "multiple of 16"),
     "heads": (
-        lambda: jitattn.quantize_kv(torch.zeros(4, 3, 16), "int8", scale=torch.ones(2)),
+        lambda: jitattn.quant.quantize_kv(torch.zeros(4, 3, 16), "int8", scale=torch.ones(2)),
         r"scale has shape \[2\]: expected \[\], \[1\] or \[3\]",
     ),
     "block scales": (
-        lambda: jitattn.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8), dtype="nvfp4"),
+        lambda: jitattn.quant.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8), dtype="nvfp4"),
         "block_scales is not given",
     ),
-    "no scale": (lambda: jitattn.quantize_kv(torch.zeros(1, 16), "int8", scale=0.0), "scale is 0"),
+    "no scale": (
+        lambda: jitattn.quant.quantize_kv(torch.zeros(1, 16), "int8", scale=0.0),
+        "scale is 0",
+    ),
     "a scale that is text": (
-        lambda: jitattn.dequantize_kv(torch.zeros(1, 16).to(torch.int8), scale="1"),  # type: ignore[arg-type]
+        lambda: jitattn.quant.dequantize_kv(torch.zeros(1, 16).to(torch.int8), scale="1"),  # type: ignore[arg-type]
         "scale is a str",
     ),
     "a scale elsewhere": (
-        lambda: jitattn.quantize_kv(torch.zeros(1, 16), "int8", scale=torch.ones(1, device="meta")),
+        lambda: jitattn.quant.quantize_kv(
+            torch.zeros(1, 16), "int8", scale=torch.ones(1, device="meta")
+        ),
         "scale is on meta",
     ),
-    "a list": (lambda: jitattn.dequantize_kv([1]), "stored is a list"),  # type: ignore[arg-type]
+    "a list": (lambda: jitattn.quant.dequantize_kv([1]), "stored is a list"),  # type: ignore[arg-type]
     "bytes of 16 bits": (
-        lambda: jitattn.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8), dtype="bfloat16"),
+        lambda: jitattn.quant.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8), dtype="bfloat16"),
         "stored has dtype uint8",
     ),
     "block scales of another shape": (
-        lambda: jitattn.dequantize_kv(
+        lambda: jitattn.quant.dequantize_kv(
             torch.zeros(4, 8, dtype=torch.uint8),
             dtype="nvfp4",
             block_scales=torch.zeros(4, 2).to(torch.float8_e4m3fn),
         ),
         r"block_scales has shape \[4, 2\]: expected \[4, 1\]",
     ),
-    "a number in NVFP4": (lambda: jitattn.quantize_kv(torch.zeros(()), "nvfp4"), "multiple of 16"),
+    "a number in NVFP4": (
+        lambda: jitattn.quant.quantize_kv(torch.zeros(()), "nvfp4"),
+        "multiple of 16",
+    ),
     "bytes of no type": (
-        lambda: jitattn.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8)),
+        lambda: jitattn.quant.dequantize_kv(torch.zeros(4, 8, dtype=torch.uint8)),
         "dtype is uint8",
     ),
 }
@@ -180,7 +191,7 @@ def test_refused(name: str) -> None:
 
 def test_values_of_the_type_keep_their_bits() -> None:
     values = torch.tensor([0x7C00, 0x7E01, 0x3C00], dtype=torch.int16).view(torch.float16)
-    stored = jitattn.quantize_kv(values, "float16")
+    stored = jitattn.quant.quantize_kv(values, "float16")
     assert isinstance(stored, torch.Tensor)
     assert torch.equal(stored.view(torch.int16), values.view(torch.int16))
     assert stored.data_ptr() != values.data_ptr()
@@ -294,14 +305,14 @@ def test_header_has_the_blocks_of_the_definition(header: ctypes.CDLL) -> None:
     values = values[values.abs() <= 6]
     blocks = torch.zeros(len(values), 16)
     blocks[:, 0], blocks[:, 1] = values, 6.0
-    data, scales = jitattn.quantize_kv(blocks, "nvfp4")
+    data, scales = jitattn.quant.quantize_kv(blocks, "nvfp4")
     assert bool((scales.float() == 1).all())
     assert torch.equal(converted(header, "e2m1", values) & 15, (data[:, 0] & 15).int())
 
 
 def test_header_has_the_block_scales_of_the_definition(header: ctypes.CDLL) -> None:
     values = every_kind_of_float().abs()
-    _, scales = jitattn.quantize_kv(values[:, None].expand(-1, 16), "nvfp4")
+    _, scales = jitattn.quant.quantize_kv(values[:, None].expand(-1, 16), "nvfp4")
     found = converted(header, "block scale", values.contiguous())
     assert torch.equal(found, scales[:, 0].view(torch.uint8).int())
 
@@ -309,12 +320,12 @@ def test_header_has_the_block_scales_of_the_definition(header: ctypes.CDLL) -> N
 def test_header_reads_what_it_writes(header: ctypes.CDLL) -> None:
     for kind, dtype in enumerate(("float8_e4m3fn", "float8_e5m2", "int8")):
         codes = torch.arange(256, dtype=torch.uint8)
-        want = jitattn.dequantize_kv(codes, dtype=dtype)
+        want = jitattn.quant.dequantize_kv(codes, dtype=dtype)
         found = torch.tensor([header.to_float(kind, ctypes.c_uint32(code)) for code in range(256)])
         torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
     ones = torch.ones(1, 1).to(torch.float8_e4m3fn)
     for low, high in itertools.product(range(16), repeat=2):
         byte = torch.full((1, 8), low | high << 4, dtype=torch.uint8)
-        want = jitattn.dequantize_kv(byte, dtype="nvfp4", block_scales=ones)[0, :2]
+        want = jitattn.quant.dequantize_kv(byte, dtype="nvfp4", block_scales=ones)[0, :2]
         found = torch.tensor([header.to_float(3, ctypes.c_uint32(code)) for code in (low, high)])
         assert torch.equal(found, want)

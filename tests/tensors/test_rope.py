@@ -20,8 +20,8 @@ import jitattn
 from jitattn.jit.sources import TEMPLATES
 from jitattn.kernels.preprocess.reference import rotate
 from jitattn.tensors.rope import turns_of
-from tests.emulator.host_cuda import library_of
-from tests.emulator.host_preprocess import HOST_HEADERS
+from tests.emulator.cuda_runtime import library_of
+from tests.emulator.preprocess import HOST_HEADERS
 
 TRAINED = 8192
 LLAMA3 = {

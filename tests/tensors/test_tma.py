@@ -14,21 +14,21 @@ from torch import Tensor
 import jitattn
 from jitattn.device.workspace import SLICE_BYTES
 from jitattn.kernels.attention import launch as attention_launch
-from jitattn.spec.params import (
+from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
     BOUNDARY_BYTES,
     COST_BYTES,
     REQUEST_BYTES,
-    TENSOR_MAP_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
 )
-from jitattn.spec.tile import MAX_PIECES
+from jitattn.kernels.common.tile import MAX_PIECES
+from jitattn.spec.params import TENSOR_MAP_BYTES
 from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.tma import Box
-from tests.emulator import fake_cuda
-from tests.emulator.fake_cuda import FakeCuda, Recorded
+from tests.emulator import launch_recorder
+from tests.emulator.launch_recorder import LaunchRecorder, Recorded
 
 B, HQ, HKV, PAGE, PAGES, WIDTH = 3, 16, 8, 16, 6, 5
 LENS = torch.tensor([5, 9, 0], dtype=torch.int32)
@@ -38,8 +38,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return fake_cuda.install(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
+    return launch_recorder.install(monkeypatch)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -53,7 +53,7 @@ def table(*, batch_size: int = B, separate: bool = False) -> jitattn.BlockTable:
 
 @dataclass(frozen=True)
 class Map:
-    """What the driver was asked to encode: see ``fake_cuda.encode_tensor_map``."""
+    """What the driver was asked to encode: see ``launch_recorder.encode_tensor_map``."""
 
     pointer: int
     item_bytes: int
@@ -135,7 +135,7 @@ CACHES: dict[str, tuple[dict[str, object], Tensor | Pair, tuple[int, ...], tuple
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_a_launch_gets_the_maps_of_its_cache(cuda: FakeCuda, name: str) -> None:
+def test_a_launch_gets_the_maps_of_its_cache(cuda: LaunchRecorder, name: str) -> None:
     arguments, cache, k_strides, v_strides = CACHES[name]
     planner = cuda.planner(
         **{"num_qo_heads": HQ, "num_kv_heads": HKV, "page_size": PAGE} | arguments
@@ -173,7 +173,7 @@ def test_a_launch_gets_the_maps_of_its_cache(cuda: FakeCuda, name: str) -> None:
     [(8, 128, 8), (24, 128, 8), (48, 128, 16), (64, 128, 16), (64, 64, 32), (48, 64, 16)],
 )
 def test_boxes_lie_in_one_page(
-    cuda: FakeCuda, page_size: int, head_dim: int, box_tokens: int
+    cuda: LaunchRecorder, page_size: int, head_dim: int, box_tokens: int
 ) -> None:
     """The largest that divide it, up to a warp's slice."""
     planner = cuda.planner(num_qo_heads=4, num_kv_heads=4, head_dim=head_dim, page_size=page_size)
@@ -183,7 +183,7 @@ def test_boxes_lie_in_one_page(
         assert (found.dims[1], found.box[1]) == (page_size, box_tokens)
 
 
-def test_kernels_without_boxes_get_no_maps(cuda: FakeCuda) -> None:
+def test_kernels_without_boxes_get_no_maps(cuda: LaunchRecorder) -> None:
     for arguments in ({"page_size": 4}, {"head_dim": 32}, {"page_table": "token"}):
         planner = cuda.planner(
             **{"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": 128, "page_size": 16}
@@ -217,7 +217,7 @@ UNMAPPED: dict[str, Tensor | Pair] = {
 
 
 @pytest.mark.parametrize("name", UNMAPPED)
-def test_strides_without_a_map_are_for_the_plain_loader(cuda: FakeCuda, name: str) -> None:
+def test_strides_without_a_map_are_for_the_plain_loader(cuda: LaunchRecorder, name: str) -> None:
     planner = cuda.planner(num_qo_heads=HQ, num_kv_heads=HKV, head_dim=128, page_size=PAGE)
     plan, q, out = planner.plan(table(), LENS), zeros(B, HQ, 128), zeros(B, HQ, 128)
     mapped, bound = planner.bind(zeros(PAGES, 2, PAGE, HKV, 128)), planner.bind(UNMAPPED[name])
@@ -236,12 +236,14 @@ def test_strides_without_a_map_are_for_the_plain_loader(cuda: FakeCuda, name: st
             assert strides == kv.k.strides
 
 
-def test_a_cache_without_pages_has_no_map(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_pages_has_no_map(
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def encode(pointer: int, item_bytes: int, dims: tuple[int, ...], *rest: object, **kw: object):
         return (
             None
             if 0 in dims
-            else fake_cuda.encode_tensor_map(pointer, item_bytes, dims, *rest, **kw)
+            else launch_recorder.encode_tensor_map(pointer, item_bytes, dims, *rest, **kw)
         )
 
     monkeypatch.setattr(tma, "encode_tensor_map", encode)
@@ -261,7 +263,7 @@ def move(pool: Tensor) -> None:
     assert pool.data_ptr() != before
 
 
-def test_memory_that_moved_is_encoded_again(cuda: FakeCuda) -> None:
+def test_memory_that_moved_is_encoded_again(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(num_qo_heads=HQ, num_kv_heads=HKV, head_dim=128, page_size=PAGE)
     plan, q, out = planner.plan(table(), LENS), zeros(B, HQ, 128), zeros(B, HQ, 128)
     pool = zeros(PAGES, 2, PAGE, HKV, 128)
@@ -274,7 +276,9 @@ def test_memory_that_moved_is_encoded_again(cuda: FakeCuda) -> None:
         move(pool)
 
 
-def test_nothing_is_encoded_that_stayed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_encoded_that_stayed(
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planner = cuda.planner(num_qo_heads=HQ, num_kv_heads=HKV, head_dim=128, page_size=PAGE)
     plan, out = planner.plan(table(), LENS), zeros(B, HQ, 128)
     kv = planner.bind(zeros(PAGES, 2, PAGE, HKV, 128))
@@ -286,7 +290,7 @@ def test_nothing_is_encoded_that_stayed(cuda: FakeCuda, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("runs_before", [0, 1, 3])
 def test_a_move_that_the_driver_refuses_is_an_error(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, runs_before: int
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch, runs_before: int
 ) -> None:
     planner = cuda.planner(num_qo_heads=HQ, num_kv_heads=HKV, head_dim=128, page_size=PAGE)
     plan, q, out = planner.plan(table(), LENS), zeros(B, HQ, 128), zeros(B, HQ, 128)
@@ -316,7 +320,7 @@ def test_a_move_that_the_driver_refuses_is_an_error(
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("max_q_len", [None, 2, 8, 40])
 def test_layers_in_turn_get_their_own_maps(
-    cuda: FakeCuda, kv_dtype: str, max_q_len: int | None
+    cuda: LaunchRecorder, kv_dtype: str, max_q_len: int | None
 ) -> None:
     """The repeated call of a plan, over caches that differ in addresses and in pages."""
     planner = cuda.planner(
@@ -358,7 +362,7 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
     asked: list[Map] = []
 
     def encode(*given: object, **named: object) -> bytes | None:
-        encoded = fake_cuda.encode_tensor_map(*given, **named)  # type: ignore[arg-type]
+        encoded = launch_recorder.encode_tensor_map(*given, **named)  # type: ignore[arg-type]
         asked.append(Map.of(encoded))
         return encoded
 
@@ -454,7 +458,7 @@ def test_a_role_without_boxes_gets_those_of_the_first(encodings: list[Map]) -> N
     ids=str,
 )
 def test_both_kernels_of_a_batch_get_their_own_boxes(
-    cuda: FakeCuda, encodings: list[Map], arguments: dict[str, object]
+    cuda: LaunchRecorder, encodings: list[Map], arguments: dict[str, object]
 ) -> None:
     """Through repeated runs, and after the memory has moved."""
     planner = cuda.planner(**SHAPE | arguments)
@@ -483,7 +487,7 @@ def test_both_kernels_of_a_batch_get_their_own_boxes(
 
 
 def test_a_kernel_that_uses_no_maps_runs_beside_one_that_does(
-    cuda: FakeCuda, encodings: list[Map]
+    cuda: LaunchRecorder, encodings: list[Map]
 ) -> None:
     """Prefill of FP8 caches and of wide heads copies vectors."""
     for arguments in ({"kv_dtype": "float8_e4m3fn"}, {"head_dim": 512}):
@@ -503,7 +507,7 @@ def test_a_kernel_that_uses_no_maps_runs_beside_one_that_does(
 # --- claims, rounds, promises ---------------------------------------------------------------------
 
 
-def launches_of(cuda: FakeCuda, **arguments: object) -> dict[str, Recorded]:
+def launches_of(cuda: LaunchRecorder, **arguments: object) -> dict[str, Recorded]:
     """The launches of a mixed batch, by what they are."""
     planner = cuda.planner(**SHAPE | arguments)
     config = planner.config
@@ -518,7 +522,7 @@ def launches_of(cuda: FakeCuda, **arguments: object) -> dict[str, Recorded]:
 
 
 @pytest.mark.parametrize("early_kv", [False, True])
-def test_early_kv_reaches_both_kernels(cuda: FakeCuda, early_kv: bool) -> None:
+def test_early_kv_reaches_both_kernels(cuda: LaunchRecorder, early_kv: bool) -> None:
     found = launches_of(cuda, early_kv=early_kv)
     for name in ("decode", "prefill"):
         assert found[name].params.attention.early_kv == early_kv
@@ -536,7 +540,9 @@ def test_early_kv_reaches_both_kernels(cuda: FakeCuda, early_kv: bool) -> None:
         ({"num_kv_heads": 2000, "num_qo_heads": 2000}, False),
     ],
 )
-def test_who_claims_pieces(cuda: FakeCuda, arguments: dict[str, object], claims: bool) -> None:
+def test_who_claims_pieces(
+    cuda: LaunchRecorder, arguments: dict[str, object], claims: bool
+) -> None:
     found = launches_of(cuda, **arguments)
     assert found["decode"].params.attention.claims_pieces == claims
     assert (found["schedule decode"].params.max_rounds > 1) == claims
@@ -551,7 +557,7 @@ def test_who_claims_pieces(cuda: FakeCuda, arguments: dict[str, object], claims:
     [(1, 1, 128), (8, 4, 128), (3, 71, 128), (2, 8, 512), (64, 1, 64), (256, 1, 64), (512, 1, 64)],
 )
 def test_buffers_hold_every_slot(
-    cuda: FakeCuda,
+    cuda: LaunchRecorder,
     num_sms: int | None,
     batch_invariant: bool,
     num_kv_heads: int,
@@ -619,7 +625,7 @@ def check_schedule_room(part: attention_launch.Part, slots: int) -> None:
         assert end - begin >= size
 
 
-def test_padding_is_that_of_each_batch(cuda: FakeCuda) -> None:
+def test_padding_is_that_of_each_batch(cuda: LaunchRecorder) -> None:
     """Only offsets let q have rows past the last request; plans take over what others left."""
     planner = cuda.planner(**SHAPE)
     kv = planner.bind(zeros(PAGES, 2, PAGE, HKV, 128))

@@ -17,14 +17,15 @@ import pytest
 
 from jitattn.base.errors import JitAttnError
 from jitattn.jit.cache import KernelCache
-from jitattn.spec import support
+from jitattn.kernels import registry
+from jitattn.kernels.pages.spec import LayerTablesSpec
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import LayerTablesSpec
 from jitattn.tools import cli
 from tests.support.model_configs import write_config
 
 CONFIG = "head_dim=64,page_size=16"
-NUM_KERNELS = len(support.resolve(PlannerConfig.parse(CONFIG), "sm_90a"))
+NUM_KERNELS = len(registry.specs_of(PlannerConfig.parse(CONFIG), "sm_90a"))
 MODEL = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -62,9 +63,9 @@ def usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str
 def test_configs_prints_the_support_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["configs"]) == 0
     printed = capsys.readouterr().out
-    for config in support.supported_configs():
+    for config in registry.supported_configs():
         assert all(name in printed for name in config.fields)
-    assert all(arch in printed for arch in support.ARCHITECTURES)
+    assert all(arch in printed for arch in ARCHITECTURES)
 
 
 def test_configs_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +130,7 @@ def test_an_unknown_architecture_is_told_the_one_that_is_meant(
 ) -> None:
     assert told in usage_error(["configs", "--arch", given], capsys)
     assert told in usage_error(["render", "--arch", given], capsys)
-    (reason,) = support.check_config(arch=given).reasons
+    (reason,) = registry.check_config(arch=given).reasons
     assert told.strip() in reason
 
 
@@ -321,10 +322,10 @@ def test_bad_sizes(text: str) -> None:
 def test_every_failure_of_a_command_is_one_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(arch: str) -> list[support.Config]:
+    def fail(arch: str) -> list[registry.Config]:
         raise JitAttnError(f"nothing for {arch}")
 
-    monkeypatch.setattr(support, "supported_configs", fail)
+    monkeypatch.setattr(registry, "supported_configs", fail)
     assert cli.main(["configs", "--arch", "sm_80"]) == 1
     assert capsys.readouterr().err == "jitattn: nothing for sm_80\n"
 
@@ -397,7 +398,7 @@ def test_a_reader_may_stop_early() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every configuration need one kernel that compiles quickly."""
-    bundles = importlib.import_module("jitattn.bundles")
+    bundles = importlib.import_module("jitattn.bundles.precompile")
     monkeypatch.setattr(
         bundles,
         "_kernels",

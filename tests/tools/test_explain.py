@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from jitattn.base.knobs import Knobs
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.arch import ARCHS
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import ScheduleSpec
-from jitattn.spec.support import ARCHITECTURES, resolve
-from jitattn.spec.tile import SMEM_LIMIT
 from jitattn.tools import explain as module
-from jitattn.tools.explain import SM_LIMITS, SMLimits, count_opcodes, explain, kind_of, occupancy
+from jitattn.tools.explain import count_opcodes, explain, kind_of, occupancy
 
-(HOPPER,) = SM_LIMITS["sm_90a"]
+(HOPPER,) = ARCHS["sm_90a"].limits
 
 
 # CTAs on compute capability 9.0 by NVIDIA's occupancy calculator.
@@ -45,14 +45,6 @@ def test_occupancy(
     assert f"{ctas} CTAs an SM" in str(found)
 
 
-def test_every_architecture_has_limits_that_fit_its_tiles() -> None:
-    assert set(SM_LIMITS) == set(ARCHITECTURES)
-    for arch, capabilities in SM_LIMITS.items():
-        reserved = 1024
-        assert min(c.smem_bytes for c in capabilities) - reserved == SMEM_LIMIT[arch]
-        assert all(isinstance(c, SMLimits) for c in capabilities)
-
-
 @pytest.mark.parametrize(
     ("opcode", "kind"),
     [
@@ -71,7 +63,7 @@ def test_kinds(opcode: str, kind: str) -> None:
 
 def test_a_kernel_is_explained(tmp_path: Path) -> None:
     config = PlannerConfig.parse("head_dim=64")
-    spec = resolve(config, "sm_90a")[0]
+    spec = specs_of(config, "sm_90a")[0]
     found = explain(spec, "sm_90a", Knobs(cache_dir=tmp_path / "cache"))
     assert found.symbol == spec.symbol
     assert found.spec["head_dim"] == 64

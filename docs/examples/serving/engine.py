@@ -1,4 +1,4 @@
-"""The scheduler in a thread of its own: requests come and go, answers leave token by token."""
+"""The scheduler in a thread of its own: requests in, answers out token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Model:
-    """What the engine asks of a model."""
+    """Interface of a model."""
 
     max_position: int
 
@@ -31,7 +31,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Event:
-    """More text of a choice; with ``reason`` the last. ``error`` is the end of all choices."""
+    """New text of a choice, the last one with ``reason``. ``error`` ends all choices."""
 
     index: int
     text: str = ""
@@ -41,7 +41,7 @@ class Event:
 
 @dataclass(eq=False, kw_only=True)
 class Choice(Request):
-    """A request's answer, one of several.
+    """One choice of a request's answer.
 
     Attributes:
         index: its number among them.
@@ -65,11 +65,11 @@ class Choice(Request):
 
 
 class Engine(Scheduler):
-    """Runs a model for requests of any number of threads.
+    """Runs a model for requests from any thread.
 
     Attributes:
         max_len: tokens of a prompt and its answer that fit for certain.
-        error: why it has stopped, if it has.
+        error: the exception that stopped the engine, or None.
     """
 
     max_running = 32
@@ -86,7 +86,7 @@ class Engine(Scheduler):
         self._thread.start()
 
     def submit(self, choices: list[Choice]) -> None:
-        """Answer a prompt: all choices have the same, which is computed once."""
+        """Answer a prompt, which is computed once for all choices."""
         choices[0].others = choices[1:]
         with self._changed:
             if self.error is not None or self._is_closing:
@@ -95,13 +95,13 @@ class Engine(Scheduler):
             self._changed.notify()
 
     def cancel(self, choices: list[Choice]) -> None:
-        """Answer no more; what has ended stays as it is."""
+        """Cancel an answer; ended choices stay as they are."""
         with self._changed:
             self._gone += choices
             self._changed.notify()
 
     def close(self) -> None:
-        """End what runs, and the thread."""
+        """End all requests, and the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -136,7 +136,7 @@ class Engine(Scheduler):
         return not is_closing
 
     def _stop(self, why: str) -> None:
-        """Tell all that there will be no more, and give their pages back."""
+        """End all answers, and free their pages."""
         with self._changed:
             self.error = self.error or why
             unfinished = [*self._new, *self.waiting, *self.running]
@@ -168,7 +168,7 @@ class Engine(Scheduler):
         prompt = list(request.tokens) if others else []
         for other in others:
             if not other.is_over:
-                # It has the prompt's pages; the last of them is copied when it grows.
+                # A fork of the prompt; its last page is copied when it grows.
                 other.tokens, other.seq = list(prompt), _fork(request)
                 other.num_reused = 0
                 self.running.append(other)
@@ -194,7 +194,7 @@ class Engine(Scheduler):
     def _finish(self, choice: Choice, piece: str, reason: str) -> None:
         choice.is_over = True
         self.end(choice)
-        # Pages first: who is told finds them given back.
+        # Pages first, so that they are free when the client learns of the end.
         choice.tell(Event(choice.index, piece, reason))
 
 
@@ -204,10 +204,10 @@ def _fork(request: Request) -> KVSequence:
 
 
 def _longest(manager: KVCacheManager, most: int) -> int:
-    """Return the most tokens, up to ``most``, that a sequence alone has room for, in chunks.
+    """Return the most tokens, up to ``most``, that fit for a single sequence, in chunks.
 
     Raises:
-        ValueError: there is no room for a chunk.
+        ValueError: not even one chunk fits.
     """
     seq = manager.create_sequence()
     assert seq.resume()

@@ -1,4 +1,4 @@
-"""Models that the server runs: random weights over bytes, or a checkpoint of transformers."""
+"""Models of the server: random weights over bytes, or a checkpoint of transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from docs.examples.serving.text import ByteTokenizer, FolderTokenizer
 from jitattn.kv import KVCacheManager, LayerConfig, PageIndexMode
 
 _NAME = "jitattn_pages"
-# Arguments of attention that the planner knows from the module, or that don't concern it; dropout
+# Attention arguments that the planner reads from the module, or ignores; dropout
 # is 0 in evaluation.
 _SAID_ELSEWHERE = frozenset(
     {"dropout", "is_causal", "position_ids", "scaling", "sliding_window", "softcap", "use_cache"}
@@ -23,7 +23,7 @@ _SAID_ELSEWHERE = frozenset(
 
 
 class RandomModel(serve.Model):
-    """The model of ../serve.py over the tokens of `ByteTokenizer`. It makes no sense."""
+    """The model of ../serve.py over the tokens of `ByteTokenizer`, with random weights."""
 
     max_position = 1 << 14
 
@@ -31,7 +31,7 @@ class RandomModel(serve.Model):
         super().__init__(windows, vocabulary=ByteTokenizer.vocabulary)
 
     def forward(self, manager: KVCacheManager, batch: Batch) -> Tensor:
-        # Texts of random bytes are hard to read, and would end anywhere: letters and the space.
+        # Letters and spaces alone: random bytes are unreadable, and would end texts early.
         logits = super().forward(manager, batch).float()
         mask = torch.full_like(logits, -torch.inf)
         mask[:, [32, *range(97, 123)]] = 0
@@ -96,7 +96,7 @@ class Checkpoint:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
+        """Tokens that end an answer."""
         found = self._model.generation_config.eos_token_id
         if found is None:
             found = self._config.eos_token_id
@@ -107,7 +107,7 @@ class Checkpoint:
 
     @torch.inference_mode()
     def forward(self, manager: KVCacheManager, batch: Batch) -> Tensor:
-        """Compute the new tokens of each request; return logits of what follows its last."""
+        """Compute the new tokens of each request; return logits of its next token."""
         step = Step.of(manager, self.planners, batch)
         tokens = [token for _, new in batch for token in new]
         places = [
@@ -161,5 +161,5 @@ def _attend(
 def _register_no_mask() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
-    # What a query sees follows from lengths.
+    # Lengths imply the causal mask.
     AttentionMaskInterface.register(_NAME, lambda *arguments, **others: None)

@@ -1,4 +1,4 @@
-"""What clients may ask, checked, and how answers look: OpenAI's completions and chats."""
+"""OpenAI's completions and chats: validation of requests, format of responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from docs.examples.serving.text import Tokenizer
 
 MAX_CHOICES, MAX_STOPS = 16, 4
 
-# Parameters that are taken where they ask for nothing: the value that does.
+# Parameters accepted at a value without effect, with that value.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -32,12 +32,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _KNOWN = frozenset(
     {"max_tokens", "model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p"}
 )
-_LABELS = frozenset({"metadata", "user"})  # they change no answer
+_LABELS = frozenset({"metadata", "user"})  # without effect on answers
 _ROLES = ("system", "developer", "user", "assistant")
 
 
 class BadRequestError(ValueError):
-    """A request that can't be answered; ``param`` is the argument that is wrong."""
+    """An invalid request; ``param`` is the wrong argument."""
 
     def __init__(
         self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None
@@ -57,7 +57,7 @@ def error_body(
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was checked."""
+    """A checked request."""
 
     prompt: list[int]
     is_chat: bool
@@ -233,7 +233,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
 
 @dataclass
 class Answers:
-    """How the answers to a request look, whole and in pieces."""
+    """Format of the answers to a request, whole and streamed."""
 
     is_chat: bool
     model: str
@@ -255,7 +255,7 @@ class Answers:
         return self._body(kind, choices) | {"usage": usage}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the piece that says who speaks; only chats have one."""
+        """Return the chunk with the role, for chats only."""
         if not self.is_chat:
             return None
         return self._piece({"index": index, "delta": {"role": "assistant", "content": ""}})

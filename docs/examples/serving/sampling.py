@@ -1,4 +1,4 @@
-"""One token out of logits."""
+"""Sampling of one token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Sampler:
-    """Temperature and top-p, with a generator of its own: batches don't change what it draws."""
+    """Temperature and top-p, with a generator of its own, independent of the batch."""
 
     def __init__(self, temperature: float, top_p: float, seed: int | None) -> None:
         self._temperature, self._top_p = temperature, top_p
@@ -23,6 +23,6 @@ class Sampler:
             return int(logits.argmax())
         scores = (logits.double() - logits.max()) / self._temperature
         shares, tokens = torch.softmax(scores, dim=0).sort(descending=True, stable=True)
-        # Kept is what it takes to reach top_p: the first token always.
+        # Keep the fewest tokens that reach top_p, at least one.
         shares[shares.cumsum(0) - shares >= self._top_p] = 0
         return int(tokens[torch.multinomial(shares, 1, generator=self._generator)])

@@ -1,4 +1,4 @@
-"""HTTP of the standard library around an engine: a thread a connection."""
+"""HTTP server of the standard library over an engine, a thread a connection."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from docs.examples.serving.sampling import Sampler
 from docs.examples.serving.text import GrowingText, Tokenizer
 
 MAX_BODY_BYTES = 8 << 20
-# How often a connection is looked at that waits for tokens.
+# Interval of checks for closed connections.
 _LOOK_S = 0.05
 _PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
 _LOG = logging.getLogger(__name__)
 
 
 class ClientGoneError(Exception):
-    """Nobody reads the answer any more."""
+    """The client has closed the connection."""
 
 
 class EngineError(RuntimeError):
@@ -64,7 +64,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Answer:
-    """The choices of a request while they are made."""
+    """The choices of a request in progress."""
 
     def __init__(self, server: Server, asked: Asked) -> None:
         self._engine, self._asked = server.engine, asked
@@ -75,7 +75,7 @@ class Answer:
                 num_wanted=asked.max_tokens,
                 index=i,
                 text=GrowingText(server.tokenizer, asked.stops),
-                # Choices of one seed differ, and the first is the one that is asked for alone.
+                # Choices of one seed differ; the first equals that of n=1.
                 sampler=Sampler(
                     asked.temperature, asked.top_p, None if asked.seed is None else asked.seed + i
                 ),
@@ -86,7 +86,7 @@ class Answer:
         ]
 
     def events(self, connection: socket.socket) -> Iterator[Event]:
-        """Return what is said until all choices end.
+        """Return the text of all choices when they have ended.
 
         Raises:
             ClientGoneError: the client has closed the connection.
@@ -126,7 +126,7 @@ class Answer:
 
 
 def is_gone(connection: socket.socket) -> bool:
-    """Whether the other side has closed; bytes of a next request say nothing."""
+    """Whether the client has closed; bytes of a next request do not count."""
     poll = select.poll()
     poll.register(connection, select.POLLIN | select.POLLHUP | select.POLLERR)
     found = poll.poll(0)
@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         path = self.path.partition("?")[0]
         try:
-            # Before anything else, or what is left of it would be the next request.
+            # Read the body first, or its rest would be the next request.
             body = self._body()
             if path not in _PATHS:
                 known = path in ("/v1/models", "/health")
@@ -278,7 +278,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what http.server refuses itself in the same form."""
+        """Format errors of http.server in the same way."""
         del explain
         self.close_connection = True
         self._send(code, error_body(message or "bad request", "invalid_request_error"))

@@ -1,4 +1,4 @@
-"""Tokens to text and back: bytes, or the tokenizer of a checkpoint; and text as it grows."""
+"""Tokenizers, of bytes or of a checkpoint, and incremental detokenisation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNFINISHED = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What the server asks of a tokenizer; ``stop_ids`` end an answer."""
+    """Interface of a tokenizer; ``stop_ids`` end an answer."""
 
     stop_ids: frozenset[int]
     vocabulary: int
@@ -43,7 +43,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer of a folder that transformers can read."""
+    """The tokenizer of a folder in the format of transformers."""
 
     def __init__(self, folder: Path, stop_ids: frozenset[int], vocabulary: int) -> None:
         from transformers import AutoTokenizer
@@ -73,7 +73,7 @@ class FolderTokenizer:
 
 
 class GrowingText:
-    """The text of an answer while its tokens come, cut where a stop string begins.
+    """Incremental text of an answer, cut where a stop string begins.
 
     Pieces that were returned are never taken back: what may still change, the bytes of an
     unfinished character, or be cut, the beginning of a stop string, is held back.
@@ -86,14 +86,14 @@ class GrowingText:
         self.is_stopped = False
 
     def push(self, token: int) -> str:
-        """Return what can be said after one more token."""
+        """Return the new text after one more token."""
         self._tokens.append(token)
         text = self._cut(self._tokenizer.decode(self._tokens))
         safe = text if self.is_stopped else text[: len(text) - self._num_uncertain(text)]
         return self._say(safe)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the withheld text."""
         return self._say(self._cut(self._tokenizer.decode(self._tokens)))
 
     def _say(self, text: str) -> str:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from jitattn.base.validate import check_flag
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.spec.config import FP8_DTYPES, dtype_name
-from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
+from jitattn.spec.dtype import FP8_DTYPES, dtype_name
 from jitattn.tensors.quantization import KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 Scale = float | Tensor
 

@@ -1,8 +1,8 @@
-"""What a wrapper's ``plan`` was given: tensors on the device, and the plans made of them."""
+"""A wrapper's batch on the device and its plans, and the buffers of captured runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from jitattn.compat.flashinfer.arguments import as_lengths
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.attention.functional import planner_of
-from jitattn.tensors.page_tables import INTEGERS, Pages, check_device, check_indptr, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_indptr, check_tensor
 
 
 class Batch:
@@ -28,7 +29,7 @@ class Batch:
         self,
         arguments: Mapping[str, object],
         device: torch.device,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,
@@ -126,10 +127,10 @@ _CALLED = {
 }
 
 
-def refuse_buffers(given: Mapping[str, object], names: Sequence[str]) -> None:
+def refuse_buffers(buffers: Mapping[str, object]) -> None:
     """Raise ValueError for buffers of captured runs where runs aren't captured."""
-    for name in names:
-        if given[name] is not None:
+    for name, buffer in buffers.items():
+        if buffer is not None:
             raise ValueError(f"{name} is given: it is for use_cuda_graph=True")
 
 

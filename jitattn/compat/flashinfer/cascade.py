@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jitattn.compat.flashinfer.arguments import LOG2_E
 from jitattn.kernels.merge import api as merge_api
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

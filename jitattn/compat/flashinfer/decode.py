@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count
-from jitattn.compat.flashinfer.arguments import (
-    LseForm,
-    Scale,
-    as_lengths,
-    check_dtype,
-    refuse_unbuilt,
-)
-from jitattn.compat.flashinfer.batch import (
-    Batch,
-    FixedBuffers,
-    check_block_tables,
-    check_equal,
-    check_indices,
-    check_last_pages,
-    check_offsets,
-    csr_lens,
-    refuse_buffers,
-)
-from jitattn.compat.flashinfer.wrapper import (
-    Wrapper,
+from jitattn.base.validate import check_count, check_flag
+from jitattn.compat.flashinfer.arguments import Scale, check_dtype, refuse_unbuilt
+from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_buffers
+from jitattn.compat.flashinfer.calls import (
+    ForwardArguments,
+    PlanArguments,
+    Results,
+    RunArguments,
+    ScoreArguments,
     check_head_dim,
-    planner_arguments,
-    score_arguments,
+    forward_of,
     window_change,
 )
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages
+from jitattn.compat.flashinfer.paged_table import PagedTable, TableNames
+from jitattn.compat.flashinfer.wrapper import Wrapper
+from jitattn.tensors.page_table import PageTable
+
+_NAMES = TableNames("", "_buffer")
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -74,21 +65,17 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        given = dict(locals())
-        refuse_unbuilt(given)
+        refuse_unbuilt(locals())
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._use_tensor_cores = use_tensor_cores
+        given = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        buffers = dict(zip(_NAMES.buffers(), given, strict=True))
         if not use_cuda_graph:
-            refuse_buffers(given, [f"paged_kv_{name}_buffer" for name in _FILLED])
-        if use_cuda_graph:
-            self._fixed = FixedBuffers(
-                self.device,
-                paged_kv_indptr_buffer=paged_kv_indptr_buffer,
-                paged_kv_indices_buffer=paged_kv_indices_buffer,
-                paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
-            )
-            size = self._fixed["paged_kv_last_page_len_buffer"].shape[0]
-            self._fixed.check_size("paged_kv_indptr_buffer", size + 1)
+            refuse_buffers(buffers)
+            return
+        self._fixed = FixedBuffers(self.device, **buffers)
+        size = self._fixed["paged_kv_last_page_len_buffer"].shape[0]
+        self._fixed.check_size("paged_kv_indptr_buffer", size + 1)
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -141,86 +128,74 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument.
         """
-        if data_type is not None:
-            data_type = check_dtype("data_type", data_type)
-        if q_data_type is None:
-            q_data_type = "float16" if data_type is None else data_type
-        kv_data_type = data_type if kv_data_type is None else kv_data_type
-        given = dict(locals())
-        arguments = _arguments(given, self._kv_layout)
-        indptr, indices, last_page_len = _checked(given, self._fixed)
-        seq_lens = csr_lens(indptr, last_page_len, page_size) if seq_lens is None else seq_lens
-        kept = self._keep(arguments)
-        if kept is not None and kept.max_q_len != q_len_per_req:
-            raise ValueError(
-                f"q_len_per_req is {q_len_per_req}: this wrapper with use_cuda_graph=True was "
-                f"planned with {kept.max_q_len}"
-            )
-        tables = _Tables(indptr, indices, last_page_len, as_lengths("seq_lens", seq_lens))
-        self._adopt(arguments, tables, block_tables, q_len_per_req, kept, non_blocking)
+        refuse_unbuilt(locals())
+        scores = ScoreArguments(window_left, logits_soft_cap, sm_scale)
+        types = _data_types(q_data_type, kv_data_type, data_type)
+        given = PlanArguments(
+            num_qo_heads, num_kv_heads, page_size, *types, o_data_type, scores, fixed_split_size,
+            disable_split_kv,
+        )  # fmt: skip
+        table = PagedTable(
+            _NAMES, indptr, indices, last_page_len, page_size, block_tables, seq_lens
+        )
+        self._plan(given, table, head_dim, _check_causal(q_len_per_req, is_causal), non_blocking)
 
     begin_forward = plan
 
-    def _adopt(
+    def _plan(
         self,
-        arguments: dict[str, object],
-        tables: _Tables,
-        block_tables: Tensor | None,
+        given: PlanArguments,
+        table: PagedTable,
+        head_dim: int,
         q_len: int,
-        kept: Batch | None,
         non_blocking: bool,
     ) -> None:
-        """Copy what was checked to the device, and plan it or refresh the plan."""
-        pages: Pages
-        seq_lens = self._to_device(tables.seq_lens, non_blocking)
-        if self._fixed is not None:
-            indptr, indices, _ = (
-                self._fixed.fill(f"paged_kv_{name}_buffer", values, non_blocking)
-                for name, values in zip(_FILLED, tables, strict=False)
+        """Check a batch, copy it to the device, and plan it or refresh the plan."""
+        arguments = {
+            **given.checked(self._kv_layout),
+            "head_dim": check_head_dim("head_dim", head_dim),
+            "page_table": table.layout,
+            "causal": True,
+        }
+        lens = table.check(self._fixed)
+        check_flag("non_blocking", non_blocking)
+        kept = self._keep(arguments)
+        if kept is not None and kept.max_q_len != q_len:
+            raise ValueError(
+                f"q_len_per_req is {q_len}: this wrapper with use_cuda_graph=True was planned with "
+                f"{kept.max_q_len}"
             )
-            if kept is not None:
-                kept.seq_lens.copy_(seq_lens)
-                kept.refresh()
-                return
-            pages, seq_lens = CsrPages(indptr, indices), seq_lens.clone()
-        elif block_tables is not None:
-            pages = BlockTable(self._to_device(block_tables, non_blocking))
-        else:
-            indptr, indices = (self._to_device(t, non_blocking) for t in tables[:2])
-            pages = CsrPages(indptr, indices)
+        seq_lens = self._to_device(lens, non_blocking)
+        pages = table.on_device(self.device, self._fixed, non_blocking)
+        if kept is not None:
+            kept.seq_lens.copy_(seq_lens)
+            kept.refresh()
+            return
+        if self._fixed is not None:
+            seq_lens = seq_lens.clone()
+        self._planned = self._batch_of(arguments, pages, seq_lens, q_len)
+
+    def _batch_of(
+        self, arguments: dict[str, object], pages: PageTable, seq_lens: Tensor, q_len: int
+    ) -> Batch:
+        num_requests = seq_lens.shape[0]
         offsets = None
         if q_len > 1:
-            steps = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=self.device)
+            steps = torch.arange(num_requests + 1, dtype=torch.int32, device=self.device)
             offsets = steps * q_len
-        arguments = {**arguments, "page_table": pages.layout.value}
-        self._planned = Batch(
-            arguments,
-            self.device,
-            pages,
-            seq_lens,
-            offsets,
-            max_q_len=q_len,
-            num_rows=q_len * seq_lens.shape[0],
+        num_rows = q_len * num_requests
+        return Batch(
+            arguments, self.device, pages, seq_lens, offsets, max_q_len=q_len, num_rows=num_rows
         )
 
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        *,
-        q_scale: float | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
+        q_scale: float | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        enable_pdl: bool | None = None, window_left: int | None = None, sinks: Tensor | None = None,
+        q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the queries of each request to its pages, on the current stream.
 
         Args:
@@ -248,50 +223,39 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument, before any launch.
         """
-        given = dict(locals())
+        refuse_unbuilt(locals(), but=("kv_cache_sf",))
         if q_len_per_req not in (None, self._batch().max_q_len):
             raise ValueError(
                 f"q_len_per_req is {q_len_per_req}: plan was given {self._batch().max_q_len}"
             )
-        return self._attend_pages(given, window_change(window_left), LseForm())
+        call = RunArguments(q, q_scale, k_scale, v_scale, out, lse, return_lse, sinks, kv_cache_sf)
+        return self._attend_pages(paged_kv_cache, call, window_change(window_left))
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
-    def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
+    def _read_forward(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        pos_encoding_mode: str = "NONE", q_scale: float | None = None, k_scale: Scale | None = None,
+        v_scale: Scale | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Call ``run`` with this window, soft cap and scale instead of ``plan``'s."""
-        given = dict(locals())
-        return self._attend_pages(given, score_arguments(given), LseForm())
+    ) -> ForwardArguments:  # fmt: skip
+        refuse_unbuilt(locals())
+        call = RunArguments(q, q_scale, k_scale, v_scale)
+        scores = ScoreArguments(window_left, logits_soft_cap, sm_scale)
+        return ForwardArguments(call, paged_kv_cache, scores, None)
 
-    def forward_return_lse(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Call ``forward`` and return lse, too."""
-        given = dict(locals())
-        return self._attend_pages({**given, "return_lse": True}, score_arguments(given), LseForm())
+    def _forward(self, given: ForwardArguments) -> Results:
+        return self._attend_pages(given.kv_cache, given.run, given.scores.checked())
+
+    forward = forward_of(
+        _read_forward,
+        "Call ``run`` with this window, soft cap and scale instead of ``plan``'s.",
+        return_lse=False,
+    )
+    forward_return_lse = forward_of(
+        _read_forward, "Call ``forward`` and return lse, too.", return_lse=True
+    )
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -318,45 +282,19 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
-_FILLED = ("indptr", "indices", "last_page_len")
+def _data_types(
+    q: str | torch.dtype | None, kv: str | torch.dtype | None, both: str | torch.dtype | None
+) -> tuple[str | torch.dtype, str | torch.dtype | None]:
+    """Return the types of q and of the cache, for which ``data_type`` may stand."""
+    both = None if both is None else check_dtype("data_type", both)
+    return q or both or "float16", both if kv is None else kv
 
 
-class _Tables(NamedTuple):
-    """What ``plan`` was given, checked, wherever it lies."""
-
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    seq_lens: Tensor
-
-
-def _arguments(given: dict[str, Any], kv_layout: str) -> dict[str, object]:
-    q_len = check_count("q_len_per_req", given["q_len_per_req"])
-    if given["is_causal"] is not None and given["is_causal"] is not (q_len > 1):
+def _check_causal(q_len_per_req: int, is_causal: bool | None) -> int:
+    """Return query tokens of each request, more than one of which are causal."""
+    q_len = check_count("q_len_per_req", q_len_per_req)
+    if is_causal is not None and is_causal is not (q_len > 1):
         raise ValueError(
-            f"is_causal is {given['is_causal']!r}: with q_len_per_req={q_len} it is {q_len > 1}"
+            f"is_causal is {is_causal!r}: with q_len_per_req={q_len} it is {q_len > 1}"
         )
-    layout = "csr" if given["block_tables"] is None else "shared"
-    head_dim = check_head_dim("head_dim", given["head_dim"])
-    others = planner_arguments(given, kv_layout)
-    return {**others, "head_dim": head_dim, "page_table": layout, "causal": True}
-
-
-def _checked(given: dict[str, Any], fixed: FixedBuffers | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Check tables on the host where they lie there."""
-    indptr, indices, last_page_len = (given[name] for name in _FILLED)
-    block_tables, page_size = given["block_tables"], given["page_size"]
-    offsets = check_offsets("indptr", indptr)
-    batch_size = indptr.shape[0] - 1
-    check_indices("indices", indices, "indptr", offsets)
-    check_last_pages("last_page_len", last_page_len, offsets, batch_size, page_size)
-    if given["seq_lens"] is not None:
-        lens = csr_lens(indptr, last_page_len, page_size)
-        check_equal("seq_lens", given["seq_lens"], lens, "what last_page_len says")
-    if block_tables is not None:
-        check_block_tables(block_tables, batch_size, fixed)
-    if fixed is not None:
-        for name in _FILLED:
-            is_list = name == "indices"
-            fixed.check_room(f"paged_kv_{name}_buffer", name, given[name], exact=not is_list)
-    return indptr, indices, last_page_len
+    return q_len

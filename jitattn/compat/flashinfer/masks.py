@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jitattn.tensors.page_tables import check_tensor
+from jitattn.tensors.tensor_checks import check_tensor
 
 # What the bits of a byte are multiplied with, the first of them the lowest.
 _WEIGHTS = tuple(1 << i for i in range(8))

@@ -30,9 +30,11 @@ from jitattn.compat.flashinfer.metadata import (
 )
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
-from jitattn.spec.config import dtype_name
-from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, check_tensor
+from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
+from jitattn.spec.dtype import dtype_name
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, CsrPages
+from jitattn.tensors.tensor_checks import check_tensor
 
 _FP8 = torch.float8_e4m3fn
 _NO_SINKS = "latent attention has no sinks"
@@ -77,21 +79,15 @@ class BatchMLAPagedAttentionWrapper:
         check_workspace("float_workspace_buffer", float_workspace_buffer)
         self.device = float_workspace_buffer.device
         self._fixed: FixedBuffers | None = None
-        given = dict(locals())
         self._most = 0, 0
+        buffers = dict(zip(CSR_FIELDS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
         if check_flag("use_cuda_graph", use_cuda_graph):
-            self._fixed = FixedBuffers(
-                self.device,
-                qo_indptr=qo_indptr,
-                kv_indptr=kv_indptr,
-                kv_indices=kv_indices,
-                kv_len_arr=kv_len_arr,
-            )
+            self._fixed = FixedBuffers(self.device, **buffers)
             size = self._fixed["kv_len_arr"].shape[0]
             for name in ("qo_indptr", "kv_indptr"):
                 self._fixed.check_size(name, size + 1)
         else:
-            refuse_buffers(given, CSR_FIELDS)
+            refuse_buffers(buffers)
 
     def plan(
         self, qo_indptr: Tensor | None = None, kv_indptr: Tensor | None = None,
@@ -159,7 +155,7 @@ class BatchMLAPagedAttentionWrapper:
                 kept.plan.refresh()
                 return
             self._most = checked.num_rows, checked.max_q_len
-            pages: Pages = CsrPages(indptr, indices)
+            pages: PageTable = CsrPages(indptr, indices)
         else:
             moved = [tensor.to(self.device, non_blocking=True) for tensor in checked.tensors]
             offsets, lens = moved[0], moved[-1]

@@ -15,8 +15,8 @@ from jitattn.compat.flashinfer.batch import (
 )
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
 from jitattn.tensors.quantization import KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 _TOKENS = tuple(getattr(torch, name) for name in Q_DTYPES)
 _CACHES = (*_TOKENS, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jitattn.compat.flashinfer.arguments import (
-    LseForm,
-    Scale,
-    as_lengths,
-)
-from jitattn.compat.flashinfer.batch import (
-    FixedBuffers,
-    check_block_tables,
-    check_equal,
-    check_indices,
-    check_last_pages,
-    check_offsets,
-    csr_lens,
-)
-from jitattn.compat.flashinfer.queries import (
-    PrefillWrapper,
-    check_rooms,
-    forward_changes,
-    prefill_arguments,
-)
-from jitattn.compat.flashinfer.wrapper import (
+from jitattn.base.validate import check_flag
+from jitattn.compat.flashinfer.arguments import LseForm, Scale, refuse_unbuilt
+from jitattn.compat.flashinfer.calls import (
+    ForwardArguments,
+    PlanArguments,
+    Results,
+    RunArguments,
+    ScoreArguments,
+    forward_of,
     window_change,
 )
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages
+from jitattn.compat.flashinfer.paged_table import PagedTable, TableNames
+from jitattn.compat.flashinfer.queries import PrefillWrapper, QueryArguments
+
+_NAMES = TableNames("paged_kv_", "_buf")
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
@@ -43,21 +33,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     """
 
     def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        paged_kv_indptr_buf: Tensor | None = None,
-        paged_kv_indices_buf: Tensor | None = None,
-        paged_kv_last_page_len_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None,
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD",
+        use_cuda_graph: bool = False, qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None, paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None, custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None, backend: str = "auto",
+        jit_args: list[Any] | None = None, jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Remember the device and the buffers.
 
         Args:
@@ -81,8 +64,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             TypeError, ValueError: naming the argument.
         """
+        refuse_unbuilt(locals())
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
-        self._start(locals(), _PAGED_BUFFERS)
+        tables = paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        buffers = dict(zip(_NAMES.buffers(), tables, strict=True))
+        self._start({"qo_indptr_buf": qo_indptr_buf, **buffers}, custom_mask_buf, mask_indptr_buf)
 
     def plan(
         self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
@@ -124,50 +110,53 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument.
         """
-        given = dict(locals())
-        table = "csr" if block_tables is None else "shared"
-        arguments = prefill_arguments(given, self._kv_layout, table)
-        lens = _check_paged(given, self._fixed)
-        prepared = self._prepare(given, lens, arguments)
-        if self._fixed is not None:
-            qo_indptr, indptr, indices, _ = (
-                self._fixed.fill(name, given[name.removesuffix("_buf")], non_blocking)
-                for name in _PAGED_BUFFERS
-            )
-        else:
-            qo_indptr, indptr, indices = (
-                self._to_device(tensor, non_blocking)
-                for tensor in (qo_indptr, paged_kv_indptr, paged_kv_indices)
-            )
-        pages: Pages = CsrPages(indptr, indices)
-        if block_tables is not None:
-            pages = BlockTable(self._to_device(block_tables, non_blocking))
-        lens = self._to_device(lens, non_blocking)
-        self._adopt(arguments, prepared, pages, lens, qo_indptr)
+        refuse_unbuilt(locals())
+        scores = ScoreArguments(window_left, logits_soft_cap, sm_scale)
+        given = PlanArguments(
+            num_qo_heads, num_kv_heads, page_size, q_data_type, kv_data_type, o_data_type, scores,
+            fixed_split_size, disable_split_kv,
+        )  # fmt: skip
+        queries = QueryArguments(
+            qo_indptr, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask, causal,
+            seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len,
+        )  # fmt: skip
+        table = PagedTable(
+            _NAMES, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size,
+            block_tables, seq_lens,
+        )  # fmt: skip
+        self._plan(given, queries, table, non_blocking)
 
     begin_forward = plan
 
+    def _plan(
+        self, given: PlanArguments, queries: QueryArguments, table: PagedTable, non_blocking: bool
+    ) -> None:
+        """Check a batch, copy it to the device, and plan it or refresh the plan."""
+        arguments = {
+            **given.checked(self._kv_layout),
+            **queries.checked(),
+            "page_table": table.layout,
+        }
+        queries.check_offsets("paged_kv_indptr", table.indptr)
+        lens = table.check(self._fixed)
+        check_flag("non_blocking", non_blocking)
+        self._check_room("qo_indptr_buf", queries.qo_indptr)
+        prepared = self._prepare(queries, lens, arguments)
+        qo_indptr = self._placed("qo_indptr_buf", queries.qo_indptr, non_blocking)
+        pages = table.on_device(self.device, self._fixed, non_blocking)
+        lens = self._to_device(lens, non_blocking)
+        self._adopt(arguments, prepared, pages, lens, qo_indptr)
+
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        *,
-        q_scale: Scale | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
+        q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: Tensor | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the queries of each request to its pages, on the current stream.
 
         Args:
@@ -196,77 +185,33 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument, before any launch.
         """
-        given = dict(locals())
+        refuse_unbuilt(locals(), but=("kv_cache_sf",))
         form = LseForm(lse_base, lse_layout)
-        return self._attend_pages(given, window_change(window_left), form)
+        call = RunArguments(
+            q, q_scale, k_scale, v_scale, out, lse, return_lse, sinks, kv_cache_sf, form
+        )
+        return self._attend_pages(paged_kv_cache, call, window_change(window_left))
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
-    def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Call ``run`` with these instead of ``plan``'s."""
-        given = dict(locals())
-        return self._attend_pages(given, forward_changes(given, self._batch()), LseForm())
+    def _read_forward(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+        k_scale: Scale | None = None, v_scale: Scale | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None,
+    ) -> ForwardArguments:  # fmt: skip
+        refuse_unbuilt(locals())
+        call = RunArguments(q, None, k_scale, v_scale)
+        scores = ScoreArguments(window_left, logits_soft_cap, sm_scale)
+        return ForwardArguments(call, paged_kv_cache, scores, causal)
 
-    def forward_return_lse(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Call ``forward`` and return lse, too."""
-        given = {**locals(), "return_lse": True}
-        return self._attend_pages(given, forward_changes(given, self._batch()), LseForm())
+    def _forward(self, given: ForwardArguments) -> Results:
+        return self._attend_pages(given.kv_cache, given.run, self._forward_changes(given))
 
-
-_PAGED_BUFFERS = (
-    "qo_indptr_buf",
-    "paged_kv_indptr_buf",
-    "paged_kv_indices_buf",
-    "paged_kv_last_page_len_buf",
-)
-
-
-def _check_paged(given: Mapping[str, Any], fixed: FixedBuffers | None) -> Tensor:
-    """Check tables, on the host where they lie there; return the KV tokens of each request."""
-    qo_indptr, indptr, indices, last = (given[b.removesuffix("_buf")] for b in _PAGED_BUFFERS)
-    check_offsets("qo_indptr", qo_indptr)
-    offsets = check_offsets("paged_kv_indptr", indptr)
-    batch_size = qo_indptr.shape[0] - 1
-    if indptr.shape != qo_indptr.shape:
-        raise ValueError(
-            f"paged_kv_indptr has {indptr.shape[0]} entries: expected {batch_size + 1}, like "
-            "qo_indptr"
-        )
-    check_indices("paged_kv_indices", indices, "paged_kv_indptr", offsets)
-    check_last_pages("paged_kv_last_page_len", last, offsets, batch_size, given["page_size"])
-    lens = csr_lens(indptr, last, given["page_size"])
-    if given["seq_lens"] is not None:
-        check_equal("seq_lens", given["seq_lens"], lens, "what paged_kv_last_page_len says")
-        lens = as_lengths("seq_lens", given["seq_lens"])
-    if given["block_tables"] is not None:
-        check_block_tables(given["block_tables"], batch_size, fixed)
-    check_rooms(given, fixed, _PAGED_BUFFERS)
-    return lens
+    forward = forward_of(
+        _read_forward, "Call ``run`` with these instead of ``plan``'s.", return_lse=False
+    )
+    forward_return_lse = forward_of(
+        _read_forward, "Call ``forward`` and return lse, too.", return_lse=True
+    )

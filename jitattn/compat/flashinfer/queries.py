@@ -1,32 +1,72 @@
-"""What prefill wrappers have in common: offsets of queries, masks, and how large they get."""
+"""Base of the prefill wrappers: offsets of queries, masks, bounds of captured batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag
-from jitattn.compat.flashinfer.arguments import (
-    refuse_unbuilt,
-)
 from jitattn.compat.flashinfer.batch import (
     Batch,
     FixedBuffers,
     check_equal,
+    check_offsets,
     refuse_buffers,
 )
+from jitattn.compat.flashinfer.calls import ForwardArguments, check_head_dim
 from jitattn.compat.flashinfer.masks import rows_of_bytes
-from jitattn.compat.flashinfer.wrapper import (
-    Wrapper,
-    check_head_dim,
-    planner_arguments,
-    score_arguments,
-)
-from jitattn.tensors.page_tables import Pages, check_tensor
+from jitattn.compat.flashinfer.wrapper import Wrapper
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_tensor
+
+
+class QueryArguments(NamedTuple):
+    """The arguments of a prefill's ``plan`` that say which queries see which keys."""
+
+    qo_indptr: Tensor
+    head_dim_qk: int
+    head_dim_vo: int | None
+    custom_mask: Tensor | None
+    packed_custom_mask: Tensor | None
+    causal: bool
+    seq_lens_q: Tensor | None
+    max_token_per_sequence: int | None
+    max_sequence_kv: int | None
+    uniform_q_len: int | None
+
+    def checked(self) -> dict[str, object]:
+        """Return the planner's arguments.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        has_mask = self.custom_mask is not None or self.packed_custom_mask is not None
+        head_dim, dim_vo = check_head_dim("head_dim_qk", self.head_dim_qk), self.head_dim_vo
+        return {
+            "head_dim": head_dim,
+            "head_dim_vo": head_dim if dim_vo is None else check_head_dim("head_dim_vo", dim_vo),
+            # A mask is all there is, but for the window.
+            "causal": check_flag("causal", self.causal) and not has_mask,
+            "use_custom_mask": has_mask,
+        }
+
+    def check_offsets(self, name: str, kv_indptr: Tensor) -> None:
+        """Check offsets of queries and keys, of which there are as many.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        check_offsets("qo_indptr", self.qo_indptr)
+        check_offsets(name, kv_indptr)
+        if kv_indptr.shape != self.qo_indptr.shape:
+            raise ValueError(
+                f"{name} has {kv_indptr.shape[0]} entries: expected {self.qo_indptr.shape[0]}, "
+                "like qo_indptr"
+            )
 
 
 class PrefillWrapper(Wrapper):
@@ -35,51 +75,69 @@ class PrefillWrapper(Wrapper):
     _mask_room = 0
     _num_rows = 0
 
-    def _start(self, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
-        """Take the constructor's arguments, ``names`` of which are buffers, offsets of q first."""
-        refuse_unbuilt(given)
+    def _start(
+        self,
+        buffers: Mapping[str, Tensor | None],
+        custom_mask_buf: Tensor | None,
+        mask_indptr_buf: Tensor | None,
+    ) -> None:
+        """Take the constructor's buffers by name, offsets of q first, and those of masks."""
         if not self._use_cuda_graph:
-            refuse_buffers(given, [*names, "custom_mask_buf", "mask_indptr_buf"])
+            masks = {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
+            refuse_buffers({**buffers, **masks})
             return
-        self._fixed = FixedBuffers(self.device, **{name: given[name] for name in names})
-        num_offsets = self._fixed[names[0]].shape[0]
-        for name in names[1:]:
+        self._fixed = FixedBuffers(self.device, **buffers)
+        first, *others = buffers
+        for name in others:
             if name.endswith("indptr_buf"):
-                self._fixed.check_size(name, num_offsets)
-        room, indptr = given["custom_mask_buf"], given["mask_indptr_buf"]
-        if room is not None or indptr is not None:
-            check_tensor("custom_mask_buf", room, (torch.uint8,))
-            check_tensor("mask_indptr_buf", indptr, (torch.int32,))
-            self._mask_room = room.numel()
+                self._fixed.check_size(name, self._fixed[first].shape[0])
+        if custom_mask_buf is not None or mask_indptr_buf is not None:
+            check_tensor("custom_mask_buf", custom_mask_buf, (torch.uint8,))
+            check_tensor("mask_indptr_buf", mask_indptr_buf, (torch.int32,))
+            assert custom_mask_buf is not None
+            self._mask_room = custom_mask_buf.numel()
+
+    def _check_room(self, name: str, values: Tensor) -> None:
+        if self._fixed is not None:
+            self._fixed.check_room(name, name.removesuffix("_buf"), values, exact=True)
+
+    def _placed(self, name: str, values: Tensor, non_blocking: bool) -> Tensor:
+        """Return offsets on the device, in their buffer where runs are captured."""
+        if self._fixed is not None:
+            return self._fixed.fill(name, values, non_blocking)
+        return self._to_device(values, non_blocking)
+
+    def _forward_changes(self, given: ForwardArguments) -> dict[str, object]:
+        """Return what ``forward`` changes in the planner's arguments of ``plan``."""
+        causal = check_flag("causal", given.causal) and self._batch().mask is None
+        return {**given.scores.checked(), "causal": causal}
 
     def _prepare(
-        self, given: Mapping[str, Any], seq_lens: Tensor, arguments: Mapping[str, object]
+        self, queries: QueryArguments, seq_lens: Tensor, arguments: Mapping[str, object]
     ) -> Prepared:
         """Check what a batch is made of, before anything is copied."""
         kept = self._keep(arguments)
-        max_kv_len = given["max_sequence_kv"]
+        max_kv_len = queries.max_sequence_kv
         if max_kv_len is not None:
             max_kv_len = check_count("max_sequence_kv", max_kv_len, least=0)
             longest = max(seq_lens.tolist(), default=0) if seq_lens.device.type == "cpu" else 0
             if longest > max_kv_len:
                 raise ValueError(f"max_sequence_kv is {max_kv_len}: a request has {longest} keys")
-        check_equal("seq_lens_q", given["seq_lens_q"], given["qo_indptr"].diff(), "qo_indptr's")
-        max_q_len, num_rows = self._count_queries(given, kept)
-        mask = self._mask(given, seq_lens)
+        check_equal("seq_lens_q", queries.seq_lens_q, queries.qo_indptr.diff(), "qo_indptr's")
+        max_q_len, num_rows = self._count_queries(queries, kept)
+        mask = self._mask(queries, seq_lens)
         if mask is not None and self._use_cuda_graph:
             self._check_mask_room(mask[0])
         max_kv_len = None if self._use_cuda_graph else max_kv_len
         return Prepared(kept, max_q_len, num_rows, max_kv_len, mask)
 
-    def _count_queries(
-        self, given: Mapping[str, Any], kept: Batch | None
-    ) -> tuple[int, int | None]:
+    def _count_queries(self, queries: QueryArguments, kept: Batch | None) -> tuple[int, int | None]:
         """Return the most query tokens of a request, now or in any captured run, and of all.
 
         The latter is None where nothing has waited for the device to learn it.
         """
-        qo_indptr, most = given["qo_indptr"], given["max_token_per_sequence"]
-        uniform = given["uniform_q_len"]
+        qo_indptr, most = queries.qo_indptr, queries.max_token_per_sequence
+        uniform = queries.uniform_q_len
         most = None if most is None else check_count("max_token_per_sequence", most, least=0)
         uniform = None if uniform is None else check_count("uniform_q_len", uniform)
         if most is not None and not self._use_cuda_graph and qo_indptr.device.type != "cpu":
@@ -104,14 +162,14 @@ class PrefillWrapper(Wrapper):
             )
         return limit, total
 
-    def _mask(self, given: Mapping[str, Any], seq_lens: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _mask(self, queries: QueryArguments, seq_lens: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the mask that ``plan`` was given as ``Plan.run`` takes it."""
-        custom_mask, packed = given["custom_mask"], given["packed_custom_mask"]
+        custom_mask, packed = queries.custom_mask, queries.packed_custom_mask
         if custom_mask is None and packed is None:
             return None
         if custom_mask is not None and packed is not None:
             raise ValueError("packed_custom_mask is given, and so is custom_mask: expected one")
-        q_lens = given["qo_indptr"].diff().tolist()
+        q_lens = queries.qo_indptr.diff().tolist()
         return rows_of_bytes(custom_mask, packed, q_lens, seq_lens.tolist(), self.device)
 
     def _check_mask_room(self, rows: Tensor) -> None:
@@ -127,7 +185,7 @@ class PrefillWrapper(Wrapper):
         self,
         arguments: Mapping[str, object],
         prepared: Prepared,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor,
     ) -> None:
@@ -173,43 +231,3 @@ def _copy_mask(mask: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> tuple[
     to[0][: mask[0].shape[0]].copy_(mask[0])
     to[1].copy_(mask[1])
     return to
-
-
-def prefill_arguments(
-    given: Mapping[str, Any], kv_layout: str, page_table: str
-) -> dict[str, object]:
-    """Return the planner's arguments of what ``plan`` was given.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-    """
-    has_mask = given["custom_mask"] is not None or given["packed_custom_mask"] is not None
-    head_dim = check_head_dim("head_dim_qk", given["head_dim_qk"])
-    dim_vo = given["head_dim_vo"]
-    return {
-        **planner_arguments(given, kv_layout),
-        "head_dim": head_dim,
-        "head_dim_vo": head_dim if dim_vo is None else check_head_dim("head_dim_vo", dim_vo),
-        # A mask is all there is, but for the window.
-        "causal": check_flag("causal", given["causal"]) and not has_mask,
-        "use_custom_mask": has_mask,
-        "page_table": page_table,
-    }
-
-
-def forward_changes(given: Mapping[str, Any], batch: Batch) -> dict[str, object]:
-    """Return what ``forward`` changes in the planner's arguments of ``plan``."""
-    causal = check_flag("causal", given["causal"]) and batch.mask is None
-    return {**score_arguments(given), "causal": causal}
-
-
-def check_rooms(
-    given: Mapping[str, Any], fixed: FixedBuffers | None, names: tuple[str, ...]
-) -> None:
-    """Raise ValueError where arguments don't fit the buffers ``names``, which follow them."""
-    if fixed is None:
-        return
-    for name in names:
-        argument = name.removesuffix("_buf")
-        is_list = argument.endswith("indices")
-        fixed.check_room(name, argument, given[argument], exact=not is_list)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,24 +13,21 @@ from jitattn.compat.flashinfer.arguments import (
     LseForm,
     Scale,
     as_lengths,
-    check_scales,
     ragged_cache,
     refuse_unbuilt,
 )
-from jitattn.compat.flashinfer.batch import (
-    FixedBuffers,
-    check_offsets,
-)
-from jitattn.compat.flashinfer.queries import (
-    PrefillWrapper,
-    check_rooms,
-    forward_changes,
-    prefill_arguments,
-)
-from jitattn.compat.flashinfer.wrapper import (
+from jitattn.compat.flashinfer.calls import (
+    ForwardArguments,
+    Pair,
+    PlanArguments,
     Results,
+    RunArguments,
+    ScoreArguments,
+    forward_of,
 )
+from jitattn.compat.flashinfer.queries import PrefillWrapper, QueryArguments
 from jitattn.tensors.page_tables import RaggedKV
+from jitattn.tensors.quantization import KVCache
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -42,40 +38,25 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """
 
     def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        kv_indptr_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None,
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD",
+        use_cuda_graph: bool = False, qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None, custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None, backend: str = "auto",
+        jit_args: list[Any] | None = None, jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Remember the device and the buffers.
 
-        Args:
-            float_workspace_buffer: any tensor on the device of all others; nothing is written
-                there.
-            kv_layout: "NHD", or "HND" with heads before tokens in K and V.
-            use_cuda_graph: as of ``BatchPrefillWithPagedKVCacheWrapper``.
-            qo_indptr_buf: int32 [batch_size + 1], with ``use_cuda_graph`` as all of these.
-            kv_indptr_buf: int32 [batch_size + 1].
-            custom_mask_buf: uint8, as large as packed masks get; nothing is written there.
-            mask_indptr_buf: int32 [batch_size + 1], with ``custom_mask_buf``; likewise.
-            backend: a name that FlashInfer knows; all mean the same kernels.
-            jit_args: refused unless None.
-            jit_kwargs: likewise.
-            variant_owns_mask: refused unless False.
+        The arguments are those of ``BatchPrefillWithPagedKVCacheWrapper``, without its tables:
+        ``kv_indptr_buf`` is int32 [batch_size + 1], and "HND" has heads before tokens in K and V.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
+        refuse_unbuilt(locals())
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
-        self._start(locals(), _RAGGED_BUFFERS)
+        buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
+        self._start(buffers, custom_mask_buf, mask_indptr_buf)
 
     def plan(
         self, qo_indptr: Tensor, kv_indptr: Tensor, num_qo_heads: int, num_kv_heads: int,
@@ -105,43 +86,48 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument.
         """
-        given = dict(locals())
-        # Heads before tokens are a matter of strides.
-        arguments = {**prefill_arguments(given, "NHD", "ragged"), "page_size": None}
-        lens = _check_ragged(given, self._fixed)
-        prepared = self._prepare(given, lens, arguments)
-        if self._fixed is not None:
-            qo_indptr, kv_indptr = (
-                self._fixed.fill(name, given[name.removesuffix("_buf")], non_blocking)
-                for name in _RAGGED_BUFFERS
-            )
-        else:
-            qo_indptr, kv_indptr = (
-                self._to_device(t, non_blocking) for t in (qo_indptr, kv_indptr)
-            )
-        lens = self._to_device(lens, non_blocking)
-        self._adopt(arguments, prepared, RaggedKV(kv_indptr), lens, qo_indptr)
+        refuse_unbuilt(locals())
+        scores = ScoreArguments(window_left, logits_soft_cap, sm_scale)
+        given = PlanArguments(
+            num_qo_heads, num_kv_heads, None, q_data_type, kv_data_type, o_data_type, scores,
+            fixed_split_size, disable_split_kv,
+        )  # fmt: skip
+        queries = QueryArguments(
+            qo_indptr, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask, causal,
+            seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len,
+        )  # fmt: skip
+        self._plan(given, queries, kv_indptr, seq_lens, non_blocking)
 
     begin_forward = plan
 
-    def run(
+    def _plan(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        q_scale: float | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        o_scale: float | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
+        given: PlanArguments,
+        queries: QueryArguments,
+        kv_indptr: Tensor,
+        seq_lens: Tensor | None,
+        non_blocking: bool,
+    ) -> None:
+        """Check a batch, copy it to the device, and plan it or refresh the plan."""
+        # Heads before tokens are a matter of strides.
+        arguments = {**given.checked("NHD"), **queries.checked(), "page_table": "ragged"}
+        queries.check_offsets("kv_indptr", kv_indptr)
+        lens = _check_lens(seq_lens, kv_indptr.diff())
+        check_flag("non_blocking", non_blocking)
+        self._check_room("qo_indptr_buf", queries.qo_indptr)
+        self._check_room("kv_indptr_buf", kv_indptr)
+        prepared = self._prepare(queries, lens, arguments)
+        qo_indptr = self._placed("qo_indptr_buf", queries.qo_indptr, non_blocking)
+        pages = RaggedKV(self._placed("kv_indptr_buf", kv_indptr, non_blocking))
+        self._adopt(arguments, prepared, pages, self._to_device(lens, non_blocking), qo_indptr)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, q_scale: float | None = None,
+        k_scale: Scale | None = None, v_scale: Scale | None = None, o_scale: float | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: bool | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the queries of each request to its keys, on the current stream.
 
         Args:
@@ -170,97 +156,47 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         refuse_unbuilt(locals(), but=("kv_cache_sf",))
         form = LseForm(lse_base, lse_layout)
-        results = Results(out, lse, check_flag("return_lse", return_lse), form)
-        return self._attend_ragged(q, (k, v), kv_cache_sf, (q_scale, k_scale, v_scale), {}, results)
+        call = RunArguments(
+            q, q_scale, k_scale, v_scale, out, lse, return_lse, None, kv_cache_sf, form
+        )
+        return self._attend(self._cache_of((k, v), kv_cache_sf), call, {})
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Call ``run`` with these instead of ``plan``'s."""
-        return self._forward(locals(), return_lse=False)
+    def _read_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None,
+    ) -> ForwardArguments:  # fmt: skip
+        refuse_unbuilt(locals())
+        scores = ScoreArguments(window_left, logits_soft_cap, sm_scale)
+        return ForwardArguments(RunArguments(q), (k, v), scores, causal)
 
-    def forward_return_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Call ``forward`` and return lse, too."""
-        return self._forward(locals(), return_lse=True)
+    def _forward(self, given: ForwardArguments) -> Results:
+        assert isinstance(given.kv_cache, tuple)
+        kv = self._cache_of(given.kv_cache, None)
+        return self._attend(kv, given.run, self._forward_changes(given))
 
-    def _forward(
-        self, given: Mapping[str, Any], *, return_lse: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        refuse_unbuilt(given)
-        changes = forward_changes(given, self._batch())
-        results = Results(None, None, return_lse, LseForm())
-        no_scales = None, None, None
-        return self._attend_ragged(
-            given["q"], (given["k"], given["v"]), None, no_scales, changes, results
-        )
+    forward = forward_of(
+        _read_forward, "Call ``run`` with these instead of ``plan``'s.", return_lse=False
+    )
+    forward_return_lse = forward_of(
+        _read_forward, "Call ``forward`` and return lse, too.", return_lse=True
+    )
 
-    def _attend_ragged(
-        self,
-        q: Tensor,
-        kv: tuple[Tensor, Tensor],
-        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None,
-        scales: tuple[Scale | None, Scale | None, Scale | None],
-        changes: Mapping[str, object],
-        results: Results,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        arguments = self._batch().arguments
-        kv_dtype = str(arguments["kv_dtype"])
-        is_quantised = kv_dtype != arguments["q_dtype"]
-        q_scale, k_scale, v_scale = scales
-        bound = check_scales(is_quantised, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        cache = ragged_cache(kv, self._kv_layout, kv_dtype, kv_cache_sf)
-        return self._call(q, cache, changes, bound, None, results)
+    def _cache_of(self, kv: tuple[Tensor, Tensor], kv_cache_sf: Pair | None) -> KVCache:
+        kv_dtype = str(self._batch().arguments["kv_dtype"])
+        return ragged_cache(kv, self._kv_layout, kv_dtype, kv_cache_sf)
 
 
-_RAGGED_BUFFERS = ("qo_indptr_buf", "kv_indptr_buf")
-
-
-def _check_ragged(given: Mapping[str, Any], fixed: FixedBuffers | None) -> Tensor:
-    """Check offsets; return the KV tokens of each request."""
-    qo_indptr, kv_indptr = given["qo_indptr"], given["kv_indptr"]
-    check_offsets("qo_indptr", qo_indptr)
-    check_offsets("kv_indptr", kv_indptr)
-    if kv_indptr.shape != qo_indptr.shape:
-        raise ValueError(
-            f"kv_indptr has {kv_indptr.shape[0]} entries: expected {qo_indptr.shape[0]}, like "
-            "qo_indptr"
-        )
-    lens: Tensor = kv_indptr.diff()
-    if given["seq_lens"] is not None:
-        given_lens = as_lengths("seq_lens", given["seq_lens"])
-        if given_lens.shape != lens.shape:
-            raise ValueError(
-                f"seq_lens has shape {list(given_lens.shape)}: expected {list(lens.shape)}"
-            )
-        both_on_host = given_lens.device.type == lens.device.type == "cpu"
-        if both_on_host and bool((given_lens > lens).any()):
-            raise ValueError(f"seq_lens is {given_lens.tolist()}: kv_indptr has {lens.tolist()}")
-        lens = given_lens
-    check_rooms(given, fixed, _RAGGED_BUFFERS)
-    return lens
+def _check_lens(seq_lens: Tensor | None, lens: Tensor) -> Tensor:
+    """Return the KV tokens of each request: those given, or all that offsets have room for."""
+    if seq_lens is None:
+        return lens
+    given = as_lengths("seq_lens", seq_lens)
+    if given.shape != lens.shape:
+        raise ValueError(f"seq_lens has shape {list(given.shape)}: expected {list(lens.shape)}")
+    if given.device.type == lens.device.type == "cpu" and bool((given > lens).any()):
+        raise ValueError(f"seq_lens is {given.tolist()}: kv_indptr has {lens.tolist()}")
+    return given

@@ -21,12 +21,13 @@ from jitattn.compat.flashinfer.arguments import (
     refuse_unbuilt,
 )
 from jitattn.compat.flashinfer.batch import check_equal, check_offsets
-from jitattn.compat.flashinfer.wrapper import window_change
+from jitattn.compat.flashinfer.calls import window_change
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.attention.api import plan_for_call
 from jitattn.kernels.attention.functional import planner_of
-from jitattn.spec.config import FP8_DTYPES, dtype_name
-from jitattn.tensors.page_tables import BlockTable, check_device, check_tensor
+from jitattn.spec.dtype import FP8_DTYPES, dtype_name
+from jitattn.tensors.page_tables import BlockTable
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

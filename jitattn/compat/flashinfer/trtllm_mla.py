@@ -22,9 +22,10 @@ from jitattn.compat.flashinfer.latents import check_dims, latent_planner
 from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import latent_plan_for_call
-from jitattn.spec.config import dtype_name
-from jitattn.spec.mla_config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
-from jitattn.tensors.page_tables import BlockTable, check_device, check_tensor
+from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
+from jitattn.spec.dtype import dtype_name
+from jitattn.tensors.page_tables import BlockTable
+from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 _FP8 = torch.float8_e4m3fn
 

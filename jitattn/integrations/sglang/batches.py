@@ -11,7 +11,8 @@ from torch import Tensor
 
 from jitattn.integrations.steps import Scale, Step, is_quantised
 from jitattn.kernels.pages.block_table import build_block_table
-from jitattn.tensors.page_tables import BlockTable, Pages, RaggedKV, TokenTable
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import BlockTable, RaggedKV, TokenTable
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,12 @@ class Batch:
                 raise ValueError("spec_info has kv_indptr in DECODE: drafting is not supported")
             return batch
         if mode.is_target_verify():
-            return batch._with_drafts(forward_batch.spec_info)
+            return batch.with_drafts(forward_batch.spec_info)
         if mode.is_draft_extend_v2() or mode.is_dllm_extend():
             raise ValueError(f"forward_mode is {mode.name}: it is not supported")
-        return batch._with_prefixes(forward_batch)
+        return batch.with_prefixes(forward_batch)
 
-    def _with_drafts(self, spec_info: Any) -> Batch:
+    def with_drafts(self, spec_info: Any) -> Batch:
         """Of a chain of draft tokens each request, one after the other."""
         topk = getattr(spec_info, "topk", None)
         is_tree = topk is None and getattr(spec_info, "custom_mask", None) is not None
@@ -180,7 +181,7 @@ class Batch:
         self.qo_indptr = ends * self.num_drafts
         return self
 
-    def _with_prefixes(self, forward_batch: Any) -> Batch:
+    def with_prefixes(self, forward_batch: Any) -> Batch:
         """Of requests whose last tokens are new."""
         lens = forward_batch.extend_seq_lens[: self.rows.shape[0]]
         self.qo_indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
@@ -206,7 +207,7 @@ class Forward:
     def __init__(self, pools: Pools, batch: Batch, buffers: Buffers) -> None:
         """Describe a batch; ``fill`` has to follow."""
         self._pools, self._batch, self._buffers = pools, batch, buffers
-        self.pages: Pages
+        self.pages: PageTable
         if buffers.table is None:
             self.pages = TokenTable(pools.req_to_token, rows=batch.rows)
         else:

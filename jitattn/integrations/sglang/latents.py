@@ -67,7 +67,8 @@ class LatentLayers:
         Raises:
             TypeError, ValueError, ConfigError: naming what is not supported or doesn't fit.
 
-        Defined by: jitattn/mla_reference.py::latent_attention, jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/mla/reference.py::latent_attention,
+        jitattn/kernels/attention/reference.py::attention.
         """
         _refuse_layer(layer)
         q = q.reshape(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim)

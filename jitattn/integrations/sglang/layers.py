@@ -17,7 +17,7 @@ from jitattn.integrations.sglang.latents import LatentLayers
 from jitattn.integrations.steps import BoundCaches, LayerPlanners, Scale
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Backend:
         Raises:
             TypeError, ValueError, ConfigError: naming what is not supported or doesn't fit.
 
-        Defined by: jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         forward = self.forward_metadata
         if forward is None:
@@ -233,7 +233,7 @@ class Backend:
         return state
 
     def _planner(
-        self, state: _LayerState, q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Pages
+        self, state: _LayerState, q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: PageTable
     ) -> AttentionPlanner:
         return state.planners.of(
             head_dim_vo=v_cache.shape[3],

@@ -1,4 +1,4 @@
-"""vLLM's attention backend, builder and layer: what it asks of the classes of layers.py.
+"""vLLM's attention backend: the classes that vLLM asks for, over ``Layer`` and ``Builder``.
 
 Written for the V1 interface of vLLM 0.26 to 0.33. Importing this imports vLLM.
 """
@@ -21,18 +21,13 @@ from vllm.v1.attention.backend import (
 )
 
 from jitattn.integrations.steps import FP8
-from jitattn.integrations.vllm.layers import (
-    CACHE_DTYPES,
-    Builder,
-    Combine,
-    Gather,
-    Layer,
-    Metadata,
-    Shards,
-    Tensors,
-)
+from jitattn.integrations.vllm.builder import Builder
+from jitattn.integrations.vllm.context_parallel import Shards
+from jitattn.integrations.vllm.layer import Combine, Gather, Layer
+from jitattn.integrations.vllm.metadata import CACHE_DTYPES, Metadata, Tensors
+from jitattn.kernels.registry import check_config
+from jitattn.spec.arch import arch_for
 from jitattn.spec.config import HEAD_DIMS
-from jitattn.spec.support import arch_for, check_config
 
 NAME = "CUSTOM"  # a member of vLLM's list of backends
 

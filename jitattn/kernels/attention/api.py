@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
+from jitattn.kernels.attention.config import check_rules
 from jitattn.kernels.attention.reference_plan import ReferencePlan
 from jitattn.kernels.common.planner_base import (
     Q_VECTOR,
@@ -23,7 +24,6 @@ from jitattn.kernels.common.planner_base import (
     is_capturing,
     make_readable,
 )
-from jitattn.spec import support
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.block_caches import view_block_caches
@@ -34,21 +34,16 @@ from jitattn.tensors.cache_views import (
     Call,
     Mask,
     RowLayout,
-    check_last_stride,
-    check_rows,
     view_caches,
     view_mask,
+    view_of,
     view_scale,
 )
 from jitattn.tensors.device_checks import check_page_ids, check_queries
-from jitattn.tensors.page_tables import (
-    Pages,
-    check_device,
-    check_tensor,
-    check_view,
-    view_of,
-)
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_rows, check_tensor
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
@@ -124,7 +119,7 @@ class AttentionPlanner(_Arguments):
             kv_dtype: likewise, of the cache; "nvfp4" for a ``QuantizedKV``.
             out_dtype: likewise, of out; None is ``q_dtype``.
             kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
-            page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+            page_table: a name of ``Layout``, "shared" or another: the layout of the tables
                 that plans get.
             causal: query tokens see no later ones; the last of a request is its last key.
             window_left: earlier tokens that a query sees besides itself; -1 is all.
@@ -151,7 +146,7 @@ class AttentionPlanner(_Arguments):
                 prefill kernel ``plan`` and ``build_info`` say that it doesn't compile.
         """
         config = PlannerConfig.among(locals())
-        support.check_rules(config)
+        check_rules(config)
         super().__init__(config, device=device, backend=backend, workspace=workspace)
         self._use_sinks = config.use_sinks
         self._use_custom_mask = config.use_custom_mask
@@ -232,7 +227,7 @@ class AttentionPlanner(_Arguments):
 
     def plan(
         self,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,
@@ -270,7 +265,7 @@ class AttentionPlanner(_Arguments):
 
 def plan_for_call(
     planner: AttentionPlanner,
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
     *,
@@ -312,7 +307,7 @@ class Plan(PlanBase):
         q: Tensor,
         kv: BoundCache | KVCache,
         *,
-        pages: Pages | None = None,
+        pages: PageTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -350,14 +345,14 @@ class Plan(PlanBase):
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/reference.py::attention.
+        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         if is_dynamo_compiling():
-            from jitattn.kernels.common.torch_op import run_attention
+            from jitattn.kernels.attention.torch_op import trace_attention
 
             self._refuse(q_scale=q_scale, out_scale=out_scale)
             refuse_compiled(variant_params)
-            return run_attention(self, q, kv, pages, out, lse, return_lse, sinks, custom_mask)
+            return trace_attention(self, q, kv, pages, out, lse, return_lse, sinks, custom_mask)
         is_plain = return_lse is False and (
             pages is lse is sinks is custom_mask is q_scale is out_scale is variant_params is None  # type: ignore[comparison-overlap]
         )
@@ -384,7 +379,7 @@ class Plan(PlanBase):
         self,
         q: Tensor,
         kv: BoundCache | KVCache,
-        pages: Pages | None,
+        pages: PageTable | None,
         out: Tensor | None,
         lse: Tensor | None,
         return_lse: bool,

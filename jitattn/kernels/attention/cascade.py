@@ -21,9 +21,10 @@ from jitattn.kernels.attention.api import AttentionPlanner, Plan, Scale
 from jitattn.kernels.common.planner_base import is_capturing
 from jitattn.kernels.merge.api import merge_into
 from jitattn.spec.config import PlannerConfig
-from jitattn.tensors.cache_views import BoundCache, check_rows, check_writable
-from jitattn.tensors.page_tables import Pages, check_tensor
+from jitattn.tensors.cache_views import BoundCache
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import KVCache
+from jitattn.tensors.tensor_checks import check_rows, check_tensor, check_writable
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class CascadeLevel:
         max_kv_len: the longest length that occurs; None is what the table can hold.
     """
 
-    pages: Pages
+    pages: PageTable
     seq_lens: Tensor
     qo_indptr: Tensor | None = None
     max_q_len: int | None = None
@@ -262,7 +263,7 @@ class CascadePlan:
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/reference.py::attention, over the keys of all levels.
+        Defined by: jitattn/kernels/attention/reference.py::attention, over the keys of all levels.
         """
         check_flag("return_lse", return_lse)
         planner, plans = self._planner, self._plans

@@ -12,14 +12,15 @@ from torch import Tensor
 from jitattn.base.validate import check_flag
 from jitattn.kernels.attention.api import AttentionPlanner, Scale, plan_for_call
 from jitattn.spec.config import PlannerConfig
-from jitattn.tensors.page_tables import Pages
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_page_table
 from jitattn.tensors.quantization import KVCache, QuantizedKV
 
 
 def attention(
     q: Tensor,
     kv_cache: KVCache,
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
     *,
@@ -67,15 +68,11 @@ def attention(
     return plan.run(q, kv, return_lse=return_lse, sinks=sinks, custom_mask=custom_mask)
 
 
-def _config_of(q: Tensor, kv_cache: KVCache, pages: Pages, kv_layout: str) -> dict[str, object]:
+def _config_of(q: Tensor, kv_cache: KVCache, pages: PageTable, kv_layout: str) -> dict[str, object]:
     """Read off the tensors what a planner wants to know; it checks the rest."""
     if not isinstance(q, Tensor) or q.dim() != 3:
         raise ValueError("q: expected a tensor [num_tokens, num_qo_heads, head_dim]")
-    if not isinstance(pages, Pages):
-        raise TypeError(
-            f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
-            "RaggedKV"
-        )
+    check_page_table(pages)
     per_element, kv_dtype = 1, None
     if isinstance(kv_cache, QuantizedKV):
         k, v, per_element, kv_dtype = kv_cache.k, kv_cache.v, 2, "nvfp4"

@@ -13,10 +13,10 @@ import torch
 from torch import _C
 
 from jitattn.base import knobs
-from jitattn.base.errors import ConfigError
-from jitattn.device.driver import DeviceFacts, device_facts, load_kernel
+from jitattn.device.driver import device_facts, load_kernel
 from jitattn.device.workspace import Workspace, capture_buffers, default_workspace
 from jitattn.jit.build import Pending, start
+from jitattn.kernels.attention.config import attention_specs, wide_row_tile
 from jitattn.kernels.attention.launch import CudaPlan, Part
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels, Role
 from jitattn.kernels.attention.schedule import (
@@ -27,21 +27,13 @@ from jitattn.kernels.attention.schedule import (
     plan_bytes,
     workspace_size,
 )
-from jitattn.spec import support
+from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
+from jitattn.kernels.common.device_kernels import arch_of
+from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
+from jitattn.kernels.common.tile import DecodeTile
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import (
-    DecodeSpec,
-    KernelSpec,
-    Loader,
-    PlannedSpec,
-    PrefillSpec,
-    ScheduleSpec,
-)
-from jitattn.spec.tile import (
-    DecodeTile,
-    attention_tile_for,
-    tile_for,
-)
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Loader
 from jitattn.tensors.block_caches import BlockArguments, BlockCaches
 from jitattn.tensors.cache_views import Batch, CacheView
 from jitattn.tensors.tma import Box, TensorMaps, box_of
@@ -102,7 +94,7 @@ class KernelSet:
         # Plans that are gone, by workspace, kernels and room.
         self._idle: defaultdict[tuple[Workspace, Recipes, tuple[int, ...]], list[CudaPlan]]
         self._idle = defaultdict(list)
-        self._specs = support.specs_of(config, self.arch)
+        self._specs = self._find_specs()
         self.wide_rows = self._find_wide_rows()
         self._wide_max_q_len = self.wide_rows // config.group_size
         decode, *others = self._main_specs()
@@ -112,7 +104,7 @@ class KernelSet:
         pending = self._start((decode, schedule, *others))
         self.kernels = self._attention_kernels((decode, *others), (pending[0], *pending[2:]))
         self._bound = {(decode, *others): self.kernels}
-        tile = tile_for(schedule, self.arch)
+        tile = schedule.tile(self.arch)
         built = pending[1].result()
         self.schedule_kernel = load_kernel(
             built.cubin, built.symbol, self.facts.index, tile.smem_bytes
@@ -152,12 +144,12 @@ class KernelSet:
             ("decode", "prefill", "wide"), self._specs_of_loader(is_aligned=True), strict=False
         )
         return {
-            role: box_of(attention_tile_for(spec, self.arch), spec.head_dim)
+            role: box_of(spec.tile(self.arch), spec.head_dim)
             for role, spec in roles
             if spec.loader is Loader.TENSOR
         }
 
-    def _kernels_for(self, specs: Sequence[PlannedSpec]) -> BoundKernels:
+    def _kernels_for(self, specs: Sequence[AttentionSpec]) -> BoundKernels:
         key = tuple(specs)
         if key not in self._bound:
             _refuse_loading()
@@ -292,17 +284,21 @@ class KernelSet:
                 seconds=kernel.seconds,
                 registers=kernel.registers,
                 spill_bytes=kernel.spill_bytes,
-                smem_bytes=kernel.smem_bytes + tile_for(spec, self.arch).smem_bytes,
+                smem_bytes=kernel.smem_bytes + spec.tile(self.arch).smem_bytes,
                 compiler=kernel.compiler,
             )
             infos.append(info)
         return infos
 
+    def _find_specs(self) -> tuple[KernelSpec, ...]:
+        assert isinstance(self.config, PlannerConfig)
+        return attention_specs(self.config, self.arch)
+
     def _find_wide_rows(self) -> int:
         assert isinstance(self.config, PlannerConfig)
-        return support.wide_row_tile(self.config)
+        return wide_row_tile(self.config)
 
-    def _main_specs(self) -> Sequence[PlannedSpec]:
+    def _main_specs(self) -> Sequence[AttentionSpec]:
         """Return the specs of the kernels that nearly all caches need."""
         return self._specs_of_loader(is_aligned=True)
 
@@ -321,15 +317,15 @@ class KernelSet:
         return pending
 
     def _attention_kernels(
-        self, specs: Sequence[PlannedSpec], pending: Sequence[Pending]
+        self, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
         decode, prefill, *wide = (
             self._attention_kernel(spec, build) for spec, build in zip(specs, pending, strict=True)
         )
         return BoundKernels(decode, prefill, wide[0] if wide else None)
 
-    def _attention_kernel(self, spec: PlannedSpec, pending: Pending) -> AttentionKernel:
-        tile = attention_tile_for(spec, self.arch)
+    def _attention_kernel(self, spec: AttentionSpec, pending: Pending) -> AttentionKernel:
+        tile = spec.tile(self.arch)
         rows = spec if isinstance(spec, DecodeSpec) else tile
         assert not isinstance(rows, DecodeTile)
         return AttentionKernel(pending, tile, rows.row_tile, self.facts.index)
@@ -340,21 +336,3 @@ def _refuse_loading() -> None:
         raise ValueError(
             "a kernel is not loaded, and a capture can't load it: make such a call before it"
         )
-
-
-def arch_of(facts: DeviceFacts) -> str:
-    """Return the architecture whose code a device runs.
-
-    Raises:
-        ConfigError: no kernel runs on it.
-    """
-    major, minor = facts.compute_capability
-    arch = support.arch_for(major, minor)
-    if arch is None:
-        raise ConfigError(
-            [
-                f"{facts.name} has compute capability {major}.{minor}: kernels exist for 8.x, 9.0, "
-                "10.x and 12.x"
-            ]
-        )
-    return arch

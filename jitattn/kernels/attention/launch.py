@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import _C, Tensor
 
-from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import LAUNCHED, Launch
 from jitattn.device.workspace import SLICE_BYTES, Workspace
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe, Recipes, schedule_offsets
-from jitattn.spec.params import (
+from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
-    FLOAT_CODES,
     MASK_BOOL,
     MASK_PACKED,
     MASK_RAGGED,
@@ -26,6 +24,8 @@ from jitattn.spec.params import (
     Schedule,
     ScheduleParams,
 )
+from jitattn.spec.dtype import DType
+from jitattn.spec.params import FLOAT_CODES
 from jitattn.tensors.cache_views import (
     NO_LAYOUT,
     Again,
@@ -37,7 +37,7 @@ from jitattn.tensors.cache_views import (
     Scale,
     recogniser,
 )
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.variant_params import VariantParams
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _MASK_KINDS = {"bool": MASK_BOOL, "packed": MASK_PACKED, "ragged": MASK_RAGGED}
 _ADDRESSES = struct.Struct("4P")  # q, k, v, out, with which AttentionParams begins
 _SCALES = struct.Struct("PqfPqf")  # of K and V, which lie behind each other
 _SCALES_AT = ATTENTION_OFFSET + AttentionParams.k_scale.offset
-_FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
+_FLOAT_CODES = {DType(name).torch_dtype: code for name, code in FLOAT_CODES.items()}
 
 
 class CudaPlan:
@@ -275,7 +275,7 @@ class Part:
         self._attention.schedule = self._schedule.schedule
         # What the parameters say already.
         self._sizes: tuple[object, ...] = ()
-        self._pages: Pages | None = None
+        self._pages: PageTable | None = None
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
@@ -291,7 +291,7 @@ class Part:
         if batch.qo_indptr is not None:
             schedule.qo_indptr = batch.qo_indptr.data_ptr()
         if self._has_offsets:
-            schedule.kv_indptr = batch.pages.kv_indptr.data_ptr()  # type: ignore[union-attr]
+            schedule.kv_indptr = batch.pages.tensors[0].data_ptr()
 
     def forget_tables(self) -> None:
         """Let go of the tables of the last run."""
@@ -319,7 +319,7 @@ class Part:
         """Write into the parameters what differs from the last call."""
         attention, kv = self._attention, call.kv
         if call.pages is not self._pages:
-            _write_pages(self._params.pages, call.pages)
+            call.pages.fill(self._params.pages)
             self._pages = call.pages
         if self._is_ragged:
             self._params.pages.num_entries = kv.k.tensor.shape[0]
@@ -383,34 +383,7 @@ def _write_sizes(params: ScheduleParams, batch: Batch) -> None:
     params.max_q_len = batch.max_q_len
     params.qo_indptr = None
     params.qo_indptr_stride = 0 if qo_indptr is None else qo_indptr.stride()[0]
-    if isinstance(pages, BlockTable | TokenTable):
-        return
-    params.kv_indptr_stride = pages.kv_indptr.stride()[0]
-    params.num_entries = pages.kv_indices.shape[0] if isinstance(pages, CsrPages) else INT32_MAX
-
-
-def _write_pages(params: ctypes.Structure, pages: Pages) -> None:
-    if isinstance(pages, BlockTable | TokenTable):
-        table = pages.table if isinstance(pages, BlockTable) else pages.slots
-        _write_table(params, table, pages.rows)
-    else:
-        params.kv_indptr = pages.kv_indptr.data_ptr()
-        params.indptr_stride = pages.kv_indptr.stride(0)
-        if isinstance(pages, CsrPages):
-            params.kv_indices = pages.kv_indices.data_ptr()
-            params.indices_stride = pages.kv_indices.stride(0)
-            params.num_entries = pages.kv_indices.shape[0]
-
-
-def _write_table(params: ctypes.Structure, table: Tensor, rows: Tensor | None) -> None:
-    params.table = table.data_ptr()
-    params.row_stride = table.stride(0)
-    params.column_stride = table.stride(-1)
-    if table.dim() == 3:
-        params.kv_stride = table.stride(1)
-    params.rows = None if rows is None else rows.data_ptr()
-    params.rows_stride = 0 if rows is None else rows.stride(0)
-    params.rows_are_int64 = rows is not None and rows.dtype is torch.int64
+    pages.fill_schedule(params)
 
 
 def write_scale(params: ctypes.Structure, scale: Scale) -> None:

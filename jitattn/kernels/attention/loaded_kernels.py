@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from jitattn.device.driver import LoadedKernel, load_kernel
 from jitattn.jit.build import Pending
-from jitattn.spec.tile import AttentionTile
+from jitattn.kernels.common.tile import AttentionTile
 
 Role = Literal["decode", "wide", "prefill"]
 """What a kernel is for: requests of one row tile, of a wider one, or of many rows."""

@@ -9,13 +9,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from jitattn.kernels.attention.reference import attention, chosen, first_visible, gather
+from jitattn.kernels.attention.reference import attention, chosen, first_visible
 from jitattn.kernels.mla.check import MLACall
+from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.kernels.mla.reference import latent_attention
-from jitattn.spec.config import MAX_KV_LEN, PagedConfig, PlannerConfig
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
+from jitattn.spec.config import MLAConfig, PagedConfig, PlannerConfig
 from jitattn.tensors.cache_views import Batch, Call, Mask, Scale
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, RaggedKV, TokenTable
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import dequantize_kv, saturated
 from jitattn.tensors.variant_params import transform_of
 
@@ -29,7 +29,7 @@ class _Call(Protocol):
     """What of a call doesn't depend on the planner's kind."""
 
     @property
-    def pages(self) -> Pages: ...
+    def pages(self) -> PageTable: ...
 
     @property
     def kv(self) -> _Pools: ...
@@ -197,20 +197,10 @@ class MLAReferencePlan(_ReferencePlan[MLAConfig, MLACall]):
         return saturated(out, call.out.dtype), lse.float()
 
 
-def _limit(pages: Pages, request: int, page_size: int, num_kv_tokens: int) -> int:
-    """The most tokens that a request may have by its table."""
-    if not isinstance(pages, CsrPages | RaggedKV):
-        return pages.capacity(page_size)
-    begin, end = (int(n) for n in pages.kv_indptr[request : request + 2])
-    if isinstance(pages, RaggedKV):
-        return min(end, num_kv_tokens) - begin
-    return (min(end, pages.kv_indices.shape[0]) - begin) * page_size
-
-
 def _what_is_wrong(batch: Batch, config: PagedConfig, request: int, kv_len: int, q_len: int) -> str:
     """Say which length of a request exceeds what was planned, or nothing."""
     page_size = config.page_size or 1
-    limit = min(batch.max_kv_len, _limit(batch.pages, request, page_size, MAX_KV_LEN))
+    limit = min(batch.max_kv_len, batch.pages.request_capacity(request, page_size))
     if kv_len > max(limit, 0):
         return f"seq_lens[{request}] is {kv_len}: the table or max_kv_len ends at {max(limit, 0)}"
     if q_len > batch.max_q_len:
@@ -226,38 +216,24 @@ def _what_is_read_wrong(
         return ""
     pages, page_size = call.pages, config.page_size or 1
     pools = call.kv.pools
-    limit = _limit(pages, request, page_size, next(iter(pools.values())))
+    num_kv_tokens = next(iter(pools.values()))
+    limit = pages.request_capacity(request, page_size, num_kv_tokens=num_kv_tokens)
     if kv_len > limit:
         return f"request {request} has {kv_len} tokens: pages and kv hold {max(limit, 0)} of them"
-    if isinstance(pages, BlockTable | TokenTable) and pages.rows is not None:
-        num_rows = (pages.table if isinstance(pages, BlockTable) else pages.slots).shape[0]
-        if not 0 <= int(pages.rows[request]) < num_rows:
-            return f"rows[{request}] is {int(pages.rows[request])}: the table has {num_rows} rows"
+    try:
+        pages.check_row(request)
+    except ValueError as error:
+        return str(error)
+    size = pages.entry_tokens(page_size)
     start = first_visible(kv_len, q_len, config.window_left)
     for which, (name, num_pages) in enumerate(pools.items()):
-        entries, size = _entries(pages, request, start, kv_len, page_size, which)
-        end = num_pages * size
+        entries = pages.entries(request, which=which)[start // size : -(-kv_len // size)]
+        end = num_pages * page_size // size
         wrong = entries[(entries < 0) | (entries >= end)]
         if wrong.numel() > 0:
             entry = int(wrong[0])
             return f"request {request} has the entry {entry} for {name}: the cache ends at {end}"
     return ""
-
-
-def _entries(
-    pages: Pages, request: int, start: int, kv_len: int, page_size: int, which: int
-) -> tuple[Tensor, int]:
-    """The entries that a request reads, and how many of them a page has."""
-    if isinstance(pages, TokenTable):
-        return _row(pages.slots, pages.rows, request)[start:kv_len], page_size
-    first, last = start // page_size, -(-kv_len // page_size)
-    if isinstance(pages, BlockTable):
-        row = _row(pages.table, pages.rows, request)
-        return (row if row.dim() == 1 else row[which])[first:last], 1
-    begin = int(pages.kv_indptr[request])
-    if isinstance(pages, CsrPages):
-        return pages.kv_indices[begin + first : begin + last], 1
-    return torch.tensor([begin, begin + kv_len - 1], device="cpu"), 1
 
 
 def _mask(mask: Mask, rows: slice, request: int, kv_len: int) -> Tensor:
@@ -284,20 +260,11 @@ def _unpack(packed: Tensor) -> Tensor:
 
 
 def _gather(
-    cache: Tensor, pages: Pages, request: int, kv_len: int, start: int, *, which: int
+    cache: Tensor, pages: PageTable, request: int, kv_len: int, start: int, *, which: int
 ) -> Tensor:
     """Copy the tokens of a request out of K (``which`` 0) or V (1)."""
-    if kv_len == 0:
-        return cache[:0, 0]
-    if isinstance(pages, TokenTable):
-        return _gather_slots(cache, _row(pages.slots, pages.rows, request), kv_len, start)
-    if isinstance(pages, BlockTable):
-        row = _row(pages.table, pages.rows, request)
-        return gather(cache, row if row.dim() == 1 else row[which], kv_len, start=start)
-    begin = int(pages.kv_indptr[request])
-    if isinstance(pages, CsrPages):
-        return gather(cache, pages.kv_indices[begin:], kv_len, start=start)
-    return cache[begin : begin + kv_len, 0]
+    slots = pages.slots_of(request, kv_len, cache.shape[1], which=which)
+    return _gather_slots(cache, slots, start)
 
 
 def _values(call: Call, request: int, kv_len: int, start: int, *, which: int) -> Tensor:
@@ -321,14 +288,11 @@ def _scaled(tokens: Tensor, scale: Scale | None) -> Tensor:
     return tokens.double() * scale.tensor.double().reshape(-1, 1)
 
 
-def _row(table: Tensor, rows: Tensor | None, request: int) -> Tensor:
-    return table[request if rows is None else int(rows[request])]
-
-
-def _gather_slots(cache: Tensor, slots: Tensor, kv_len: int, start: int) -> Tensor:
+def _gather_slots(cache: Tensor, slots: Tensor, start: int) -> Tensor:
+    """Copy tokens; those before ``start`` are NaN, or the largest number of a type without."""
     page_size = cache.shape[1]
     nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
-    tokens = cache.new_full((kv_len, *cache.shape[2:]), nothing)
-    live = slots[start:kv_len].long()
+    tokens = cache.new_full((slots.shape[0], *cache.shape[2:]), nothing)
+    live = slots[start:]
     tokens[start:] = chosen(cache, (live // page_size, live % page_size))
     return tokens

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 
 from jitattn.device.workspace import SLICE_BYTES, aligned, workspace_bytes
 from jitattn.kernels.attention.loaded_kernels import Role
-from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import PageTable
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.params import (
+from jitattn.kernels.common.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
     HEADER_BYTES,
     REQUEST_BYTES,
     UNIT_BEGIN_BYTES,
     UNIT_BYTES,
-    Divisor,
     ScheduleParams,
     kernel_params,
 )
-from jitattn.spec.tile import MAX_PIECES, DecodeTile
+from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.layout import Layout
+from jitattn.spec.params import Divisor
 
 if TYPE_CHECKING:
     from jitattn.kernels.attention.kernels import KernelSet
@@ -67,9 +66,9 @@ class Recipe:
         self.role = role
         self.is_prefill = is_prefill
         self.max_q_len = max(1, kernel.row_tile // config.group_size)
-        layout = PageTable(config.page_table)
-        self.is_ragged = layout is PageTable.RAGGED
-        self.has_offsets = layout in (PageTable.CSR, PageTable.RAGGED)
+        layout = Layout(config.page_table)
+        self.is_ragged = not layout.has_pages
+        self.has_offsets = layout.has_offsets
         self.schedule_kernel = kernels.schedule_kernel
         self.schedule_threads = kernels.schedule_threads
         max_splits = kernels.max_splits if config.batch_invariant else 0

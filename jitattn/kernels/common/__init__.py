@@ -1,1 +1,6 @@
-"""Planner base, launch cache and torch operators shared by the kernel families."""
+"""What kernel families share: planner base, launch cache, torch operators, the schedule kernel."""
+
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.spec.family import Family
+
+FAMILY = Family(name="schedule", specs=(ScheduleSpec,))

@@ -15,28 +15,20 @@ from jitattn.base.validate import check_count
 from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import (
-    NO_BATCH,
-    NO_LAYOUT,
-    Again,
-    Batch,
-    BatchLayout,
-    RowLayout,
-    check_last_stride,
-    check_rows,
-    check_writable,
-)
+from jitattn.tensors.cache_views import NO_BATCH, NO_LAYOUT, Again, Batch, BatchLayout, RowLayout
 from jitattn.tensors.device_checks import check_lengths
 from jitattn.tensors.overlap import refuse_shared_bytes
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    RaggedKV,
-    TokenTable,
+    check_page_table,
+)
+from jitattn.tensors.tensor_checks import (
     check_device,
     check_indptr,
+    check_last_stride,
+    check_rows,
     check_vector,
+    check_writable,
 )
 from jitattn.tensors.tensor_handles import new_handle
 from jitattn.tensors.variant_params import VariantParams, check_variant_params
@@ -44,7 +36,6 @@ from jitattn.tensors.variant_params import VariantParams, check_variant_params
 if TYPE_CHECKING:
     from jitattn.kernels.attention.kernels import KernelSet
 
-_TABLES = (BlockTable, TokenTable, CsrPages, RaggedKV)
 _BACKENDS = ("auto", "cuda", "reference")
 
 # Kernels read q and write out in vectors of so many elements where rows begin at a multiple.
@@ -142,7 +133,7 @@ class PlannerBase:
 
     def _batch(
         self,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None,
         max_q_len: int | None,
@@ -166,7 +157,7 @@ class PlannerBase:
             check_lengths(batch, self.config)
         return batch
 
-    def _check_batch(self, pages: Pages, seq_lens: Tensor) -> BatchLayout:
+    def _check_batch(self, pages: PageTable, seq_lens: Tensor) -> BatchLayout:
         _check_pages(pages, self.config, self.device)
         check_vector("seq_lens", seq_lens, device=self.device)
         batch_size = pages.batch_size
@@ -244,6 +235,11 @@ class PlanBase:
             batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
         )
 
+    @property
+    def planner(self) -> PlannerBase:
+        """The planner that it is of."""
+        return self._planner
+
     def __del__(self) -> None:
         self._backend.give_back()
 
@@ -284,13 +280,13 @@ class PlanBase:
             num_kv_heads=config.num_kv_heads,
         )
 
-    def _checked_pages(self, pages: Pages) -> Pages:
+    def _checked_pages(self, pages: PageTable) -> PageTable:
         if pages is not self._pages:
             self._check_same_size(pages)
             self._pages = pages
         return pages
 
-    def _check_same_size(self, pages: Pages) -> None:
+    def _check_same_size(self, pages: PageTable) -> None:
         planned = self._batch.pages
         _check_pages(pages, self._planner.config, self._planner.device)
         page_size = self._planner.config.page_size or 1
@@ -380,12 +376,8 @@ def _check_workspace(workspace: Workspace | None, device: torch.device) -> Works
     return workspace
 
 
-def _check_pages(pages: Pages, config: PagedConfig, device: torch.device) -> None:
-    if not isinstance(pages, _TABLES):
-        raise TypeError(
-            f"pages is a {type(pages).__name__}: expected a BlockTable, CsrPages, TokenTable or "
-            "RaggedKV"
-        )
+def _check_pages(pages: PageTable, config: PagedConfig, device: torch.device) -> None:
+    check_page_table(pages)
     if pages.layout != config.page_table:
         raise ValueError(
             f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "

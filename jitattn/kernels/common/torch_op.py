@@ -1,113 +1,120 @@
-"""Calls inside a compiled function: objects become tensors for the operators of ``jitattn.kernels.common.operators``.
+"""What operators that ``torch.compile`` puts into its graphs share between families.
 
-TorchDynamo traces what is here, so it reads attributes and makes tensors, and nothing else: what
-arguments hold is checked when the operator runs. Nothing here is reached by eager calls.
+A family's ``torch_op.py`` defines its operators, ``torch.ops.jitattn.*``, and has functions that
+TorchDynamo traces, which put calls of them into a graph. Plans, bound caches and rotary embeddings
+come as handles, tables as their tensors. What an operator writes it is given, and declares. Eager
+calls reach none of it: they go past the dispatcher.
+
+TorchDynamo reads attributes and makes tensors, and nothing else: what arguments hold is checked
+when the operator runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from jitattn.kernels.common import operators
-from jitattn.kernels.preprocess.check import Arguments
-from jitattn.tensors.page_tables import Pages, check_view, view_of
+from jitattn.tensors.cache_views import view_of
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
+from jitattn.tensors.tensor_handles import find
 
 Scale = float | Tensor
-_OPS = torch.ops.jitattn
-assert operators is not None  # it defines them
+
+# Parts of schemas.
+PLAN = "Tensor plan, "
+CACHE = "Tensor[] kv_cache, Tensor? kv, Tensor? k_scale, "
+PAGES = "Tensor[] pages, str? page_table, "
+OUTPUTS = "Tensor(a!) out, Tensor(b!)? lse) -> ()"
+
+_LIBRARY: Any = torch.library.Library("jitattn", "DEF")  # type: ignore[no-untyped-call]
 
 
-def run_attention(
-    plan: Any,
-    q: Tensor,
-    kv: Any,
-    pages: Pages | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    return_lse: bool,
-    sinks: Tensor | None,
-    custom_mask: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Put a ``Plan.run`` into the graph."""
-    _refuse_gradients({"q": q, "sinks": sinks})
-    config = plan._planner.config
-    tensors, handle, k_scale, v_scale = _cache_of(kv, pages)
-    mask, indptr = custom_mask if isinstance(custom_mask, tuple) else (custom_mask, None)
-    out, lse = _outputs(
-        q, config.head_dim_vo or config.head_dim, plan._planner._out_dtype, out, lse, return_lse
+# --- definitions ----------------------------------------------------------------------------------
+
+
+def define(function: Callable[..., None], schema: str) -> None:
+    """Define an operator that runs ``function`` on every device, and does nothing to fake tensors.
+
+    A schema, and no annotations, since those of lists that are written are unknown to torch 2.6.
+    """
+    name = function.__name__
+    tags = [torch.Tag.pt2_compliant_tag]
+    # Plans change from step to step, and with them what launches read: graphs of torch's own making
+    # leave the operators out. Who captures a step captures it whole.
+    if hasattr(torch.Tag, "cudagraph_unsafe"):
+        tags.append(torch.Tag.cudagraph_unsafe)
+    _LIBRARY.define(f"{name}({schema}", tags=tags)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"jitattn::{name}", _do_nothing, lib=_LIBRARY)
+
+
+def _do_nothing(*arguments: object) -> None:
+    """Say of fake tensors what an operator returns."""
+
+
+# --- objects of an operator's tensors -------------------------------------------------------------
+
+
+def cache_of(tensors: Sequence[Tensor]) -> KVCache:
+    """Return the cache of its tensors."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if len(tensors) == 2:
+        return tensors[0], tensors[1]
+    if len(tensors) == 4:
+        k, v, k_scales, v_scales = tensors
+        return QuantizedKV(k, v, k_scales, v_scales)
+    raise ValueError(f"kv_cache has {len(tensors)} tensors: expected 1, 2 (K, V), or 4 of NVFP4")
+
+
+def scale_of(tensor: Tensor | None, factor: float | None) -> float | Tensor | None:
+    """Return a scale: a tensor, or else a number, or neither."""
+    return factor if tensor is None else tensor
+
+
+def bound_of(
+    plan: Any, tensors: Sequence[Tensor], kv: Tensor | None, kind: str, **scales: Tensor | None
+) -> object:
+    """Return the bound cache of a handle, or bind tensors that are not where its own are.
+
+    A graph may keep a cache that it writes elsewhere until it ends.
+    """
+    if kv is None:
+        return cache_of(tensors)
+    bound: Any = find("kv", kv, kind)
+    given = {name: _own_scale(getattr(bound, name)) for name in scales}
+    own = [*bound.source, *(scale for scale in given.values() if isinstance(scale, Tensor))]
+    now = [*tensors, *(scale for scale in scales.values() if scale is not None)]
+    if len(own) == len(now) and all(map(_lies_like, own, now)):
+        return bound
+    for name, scale in scales.items():
+        given[name] = given[name] if scale is None else scale
+    return plan.planner.bind(cache_of(tensors), **given)
+
+
+def _own_scale(scale: Any) -> float | Tensor | None:
+    return None if scale is None else scale_of(scale.tensor, scale.value)
+
+
+def _lies_like(one: Tensor, other: Tensor) -> bool:
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
     )
-    _OPS.attention(
-        plan.handle, q, tensors, handle, k_scale, v_scale, *_tensors_of(pages),
-        sinks, mask, indptr, out, lse,
-    )  # fmt: skip
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
 
 
-def run_mla_attention(
-    plan: Any,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv: Any,
-    pages: Pages | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Put an ``MLAPlan.run`` into the graph."""
-    _refuse_gradients({"q_nope": q_nope, "q_pe": q_pe})
-    tensors, handle, k_scale, _ = _cache_of(kv, pages)
-    planner = plan._planner
-    rank, dtype = planner.config.kv_lora_rank, planner._out_dtype
-    out, lse = _outputs(q_nope, rank, dtype, out, lse, return_lse)
-    _OPS.mla_attention(
-        plan.handle, q_nope, q_pe, tensors, handle, k_scale, *_tensors_of(pages), out, lse
-    )
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+# --- tensors of a traced call's objects -----------------------------------------------------------
 
 
-def preprocess(given: Arguments) -> Tensor | None:
-    """Put a ``preprocess_qkv`` into the graph, or an ``append_kv``, which returns None."""
-    parts = [given.qkv] if isinstance(given.qkv, Tensor) else list(given.qkv)
-    cache = _cache_of(given.kv_cache, given.pages)[0]
-    if given.num_qo_heads is None:
-        _refuse_gradients({"k": parts[0], "v": parts[1]})
-        _OPS.append_kv(*parts, cache, *_places(given), *_written(given))
-        return None
-    bias, rope, q_out = given.bias, given.rope, given.q_out
-    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
-    _refuse_gradients({"qkv": parts[0], "bias": biases[0] if biases else None})
-    if q_out is None:
-        assert given.head_dim is not None
-        shape = parts[0].shape[0], given.num_qo_heads, given.head_dim
-        q_out = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
-    _OPS.preprocess_qkv(
-        parts, cache, q_out, given.num_qo_heads, given.num_kv_heads, given.head_dim,
-        *_places(given), None if rope is None else rope.handle, given.positions,
-        given.position_delta, biases, given.q_norm, given.k_norm, float(given.norm_eps),
-        *_scale(given.q_scale), *_written(given),
-    )  # fmt: skip
-    return q_out
-
-
-def merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Put a merge of states into the graph."""
-    _refuse_gradients({"outs": outs, "lses": lses})
-    _OPS.merge_states(outs, lses, out, lse)
-
-
-def _cache_of(
-    kv: Any, pages: Pages | None
+def cache_tensors(
+    kv: Any, pages: PageTable | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
     """Return the tensors of a cache; of a bound one its handle and tensors of scales, too."""
     if isinstance(kv, (Tensor, tuple, list, QuantizedKV)):
@@ -125,13 +132,14 @@ def _cache_of(
     )
 
 
-def _tensors_of(pages: Pages | None) -> tuple[list[Tensor], str | None]:
+def pages_tensors(pages: PageTable | None) -> tuple[list[Tensor], str | None]:
+    """Return the tensors of a page table, and its layout."""
     if pages is None:
         return [], None
     return list(pages.tensors), pages.layout.value
 
 
-def _outputs(
+def new_outputs(
     q: Tensor,
     width: int,
     dtype: torch.dtype,
@@ -139,6 +147,7 @@ def _outputs(
     lse: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """Return ``out`` and ``lse``, new ones where they are None and wanted."""
     if out is None:
         out = torch.empty((*q.shape[:2], width), dtype=dtype, device=q.device)
     if lse is None and return_lse:
@@ -146,30 +155,14 @@ def _outputs(
     return out, lse
 
 
-def _places(given: Arguments) -> tuple[Any, ...]:
-    return *_tensors_of(given.pages), given.seq_lens, given.qo_indptr, given.slots
-
-
-def _written(given: Arguments) -> tuple[Any, ...]:
-    kv_dtype = given.kv_dtype
-    if isinstance(kv_dtype, torch.dtype):
-        kv_dtype = str(kv_dtype).removeprefix("torch.")
-    return (
-        *_scale(given.k_scale),
-        *_scale(given.v_scale),
-        given.kv_layout,
-        kv_dtype,
-        given.zero_tail,
-    )
-
-
-def _scale(scale: Scale | None) -> tuple[Tensor | None, float | None]:
+def scale_parts(scale: Scale | None) -> tuple[Tensor | None, float | None]:
+    """Return a scale as a tensor and a number, one of which is None."""
     if scale is None or isinstance(scale, Tensor):
         return scale, None
     return None, float(scale)
 
 
-def _refuse_gradients(tensors: Mapping[str, Tensor | None]) -> None:
+def refuse_gradients(tensors: Mapping[str, Tensor | None]) -> None:
     """Refuse what would be differentiated: there is no backward pass, and eager calls have none."""
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():

@@ -35,8 +35,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge states that were checked into ``out`` and ``lse``, of any strides."""
     if is_dynamo_compiling():
-        from jitattn.kernels.common.torch_op import merge
+        from jitattn.kernels.merge.torch_op import trace_merge
 
-        merge(outs, lses, out, lse)
+        trace_merge(outs, lses, out, lse)
     else:
         dispatch(outs, lses, out, lse)

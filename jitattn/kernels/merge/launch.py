@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from jitattn.base import knobs
-from jitattn.tensors.cache_views import check_last_stride
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.spec.dtype import DType, dtype_name
 from jitattn.tensors.quantization import saturated
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 if TYPE_CHECKING:
     from jitattn.device.driver import LoadedKernel
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = tuple(dtype.torch_dtype for dtype in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32))
 
 
 def check_states(outs: Tensor, lses: Tensor) -> None:
@@ -69,13 +69,13 @@ def _merge_by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def _merge_on_device(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Launch the kernel, which writes contiguous outputs."""
     from jitattn.device.driver import Launch
-    from jitattn.spec.params import MergeParams
+    from jitattn.kernels.merge.params import MergeParams
 
     num_states, num_tokens, num_heads, head_dim = outs.shape
     if out.numel() == 0:
         return
     assert outs.device.index is not None
-    kernel, num_threads = _kernel(str(outs.dtype).removeprefix("torch."), outs.device.index)
+    kernel, num_threads = _kernel(dtype_name(outs.dtype), outs.device.index)
     params = MergeParams(
         outs.data_ptr(),
         lses.data_ptr(),
@@ -98,12 +98,12 @@ def _merge_on_device(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> No
 def _kernel(dtype: str, device_index: int) -> tuple[LoadedKernel, int]:
     from jitattn.device.driver import LoadedKernel, device_facts
     from jitattn.jit.build import build
-    from jitattn.kernels.attention.kernels import arch_of
-    from jitattn.spec.kernel_spec import DType, MergeSpec
-    from jitattn.spec.tile import tile_for
+    from jitattn.kernels.common.device_kernels import arch_of
+    from jitattn.kernels.merge.spec import MergeSpec
+    from jitattn.spec.dtype import DType
 
     arch = arch_of(device_facts(device_index))
     spec = MergeSpec(dtype=DType(dtype))
-    built = build(spec, arch, knobs.load(), hint=f"q_dtype={dtype},kv_dtype={dtype}")
-    tile = tile_for(spec, arch)
+    built = build(spec, arch, knobs.load())
+    tile = spec.tile(arch)
     return LoadedKernel(built.cubin, built.symbol, device_index, 0), tile.num_threads

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from jitattn.base.errors import ConfigError
 from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
 from jitattn.kernels.attention.reference_plan import MLAReferencePlan
@@ -26,12 +25,14 @@ from jitattn.kernels.common.planner_base import (
     make_readable,
 )
 from jitattn.kernels.mla.check import BoundMLACache, MLACall, bind_cache
-from jitattn.spec.mla_config import MLAConfig
+from jitattn.kernels.mla.config import check_rules
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout, check_last_stride, check_rows
+from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.device_checks import check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_tables import Pages, check_tensor
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_last_stride, check_rows, check_tensor
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class MLAPlanner(_Arguments):
             kv_dtype: likewise, of the cache: ``q_dtype``, or float8_e4m3fn for any of the FP8
                 caches that ``bind`` takes.
             out_dtype: likewise, of out; None is ``q_dtype``.
-            page_table: "shared", "separate", "csr", "token" or "ragged": the layout of the tables
+            page_table: a name of ``Layout``, "shared" or another: the layout of the tables
                 that plans get. Of a separate table row 0 has the ids of latents and row 1 those of
                 rope parts; where one tensor holds both, row 0 counts and row 1 is not read.
             causal: query tokens see no later ones; the last of a request is its last key.
@@ -112,8 +113,7 @@ class MLAPlanner(_Arguments):
             CompileError, KernelNotFoundError: a kernel can't be had.
         """
         config = MLAConfig.among(locals())
-        if reasons := config.reasons():
-            raise ConfigError(reasons)
+        check_rules(config)
         super().__init__(config, device=device, backend=backend, workspace=workspace)
         if self.backend == "cuda":
             from jitattn.kernels.mla.launch import MLAKernels
@@ -156,7 +156,7 @@ class MLAPlanner(_Arguments):
 
     def plan(
         self,
-        pages: Pages,
+        pages: PageTable,
         seq_lens: Tensor,
         qo_indptr: Tensor | None = None,
         *,
@@ -184,14 +184,14 @@ class MLAPlanner(_Arguments):
 
 def latent_plan_for_call(
     planner: MLAPlanner,
-    pages: Pages,
+    pages: PageTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
     *,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
 ) -> MLAPlan:
-    """Return what ``plan_for_call`` of `jitattn.kernels.attention.api` does of an ``AttentionPlanner``."""
+    """Return the plan of one call, like ``plan_for_call`` of an ``AttentionPlanner``."""
     kernels = planner._kernels
     if kernels is None or not torch.cuda.is_current_stream_capturing():
         return planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len, max_kv_len=max_kv_len)
@@ -219,7 +219,7 @@ class MLAPlan(PlanBase):
         q_pe: Tensor,
         kv: BoundMLACache | MLACache,
         *,
-        pages: Pages | None = None,
+        pages: PageTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -253,14 +253,14 @@ class MLAPlan(PlanBase):
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
 
-        Defined by: jitattn/mla_reference.py::latent_attention.
+        Defined by: jitattn/kernels/mla/reference.py::latent_attention.
         """
         if is_dynamo_compiling():
-            from jitattn.kernels.common.torch_op import run_mla_attention
+            from jitattn.kernels.mla.torch_op import trace_mla_attention
 
             self._refuse(q_scale=q_scale, out_scale=out_scale)
             refuse_compiled(variant_params)
-            return run_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
+            return trace_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
         check_flag("return_lse", return_lse)
         self._refuse(q_scale=q_scale, out_scale=out_scale)
         planner = self._planner

@@ -8,17 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jitattn.spec.config import QUANTISED_DTYPES
-from jitattn.spec.mla_config import SCALE_BLOCK, MLAConfig
-from jitattn.tensors.cache_views import (
-    CacheView,
-    RowLayout,
-    Scale,
-    TensorMaps,
-    check_last_stride,
-    check_scale,
-)
-from jitattn.tensors.page_tables import Pages, check_device, check_tensor
+from jitattn.kernels.mla.config import SCALE_BLOCK
+from jitattn.spec.config import MLAConfig
+from jitattn.spec.dtype import QUANTISED_DTYPES
+from jitattn.tensors.cache_views import CacheView, RowLayout, Scale, TensorMaps, check_scale
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 from jitattn.tensors.tensor_handles import new_handle
 from jitattn.tensors.variant_params import VariantParams
 
@@ -147,7 +142,7 @@ class MLACall:
     q_pe: Tensor
     q_pe_layout: RowLayout
     kv: BoundMLACache
-    pages: Pages
+    pages: PageTable
     out: Tensor
     out_layout: RowLayout
     lse: Tensor | None

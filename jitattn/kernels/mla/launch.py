@@ -12,12 +12,15 @@ from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.kernels.attention.launch import Part, write_scale
 from jitattn.kernels.attention.loaded_kernels import AttentionKernel, BoundKernels
 from jitattn.kernels.attention.schedule import Recipe
+from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
-from jitattn.spec.kernel_spec import DType, Loader, MLASpec, PlannedSpec
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.tile import attention_tile_for
+from jitattn.kernels.mla.config import mla_specs
+from jitattn.kernels.mla.spec import MLASpec
+from jitattn.spec.config import MLAConfig
+from jitattn.spec.dtype import DType
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Loader
 from jitattn.tensors.cache_views import NO_LAYOUT, Call, Scale
-from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.tma import Box, TensorMaps
 
 _UNSCALED = Scale(1.0)
@@ -76,9 +79,9 @@ class MLAPart(Part):
         assert isinstance(call, MLACall)
         kv, latent, pe_at = call.kv, self._params.latent, call.q_pe.data_ptr()
         pages = call.pages
-        if isinstance(pages, BlockTable) and pages.table.dim() == 3:
+        if pages.value_stride:
             # One tensor has the ids of row 0 only.
-            self._params.pages.kv_stride = pages.table.stride(1) if kv.is_pair else 0
+            self._params.pages.kv_stride = pages.value_stride if kv.is_pair else 0
         if call.q_pe_layout is not self._pe_layout:
             latent.q_pe_token_stride, latent.q_pe_head_stride = call.q_pe_layout.strides[:2]
             self._pe_layout = call.q_pe_layout
@@ -117,7 +120,7 @@ class MLAKernels(KernelSet):
         spec = next(
             spec
             for spec in self._attention_specs()
-            if spec.rope_dtype == DType(str(kv.rope.tensor.dtype).removeprefix("torch."))
+            if spec.rope_dtype == DType.of(kv.rope.tensor.dtype)
             and spec.has_scales == (kv.latent_scales is not None)
             and (spec.loader is not Loader.PLAIN) == is_aligned
         )
@@ -126,25 +129,28 @@ class MLAKernels(KernelSet):
     @functools.cached_property
     def _boxes(self) -> dict[str, Box]:
         """What one kernel brings at a time, whatever it is for."""
-        tile = attention_tile_for(self._attention_specs()[0], self.arch)
+        tile = self._attention_specs()[0].tile(self.arch)
         rope_dim = self.config.qk_rope_head_dim
         return {"decode": Box(tile.box_tokens, tile.key_box_columns, rope_dim, is_grouped=True)}
 
     def _attention_specs(self) -> list[MLASpec]:
         return [spec for spec in self._specs if isinstance(spec, MLASpec)]
 
+    def _find_specs(self) -> tuple[KernelSpec, ...]:
+        return mla_specs(self.config, self.arch)
+
     def _find_wide_rows(self) -> int:
         return 0
 
-    def _main_specs(self) -> Sequence[PlannedSpec]:
+    def _main_specs(self) -> Sequence[AttentionSpec]:
         return self._attention_specs()[:1]
 
     def _attention_kernels(
-        self, specs: Sequence[PlannedSpec], pending: Sequence[Pending]
+        self, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
     ) -> BoundKernels:
         # One serves requests of few rows and of many.
         (spec,), (build,) = specs, pending
         assert isinstance(spec, MLASpec)
-        tile = attention_tile_for(spec, self.arch)
+        tile = spec.tile(self.arch)
         kernel = LatentKernel(build, tile, spec.row_tile, self.facts.index)
         return BoundKernels(kernel, kernel, None)

@@ -5,48 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
-from jitattn.kernels.common.launch_cache import (
-    PagedTable,
-    Recent,
-    asks_for_checks,
-    card_of,
-    checking,
-    is_capturing,
-    launch_on,
-    lengths_of,
-    load,
-    on_cpu,
-    page_list_of,
-    point_at,
-    tile_of,
-)
-from jitattn.kernels.pages.block_table import (
-    check_offsets,
-    check_page_size,
-    check_per_request,
-    slots_of,
-)
-from jitattn.spec.kernel_spec import BatchInfoSpec
-from jitattn.spec.params import BatchInfoParams
-from jitattn.tensors.page_tables import (
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
+from jitattn.kernels.common.value_checks import asks_for_checks, checking
+from jitattn.kernels.pages.block_table import check_offsets, check_page_size
+from jitattn.kernels.pages.page_lists import lengths_of, page_sources
+from jitattn.kernels.pages.params import BatchInfoParams
+from jitattn.kernels.pages.spec import BatchInfoSpec
+from jitattn.spec.layout import Layout
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import has_pages, table_names
+from jitattn.tensors.tensor_checks import (
     INTEGERS,
-    BlockTable,
-    CsrPages,
-    Pages,
-    TokenTable,
     check_device,
+    check_per_request,
     check_tensor,
     check_vector,
 )
 
-if TYPE_CHECKING:
-    from jitattn.device.driver import Launch
+_OUTPUTS = ("qo_indptr", "kv_indptr", "requests", "positions", "slots")  # of BatchInfo.tensors
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,7 +62,7 @@ def batch_info(
     q_lens: Tensor,
     *,
     num_tokens: int,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     page_size: int | None = None,
     out: BatchInfo | None = None,
 ) -> BatchInfo:
@@ -90,8 +73,8 @@ def batch_info(
         q_lens: int32 or int64 [batch_size], query tokens of each request, its last ones. Zero and
             less is none.
         num_tokens: query tokens to speak of, padding included: the rows of q.
-        pages: a BlockTable of shared ids, CsrPages or a TokenTable, for the slots that this step's
-            K and V go to; read like the lengths when the kernel runs.
+        pages: a table whose K and V have one slot a token, for the slots that this step's K and V
+            go to; read like the lengths when the kernel runs.
         page_size: tokens of a page, with ``pages`` that list pages.
         out: what an earlier call of these sizes returned, to be written again.
 
@@ -103,19 +86,18 @@ def batch_info(
             ``num_tokens``, more KV tokens together than int32 offsets reach, or a token that its
             table has no room for; on the device its slot is -1.
     """
-    # With types, since 1.0 and True are equal to 1.
-    facts = type(num_tokens), num_tokens, type(pages), type(page_size), page_size, out is None
-    tensors = [seq_lens, q_lens, *(() if pages is None else getattr(pages, "tensors", ()))]
-    tensors += [] if out is None else getattr(out, "tensors", ())
-    call = _recent.find(facts, tensors)
-    if call is None:
-        batch = _checked(seq_lens, q_lens, num_tokens, pages, page_size)
-        if out is not None:
-            _check_out(out, batch)
-        if (card := card_of(batch.device)) is None:
-            return _info_by_definition(batch, batch.maker()() if out is None else out)
-        call = _recent.add(facts, tensors, _Info(batch, card))
-    return call(seq_lens, q_lens, pages, out)
+    return LAUNCHES.run(BatchCall(seq_lens, q_lens, num_tokens, pages, page_size, out))
+
+
+class BatchCall(NamedTuple):
+    """The arguments of ``batch_info``, as they were given."""
+
+    seq_lens: Tensor
+    q_lens: Tensor
+    num_tokens: int
+    pages: PageTable | None
+    page_size: int | None
+    out: BatchInfo | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +107,9 @@ class _Batch:
     seq_lens: Tensor
     q_lens: Tensor
     num_tokens: int
-    pages: PagedTable | None
+    pages: PageTable | None
     page_size: int
+    out: BatchInfo | None
 
     @property
     def device(self) -> torch.device:
@@ -143,33 +126,32 @@ class _Batch:
         )
 
 
-def _checked(
-    seq_lens: Tensor,
-    q_lens: Tensor,
-    num_tokens: int,
-    pages: Pages | None,
-    page_size: int | None,
-) -> _Batch:
+def _check(call: BatchCall) -> _Batch:
+    seq_lens, q_lens, num_tokens, pages, page_size, out = call
     check_tensor("seq_lens", seq_lens, INTEGERS)
     check_vector("seq_lens", seq_lens, device=seq_lens.device)
     check_per_request("q_lens", q_lens, seq_lens.shape[0], seq_lens.device)
     num_tokens = check_count("num_tokens", num_tokens, least=0, most=INT32_MAX)
-    if pages is None:
-        if page_size is not None:
-            raise ValueError("page_size is given without pages")
-        return _Batch(seq_lens, q_lens, num_tokens, None, 1)
-    table = _checked_pages(pages, page_size, seq_lens)
-    return _Batch(seq_lens, q_lens, num_tokens, table, page_size or 1)
+    table = None
+    if pages is not None:
+        table = _checked_pages(pages, page_size, seq_lens)
+    elif page_size is not None:
+        raise ValueError("page_size is given without pages")
+    batch = _Batch(seq_lens, q_lens, num_tokens, table, page_size or 1, out)
+    if out is not None:
+        _check_out(out, batch)
+    return batch
 
 
-def _checked_pages(pages: Pages, page_size: int | None, seq_lens: Tensor) -> PagedTable:
-    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
-        raise TypeError(f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable")
+def _checked_pages(pages: PageTable, page_size: int | None, seq_lens: Tensor) -> PageTable:
+    if not has_pages(pages):
+        names = table_names(without=[Layout.RAGGED])
+        raise TypeError(f"pages is {pages!r}: expected a {names}")
     if pages.layout == "separate":
         raise ValueError(f"pages is {pages!r}: separate ids of K and V are two slots a token")
     if page_size is not None:
         page_size = check_page_size(page_size)
-    elif not isinstance(pages, TokenTable):
+    elif pages.layout.lists_pages:
         raise ValueError("page_size is None: pages need the tokens of a page")
     check_device("pages", pages, seq_lens.device)
     if pages.batch_size != seq_lens.shape[0]:
@@ -213,7 +195,8 @@ def _new_info(
     )
 
 
-def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
+def _info_by_definition(batch: _Batch) -> BatchInfo:
+    info = batch.maker()() if batch.out is None else batch.out
     kv_lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
     q_lens = [max(int(n), 0) for n in batch.q_lens.tolist()]
     total = sum(q_lens)
@@ -227,7 +210,7 @@ def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
         requests += [b] * q_len
         positions += wanted
         if batch.pages is not None and q_len > 0:
-            known = slots_of(batch.pages, b, kv_len, batch.page_size).tolist()
+            known = batch.pages.slots_of(b, kv_len, batch.page_size).tolist()
             slots += [known[position] if position >= 0 else -1 for position in wanted]
     padding = [-1] * (batch.num_tokens - total)
     found = {"requests": requests, "positions": positions, "slots": slots}
@@ -239,50 +222,52 @@ def _info_by_definition(batch: _Batch, info: BatchInfo) -> BatchInfo:
     return info
 
 
-class _Info:
-    """A launch for batches that lie alike."""
+class _InfoLauncher:
+    """Launches for batches that lie alike."""
 
-    def __init__(self, batch: _Batch, card: int) -> None:
+    def __init__(self, batch: _Batch, given: CallTensors, card: int) -> None:
         from jitattn.device.driver import Launch
 
         self._card = card
         self._new_info = batch.maker()
         self._checks = asks_for_checks()
-        self._sizes = batch.num_tokens, batch.page_size
         self._params = params = BatchInfoParams(num_tokens=batch.num_tokens)
         params.seq_lens = lengths_of(batch.seq_lens)
         params.q_lens = lengths_of(batch.q_lens)
+        sources = {"seq_lens.values": "seq_lens", "q_lens.values": "q_lens"}
         if batch.pages is not None:
-            params.pages = page_list_of(batch.pages, batch.page_size)
-        num_threads = tile_of(BatchInfoSpec(), card).num_threads
+            params.pages = batch.pages.page_list(batch.page_size)
+            sources |= page_sources("pages", batch.pages)
+        outputs = [name for name in _OUTPUTS if batch.pages is not None or name != "slots"]
+        names = {name: f"out[{i}]" for i, name in enumerate(outputs)}
+        # New tensors come where those of out would.
+        given_names = [*given.names, *(name for name in names.values() if name not in given.names)]
+        self._addresses = AddressWriter(params, sources | names, given_names)
+        num_threads = device_kernels.tile_of(BatchInfoSpec(), card).num_threads
         grid = max(1, -(-batch.num_tokens // num_threads))
-        self._launch: Launch = Launch(load(BatchInfoSpec(), card), params, grid, num_threads)
+        kernel = device_kernels.load(BatchInfoSpec(), card)
+        self._launch = Launch(kernel, params, grid, num_threads)
 
-    def __call__(
-        self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None, out: BatchInfo | None
-    ) -> BatchInfo:
+    def __call__(self, call: BatchCall, tensors: list[Tensor]) -> BatchInfo:
         """Launch for these, which lie like those it was made with."""
-        params = self._params
-        if self._checks and not is_capturing(seq_lens.device):
-            self._verify(seq_lens, q_lens, pages)
-        info = self._new_info() if out is None else out
-        params.seq_lens.values, params.q_lens.values = seq_lens.data_ptr(), q_lens.data_ptr()
-        if pages is not None:
-            point_at(params.pages, pages)  # type: ignore[arg-type]
-            assert info.slots is not None
-            params.slots = info.slots.data_ptr()
-        params.qo_indptr, params.kv_indptr = info.qo_indptr.data_ptr(), info.kv_indptr.data_ptr()
-        params.requests, params.positions = info.requests.data_ptr(), info.positions.data_ptr()
-        launch_on(self._card, self._launch)
+        if self._checks and not device_kernels.is_capturing(call.seq_lens.device):
+            _verify(call)
+        info = call.out
+        if info is None:
+            info = self._new_info()
+            tensors += info.tensors
+        self._addresses.write(self._params, [tensor.data_ptr() for tensor in tensors])
+        device_kernels.launch_on(self._card, self._launch)
         return info
 
-    def _verify(self, seq_lens: Tensor, q_lens: Tensor, pages: Pages | None) -> None:
-        """Refuse what would be -1 or left out."""
-        num_tokens, page_size = self._sizes
-        with checking():
-            table = None if pages is None else on_cpu(pages)  # type: ignore[arg-type]
-            batch = _Batch(seq_lens.cpu(), q_lens.cpu(), num_tokens, table, page_size)
-            _info_by_definition(batch, batch.maker()())
+
+def _verify(call: BatchCall) -> None:
+    """Refuse what would be -1 or left out."""
+    with checking():
+        pages = None if call.pages is None else call.pages.to_cpu()
+        seq_lens, q_lens = call.seq_lens.cpu(), call.q_lens.cpu()
+        on_host = call._replace(seq_lens=seq_lens, q_lens=q_lens, pages=pages, out=None)
+        _info_by_definition(_check(on_host))
 
 
-_recent: Recent[_Info] = Recent()
+LAUNCHES = LaunchCache(_check, _info_by_definition, _InfoLauncher)

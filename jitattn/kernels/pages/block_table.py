@@ -4,48 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
-from jitattn.kernels.common.launch_cache import (
-    PagedTable,
-    Recent,
-    asks_for_checks,
-    card_of,
-    checking,
-    is_capturing,
-    launch_on,
-    lengths_of,
-    load,
-    on_cpu,
-    page_list_of,
-    point_at,
-    slot_rows_of,
-    tile_of,
-)
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
+from jitattn.kernels.common.value_checks import asks_for_checks, checking
+from jitattn.kernels.pages.page_lists import lengths_of, page_sources
+from jitattn.kernels.pages.params import BlockTableParams
+from jitattn.kernels.pages.spec import BlockTableSpec
 from jitattn.spec.config import MAX_PAGE_SIZE
-from jitattn.spec.kernel_spec import BlockTableSpec
-from jitattn.spec.params import BlockTableParams, Divisor, Lengths
-from jitattn.tensors.cache_views import check_writable
+from jitattn.spec.layout import Layout
+from jitattn.spec.params import Lengths
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (
-    INTEGERS,
     BlockTable,
     CsrPages,
-    Pages,
     TokenTable,
+    has_pages,
+    is_page_table,
+    slot_table,
+    table_class,
+    table_names,
+)
+from jitattn.tensors.tensor_checks import (
     check_device,
+    check_per_request,
     check_tensor,
     check_vector,
+    check_writable,
 )
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch
 
-_LAYOUTS = ("shared", "separate", "csr", "token")
+_LAYOUTS = tuple(layout.value for layout in Layout if layout.has_pages)
 
 
 # --- slots to a block table
@@ -89,46 +86,32 @@ def build_block_table(
             tokens than its slots or ``out`` hold, a slot that is negative or outside ``slot_map``,
             and tokens that don't follow each other inside a page; on the device their page is -1.
     """
-    given = out.table if isinstance(out, BlockTable) else out
-    has_width = given is not None or not isinstance(slots, CsrPages)
-    facts: tuple[object, ...] = type(slots), type(page_size), page_size, rows is None
-    facts += kv_start is None, slot_map is None, given is None
-    tensors = [*(slots.tensors if isinstance(slots, TokenTable | CsrPages) else (slots,)), seq_lens]
-    tensors += [tensor for tensor in (rows, kv_start, slot_map, given) if tensor is not None]
-    call = _recent.find(facts, tensors) if has_width else None
-    if call is not None and given is not None:
-        call.refuse_shared_bytes(tensors)
-    if call is None:
-        batch = _checked(slots, seq_lens, page_size, rows, kv_start, slot_map)
-        if given is not None:
-            _check_out(out, batch)
-            _refuse_shared_bytes(tensors)
-        shape = _shape_of(batch) if given is None else given.shape
-        card = card_of(batch.device)
-        if card is None:
-            given = (
-                given if given is not None else torch.empty(shape, dtype=torch.int32, device="cpu")
-            )
-            _fill_by_definition(batch, given)
-            return out if isinstance(out, BlockTable) else BlockTable(given)
-        table = torch.empty(shape, device="meta") if given is None else given
-        call = _Fill(batch, table, card, tensors)
-        if has_width:
-            _recent.add(facts, tensors, call)
-    table = call(slots, seq_lens, rows, kv_start, slot_map, given)
-    return out if isinstance(out, BlockTable) else BlockTable(table)
+    table = LAUNCHES.run(TableCall(slots, seq_lens, page_size, rows, kv_start, slot_map, out))
+    return BlockTable(table) if out is None or isinstance(out, Tensor) else out
+
+
+class TableCall(NamedTuple):
+    """The arguments of ``build_block_table``, as they were given."""
+
+    slots: Tensor | TokenTable | CsrPages
+    seq_lens: Tensor
+    page_size: int
+    rows: Tensor | None
+    kv_start: Tensor | None
+    slot_map: Tensor | None
+    out: Tensor | BlockTable | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """What a block table is made of, checked; ``slots`` is a table or lists one slot a token."""
+    """What a block table is made of, checked; an entry of ``slots`` is a token's."""
 
-    slots: Tensor | CsrPages
-    rows: Tensor | None
+    slots: PageTable
     seq_lens: Tensor
     page_size: int
     kv_start: Tensor | None
     slot_map: Tensor | None
+    out: Tensor | None
 
     @property
     def device(self) -> torch.device:
@@ -139,47 +122,21 @@ class _Slots:
         return int(self.seq_lens.shape[0])
 
 
-def _checked(
-    slots: Tensor | TokenTable | CsrPages,
-    seq_lens: Tensor,
-    page_size: int,
-    rows: Tensor | None,
-    kv_start: Tensor | None,
-    slot_map: Tensor | None,
-) -> _Slots:
+def _check(call: TableCall) -> _Slots:
+    slots, seq_lens, page_size, rows, kv_start, slot_map, out = call
     page_size = check_page_size(page_size)
-    if isinstance(slots, TokenTable | CsrPages) and rows is not None:
-        raise ValueError(f"rows are given, but slots is {slots!r}, which says where requests lie")
-    if isinstance(slots, TokenTable):
-        rows, slots = slots.rows, slots.slots
-    batch_size = slots.batch_size if isinstance(slots, CsrPages) else _check_slots(slots, rows)
-    device = slots.device
+    listed = slot_table(slots, rows)
+    batch_size, device = listed.batch_size, listed.device
     check_per_request("seq_lens", seq_lens, batch_size, device)
     if kv_start is not None:
         check_per_request("kv_start", kv_start, batch_size, device)
     if slot_map is not None:
         check_vector("slot_map", slot_map, device=device)
-    return _Slots(slots, rows, seq_lens, page_size, kv_start, slot_map)
-
-
-def _check_slots(slots: Tensor, rows: Tensor | None) -> int:
-    """Check slots in rows; return how many requests they are of."""
-    check_tensor("slots", slots, INTEGERS)
-    if slots.dim() != 2:
-        raise ValueError(f"slots has shape {list(slots.shape)}: expected [num_rows, width]")
-    if rows is not None:
-        check_vector("rows", rows, device=slots.device)
-    return int((slots if rows is None else rows).shape[0])
-
-
-def check_per_request(name: str, values: Tensor, batch_size: int, device: torch.device) -> None:
-    """Raise unless ``values`` is int32 or int64 [batch_size] on ``device``."""
-    check_tensor(name, values, INTEGERS)
-    check_vector(name, values, device=device)
-    if values.shape[0] != batch_size:
-        raise ValueError(
-            f"{name} has {values.shape[0]} entries: expected {batch_size}, one for each request"
-        )
+    table = None if out is None else _checked_out(out, batch_size, device)
+    if table is not None:
+        others = (t for t in (seq_lens, kv_start, slot_map) if t is not None)
+        _refuse_shared_bytes([*listed.tensors, *others], table)
+    return _Slots(listed, seq_lens, page_size, kv_start, slot_map, table)
 
 
 def check_page_size(page_size: object) -> int:
@@ -197,43 +154,50 @@ def check_offsets(name: str, indptr: Tensor, batch_size: int, device: torch.devi
     check_device(name, indptr, device)
 
 
-def _shape_of(batch: _Slots) -> tuple[int, int]:
-    """The shape of a new table."""
-    if isinstance(batch.slots, CsrPages):
-        if is_capturing(batch.device):
-            raise ValueError(
-                "out is None in a capture: only the device knows the longest request; give out"
-            )
-        longest = max(int(batch.seq_lens.max()), 0) if batch.batch_size else 0
-        if longest > batch.slots.kv_indices.shape[0]:
-            b = int(batch.seq_lens.argmax())
-            raise ValueError(
-                f"seq_lens[{b}] is {longest}: slots has {batch.slots.kv_indices.shape[0]} entries"
-            )
-    else:
-        longest = int(batch.slots.shape[1])
-    return batch.batch_size, -(-longest // batch.page_size)
+def _width_of(slots: PageTable, seq_lens: Tensor, page_size: int) -> int:
+    """Return the columns of a new table."""
+    num_entries = slots.capacity(1)
+    if not slots.layout.has_offsets:
+        return -(-num_entries // page_size)
+    if device_kernels.is_capturing(seq_lens.device):
+        raise ValueError(
+            "out is None in a capture: only the device knows the longest request; give out"
+        )
+    longest = max(int(seq_lens.max()), 0) if seq_lens.shape[0] else 0
+    if longest > num_entries:
+        b = int(seq_lens.argmax())
+        raise ValueError(f"seq_lens[{b}] is {longest}: slots has {num_entries} entries")
+    return -(-longest // page_size)
 
 
-def _check_out(out: Tensor | BlockTable | None, batch: _Slots) -> None:
-    if isinstance(out, BlockTable):
-        if out.layout != "shared" or out.rows is not None:
+def _checked_out(out: Tensor | BlockTable, batch_size: int, device: torch.device) -> Tensor:
+    if is_page_table(out):
+        if out.layout != "shared" or len(out.tensors) > 1:
             raise ValueError(f"out is {out!r}: expected a shared table without rows")
-        out = out.table
+        out = out.tensors[0]
     check_tensor("out", out, (torch.int32,))
     assert isinstance(out, Tensor)
-    if out.dim() != 2 or out.shape[0] != batch.batch_size:
-        raise ValueError(f"out has shape {list(out.shape)}: expected [{batch.batch_size}, width]")
+    if out.dim() != 2 or out.shape[0] != batch_size:
+        raise ValueError(f"out has shape {list(out.shape)}: expected [{batch_size}, width]")
     check_writable("out", out)
-    check_device("out", out, batch.device)
+    check_device("out", out, device)
+    return out
 
 
-def _refuse_shared_bytes(tensors: Sequence[Tensor]) -> None:
-    *others, out = tensors
-    refuse_shared_bytes([("out", out)], [("an argument that it is made of", t) for t in others])
+def _refuse_shared_bytes(read: Sequence[Tensor], out: Tensor) -> None:
+    refuse_shared_bytes([("out", out)], [("an argument that it is made of", t) for t in read])
 
 
-def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
+def _table_by_definition(batch: _Slots) -> Tensor:
+    table = batch.out
+    if table is None:
+        width = _width_of(batch.slots, batch.seq_lens, batch.page_size)
+        table = torch.empty((batch.batch_size, width), dtype=torch.int32, device="cpu")
+    _fill(batch, table)
+    return table
+
+
+def _fill(batch: _Slots, table: Tensor) -> None:
     size = batch.page_size
     filled = torch.full_like(table, -1)
     starts = [0] * batch.batch_size if batch.kv_start is None else batch.kv_start.tolist()
@@ -263,11 +227,7 @@ def _fill_by_definition(batch: _Slots, table: Tensor) -> None:
 
 def _slots_of_request(batch: _Slots, request: int, kv_len: int, start: int) -> list[int]:
     """The slots of a request's tokens, mapped; those before ``start`` are not looked at."""
-    entries = (
-        _csr_entries(batch.slots, request)
-        if isinstance(batch.slots, CsrPages)
-        else _row_of(batch.slots, batch.rows, request)
-    )
+    entries = batch.slots.entries(request)
     if kv_len > entries.shape[0]:
         raise ValueError(f"seq_lens[{request}] is {kv_len}: it has {entries.shape[0]} slots")
     slots = [-1] * start + [int(slot) for slot in entries[start:kv_len].tolist()]
@@ -289,156 +249,133 @@ def _page_of(slots: list[int], place: int, page_size: int) -> int | None:
     return page if page >= 0 and found == place and follows else None
 
 
-class _Fill:
-    """A launch for slots that lie alike, and a table that lies like this one."""
+class _TableLauncher:
+    """Launches for slots that lie alike."""
 
-    def __init__(self, batch: _Slots, table: Tensor, card: int, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, batch: _Slots, given: CallTensors, card: int) -> None:
+        self._card, self._device = card, batch.device
+        self._checks = asks_for_checks()
+        self._batch_size, self._page_size = batch.batch_size, batch.page_size
+        names = ["out" if name == "out[0]" else name for name in given.names]
+        self._out = names.index("out") if batch.out is not None else None
+        others = [i for i in range(len(names)) if i != self._out]
+        pairs = [] if self._out is None else [(self._out, i) for i in others]
+        self._apart = Apart(given.tensors, pairs)
+        self._apart.learn(given.pointers())
+        # A new table comes last.
+        names += ["out"] if self._out is None else []
+        self._params = params = BlockTableParams()
+        self._addresses = AddressWriter(params, _write_slots(params, batch, names), names)
+        # Threads for the tokens of a page, as far as a warp goes.
+        params.lanes_log2 = lanes_log2(batch.page_size)
+        # A new table is as wide as its slots, or as the longest request.
+        self._width = None
+        if not batch.slots.layout.has_offsets:
+            self._width = _width_of(batch.slots, batch.seq_lens, batch.page_size)
+        self._launch: Launch | None = None
+        self._strides: tuple[int, ...] = ()
+
+    def __call__(self, call: TableCall, tensors: list[Tensor]) -> Tensor:
+        """Launch for these, which lie like those it was made with, and return the table."""
+        if self._out is None:
+            tensors.append(self._new_table(call))
+        table = tensors[-1 if self._out is None else self._out]
+        if self._checks and not device_kernels.is_capturing(self._device):
+            _verify(call, table)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._apart.holds(pointers):
+            _refuse_shared_bytes([one for one in tensors if one is not table], table)
+            self._apart.learn(pointers)
+        if self._strides != (*table.stride(), table.shape[1]):
+            self._take(table)
+        self._addresses.write(self._params, pointers)
+        if self._launch is not None:
+            device_kernels.launch_on(self._card, self._launch)
+        return table
+
+    def _new_table(self, call: TableCall) -> Tensor:
+        width = self._width
+        if width is None:
+            width = _width_of(slot_table(call.slots, None), call.seq_lens, self._page_size)
+        return torch.empty((self._batch_size, width), dtype=torch.int32, device=self._device)
+
+    def _take(self, table: Tensor) -> None:
+        """Make the launch for a table of other strides and columns."""
         from jitattn.device.driver import Launch
 
-        # Of a table that is given, which comes last.
-        out = len(tensors) - 1
-        self._apart = Apart(tensors, [(out, i) for i in range(out)])
-
-        self._card = card
-        self._shape, self._device = table.shape, batch.device
-        self._checks, self._page_size = asks_for_checks(), batch.page_size
-        self._params = params = BlockTableParams()
-        if isinstance(batch.slots, CsrPages):
-            params.slots = page_list_of(batch.slots, batch.page_size)
-        else:
-            params.slots = slot_rows_of(batch.slots, batch.rows)
-            params.slots.page_size = Divisor.of(batch.page_size)
-        params.seq_lens = lengths_of(batch.seq_lens)
-        params.kv_start = Lengths() if batch.kv_start is None else lengths_of(batch.kv_start)
-        if batch.slot_map is not None:
-            params.slot_map_stride = batch.slot_map.stride(0)
-            params.num_slots = batch.slot_map.shape[0]
-            params.slot_map_is_int64 = batch.slot_map.dtype is torch.int64
+        params = self._params
         params.row_stride, params.column_stride = table.stride()
         params.width = table.shape[1]
-        # Threads for the tokens of a page, as far as a warp goes.
-        params.lanes_log2 = min((batch.page_size - 1).bit_length(), 5)
-        tile = tile_of(BlockTableSpec(), card)
-        num_threads = (batch.batch_size * table.shape[1]) << params.lanes_log2
-        self._launch: Launch | None = None
+        self._strides = (*table.stride(), table.shape[1])
+        num_threads = table.numel() << params.lanes_log2
+        self._launch = None
         if num_threads:
-            kernel = load(BlockTableSpec(), card)
+            tile = device_kernels.tile_of(BlockTableSpec(), self._card)
+            kernel = device_kernels.load(BlockTableSpec(), self._card)
             grid = -(-num_threads // tile.num_threads)
             self._launch = Launch(kernel, params, grid, tile.num_threads)
 
-    def refuse_shared_bytes(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse a table, the last of ``tensors``, that shares memory with another of them."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if not self._apart.holds(pointers):
-            _refuse_shared_bytes(tensors)
-            self._apart.learn(pointers)
 
-    def __call__(
-        self,
-        slots: Tensor | TokenTable | CsrPages,
-        seq_lens: Tensor,
-        rows: Tensor | None,
-        kv_start: Tensor | None,
-        slot_map: Tensor | None,
-        table: Tensor | None,
-    ) -> Tensor:
-        """Launch for these, which lie like those it was made with, and return the table."""
-        params = self._params
-        if self._checks and not is_capturing(self._device):
-            self._verify(slots, seq_lens, rows, kv_start, slot_map)
-        if table is None:
-            table = torch.empty(self._shape, dtype=torch.int32, device=self._device)
-        if isinstance(slots, TokenTable | CsrPages):
-            point_at(params.slots, slots)
-        else:
-            params.slots.entries = slots.data_ptr()
-        if rows is not None:
-            params.slots.rows = rows.data_ptr()
-        params.seq_lens.values = seq_lens.data_ptr()
-        if kv_start is not None:
-            params.kv_start.values = kv_start.data_ptr()
-        if slot_map is not None:
-            params.slot_map = slot_map.data_ptr()
-        params.table = table.data_ptr()
-        if self._launch is not None:
-            launch_on(self._card, self._launch)
-        return table
-
-    def _verify(
-        self,
-        slots: Tensor | TokenTable | CsrPages,
-        seq_lens: Tensor,
-        rows: Tensor | None,
-        kv_start: Tensor | None,
-        slot_map: Tensor | None,
-    ) -> None:
-        """Refuse what would be -1 in the table or not fit it."""
-        with checking():
-            copy = on_cpu(slots) if isinstance(slots, TokenTable | CsrPages) else slots.cpu()
-            assert not isinstance(copy, BlockTable)
-            others = (None if t is None else t.cpu() for t in (rows, kv_start, slot_map))
-            batch = _checked(copy, seq_lens.cpu(), self._page_size, *others)
-            _fill_by_definition(batch, torch.empty(self._shape, dtype=torch.int32, device="cpu"))
+def lanes_log2(page_size: int) -> int:
+    """Return the logarithm of the lanes that look at the tokens of a page."""
+    return min((page_size - 1).bit_length(), 5)
 
 
-_recent: Recent[_Fill] = Recent()
+def _write_slots(params: BlockTableParams, batch: _Slots, names: Sequence[str]) -> dict[str, str]:
+    """Write all but the addresses and the table; return which tensors' the addresses are."""
+    sources = {"seq_lens.values": "seq_lens", "table": "out"}
+    params.slots = batch.slots.page_list(batch.page_size)
+    sources |= page_sources("slots", batch.slots)
+    if "slots" in names:  # a tensor, and rows if any
+        sources["slots.entries"] = "slots"
+    if "rows" in names:
+        sources["slots.rows"] = "rows"
+    params.seq_lens = lengths_of(batch.seq_lens)
+    params.kv_start = Lengths()
+    if batch.kv_start is not None:
+        params.kv_start = lengths_of(batch.kv_start)
+        sources["kv_start.values"] = "kv_start"
+    if batch.slot_map is not None:
+        sources["slot_map"] = "slot_map"
+        params.slot_map_stride = batch.slot_map.stride(0)
+        params.num_slots = batch.slot_map.shape[0]
+        params.slot_map_is_int64 = batch.slot_map.dtype is torch.int64
+    return sources
 
 
-# --- the definition of a table
-
-
-def slots_of(
-    pages: PagedTable, request: int, num_tokens: int, page_size: int, *, which: int = 0
-) -> Tensor:
-    """Return the slots of a request's first tokens in K (``which`` 0) or V (1), by definition.
-
-    Returns:
-        int64 [num_tokens], page * page_size + place; negative where the entry is.
-
-    Raises:
-        ValueError: the table lists fewer tokens, or has no such row.
-    """
-    if num_tokens == 0:  # of padding, which may have any row
-        return torch.empty(0, dtype=torch.int64, device=pages.device)
-    if isinstance(pages, CsrPages):
-        entries = _csr_entries(pages, request)
-    else:
-        table = pages.table if isinstance(pages, BlockTable) else pages.slots
-        row = _row_of(table, pages.rows, request)
-        entries = row if row.dim() == 1 else row[which]
-    size = 1 if isinstance(pages, TokenTable) else page_size
-    if num_tokens > entries.shape[0] * size:
-        raise ValueError(
-            f"seq_lens[{request}] is {num_tokens}: the table lists {entries.shape[0] * size} tokens"
+def _verify(call: TableCall, table: Tensor) -> None:
+    """Refuse what would be -1 in the table or not fit it."""
+    slots = call.slots
+    with checking():
+        rows, kv_start, slot_map = (
+            t if t is None else t.cpu() for t in (call.rows, call.kv_start, call.slot_map)
         )
-    tokens = torch.arange(num_tokens, device=entries.device)
-    ids = entries[tokens // size].long()
-    return torch.where(ids < 0, -1, ids * size + tokens % size)
+        on_host = TableCall(
+            slots.cpu() if isinstance(slots, Tensor) else slots.to_cpu(),  # type: ignore[arg-type]
+            call.seq_lens.cpu(),
+            call.page_size,
+            rows,
+            kv_start,
+            slot_map,
+            None,
+        )
+        _fill(_check(on_host), torch.empty(table.shape, dtype=torch.int32, device="cpu"))
 
 
-def _row_of(table: Tensor, rows: Tensor | None, request: int) -> Tensor:
-    row = request if rows is None else int(rows[request])
-    if not 0 <= row < table.shape[0]:
-        raise ValueError(f"rows[{request}] is {row}: the table has {table.shape[0]} rows")
-    return table[row]
-
-
-def _csr_entries(pages: CsrPages, request: int) -> Tensor:
-    begin, end = (int(n) for n in pages.kv_indptr[request : request + 2])
-    return pages.kv_indices[begin:end]
+LAUNCHES = LaunchCache(_check, _table_by_definition, _TableLauncher)
 
 
 # --- from one layout to another
 
 
 def convert_pages(
-    pages: Pages,
+    pages: PageTable,
     layout: str,
     *,
     page_size: int,
     seq_lens: Tensor,
     max_kv_len: int | None = None,
-) -> Pages:
+) -> PageTable:
     """Return the same pages in another layout, as new tensors; any strides and ``rows`` are gone.
 
     Args:
@@ -460,8 +397,9 @@ def convert_pages(
             tokens that don't follow each other.
     """
     page_size = check_page_size(page_size)
-    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
-        raise TypeError(f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable")
+    if not has_pages(pages):
+        names = table_names(without=[Layout.RAGGED])
+        raise TypeError(f"pages is {pages!r}: expected a {names}")
     if layout not in _LAYOUTS:
         raise ValueError(f"layout is {layout!r}: expected one of {', '.join(_LAYOUTS)}")
     if pages.layout == "separate" and layout != "separate":
@@ -470,99 +408,23 @@ def convert_pages(
     lens = seq_lens.clamp(min=0).long()
     if max_kv_len is not None:
         max_kv_len = check_count("max_kv_len", max_kv_len, least=0)
-        pages = _narrowed(pages, max_kv_len, page_size)
+        pages = pages.narrowed(max_kv_len, page_size)
     ids = _live_ids(pages, lens, page_size, max_kv_len)
-    if layout == "separate":
-        return BlockTable(ids if ids.dim() == 3 else torch.stack((ids, ids), dim=1))
-    if layout == "shared":
-        return BlockTable(ids)
-    return _csr_of(ids) if layout == "csr" else _tokens_of(ids, lens, page_size)
+    wanted = Layout(layout)
+    return table_class(wanted).of_page_ids(ids, lens, page_size, wanted)
 
 
-def _narrowed(pages: PagedTable, max_kv_len: int, page_size: int) -> PagedTable:
-    """Return the columns of a table that requests of so many tokens need."""
-    if isinstance(pages, TokenTable):
-        return TokenTable(pages.slots[:, :max_kv_len], rows=pages.rows)
-    if isinstance(pages, BlockTable):
-        width = -(-max_kv_len // page_size)
-        return BlockTable(pages.table[..., :width], rows=pages.rows)
-    return pages
-
-
-def _live_ids(pages: PagedTable, lens: Tensor, page_size: int, max_kv_len: int | None) -> Tensor:
+def _live_ids(pages: PageTable, lens: Tensor, page_size: int, max_kv_len: int | None) -> Tensor:
     """Return page ids [batch_size, width] or [batch_size, 2, width], -1 past each request."""
-    if isinstance(pages, TokenTable):
-        return build_block_table(pages, lens, page_size).table
-    if isinstance(pages, BlockTable):
-        ids = pages.table if pages.rows is None else pages.table[_valid_rows(pages, lens)]
-        room = torch.full_like(lens, ids.shape[-1])
-    else:
-        longest = max_kv_len
-        if longest is None:
-            longest = int(lens.max()) if lens.numel() else 0
-            # No request has more pages than there are.
-            longest = min(longest, pages.kv_indices.shape[0] * page_size)
-        ids, room = _padded(pages, -(-max(longest, 0) // page_size))
+    if not pages.layout.lists_pages:
+        return build_block_table(pages, lens, page_size).table  # type: ignore[arg-type]
+    ids, capacity = pages.columns(lens, page_size, max_kv_len=max_kv_len)
     num_pages = lens // page_size + (lens % page_size > 0)
-    if lens.device.type == "cpu" and bool((num_pages > room).any()):
-        b = int((num_pages > room).int().argmax())
+    if lens.device.type == "cpu" and bool((num_pages > capacity).any()):
+        b = int((num_pages > capacity).int().argmax())
         raise ValueError(
-            f"seq_lens[{b}] is {int(lens[b])}: the table has {int(room[b])} pages of it"
+            f"seq_lens[{b}] is {int(lens[b])}: the table has {int(capacity[b])} pages of it"
         )
     columns = torch.arange(ids.shape[-1], device=ids.device)
-    is_live = columns < torch.minimum(num_pages, room)[:, None]
+    is_live = columns < torch.minimum(num_pages, capacity)[:, None]
     return ids.where(is_live if ids.dim() == 2 else is_live[:, None], -1)
-
-
-def _valid_rows(pages: BlockTable, lens: Tensor) -> Tensor:
-    assert pages.rows is not None
-    if lens.device.type == "cpu":
-        for b in lens.nonzero().flatten().tolist():
-            _row_of(pages.table, pages.rows, b)
-    # A padding request may have any row: nothing of it is looked at.
-    return pages.rows.long().clamp(0, max(pages.table.shape[0] - 1, 0))
-
-
-def _padded(pages: CsrPages, width: int) -> tuple[Tensor, Tensor]:
-    """Return the entries as rows of ``width``, and how many each request may have."""
-    begins, ends = pages.kv_indptr[:-1].long(), pages.kv_indptr[1:].long()
-    room = (ends.clamp(max=pages.kv_indices.shape[0]) - begins).clamp(min=0, max=width)
-    columns = torch.arange(width, device=begins.device)
-    places = torch.where(columns < room[:, None], begins[:, None] + columns, 0)
-    if pages.kv_indices.shape[0] == 0:
-        return torch.full_like(places, -1, dtype=torch.int32), room
-    return pages.kv_indices[places], room
-
-
-def _csr_of(ids: Tensor) -> CsrPages:
-    is_live = ids >= 0
-    # Live columns come first in a row, but for holes, which keep their place.
-    columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-    counts = (is_live * columns).amax(dim=1) if ids.shape[1] else ids.new_zeros(ids.shape[0])
-    indptr = torch.zeros(ids.shape[0] + 1, dtype=torch.int32, device=ids.device)
-    indptr[1:] = counts.cumsum(0)
-    places = indptr[:-1, None].long() + torch.arange(ids.shape[1], device=ids.device)
-    is_listed = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-    indices = torch.full((ids.numel() + 1,), -1, dtype=torch.int32, device=ids.device)
-    # What isn't listed goes to one place more than there are.
-    indices[places.where(is_listed, ids.numel())] = ids
-    indices[-1:].fill_(-1)  # an assignment of the number would copy it, which a capture refuses
-    return CsrPages(indptr, indices[:-1])
-
-
-def _tokens_of(ids: Tensor, lens: Tensor, page_size: int) -> TokenTable:
-    if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= 2**31 // page_size:
-        raise ValueError(
-            f"pages lists page {int(ids.max())}: slots of pages of {page_size} tokens are int32"
-        )
-    slots = _slots_of_pages(ids, page_size)
-    tokens = torch.arange(slots.shape[1], device=ids.device)
-    return TokenTable(slots.where(tokens < lens[:, None], -1))
-
-
-def _slots_of_pages(ids: Tensor, page_size: int) -> Tensor:
-    """Return int32 [batch_size, width * page_size]; -1 where a page is none, or beyond int32."""
-    places = torch.arange(page_size, dtype=torch.int32, device=ids.device)
-    is_page = (ids >= 0) & (ids <= 2**31 // page_size - 1)  # a bound in int32
-    slots = ids[:, :, None] * page_size + places
-    return slots.where(is_page[:, :, None], -1).flatten(1)

@@ -5,27 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX
-from jitattn.kernels.common.launch_cache import (
-    Recent,
-    asks_for_checks,
-    card_of,
-    checking,
-    is_capturing,
-    launch_on,
-    load,
-    tile_of,
-)
-from jitattn.spec.kernel_spec import CopyPagesSpec
-from jitattn.spec.params import MAX_POOLS, PAGE_DIMS, CopyParams, Divisor
-from jitattn.spec.tile import CopyPagesTile
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import INTEGERS, check_device, check_tensor
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache
+from jitattn.kernels.common.value_checks import asks_for_checks, checking
+from jitattn.kernels.pages.params import MAX_POOLS, PAGE_DIMS, CopyParams
+from jitattn.kernels.pages.spec import CopyPagesSpec
+from jitattn.kernels.pages.tile import CopyPagesTile
+from jitattn.spec.params import Divisor
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor, check_writable
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch
@@ -64,18 +57,25 @@ def copy_pages(src: Pools, dst: Pools, pairs: Tensor) -> None:
     Raises:
         TypeError, ValueError: an argument that doesn't fit.
     """
-    sources, targets = _as_pools("src", src), _as_pools("dst", dst)
-    tensors = (*sources, *targets, pairs)
-    call = _recent.find(len(sources), tensors)
-    if call is None:
-        device = _checked(sources, targets, pairs)
-        card = card_of(device)
-        if card is None:
-            _check_pairs(pairs, sources, targets)
-            _copy_by_definition(sources, targets, pairs)
-            return
-        call = _recent.add(len(sources), tensors, _Copy(sources, targets, pairs, device, card))
-    call(sources, targets, pairs)
+    LAUNCHES.run(CopyCall(_as_pools("src", src), _as_pools("dst", dst), pairs))
+
+
+class CopyCall(NamedTuple):
+    """The arguments of ``copy_pages``, pools as tuples of them."""
+
+    src: tuple[Tensor, ...]
+    dst: tuple[Tensor, ...]
+    pairs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """The arguments, checked but for the ids, and where the kernel runs."""
+
+    src: tuple[Tensor, ...]
+    dst: tuple[Tensor, ...]
+    pairs: Tensor
+    device: torch.device
 
 
 def _as_pools(name: str, pools: Pools) -> tuple[Tensor, ...]:
@@ -89,8 +89,8 @@ def _as_pools(name: str, pools: Pools) -> tuple[Tensor, ...]:
 # --- checks of arguments
 
 
-def _checked(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> torch.device:
-    """Check everything but the ids; return where the kernel runs."""
+def _check(call: CopyCall) -> _Copies:
+    sources, targets, pairs = call
     if len(sources) != len(targets):
         raise ValueError(f"src has {len(sources)} pools and dst {len(targets)}")
     if not sources:
@@ -114,7 +114,7 @@ def _checked(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor
     check_tensor("pairs", pairs, INTEGERS)
     if pairs.dim() != 2 or pairs.shape[1] != 2:
         raise ValueError(f"pairs has shape {list(pairs.shape)}: expected [num_pairs, 2]")
-    return _device_of(named, pairs)
+    return _Copies(*call, _device_of(named, pairs))
 
 
 def _device_of(pools: dict[str, Tensor], pairs: Tensor) -> torch.device:
@@ -189,13 +189,13 @@ def _page_at(pool: Tensor, page: int) -> int:
     return pool.data_ptr() + page * pool.stride(0) * pool.element_size()
 
 
-def _copy_by_definition(
-    sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor
-) -> None:
+def _copy_by_definition(copies: _Copies) -> None:
+    pairs = copies.pairs
+    _check_pairs(pairs, copies.src, copies.dst)
     kept = pairs[(pairs >= 0).all(dim=1)].long()
     if kept.shape[0] == 0:
         return
-    for source, target in zip(sources, targets, strict=True):
+    for source, target in zip(copies.src, copies.dst, strict=True):
         _bits(target)[kept[:, 1]] = _bits(source)[kept[:, 0]]
 
 
@@ -262,38 +262,33 @@ def narrowed(page: _Page, word_bytes: int) -> _Page:
     return _Page(word_bytes, page.src_stride * ratio, page.dst_stride * ratio, dims)
 
 
-class _Copy:
+class _CopyLauncher:
     """Launches for pools and pairs that lie alike, one for each layout of pools."""
 
-    def __init__(
-        self,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        pairs: Tensor,
-        device: torch.device,
-        card: int,
-    ) -> None:
-        tile = tile_of(CopyPagesSpec(), card)
+    def __init__(self, copies: _Copies, given: CallTensors, card: int) -> None:
+        tile = device_kernels.tile_of(CopyPagesSpec(), card)
         assert isinstance(tile, CopyPagesTile)
         self._tile = tile
-        self._device, self._card = device, card
-        self._kernel = load(CopyPagesSpec(), card)
-        self._pairs_are_here = pairs.device == device
+        self._device, self._card = copies.device, card
+        self._kernel = device_kernels.load(CopyPagesSpec(), card)
+        self._pairs_are_here = copies.pairs.device == copies.device
         self._checks = asks_for_checks()
-        self._on_host = [
-            (name, i)
-            for name, pools in (("src", sources), ("dst", targets))
-            for i, pool in enumerate(pools)
-            if pool.device != device
-        ]
-        self._num_pairs = pairs.shape[0]
-        self._item_bytes = [pool.element_size() for pool in sources]
+        pools = [*copies.src, *copies.dst]
+        # Of tensors, after the pairs.
+        self._on_host = [i + 1 for i, pool in enumerate(pools) if pool.device != copies.device]
+        self._names = given.names
+        self._num_pairs = copies.pairs.shape[0]
+        self._item_bytes = [pool.element_size() for pool in copies.src]
+        both = [*zip(copies.src, copies.dst, strict=True)]
+        self._pages = [page_of(*pair) for pair in both]
+        self._counts = [(source.shape[0], target.shape[0]) for source, target in both]
+        self._groups = self._groups_of(copies.src)
+        self._addresses: list[int] = []
+        self._launches: list[tuple[Launch, CopyParams]] = []
+
+    def _groups_of(self, sources: Sequence[Tensor]) -> list[list[int]]:
+        """Return the numbers of the pools of each launch, which lie alike."""
         layouts: dict[object, list[int]] = {}
-        self._pages = [page_of(*pools) for pools in zip(sources, targets, strict=True)]
-        self._counts = [
-            (source.shape[0], target.shape[0])
-            for source, target in zip(sources, targets, strict=True)
-        ]
         for i, page in enumerate(self._pages):
             if 0 in sources[i].shape[1:]:
                 continue
@@ -306,29 +301,28 @@ class _Copy:
             if page.num_words > INT32_MAX or sources[i][:1].numel() > INT32_MAX:
                 raise ValueError(f"src[{i}] has pages of more than {INT32_MAX} elements")
             layouts.setdefault((page, self._counts[i]), []).append(i)
-        self._groups = [
+        return [
             group[at : at + MAX_POOLS]
             for group in layouts.values()
             for at in range(0, len(group), MAX_POOLS)
         ]
-        self._addresses: list[int] = []
-        self._launches: list[tuple[Launch, CopyParams]] = []
 
-    def __call__(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> None:
+    def __call__(self, call: CopyCall, tensors: list[Tensor]) -> None:
         """Launch for these, which lie like those it was made with."""
         # Pinned memory and another look alike.
-        for name, i in self._on_host:
-            if not (sources if name == "src" else targets)[i].is_pinned():
-                raise ValueError(f"{name}[{i}] is in host memory that isn't pinned")
+        for i in self._on_host:
+            if not tensors[i].is_pinned():
+                raise ValueError(f"{self._names[i]} is in host memory that isn't pinned")
+        pairs = call.pairs
         if not self._pairs_are_here:
-            if is_capturing(self._device):
+            if device_kernels.is_capturing(self._device):
                 raise ValueError("pairs are on the CPU in a capture: give them on the device")
-            _check_pairs(pairs, sources, targets)
+            _check_pairs(pairs, call.src, call.dst)
             pairs = pairs.to(self._device)
-        elif self._checks and not is_capturing(self._device):
+        elif self._checks and not device_kernels.is_capturing(self._device):
             with checking():
-                _check_pairs(pairs.cpu(), sources, targets)
-        addresses = [pool.data_ptr() for pool in itertools.chain(sources, targets)]
+                _check_pairs(pairs.cpu(), call.src, call.dst)
+        addresses = [pool.data_ptr() for pool in tensors[1:]]
         if addresses != self._addresses:
             self._launches = [
                 launch for group in self._groups for launch in self._launches_of(group, addresses)
@@ -338,7 +332,7 @@ class _Copy:
             params.pairs = pairs.data_ptr()
             params.pair_stride, params.side_stride = pairs.stride()
             params.pairs_are_int64 = pairs.dtype is torch.int64
-            launch_on(self._card, launch)
+            device_kernels.launch_on(self._card, launch)
 
     def _launches_of(
         self, group: Sequence[int], addresses: Sequence[int]
@@ -361,15 +355,9 @@ class _Copy:
         params.num_parts = self._num_pairs * len(group) * params.page_parts
         if params.num_parts == 0:
             return
-        grid = min(params.num_parts, self._most_ctas())
+        on_bus = bool(self._on_host)
+        grid = min(params.num_parts, max_ctas(self._card, on_bus=on_bus))
         yield Launch(self._kernel, params, grid, self._tile.num_threads), params
-
-    def _most_ctas(self) -> int:
-        from jitattn.device.driver import device_facts
-
-        if self._on_host:
-            return _CTAS_ON_BUS
-        return _CTAS_PER_SM * device_facts(self._card).num_sms
 
     def _params_of(self, page: _Page, counts: tuple[int, int]) -> CopyParams:
         params = CopyParams(
@@ -387,4 +375,11 @@ class _Copy:
         return params
 
 
-_recent: Recent[_Copy] = Recent()
+def max_ctas(card: int, *, on_bus: bool) -> int:
+    """Return the most CTAs of a copy; ``on_bus``: to host memory, or from there."""
+    from jitattn.device.driver import device_facts
+
+    return _CTAS_ON_BUS if on_bus else _CTAS_PER_SM * device_facts(card).num_sms
+
+
+LAUNCHES = LaunchCache(_check, _copy_by_definition, _CopyLauncher)

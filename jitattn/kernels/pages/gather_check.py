@@ -3,105 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX
-from jitattn.kernels.common.launch_cache import PagedTable
-from jitattn.kernels.pages.block_table import check_offsets, check_per_request
-from jitattn.spec.config import QUANTISED_DTYPES, PlannerConfig, dtype_name
+from jitattn.kernels.pages.block_table import check_offsets
+from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import QUANTISED_DTYPES, DType, dtype_name
+from jitattn.spec.layout import Layout
 from jitattn.tensors.cache_views import BoundCache, CacheView, Scale, view_caches, view_scale
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_tables import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    TokenTable,
-    check_device,
-    check_tensor,
-)
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import check_device, check_per_request, check_tensor
 
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
-_PLAIN_DTYPES = tuple(getattr(torch, name) for name in CACHE_DTYPES if name != "nvfp4")
-_OUT_DTYPES = ("float16", "bfloat16", "float32")
+_PLAIN_DTYPES = tuple(DType(name).torch_dtype for name in CACHE_DTYPES if name != DType.NVFP4)
+_OUT_DTYPES = (DType.FLOAT16.value, DType.BFLOAT16.value, DType.FLOAT32.value)
 
 
-@dataclass(slots=True)
-class Arguments:
-    """The arguments of ``gather_kv`` as they were given."""
+class GatherCall(NamedTuple):
+    """The arguments of ``gather_kv``, as they were given."""
 
     kv: BoundCache | KVCache
-    pages: Pages
+    pages: PageTable
     seq_lens: Tensor
     kv_layout: str
     k_scale: float | Tensor | None
     v_scale: float | Tensor | None
     out_dtype: torch.dtype | str | None
     out: Outs | None
-    scales: tuple[float | Tensor | None, float | Tensor | None] = (None, None)  # that count
-
-    def __post_init__(self) -> None:
-        self.scales = self.k_scale, self.v_scale
-        if isinstance(self.kv, BoundCache) and self.kv.k_scale is not None:
-            k, v = self.kv.k_scale, self.kv.v_scale
-            assert v is not None
-            self.scales = (
-                k.value if k.tensor is None else k.tensor,
-                v.value if v.tensor is None else v.tensor,
-            )
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors among them: of caches, pages, lengths, scales and out."""
-        kv, out = self.kv, self.out
-        found: list[Tensor]
-        if isinstance(kv, Tensor):
-            found = [kv]
-        elif isinstance(kv, BoundCache):
-            found = [view.tensor for view in (kv.k, kv.v, *(kv.block_scales or ()))]
-        elif isinstance(kv, QuantizedKV):
-            found = [kv.k, kv.v, kv.k_block_scales, kv.v_block_scales]
-        else:
-            found = [*kv] if isinstance(kv, (tuple, list)) else [kv]
-        found += [*getattr(self.pages, "tensors", ()), self.seq_lens]
-        found += [scale for scale in self.scales if isinstance(scale, Tensor)]
-        return [*found, *out] if isinstance(out, (tuple, list)) else found
-
-    def names(self) -> list[str]:
-        """Say of each of ``tensors`` which argument it is of."""
-        num_outs = len(self.out) if isinstance(self.out, (tuple, list)) else 0
-        scales = [
-            name
-            for name, scale in zip(("k_scale", "v_scale"), self.scales, strict=True)
-            if isinstance(scale, Tensor)
-        ]
-        own = ["pages"] * len(self.pages.tensors) + ["seq_lens", *scales]
-        own += [f"out[{i}]" for i in range(num_outs)]
-        return ["kv"] * (len(self.tensors()) - len(own)) + own
-
-    def facts(self) -> tuple[object, ...]:
-        """All that isn't a tensor: calls of equal facts whose tensors lie alike are alike."""
-        kv, out = self.kv, self.out
-        bound: tuple[object, ...] = ()
-        if isinstance(kv, BoundCache):
-            config = kv.config
-            # It takes no other scales.
-            bound = (config.q_dtype, config.kv_layout, config.page_table)
-            bound += (self.k_scale is None, self.v_scale is None, kv.block_scales is None)
-        k_scale, v_scale = self.scales
-        return (
-            type(kv),
-            type(self.pages),
-            bound,
-            self.kv_layout,
-            # With their types, since True is equal to 1.
-            *(type(k_scale), None if isinstance(k_scale, Tensor) else k_scale),
-            *(type(v_scale), None if isinstance(v_scale, Tensor) else v_scale),
-            self.out_dtype,
-            len(out) if isinstance(out, (tuple, list)) else type(out),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +47,12 @@ class Batch:
     v: CacheView
     k_scale: Scale | None
     v_scale: Scale | None
-    pages: PagedTable
+    pages: PageTable
     seq_lens: Tensor
     kv_dtype: str
     out_dtype: str
     block_scales: tuple[CacheView, CacheView] | None = None  # of NVFP4
+    out: Outs | None = None
 
     @property
     def device(self) -> torch.device:
@@ -146,47 +82,52 @@ class Batch:
 # --- checks
 
 
-def checked(arguments: Arguments) -> Batch:
-    """Return the batch that ``arguments`` describe.
+def check(call: GatherCall) -> Batch:
+    """Return the batch that a call describes.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is wanted.
     """
-    pages, seq_lens = arguments.pages, arguments.seq_lens
-    if not isinstance(pages, BlockTable | CsrPages | TokenTable):
+    pages, seq_lens = call.pages, call.seq_lens
+    if not has_pages(pages):
+        names = table_names(without=[Layout.RAGGED])
         raise TypeError(
-            f"pages is {pages!r}: expected a BlockTable, CsrPages or TokenTable (ragged K and V "
-            "lie one request after the other already)"
+            f"pages is {pages!r}: expected a {names} (ragged K and V lie one request after the "
+            "other already)"
         )
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
-    batch = _viewed(arguments, pages)
+    batch = _viewed(call, pages)
     if batch.out_dtype not in (*_OUT_DTYPES, batch.kv_dtype) or batch.out_dtype == "nvfp4":
         own = "" if batch.block_scales else f" or that of the cache, {batch.kv_dtype}"
         raise ValueError(f"out_dtype is {batch.out_dtype}: expected {', '.join(_OUT_DTYPES)}{own}")
-    given = (arguments.k_scale, arguments.v_scale)
+    given = (call.k_scale, call.v_scale)
     if batch.copies_bits and any(scale is not None for scale in given):
         raise ValueError(
             f"k_scale or v_scale is given, but out_dtype={batch.out_dtype} copies what is stored"
         )
-    if arguments.out is not None:
-        _check_out(arguments.out, batch)
-        tensors = [*zip(arguments.names(), arguments.tensors(), strict=True)]
-        count = len(arguments.out)
-        refuse_shared_bytes(tensors[-count:], tensors[:-count])
-    return batch
+    if call.out is not None:
+        _check_out(call.out, batch)
+        read = [("kv", view.tensor) for view in (batch.k, batch.v, *(batch.block_scales or ()))]
+        read += [("pages", tensor) for tensor in batch.pages.tensors]
+        read += [("seq_lens", batch.seq_lens)]
+        for name, scale in (("k_scale", batch.k_scale), ("v_scale", batch.v_scale)):
+            if scale is not None and scale.tensor is not None:
+                read.append((name, scale.tensor))
+        refuse_shared_bytes([(f"out[{i}]", one) for i, one in enumerate(call.out)], read)
+    return replace(batch, out=call.out)
 
 
-def _viewed(arguments: Arguments, pages: PagedTable) -> Batch:
+def _viewed(call: GatherCall, pages: PageTable) -> Batch:
     """Return the caches and their scales, but for ``out_dtype`` checked."""
-    kv, device = arguments.kv, pages.device
+    kv, device = call.kv, pages.device
     blocks = None
     if isinstance(kv, BoundCache):
-        _check_bound(kv, arguments)
+        _check_bound(kv, call)
         config, k, v = kv.config, kv.k, kv.v
         k_scale, v_scale = kv.k_scale, kv.v_scale
         blocks = kv.block_scales
     else:
-        config = _config_of(kv, pages, arguments.kv_layout)
+        config = _config_of(kv, pages, call.kv_layout)
         if isinstance(kv, QuantizedKV):
             stored = replace(config, kv_dtype="uint8")
             k, v = view_caches((kv.k, kv.v), stored, device)
@@ -202,19 +143,17 @@ def _viewed(arguments: Arguments, pages: PagedTable) -> Batch:
             k, v = view_caches(kv, config, device)
         k_scale, v_scale = (
             view_scale(name, scale, config.kv_dtype, device, num_kv_heads=config.num_kv_heads)
-            for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale))
+            for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale))
         )
-    if arguments.out_dtype is not None:
-        out_dtype = dtype_name(arguments.out_dtype)
+    if call.out_dtype is not None:
+        out_dtype = dtype_name(call.out_dtype)
     else:
         out_dtype = config.q_dtype if config.kv_dtype in QUANTISED_DTYPES else config.kv_dtype
-    return Batch(
-        k, v, k_scale, v_scale, pages, arguments.seq_lens, config.kv_dtype, out_dtype, blocks
-    )
+    return Batch(k, v, k_scale, v_scale, pages, call.seq_lens, config.kv_dtype, out_dtype, blocks)
 
 
-def _check_bound(kv: BoundCache, arguments: Arguments) -> None:
-    config, pages = kv.config, arguments.pages
+def _check_bound(kv: BoundCache, call: GatherCall) -> None:
+    config, pages = kv.config, call.pages
     if config.page_table == "ragged":
         raise ValueError("kv was bound as ragged K and V, which have no pages to gather from")
     if (pages.layout == "separate") != (config.page_table == "separate"):
@@ -222,16 +161,16 @@ def _check_bound(kv: BoundCache, arguments: Arguments) -> None:
             f"pages is {pages!r} of the layout {pages.layout.value!r}: kv was bound with "
             f"page_table={config.page_table!r}"
         )
-    if arguments.kv_layout not in ("NHD", config.kv_layout):
-        raise ValueError(f"kv_layout is {arguments.kv_layout!r}: kv was bound as another")
-    for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale)):
+    if call.kv_layout not in ("NHD", config.kv_layout):
+        raise ValueError(f"kv_layout is {call.kv_layout!r}: kv was bound as another")
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is not None:
             raise ValueError(f"{name} is given, but a bound cache has its own: give it to bind")
     if kv.device != pages.device:
         raise ValueError(f"kv is on {kv.device}: expected {pages.device}, like pages")
 
 
-def _config_of(kv: object, pages: Pages, kv_layout: str) -> PlannerConfig:
+def _config_of(kv: object, pages: PageTable, kv_layout: str) -> PlannerConfig:
     """Read off the tensors what ``view_caches`` compares them with; it checks the rest."""
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")

@@ -7,11 +7,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from jitattn.kernels.common.launch_cache import card_of, launch_on, load, tile_of
-from jitattn.spec.kernel_spec import LayerTablesSpec
-from jitattn.spec.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
-from jitattn.tensors.cache_views import check_writable
-from jitattn.tensors.page_tables import check_device, check_tensor
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.pages.params import LayerTablesParams, SlotChange, TableLayer, TableRequest
+from jitattn.kernels.pages.spec import LayerTablesSpec
+from jitattn.tensors.tensor_checks import check_device, check_tensor, check_writable
 
 _COLUMNS = {
     "requests": ctypes.sizeof(TableRequest) // 4,
@@ -22,7 +21,7 @@ _COLUMNS = {
 
 def has_kernel(device: torch.device) -> bool:
     """Whether tables can be made there."""
-    return card_of(device) is not None
+    return device_kernels.card_of(device) is not None
 
 
 def write_layer_tables(
@@ -60,7 +59,7 @@ def write_layer_tables(
     """
     device = tables.device
     _check(tables, slots, layers, requests, changes, scratch_slots)
-    card = card_of(device)
+    card = device_kernels.card_of(device)
     if card is None:
         raise ValueError(f"tables is on {device}: expected a device with kernels")
     width, num_blocks = tables.shape[2], slots.shape[1]
@@ -76,12 +75,13 @@ def write_layer_tables(
 
 
 def _launch(params: LayerTablesParams, card: int) -> None:
-    num_threads = tile_of(LayerTablesSpec(), card).num_threads
+    num_threads = device_kernels.tile_of(LayerTablesSpec(), card).num_threads
     grid = -(-params.batch_size * params.span // num_threads)
     if grid:
         from jitattn.device.driver import Launch
 
-        launch_on(card, Launch(load(LayerTablesSpec(), card), params, grid, num_threads))
+        kernel = device_kernels.load(LayerTablesSpec(), card)
+        device_kernels.launch_on(card, Launch(kernel, params, grid, num_threads))
 
 
 def _check(

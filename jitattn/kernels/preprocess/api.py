@@ -10,7 +10,9 @@ from torch.compiler import is_dynamo_compiling
 
 from jitattn.kernels.preprocess.check import Arguments, QkvParts
 from jitattn.kernels.preprocess.dispatch import dispatch
-from jitattn.tensors.page_tables import Pages, ViewTable, check_view, view_of
+from jitattn.tensors.cache_views import view_of
+from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
 
@@ -24,7 +26,7 @@ def preprocess_qkv(
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     seq_lens: Tensor | None = None,
     qo_indptr: Tensor | None = None,
     slots: Tensor | None = None,
@@ -57,7 +59,7 @@ def preprocess_qkv(
         num_qo_heads: heads of q.
         num_kv_heads: heads of K and V.
         head_dim: elements of a head.
-        pages: ``BlockTable``, ``TokenTable`` or ``CsrPages``; or else ``slots``.
+        pages: a table of any layout but ragged; or else ``slots``.
         seq_lens: int32 or int64 [batch_size], this step's tokens included; ``pages`` need it.
         qo_indptr: int32 [batch_size + 1]; None: a token a request, or ``slots`` alone.
         slots: int32 or int64 [num_tokens], page * page_size + place; -1: only q is computed.
@@ -82,7 +84,8 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
+    jitattn/tensors/quantization.py.
     """
     # fmt: off
     given = (
@@ -105,7 +108,7 @@ def append_kv(
     v: Tensor,
     kv_cache: KVCache,
     *,
-    pages: Pages | None = None,
+    pages: PageTable | None = None,
     seq_lens: Tensor | None = None,
     qo_indptr: Tensor | None = None,
     slots: Tensor | None = None,
@@ -138,7 +141,8 @@ def append_kv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/preprocess_reference.py::preprocess, jitattn/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
+    jitattn/tensors/quantization.py.
     """
     # fmt: off
     given = (
@@ -150,12 +154,12 @@ def append_kv(
     _preprocess(given, k, pages)
 
 
-def _preprocess(given: tuple[Any, ...], first: object, pages: Pages | None) -> Tensor | None:
+def _preprocess(given: tuple[Any, ...], first: object, pages: PageTable | None) -> Tensor | None:
     """Take ``given``, in the order of ``Arguments``, to the device of ``first``."""
     if is_dynamo_compiling():
-        from jitattn.kernels.common.torch_op import preprocess
+        from jitattn.kernels.preprocess.torch_op import trace_preprocess
 
-        return preprocess(Arguments(*given))
-    if isinstance(pages, ViewTable):
+        return trace_preprocess(Arguments(*given))
+    if getattr(pages, "view", None) is not None:
         check_view(pages, view_of(Arguments(*given).kv_cache))
     return dispatch(given, first)

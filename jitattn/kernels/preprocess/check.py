@@ -19,29 +19,26 @@ from torch import Tensor
 from jitattn.base.validate import check_count, check_flag
 from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
-from jitattn.spec.kernel_spec import DType, Pairing
-from jitattn.tensors.cache_views import (
-    CacheView,
-    Scale,
-    check_last_stride,
-    check_scale,
-    check_writable,
-)
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Layout, Pairing
+from jitattn.tensors.cache_views import CacheView, Scale, check_scale
 from jitattn.tensors.overlap import refuse_shared_bytes
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (
-    BlockTable,
-    CsrPages,
-    Pages,
-    RaggedKV,
-    TokenTable,
-    check_device,
-    check_indptr,
-    check_supported,
-    check_tensor,
-    check_vector,
+    is_page_table,
+    table_names,
 )
 from jitattn.tensors.quantization import KVCache, QuantizedKV
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.tensor_checks import (
+    check_device,
+    check_indptr,
+    check_last_stride,
+    check_supported,
+    check_tensor,
+    check_vector,
+    check_writable,
+)
 
 QkvParts = tuple[Tensor, Tensor, Tensor]
 
@@ -59,7 +56,7 @@ class Arguments(NamedTuple):
 
     qkv: Tensor | QkvParts | tuple[Tensor, Tensor]
     kv_cache: KVCache
-    pages: Pages | None
+    pages: PageTable | None
     seq_lens: Tensor | None
     qo_indptr: Tensor | None
     slots: Tensor | None
@@ -307,12 +304,12 @@ def _check_places(arguments: Arguments, call: TokenCall) -> None:
     if (pages is None) == (slots is None):
         given = "neither is" if pages is None else "both are"
         raise ValueError(f"pages or slots: {given} given, expected one of them")
-    if isinstance(pages, RaggedKV):
-        raise ValueError("pages is a RaggedKV: K and V without pages are written by copying")
-    if pages is not None and not isinstance(pages, BlockTable | TokenTable | CsrPages):
+    if pages is not None and not is_page_table(pages):
         raise TypeError(
-            f"pages is a {type(pages).__name__}: expected a BlockTable, TokenTable or CsrPages"
+            f"pages is a {type(pages).__name__}: expected a {table_names(without=[Layout.RAGGED])}"
         )
+    if pages is not None and not pages.layout.has_pages:
+        raise ValueError("pages is a RaggedKV: K and V without pages are written by copying")
     if pages is not None:
         check_device("pages", pages, device)
         if arguments.seq_lens is None:
@@ -321,10 +318,10 @@ def _check_places(arguments: Arguments, call: TokenCall) -> None:
         check_vector("slots", slots, device=device)
         if slots.shape[0] != call.num_tokens:
             raise ValueError(f"slots has {slots.shape[0]} entries: expected {call.num_tokens}")
-    if check_flag("zero_tail", arguments.zero_tail) and not isinstance(
-        pages, BlockTable | CsrPages
-    ):
-        raise ValueError("zero_tail is True: it needs pages, a BlockTable or CsrPages")
+    lists_pages = pages is not None and pages.layout.lists_pages
+    if check_flag("zero_tail", arguments.zero_tail) and not lists_pages:
+        names = table_names(without=[Layout.RAGGED, Layout.TOKEN])
+        raise ValueError(f"zero_tail is True: it needs pages, a {names}")
     _check_lengths(arguments, call, None if pages is None else pages.batch_size)
 
 
@@ -438,7 +435,7 @@ def _query_scale(arguments: Arguments, device: torch.device) -> Scale:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def memory_pairs(names: Sequence[str], pages: Pages | None) -> list[tuple[int, int]]:
+def memory_pairs(names: Sequence[str], pages: PageTable | None) -> list[tuple[int, int]]:
     """Return which of the tensors of a call, by the names of ``names_of``, are to be apart.
 
     One of each pair is written. Tables and the like are not among them: who could want that.
@@ -464,7 +461,7 @@ def names_of(arguments: Arguments) -> list[str]:
 
 def parts_of(kind: type) -> Callable[[Any], Sequence[Any]]:
     """Return what finds the tensors of an argument of a type that is no tensor itself."""
-    if issubclass(kind, BlockTable | TokenTable | CsrPages):
+    if issubclass(kind, PageTable):
         return operator.attrgetter("tensors")
     if issubclass(kind, (tuple, list)):
         return lambda value: value
@@ -473,8 +470,8 @@ def parts_of(kind: type) -> Callable[[Any], Sequence[Any]]:
     return lambda value: ()
 
 
-def _is_separate(pages: Pages | None) -> bool:
-    return isinstance(pages, BlockTable) and pages.layout == "separate"
+def _is_separate(pages: PageTable | None) -> bool:
+    return getattr(pages, "layout", None) == Layout.SEPARATE
 
 
 def _check_memory(arguments: Arguments, call: TokenCall, cache: WrittenCache) -> None:

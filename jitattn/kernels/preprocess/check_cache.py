@@ -9,28 +9,13 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX
-from jitattn.spec.config import MAX_PAGE_SIZE, dtype_name
-from jitattn.spec.kernel_spec import DType
-from jitattn.tensors.cache_views import (
-    CacheView,
-    Scale,
-    cache_view,
-    check_last_stride,
-    check_writable,
-    scale_value,
-    view_scale,
-)
-from jitattn.tensors.page_tables import check_tensor
+from jitattn.spec.config import MAX_PAGE_SIZE
+from jitattn.spec.dtype import BYTE_DTYPES, KV_DTYPES, DType, dtype_name
+from jitattn.tensors.cache_views import CacheView, Scale, cache_view, scale_value, view_scale
 from jitattn.tensors.quantization import NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.tensor_checks import check_last_stride, check_tensor, check_writable
 
-_CACHES = {
-    getattr(torch, name.value): name
-    for name in (
-        *(DType.FLOAT16, DType.BFLOAT16, DType.INT8),
-        *(DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2),
-    )
-}
-_OF_BYTES = ("float8_e4m3fn", "float8_e5m2", "int8")
+_CACHES = {DType(name).torch_dtype: DType(name) for name in KV_DTYPES if name != DType.NVFP4}
 _SMALLEST_FLOAT = torch.finfo(torch.float32).tiny  # of full precision
 
 
@@ -186,10 +171,10 @@ def _stored_dtype(name: str, cache: object, wanted: str | None) -> DType:
             raise ValueError(
                 "kv_dtype is nvfp4: give a QuantizedKV, which has the scales of blocks"
             )
-        if wanted not in _OF_BYTES:
+        if wanted not in BYTE_DTYPES:
             raise ValueError(
                 f"{name} has dtype uint8, and kv_dtype is {wanted}: say what its bytes are with "
-                f"kv_dtype, one of {', '.join(_OF_BYTES)}"
+                f"kv_dtype, one of {', '.join(BYTE_DTYPES)}"
             )
         return DType(wanted)
     given = _CACHES[cache.dtype]

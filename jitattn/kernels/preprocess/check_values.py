@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jitattn.kernels.preprocess.check import Arguments, TokenCall
-from jitattn.tensors.page_tables import BlockTable, CsrPages, TokenTable
 
 
 def check_values(call: TokenCall) -> None:
@@ -56,20 +55,11 @@ def _check_length_values(call: TokenCall) -> None:
     for b, length in enumerate(lengths):
         q_len = 1 if ends is None else ends[b + 1] - ends[b]
         limit = call.max_kv_len
-        if isinstance(pages, CsrPages):
-            limit = int(pages.kv_indptr[b + 1] - pages.kv_indptr[b]) * call.page_size
+        if pages is not None:
+            limit = pages.request_capacity(b, call.page_size)
         if length > limit:
             raise ValueError(f"seq_lens[{b}] is {length}: its pages hold {limit} tokens")
-        if length > 0 and isinstance(pages, BlockTable | TokenTable):
-            _check_row(pages, b)
+        if length > 0 and pages is not None:
+            pages.check_row(b)
         if 0 < length < q_len:
             raise ValueError(f"seq_lens[{b}] is {length}: the request has {q_len} new tokens")
-
-
-def _check_row(pages: BlockTable | TokenTable, request: int) -> None:
-    if pages.rows is None:
-        return
-    row = int(pages.rows[request])
-    num_rows = (pages.table if isinstance(pages, BlockTable) else pages.slots).shape[0]
-    if not 0 <= row < num_rows:
-        raise ValueError(f"rows[{request}] is {row}: the table has {num_rows} rows")

@@ -8,28 +8,30 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.preprocess.check import Arguments, TokenCall
-from jitattn.spec.config import QUANTISED_DTYPES
-from jitattn.spec.kernel_spec import DType, Loader, PageTable, PreprocessSpec
-from jitattn.spec.params import FLOAT_CODES, PREPROCESS_ADDRESSES, PreprocessParams
-from jitattn.tensors.cache_views import CacheView, row_strides
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
+from jitattn.kernels.preprocess.params import PREPROCESS_ADDRESSES, PreprocessParams
+from jitattn.kernels.preprocess.spec import PreprocessSpec
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import Layout, Loader
+from jitattn.spec.params import FLOAT_CODES
+from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.tensor_checks import row_strides
 
-_FLOAT_CODES = {getattr(torch, name): code for name, code in FLOAT_CODES.items()}
+_FLOAT_CODES = {DType(name).torch_dtype: code for name, code in FLOAT_CODES.items()}
 # Addresses that a launch writes, the first of PreprocessParams: not those of a Rope, which stay.
 _NUM_ADDRESSES = PREPROCESS_ADDRESSES.index("turns")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
-def spec_of(call: TokenCall, layout: PageTable | None, loader: Loader) -> PreprocessSpec:
+def spec_of(call: TokenCall, layout: Layout | None, loader: Loader) -> PreprocessSpec:
     """Return the kernel that a call needs where its addresses allow this loader."""
     rope, arguments = call.arguments.rope, call.arguments
     return PreprocessSpec(
         head_dim=call.k.shape[2],
         head_dim_vo=call.v.shape[2],
         page_size=call.page_size,
-        qkv_dtype=_dtype_of(call.k.dtype),
-        out_dtype=_dtype_of(call.out_dtype),
+        qkv_dtype=DType.of(call.k.dtype),
+        out_dtype=DType.of(call.out_dtype),
         kv_dtype=call.kv_dtype,
         page_table=layout,
         pairing=call.pairing,
@@ -38,10 +40,6 @@ def spec_of(call: TokenCall, layout: PageTable | None, loader: Loader) -> Prepro
         use_norm=arguments.q_norm is not None or arguments.k_norm is not None,
         loader=loader,
     )
-
-
-def _dtype_of(dtype: torch.dtype) -> DType:
-    return DType(str(dtype).removeprefix("torch."))
 
 
 Source = tuple[int, int]
@@ -84,7 +82,7 @@ def sources(call: TokenCall, names: list[str], tensors: list[Tensor]) -> list[So
 
 def scales_of(call: TokenCall, names: list[str]) -> list[tuple[int, str, int | None, int]]:
     """Return of each scale that counts: its offset, its name, its pointer if any, its stride."""
-    counts = dict.fromkeys(_SCALES, call.kv_dtype.value in QUANTISED_DTYPES)
+    counts = dict.fromkeys(_SCALES, call.kv_dtype.is_quantised)
     counts["q_scale"] = call.q is not None and call.out_dtype is not call.k.dtype
     return [
         (
@@ -118,7 +116,7 @@ def alignment(call: TokenCall, sources: list[Source | None]) -> tuple[bool, list
 
 def _cache_vector_bytes(kv_dtype: DType) -> int:
     """Return the bytes of eight elements."""
-    return 4 if kv_dtype is DType.NVFP4 else 8 * kv_dtype.num_bytes
+    return kv_dtype.bits
 
 
 def _has_aligned_strides(call: TokenCall) -> bool:
@@ -220,19 +218,3 @@ def _write_strides(op: ctypes.Structure, call: TokenCall) -> None:
             setattr(op, is_wide, tensor.dtype is torch.int64)
     if arguments.positions is not None and arguments.positions.dim() == 2:
         op.axis_stride = arguments.positions.stride(0)
-
-
-def write_pages(table: ctypes.Structure, pages: Pages) -> None:
-    """Write all but the two addresses with which a table begins."""
-    if isinstance(pages, CsrPages):
-        table.indptr_stride = pages.kv_indptr.stride(0)
-        table.indices_stride = pages.kv_indices.stride(0)
-        table.num_entries = pages.kv_indices.shape[0]
-        return
-    assert isinstance(pages, BlockTable | TokenTable)
-    entries, rows = pages.tensors[0], pages.rows
-    table.row_stride, table.column_stride = entries.stride(0), entries.stride(-1)
-    if entries.dim() == 3:
-        table.kv_stride = entries.stride(1)
-    table.rows_stride = 0 if rows is None else rows.stride(0)
-    table.rows_are_int64 = rows is not None and rows.dtype is torch.int64

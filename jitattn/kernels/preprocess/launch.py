@@ -22,8 +22,7 @@ from jitattn.base import knobs
 from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import Launch, LoadedKernel, device_facts, load_kernel
 from jitattn.jit.build import build
-from jitattn.kernels.attention.kernels import arch_of
-from jitattn.kernels.common.launch_cache import on_cpu
+from jitattn.kernels.common.device_kernels import arch_of
 from jitattn.kernels.preprocess.check import (
     Arguments,
     TokenCall,
@@ -40,17 +39,16 @@ from jitattn.kernels.preprocess.fill_params import (
     sources,
     spec_of,
     write_call,
-    write_pages,
     write_rope,
 )
+from jitattn.kernels.preprocess.params import PREPROCESS_PARAMS
 from jitattn.kernels.preprocess.reference import places_of
-from jitattn.spec.kernel_spec import Loader, PreprocessSpec
-from jitattn.spec.params import PREPROCESS_PARAMS, Divisor
-from jitattn.spec.preprocess_config import config_of
-from jitattn.spec.tile import preprocess_tile_for
+from jitattn.kernels.preprocess.spec import PreprocessSpec
+from jitattn.kernels.preprocess.tile import preprocess_tile
+from jitattn.spec.layout import Loader
+from jitattn.spec.params import Divisor
 from jitattn.tensors.cache_views import recogniser
 from jitattn.tensors.overlap import Apart
-from jitattn.tensors.page_tables import BlockTable, CsrPages, TokenTable
 
 # Rows of a token that a group of threads takes one after the other, so that it computes angles
 # once; fewer where that leaves SMs without work.
@@ -196,7 +194,7 @@ class _Prepared:
             write_rope(self._params.op, rope, call.device)
         write_call(self._params.op, call)
         if arguments.pages is not None:
-            write_pages(self._params.pages, arguments.pages)
+            arguments.pages.fill(self._params.pages)
         self._table_at = self._params.__class__.pages.offset if layout else 0
         self._table = [i for i, name in enumerate(names) if name.startswith("pages[")]
         places = sources(call, names, tensors)
@@ -287,7 +285,7 @@ class _Prepared:
     def _new_launch(self, is_aligned: bool) -> Launch:
         spec = self._specs[is_aligned]
         kernel = _kernel(spec, self._index)
-        tile = preprocess_tile_for(spec)
+        tile = preprocess_tile(spec)
         op = self._params.op
         num_rows = op.num_qo_heads + 2 * op.num_kv_heads
         num_sms = device_facts(self._index).num_sms
@@ -308,8 +306,8 @@ def verify(arguments: Arguments) -> None:
     call = check(arguments)
     try:
         pages = arguments.pages
-        if isinstance(pages, BlockTable | TokenTable | CsrPages):
-            pages = on_cpu(pages)
+        if pages is not None:
+            pages = pages.to_cpu()
         call = replace(call, arguments=arguments._replace(pages=pages, **copies))
         check_values(call)
         places_of(call)
@@ -345,7 +343,7 @@ def _kernel(spec: PreprocessSpec, index: int) -> LoadedKernel:
         )
     with _lock:
         arch = arch_of(device_facts(index))
-        built = build(spec, arch, knobs.load(), hint=config_of(spec).arguments_text())
+        built = build(spec, arch, knobs.load())
         kernel = load_kernel(built.cubin, built.symbol, index, 0)
         _kernels[spec, index] = kernel
     return kernel

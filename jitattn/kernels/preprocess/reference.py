@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.preprocess.check import TokenCall
-from jitattn.spec.config import QUANTISED_DTYPES
-from jitattn.spec.kernel_spec import DType
+from jitattn.spec.dtype import DType
 from jitattn.tensors.cache_views import CacheView, Scale
-from jitattn.tensors.page_tables import BlockTable, CsrPages, Pages, TokenTable
+from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import quantize_kv, saturated
 from jitattn.tensors.rope import Rope
 
@@ -50,7 +49,7 @@ def preprocess(call: TokenCall) -> Tensor | None:
         if out is None:
             out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.device)
         q = _computed(call.q[rows], biases[0], arguments.q_norm, call, positions)
-        out[rows] = _stored(q, DType(str(out.dtype).removeprefix("torch.")), call.q_scale)[0]
+        out[rows] = _stored(q, DType.of(out.dtype), call.q_scale)[0]
     k = _computed(call.k[rows], biases[1], arguments.k_norm, call, positions)
     v = _computed(call.v[rows], biases[2], None, call, None)
     _write(call.k_cache, call.k_blocks, _stored(k, call.kv_dtype, call.k_scale), places.k_slots)
@@ -112,21 +111,9 @@ def _places_of_slots(call: TokenCall) -> Places:
     return Places(rows, torch.zeros_like(rows), torch.zeros_like(rows), slots, slots)
 
 
-def _slots_in(pages: Pages, request: int, position: int, page_size: int) -> tuple[int, int]:
-    page, place = divmod(position, page_size)
-    if isinstance(pages, CsrPages):
-        ids = [int(pages.kv_indices[int(pages.kv_indptr[request]) + page])] * 2
-    else:
-        assert isinstance(pages, BlockTable | TokenTable)
-        row = request if pages.rows is None else int(pages.rows[request])
-        if isinstance(pages, TokenTable):
-            slot = int(pages.slots[row, position])
-            return slot, slot
-        entries = pages.table[row]
-        ids = entries[..., page].reshape(-1).tolist()
-        ids = ids if len(ids) == 2 else ids * 2
-    k_slot, v_slot = (-1 if min(ids) < 0 else i * page_size + place for i in ids)
-    return k_slot, v_slot
+def _slots_in(pages: PageTable, request: int, position: int, page_size: int) -> tuple[int, int]:
+    k_slot, v_slot = (pages.locate(request, position, page_size, which=i) for i in range(2))
+    return (-1, -1) if min(k_slot, v_slot) < 0 else (k_slot, v_slot)
 
 
 def _rotary_positions(call: TokenCall, places: Places) -> Tensor | None:
@@ -186,9 +173,7 @@ def _stored(values: Tensor, dtype: DType, scale: Scale) -> tuple[Tensor, Tensor 
     if getattr(torch, dtype.value, None) is values.dtype:
         return values, None
     factor = scale.value if scale.tensor is None else scale.tensor
-    stored = quantize_kv(
-        values, dtype.value, scale=factor if dtype.value in QUANTISED_DTYPES else None
-    )
+    stored = quantize_kv(values, dtype.value, scale=factor if dtype.is_quantised else None)
     return stored if isinstance(stored, tuple) else (stored, None)
 
 

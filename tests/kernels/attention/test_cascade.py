@@ -52,16 +52,16 @@ def test_one_query_whose_own_token_is_shared() -> None:
     check_tree(tree, device="cpu")
 
 
-def decode_levels() -> list[jitattn.CascadeLevel]:
+def decode_levels() -> list[jitattn.cascade.CascadeLevel]:
     """Two requests that share four keys, with a token of their own each."""
     shared = jitattn.BlockTable(torch.tensor([[0]], dtype=torch.int32))
     own = jitattn.BlockTable(torch.tensor([[1], [2]], dtype=torch.int32))
     return [
-        jitattn.CascadeLevel(
+        jitattn.cascade.CascadeLevel(
             shared, torch.tensor([4], dtype=torch.int32),
             torch.tensor([0, 2], dtype=torch.int32), max_q_len=2,
         ),
-        jitattn.CascadeLevel(own, torch.tensor([1, 1], dtype=torch.int32)),
+        jitattn.cascade.CascadeLevel(own, torch.tensor([1, 1], dtype=torch.int32)),
     ]  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def some_inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_lengths_are_read_again() -> None:
-    planner = jitattn.CascadePlanner(**COMMON)
+    planner = jitattn.cascade.CascadePlanner(**COMMON)
     q, cache = some_inputs()
     levels = decode_levels()
     plan = planner.plan(levels)
@@ -85,13 +85,15 @@ def test_lengths_are_read_again() -> None:
 
 
 def test_a_planner_is_shared_where_levels_are_alike() -> None:
-    planner = jitattn.CascadePlanner(**COMMON, causal=False)
+    planner = jitattn.cascade.CascadePlanner(**COMMON, causal=False)
     assert planner.prefix is planner.last
     q, cache = some_inputs()
     bound = planner.bind(cache)
     assert bound.prefix is bound.last
     out = planner.plan(decode_levels()).run(q, bound)
-    assert torch.equal(out, jitattn.CascadePlanner(**COMMON).plan(decode_levels()).run(q, cache))
+    assert torch.equal(
+        out, jitattn.cascade.CascadePlanner(**COMMON).plan(decode_levels()).run(q, cache)
+    )
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -99,7 +101,7 @@ def test_it_compiles(backend: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    planner = jitattn.CascadePlanner(**COMMON)
+    planner = jitattn.cascade.CascadePlanner(**COMMON)
     q, cache = some_inputs()
     bound = planner.bind(cache)
     counter = CompileCounterWithBackend(backend)
@@ -116,7 +118,7 @@ def test_it_compiles(backend: str) -> None:
 
 
 def test_the_merge_is_as_declared() -> None:
-    import jitattn.kernels.common.operators  # noqa: F401 - it defines it
+    import jitattn.kernels.torch_ops  # noqa: F401 - it defines it
 
     outs, lses = torch.randn(3, 2, HEADS, HEAD_DIM), torch.randn(3, 2, HEADS)
     arguments = outs, lses, torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:])
@@ -133,22 +135,22 @@ def test_the_merge_is_as_declared() -> None:
 )
 def test_what_no_cascade_can_do(argument: dict[str, Any]) -> None:
     with pytest.raises(jitattn.ConfigError, match=f"{next(iter(argument))}=.* in a cascade"):
-        jitattn.CascadePlanner(**COMMON, **argument)
+        jitattn.cascade.CascadePlanner(**COMMON, **argument)
     with pytest.raises(jitattn.ConfigError, match="head_dim=24"):
-        jitattn.CascadePlanner(**(COMMON | {"head_dim": 24}))
+        jitattn.cascade.CascadePlanner(**(COMMON | {"head_dim": 24}))
 
 
 def test_queries_before_shared_keys() -> None:
     """Two queries and one key at the last level: the first query would see what follows it."""
-    planner = jitattn.CascadePlanner(**COMMON)
+    planner = jitattn.cascade.CascadePlanner(**COMMON)
     levels = decode_levels()
-    levels[1] = jitattn.CascadeLevel(
+    levels[1] = jitattn.cascade.CascadeLevel(
         jitattn.BlockTable(torch.tensor([[1]], dtype=torch.int32)),
         torch.tensor([1], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32), max_q_len=2,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"request 0 has 2 query tokens and 1 keys .*levels\[0\]"):
         planner.plan(levels)
-    jitattn.CascadePlanner(**COMMON, causal=False).plan(levels)
+    jitattn.cascade.CascadePlanner(**COMMON, causal=False).plan(levels)
     levels[0].seq_lens.zero_()
     plan = planner.plan(levels)
     levels[0].seq_lens.fill_(3)
@@ -157,7 +159,7 @@ def test_queries_before_shared_keys() -> None:
 
 
 def test_bad_levels() -> None:
-    planner = jitattn.CascadePlanner(**COMMON)
+    planner = jitattn.cascade.CascadePlanner(**COMMON)
     first, last = decode_levels()
     with pytest.raises(TypeError, match="at least one CascadeLevel"):
         planner.plan([])
@@ -173,7 +175,7 @@ def test_bad_levels() -> None:
 
 
 def test_bad_calls() -> None:
-    planner = jitattn.CascadePlanner(**COMMON)
+    planner = jitattn.cascade.CascadePlanner(**COMMON)
     plan = planner.plan(decode_levels())
     q, cache = some_inputs()
     with pytest.raises(TypeError, match="q has dtype float32"):
@@ -190,6 +192,6 @@ def test_bad_calls() -> None:
         plan.run(q, cache, lse=torch.empty(1, HEADS).expand(2, HEADS))
     with pytest.raises(TypeError, match="return_lse"):
         plan.run(q, cache, return_lse=1)  # type: ignore[arg-type]
-    other = jitattn.CascadePlanner(**COMMON, sm_scale=2.0)
+    other = jitattn.cascade.CascadePlanner(**COMMON, sm_scale=2.0)
     with pytest.raises(ValueError, match="another configuration"):
         plan.run(q, other.bind(cache))

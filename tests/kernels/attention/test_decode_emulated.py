@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import jitattn
-from tests.emulator.host_attention import HostCuda
+from tests.emulator.attention import EmulatedCuda
 from tests.support.cases import E4M3, E5M2, NVFP4, Case, of
 from tests.support.harness import attend, check, check_addresses, expected
 from tests.support.inputs import address_probe, make_inputs, random_tokens
@@ -40,7 +40,7 @@ WARPGROUPS = ("nvfp4", "fp16", "odd number of blocks", "wide rows", "odd strides
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compute_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of(CASES[name], *PAIRS, spare_rows=2)
-    host = HostCuda(monkeypatch, "sm_80")  # elsewhere prefill has warpgroups
+    host = EmulatedCuda(monkeypatch, "sm_80")  # elsewhere prefill has warpgroups
     inputs = make_inputs(case, "cpu")
     planner = host.planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))
@@ -50,7 +50,7 @@ def test_kernels_compute_the_definition(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["nvfp4", "odd number of blocks", "wide rows"])
 def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of(CASES[name], (1, 40), (1, 150), (1, 0))
-    host = HostCuda(monkeypatch, "sm_90a")
+    host = EmulatedCuda(monkeypatch, "sm_90a")
     inputs = make_inputs(case, "cpu")
     planner = host.planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))
@@ -60,7 +60,7 @@ def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["e4m3", *WARPGROUPS])
 def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of(CASES[name], (140, 150), (40, 200), (20, 20))
-    host = HostCuda(monkeypatch, "sm_90a")
+    host = EmulatedCuda(monkeypatch, "sm_90a")
     inputs = make_inputs(case, "cpu")
     planner = host.planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))
@@ -71,7 +71,7 @@ def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_prefill_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of(CASES[name], (140, 150), (40, 200), (20, 20))
     inputs = make_inputs(case, "cpu")
-    planner = HostCuda(monkeypatch, "sm_90a", seed=1).planner(**case.planner_arguments())
+    planner = EmulatedCuda(monkeypatch, "sm_90a", seed=1).planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))
 
 
@@ -86,7 +86,7 @@ def test_small_probabilities_of_float16(
     rng = torch.Generator().manual_seed(5)
     v = torch.where(torch.rand(v.shape, generator=rng) < 0.05, v.float(), 0.0).to(v.dtype)
     inputs = make_inputs(case, "cpu", (4 * q, k, v))
-    planner = HostCuda(monkeypatch, arch).planner(**case.planner_arguments())
+    planner = EmulatedCuda(monkeypatch, arch).planner(**case.planner_arguments())
     out, lse = attend(inputs, planner)
     want = expected(inputs)
     check(case, out, lse, want)
@@ -98,7 +98,7 @@ def test_addresses(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out is one row of V, bit for bit."""
     targets = [0, 17, 99, 130]
     case = of(replace(BASE, causal=False), *[(q_len, 131)] * len(targets))
-    host = HostCuda(monkeypatch, "sm_80")
+    host = EmulatedCuda(monkeypatch, "sm_80")
     inputs = make_inputs(case, "cpu", address_probe(case, "cpu", targets))
     planner = host.planner(**case.planner_arguments())
     assert check_addresses(inputs, attend(inputs, planner)[0], targets) == q_len * len(targets)
@@ -111,7 +111,7 @@ def test_a_nan_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inputs.blocks is not None
     page = int(inputs.table[0, 0])
     inputs.blocks[1].view(torch.uint8)[page, 5, 1, 3] = 0x7F
-    host = HostCuda(monkeypatch, "sm_90a")
+    host = EmulatedCuda(monkeypatch, "sm_90a")
     out, lse = attend(inputs, host.planner(**case.planner_arguments()))
     is_nan = torch.isnan(out)
     want = torch.zeros_like(is_nan)
@@ -127,7 +127,7 @@ def test_every_byte(family: Case, q_len: int, arch: str, monkeypatch: pytest.Mon
     """Infinite values saturate with the outputs that they are; NaN stays."""
     case = replace(family, page_size=5)  # no boxes
     inputs, want = every_byte_of_v(case, q_len, "cpu", range(0, 256, 51))
-    planner = HostCuda(monkeypatch, arch).planner(**inputs.case.planner_arguments())
+    planner = EmulatedCuda(monkeypatch, arch).planner(**inputs.case.planner_arguments())
     out, _ = attend(inputs, planner)
     torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
@@ -143,7 +143,7 @@ def test_outputs_saturate(q_len: int, arch: str | None, monkeypatch: pytest.Monk
     if arch is None:
         planner = jitattn.AttentionPlanner(**arguments, device="cpu")
     else:
-        planner = HostCuda(monkeypatch, arch).planner(**arguments)
+        planner = EmulatedCuda(monkeypatch, arch).planner(**arguments)
     cache = torch.full((20, 2, 5, 1, 128), 127, dtype=torch.int8)
     cache[:, 1, ..., 64:] = -127
     table = jitattn.BlockTable(torch.arange(20, dtype=torch.int32)[None])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.spec.tile import decode_tile_for, prefill_tile_for
+from jitattn.kernels.attention.tile import decode_tile, prefill_tile
 from tests.support.cases import E4M3, E5M2, QUANTISED_FAMILIES, SCALES, Case, of
 from tests.support.harness import assert_same, attend, planner_for
 from tests.support.inputs import K_SCALES, V_SCALES, Inputs, make_inputs
@@ -121,9 +121,9 @@ def test_what_bind_holds() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f", "sm_120f"])
 def test_as_many_bytes_are_under_way(arch: str) -> None:
     """Of 8-bit caches a ring holds twice the tokens, where it held few."""
-    wide = jitattn.spec.support.resolve(E4M3.config(), arch)
-    tile = decode_tile_for(wide[0], arch)  # type: ignore[arg-type]
-    narrow = decode_tile_for(replace(wide[0], kv_dtype=wide[0].q_dtype), arch)  # type: ignore
+    wide = jitattn.kernels.registry.specs_of(E4M3.config(), arch)
+    tile = decode_tile(wide[0], arch)  # type: ignore[arg-type]
+    narrow = decode_tile(replace(wide[0], kv_dtype=wide[0].q_dtype), arch)  # type: ignore
     assert tile.tile_tokens * tile.num_stages >= 2 * narrow.tile_tokens * narrow.num_stages
     if arch != "sm_90a":  # where warpgroups have long tiles anyway
-        assert prefill_tile_for(wide[2], arch).tile_tokens == 64  # type: ignore[arg-type]
+        assert prefill_tile(wide[2], arch).tile_tokens == 64  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ from jitattn.kernels.common import planner_base
 from jitattn.kernels.mla.api import latent_plan_for_call
 from jitattn.tensors import cache_views
 from jitattn.tensors.cache_views import NO_LAYOUT, RowLayout
-from tests.emulator import fake_cuda
-from tests.emulator.fake_cuda import FakeCuda
+from tests.emulator import launch_recorder
+from tests.emulator.launch_recorder import LaunchRecorder
 
 B, HQ, HKV, D, PAGE, PAGES, WIDTH = 3, 8, 2, 32, 4, 6, 5
 SHAPE = {"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": D, "page_size": PAGE}
@@ -36,8 +36,8 @@ REFUSED = (TypeError, ValueError)
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return fake_cuda.install(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
+    return launch_recorder.install(monkeypatch)
 
 
 def queries(num_tokens: int = B, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -142,7 +142,7 @@ def tables(config: str) -> list[jitattn.BlockTable]:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("max_q_len", [None, 2, 40])
 def test_a_call_after_others_gets_what_a_first_call_gets(
-    cuda: FakeCuda, config: str, max_q_len: int | None
+    cuda: LaunchRecorder, config: str, max_q_len: int | None
 ) -> None:
     rng = random.Random(f"{config} {max_q_len}")
     planner = cuda.planner(**SHAPE | CONFIGS[config])
@@ -181,7 +181,7 @@ def test_a_call_after_others_gets_what_a_first_call_gets(
             )
 
 
-def test_alignment_is_that_of_each_call(cuda: FakeCuda) -> None:
+def test_alignment_is_that_of_each_call(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan, kv = planner.plan(table(), LENS), planner.bind(cache())
     memory = torch.zeros(B * HQ * D + 8, dtype=torch.bfloat16)
@@ -195,7 +195,7 @@ def test_alignment_is_that_of_each_call(cuda: FakeCuda) -> None:
         assert (got.q, got.out) == (q.data_ptr(), out.data_ptr())
 
 
-def test_lse_and_sinks_of_each_call(cuda: FakeCuda) -> None:
+def test_lse_and_sinks_of_each_call(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE, use_sinks=True)
     plan, kv = planner.plan(table(), LENS), planner.bind(cache())
     lse = torch.zeros(HQ, B).t()
@@ -209,7 +209,7 @@ def test_lse_and_sinks_of_each_call(cuda: FakeCuda) -> None:
         assert cuda.last().params.attention.lse is None
 
 
-def test_outputs_are_new_and_dense(cuda: FakeCuda) -> None:
+def test_outputs_are_new_and_dense(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan, kv = planner.plan(table(), LENS), planner.bind(cache())
     packed = torch.zeros(B, 3 * HQ, D, dtype=torch.bfloat16)[:, :HQ]
@@ -220,7 +220,7 @@ def test_outputs_are_new_and_dense(cuda: FakeCuda) -> None:
     }
 
 
-def test_a_slice_whose_strides_are_those_of_out_is_not_its_shape(cuda: FakeCuda) -> None:
+def test_a_slice_whose_strides_are_those_of_out_is_not_its_shape(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE, head_dim_vo=64)
     pool = torch.zeros(PAGES, PAGE, HKV, 64, dtype=torch.bfloat16)
     plan, kv = planner.plan(table(), LENS), planner.bind((pool[..., :D], pool))
@@ -228,7 +228,7 @@ def test_a_slice_whose_strides_are_those_of_out_is_not_its_shape(cuda: FakeCuda)
     assert [plan.run(q, kv).shape[-1] for _ in range(3)] == [64] * 3
 
 
-def test_a_cache_may_have_moved(cuda: FakeCuda) -> None:
+def test_a_cache_may_have_moved(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     pool = cache()
     plan, kv = planner.plan(table(), LENS), planner.bind(pool)
@@ -306,7 +306,7 @@ BAD: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("given", ["all", "out", "none"])
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_call_after_good_ones_is_refused(cuda: FakeCuda, bad: str, given: str) -> None:
+def test_a_bad_call_after_good_ones_is_refused(cuda: LaunchRecorder, bad: str, given: str) -> None:
     planner = cuda.planner(**SHAPE)
     plan, kv = planner.plan(table(), LENS), planner.bind(cache())
     possible = {"out": queries(), "lse": torch.zeros(B, HQ), "pages": table()}
@@ -329,7 +329,7 @@ def test_a_bad_call_after_good_ones_is_refused(cuda: FakeCuda, bad: str, given: 
 
 @pytest.mark.parametrize("page_table", ["shared", "ragged"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
-def test_plain_calls_in_turn(cuda: FakeCuda, page_table: str, kv_dtype: str) -> None:
+def test_plain_calls_in_turn(cuda: LaunchRecorder, page_table: str, kv_dtype: str) -> None:
     """Caches of several kinds, q and out that lie anywhere, and other calls in between."""
     rng = random.Random(f"{page_table} {kv_dtype}")
     is_ragged = page_table == "ragged"
@@ -392,7 +392,7 @@ def test_a_recogniser_knows_what_lies_alike(
     assert not any(lie_alike(q, other) for other in (out.contiguous(), out.double(), q, None))
 
 
-def test_q_and_out_may_be_columns_of_one_tensor(cuda: FakeCuda) -> None:
+def test_q_and_out_may_be_columns_of_one_tensor(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan, kv = planner.plan(table(), LENS), planner.bind(cache())
     for _ in range(4):
@@ -404,7 +404,7 @@ def test_q_and_out_may_be_columns_of_one_tensor(cuda: FakeCuda) -> None:
     assert len(cuda.launches) == 1 + 8
 
 
-def test_outputs_must_fit_the_q_of_their_call(cuda: FakeCuda) -> None:
+def test_outputs_must_fit_the_q_of_their_call(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=3)
     kv = planner.bind(cache())
@@ -419,7 +419,7 @@ def test_outputs_must_fit_the_q_of_their_call(cuda: FakeCuda) -> None:
         assert plan.run(queries(other), kv, return_lse=True)[1].shape[0] == other
 
 
-def test_a_cache_of_another_planner(cuda: FakeCuda) -> None:
+def test_a_cache_of_another_planner(cuda: LaunchRecorder) -> None:
     planner, twin = cuda.planner(**SHAPE), cuda.planner(**SHAPE)
     other = cuda.planner(**SHAPE, window_left=3)
     reference = jitattn.AttentionPlanner(**SHAPE, device="cpu")
@@ -441,7 +441,7 @@ def test_a_cache_of_another_planner(cuda: FakeCuda) -> None:
     assert len(cuda.launches) == num_launches
 
 
-def test_a_subclass_of_tensor_is_checked_every_time(cuda: FakeCuda) -> None:
+def test_a_subclass_of_tensor_is_checked_every_time(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan, kv = planner.plan(table(), LENS), planner.bind(cache())
     for _ in range(2):
@@ -450,7 +450,9 @@ def test_a_subclass_of_tensor_is_checked_every_time(cuda: FakeCuda) -> None:
             plan.run(torch.nn.Parameter(queries().half(), requires_grad=False), kv)
 
 
-def test_the_check_of_ids_sees_every_call(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_ids_sees_every_call(
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JITATTN_CHECK", "1")
     planner = cuda.planner(**SHAPE)
     pages = table()
@@ -487,7 +489,7 @@ def test_a_layout_fits_what_lies_alike() -> None:
 # --- plans, streams, devices ----------------------------------------------------------------------
 
 
-def test_plans_say_what_they_were_given(cuda: FakeCuda) -> None:
+def test_plans_say_what_they_were_given(cuda: LaunchRecorder) -> None:
     """Whatever the plans before them said, whose parameters they write over."""
     planner = cuda.planner(**SHAPE)
     lens = {dtype: torch.zeros(2 * B, dtype=dtype)[::2] for dtype in (torch.int32, torch.int64)}
@@ -504,7 +506,7 @@ def test_plans_say_what_they_were_given(cuda: FakeCuda) -> None:
         assert got.qo_indptr == (OFFSETS.data_ptr() if i % 3 else None)
 
 
-def test_plans_that_live_share_nothing(cuda: FakeCuda) -> None:
+def test_plans_that_live_share_nothing(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     kv = planner.bind(cache())
     kept = [planner.plan(table(), LENS) for _ in range(3)]
@@ -522,12 +524,12 @@ def test_plans_that_live_share_nothing(cuda: FakeCuda) -> None:
     assert len(schedules) == len({id(p._backend._parts[0]) for p in plans}) == len(plans)
 
 
-def memory_of(plan: jitattn.Plan) -> tuple[Tensor, ...]:
+def memory_of(plan: jitattn.types.Plan) -> tuple[Tensor, ...]:
     return tuple(part._memory for part in plan._backend._parts)
 
 
 def test_memory_goes_from_plan_to_plan_in_the_order_of_one_stream(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.stream)
@@ -549,7 +551,7 @@ def test_memory_goes_from_plan_to_plan_in_the_order_of_one_stream(
         assert memory_of(planner.plan(table(), LENS))[0] is not first
 
 
-def test_memory_of_a_workspace_that_has_grown_is_dropped(cuda: FakeCuda) -> None:
+def test_memory_of_a_workspace_that_has_grown_is_dropped(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan = planner.plan(table(), LENS)
     (first,) = memory_of(plan)
@@ -558,7 +560,7 @@ def test_memory_of_a_workspace_that_has_grown_is_dropped(cuda: FakeCuda) -> None
     assert memory_of(planner.plan(table(), LENS))[0] is not first
 
 
-def test_a_planner_that_is_gone_leaves_no_memory(cuda: FakeCuda) -> None:
+def test_a_planner_that_is_gone_leaves_no_memory(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan, kv, out = planner.plan(table(), LENS), planner.bind(cache()), queries()
     for _ in range(3):
@@ -574,7 +576,7 @@ def test_a_planner_that_is_gone_leaves_no_memory(cuda: FakeCuda) -> None:
         gc.enable()
 
 
-def test_threads_plan_and_run_at_once(cuda: FakeCuda) -> None:
+def test_threads_plan_and_run_at_once(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     barrier = threading.Barrier(8)
     wrong: list[object] = []
@@ -598,7 +600,7 @@ def test_threads_plan_and_run_at_once(cuda: FakeCuda) -> None:
     assert len(cuda.launches) == 8 * 100 * 2
 
 
-def test_every_table_and_cache_of_ragged_batches(cuda: FakeCuda) -> None:
+def test_every_table_and_cache_of_ragged_batches(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE | {"page_size": None, "page_table": "ragged"})
     pages = jitattn.RaggedKV(torch.tensor([0, 5, 14, 14], dtype=torch.int32))
     plan = planner.plan(pages, LENS)
@@ -610,7 +612,7 @@ def test_every_table_and_cache_of_ragged_batches(cuda: FakeCuda) -> None:
         assert cuda.last().params.pages.num_entries == num_tokens
 
 
-def test_csr_plans_know_their_pages(cuda: FakeCuda) -> None:
+def test_csr_plans_know_their_pages(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE, page_table="csr")
     offsets = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
     for num_pages in (5, 9):
@@ -621,7 +623,7 @@ def test_csr_plans_know_their_pages(cuda: FakeCuda) -> None:
 
 
 def test_launches_follow_the_current_stream_and_device(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent: list[int] = []
     monkeypatch.setattr(CudaPlan, "_lend_memory", lambda plan, stream: lent.append(stream))
@@ -639,7 +641,7 @@ def test_launches_follow_the_current_stream_and_device(
         planner.plan(table(), LENS)
 
 
-def test_an_empty_batch_launches_nothing(cuda: FakeCuda) -> None:
+def test_an_empty_batch_launches_nothing(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     plan = planner.plan(table(batch_size=0), LENS[:0])
     out, lse = plan.run(queries(0), planner.bind(cache()), return_lse=True)
@@ -647,7 +649,7 @@ def test_an_empty_batch_launches_nothing(cuda: FakeCuda) -> None:
     assert cuda.launches == []
 
 
-def test_memory_of_a_captured_plan_is_not_used_again(cuda: FakeCuda) -> None:
+def test_memory_of_a_captured_plan_is_not_used_again(cuda: LaunchRecorder) -> None:
     """On its own stream too: a graph that outlives the plan replays with it."""
     planner = cuda.planner()
     pages, lengths = jitattn.BlockTable(torch.zeros(2, 4, dtype=torch.int32)), torch.tensor([5, 9])
@@ -673,7 +675,7 @@ def test_memory_of_a_captured_plan_is_not_used_again(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("max_q_len", [1, 3, 100])
-def test_a_plan_for_a_call_may_be_captured(cuda: FakeCuda, max_q_len: int) -> None:
+def test_a_plan_for_a_call_may_be_captured(cuda: LaunchRecorder, max_q_len: int) -> None:
     """Its memory is of the graph: nothing that others use, cleared by each replay."""
     planner = cuda.planner(**SHAPE)
     kv, q = planner.bind(cache()), queries(6)
@@ -729,7 +731,7 @@ def test_latent_plans_for_a_call_may_be_captured(monkeypatch: pytest.MonkeyPatch
     assert plan._batch is made[0]
 
 
-def test_a_capture_loads_no_kernel(cuda: FakeCuda) -> None:
+def test_a_capture_loads_no_kernel(cuda: LaunchRecorder) -> None:
     planner = cuda.planner(**SHAPE)
     odd = torch.zeros(B * 2 * PAGE * HKV * D + 1, dtype=torch.bfloat16)[1:].view(B, 2, PAGE, HKV, D)
     cuda.is_capturing = True
@@ -748,7 +750,9 @@ def test_a_capture_loads_no_kernel(cuda: FakeCuda) -> None:
     plan_for_call(planner, table(), LENS, OFFSETS, max_q_len=100)
 
 
-def test_captured_calls_are_not_looked_at(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_calls_are_not_looked_at(
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JITATTN_CHECK would wait for the device."""
     monkeypatch.setenv("JITATTN_CHECK", "1")
     monkeypatch.setattr(planner_base, "is_capturing", lambda device: cuda.is_capturing)
@@ -761,7 +765,7 @@ def test_captured_calls_are_not_looked_at(cuda: FakeCuda, monkeypatch: pytest.Mo
     plan_for_call(planner, table(), long).run(queries(), kv)
 
 
-def test_plans_are_not_copied(cuda: FakeCuda) -> None:
+def test_plans_are_not_copied(cuda: LaunchRecorder) -> None:
     """A copy would give the memory back that the other one uses."""
     planner = cuda.planner()
     plan = planner.plan(

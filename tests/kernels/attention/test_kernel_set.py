@@ -18,10 +18,10 @@ from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
 from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import KernelSpec
+from jitattn.spec.family import KernelSpec
 from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
-from tests.emulator import fake_cuda
+from tests.emulator import launch_recorder
 
 DEVICE = torch.device("cuda", 3)
 CONFIG = PlannerConfig(head_dim=64)
@@ -71,7 +71,7 @@ class FakeBuilder:
         assert hint == "head_dim=64"
         error = CompileError("k", "error: no", "")
         pending = [
-            FakePending(spec, self.was_found, error if spec.family == self.failing else None)
+            FakePending(spec, self.was_found, error if spec.kernel == self.failing else None)
             for spec in specs
         ]
         self.started += pending
@@ -92,7 +92,7 @@ class FakeBuilder:
 
 
 def short(spec: KernelSpec) -> str:
-    return f"{spec.family} {getattr(spec, 'loader', '')}".strip()
+    return f"{spec.kernel} {getattr(spec, 'loader', '')}".strip()
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     for module in (loaded_kernels, attention_kernels):
         monkeypatch.setattr(module, "load_kernel", fake.load)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tma, "encode_tensor_map", fake_cuda.encode_tensor_map)
+    monkeypatch.setattr(tma, "encode_tensor_map", launch_recorder.encode_tensor_map)
     return fake
 
 

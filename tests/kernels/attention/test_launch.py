@@ -12,7 +12,7 @@ from cuda.bindings import driver as binding
 from jitattn.base.errors import DriverError
 from jitattn.device import driver
 from jitattn.device.driver import Launch
-from tests.emulator.fake_cuda import FakeKernel
+from tests.emulator.launch_recorder import FakeKernel
 
 KERNEL = FakeKernel("jitattn_any", 3, 1234)
 

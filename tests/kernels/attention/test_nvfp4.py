@@ -13,10 +13,11 @@ from torch import Tensor
 
 import jitattn
 from jitattn.jit.sources import TEMPLATES
-from jitattn.spec.params import ATTENTION_OFFSET, BlockScales
-from tests.emulator import fake_cuda
-from tests.emulator.host_attention import HOST, arch_of
-from tests.emulator.host_cuda import library_of
+from jitattn.kernels.common.params import ATTENTION_OFFSET
+from jitattn.spec.params import BlockScales
+from tests.emulator import launch_recorder
+from tests.emulator.attention import HOST, arch_of
+from tests.emulator.cuda_runtime import library_of
 
 D_DATA, D_SCALES = 64, 8  # of 128 elements
 
@@ -133,7 +134,7 @@ def cache_of(head_dim: int, *, room: int = 0, scale_room: int = 0) -> jitattn.Qu
 def test_loader_goes_by_numbers_and_scales(
     head_dim: int, room: int, scale_room: int, loader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = fake_cuda.install(monkeypatch)
+    cuda = launch_recorder.install(monkeypatch)
     planner = cuda.planner(**NVFP4_ARGUMENTS, head_dim=head_dim)
     kv = planner.bind(cache_of(head_dim, room=room, scale_room=scale_room))
     assert kv.kernels.decode.load().symbol.endswith(loader)  # type: ignore[attr-defined]
@@ -141,7 +142,7 @@ def test_loader_goes_by_numbers_and_scales(
 
 def test_launches_have_the_scales_of_their_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every cache in turn, also where a call is repeated with other addresses."""
-    cuda = fake_cuda.install(monkeypatch)
+    cuda = launch_recorder.install(monkeypatch)
     planner = cuda.planner(**NVFP4_ARGUMENTS)
     table = jitattn.BlockTable(torch.zeros(2, 4, dtype=torch.int32))
     plan = planner.plan(table, torch.ones(2, dtype=torch.int32))
@@ -218,7 +219,7 @@ def test_every_code_under_every_scale(is_half: bool, arch: str, tmp_path: Path) 
             found[scale, i] = torch.tensor(list(room))
     rows = torch.cat((data, data), -1).expand(256, 16, 8).contiguous()
     blocks_of = scales[:, None, None].expand(256, 16, 1).contiguous()
-    want = jitattn.dequantize_kv(
+    want = jitattn.quant.dequantize_kv(
         rows, dtype="nvfp4", block_scales=blocks_of.view(torch.float8_e4m3fn)
     )[..., :8]
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)

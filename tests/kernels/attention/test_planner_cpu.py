@@ -14,9 +14,9 @@ from tests.support.cases import Case, decode_cases
 from tests.support.harness import (
     attend,
     check,
+    check_case,
     expected,
     planner_for,
-    run_case,
     same_bits,
     target_rows,
 )
@@ -32,7 +32,7 @@ CASE = Case(head_dim=32, page_size=4, lengths=(5, 0, 17), num_kv_heads=2, group_
 
 @pytest.mark.parametrize("case", SMALL[::2], ids=str)
 def test_decode_cases(case: Case) -> None:
-    run_case(case, "cpu")
+    check_case(case, "cpu")
 
 
 @pytest.mark.parametrize("page_table", ["shared", "separate"])
@@ -144,7 +144,7 @@ def test_empty_request_with_a_sink_has_the_sink_as_lse() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bfloat16-column"])
 def test_sinks_of_every_float_dtype_and_stride(dtype: str) -> None:
-    run_case(replace(CASE, sinks=dtype), "cpu")
+    check_case(replace(CASE, sinks=dtype), "cpu")
 
 
 # --- what a plan snapshots ------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_table_with_strided_columns(page_table: str) -> None:
 
 def test_two_requests_of_a_separate_table_are_not_ambiguous() -> None:
     # [2, 2, M] with two requests: the rank decides, not the sizes.
-    run_case(replace(CASE, page_table="separate", lengths=(1, 1)), "cpu")
+    check_case(replace(CASE, page_table="separate", lengths=(1, 1)), "cpu")
 
 
 # --- sharing --------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_planner_serves_many_threads() -> None:
     def work(case: Case) -> None:
         try:
             for _ in range(3):
-                run_case(case, "cpu")
+                check_case(case, "cpu")
         except BaseException as error:
             failures.append(error)
 

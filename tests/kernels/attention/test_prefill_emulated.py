@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.emulator.host_attention import HostCuda
+from tests.emulator.attention import EmulatedCuda
 from tests.support.cases import E4M3, Case, of
 from tests.support.harness import attend, check, expected
 from tests.support.inputs import make_inputs
@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_computes_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    host = HostCuda(monkeypatch, "sm_90a")
+    host = EmulatedCuda(monkeypatch, "sm_90a")
     inputs = make_inputs(case, "cpu")
     planner = host.planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))

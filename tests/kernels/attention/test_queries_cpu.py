@@ -1,7 +1,7 @@
 """Batches of any query length on the CPU, against a formula written down a second time.
 
 `by_definition` walks rows, heads and keys one by one in Python floats; it shares nothing with
-jitattn/reference.py. Masks are read back from the tensors that ``run`` gets.
+jitattn/kernels/attention/reference.py. Masks are read back from the tensors that ``run`` gets.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """The schedule kernel's arithmetic: a model of its rounds, and the template itself on the host.
 
-The model takes its constants from the template and is tied to it by the lines that it transcribes.
-Where there is a C++ compiler, templates/schedule.cu.jinja is compiled for the CPU, with one thread,
-and what it writes is held against the model and against what the attention kernels rely on.
+Where there is a C++ compiler, the template is compiled for the CPU, with one thread and with
+several, and what it writes is held against the model and what the attention kernels rely on.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +17,14 @@ from torch import Tensor
 
 from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.kernels.attention.schedule import _MAX_ROUNDS, _MIN_SPLIT_TOKENS
-from jitattn.spec.params import Schedule, ScheduleParams
-from tests.emulator import fake_cuda
-from tests.emulator.host_cuda import QUALIFIERS, THREADS, WORDS, library_of
+from jitattn.kernels.common.params import Schedule, ScheduleParams
+from tests.emulator import launch_recorder
+from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 from tests.gpu.test_claims import IN_ROUNDS
 from tests.support.cases import Case
 
 _UNIT_COST, _MIN_SLOT_COST = KernelSet.unit_cost, KernelSet.min_slot_cost
 
-TEMPLATES = Path(__file__).parents[3] / "templates"
-SOURCE = (TEMPLATES / "schedule.cu.jinja").read_text()
 random_examples = settings(
     max_examples=300,
     derandomize=True,
@@ -43,17 +37,11 @@ random_examples = settings(
 # --- the model ------------------------------------------------------------------------------------
 
 
-def constants(pattern: str) -> int:
-    """The number that ``pattern`` finds in the template, the same wherever it does."""
-    (value,) = set(re.findall(pattern, SOURCE))
-    return int(value)
-
-
-MIN_CLAIM = constants(r"kMinClaim = (\d+);")
-LATER = constants(r"total_cost / (\d+) >>")  # the part of the cost that later rounds have
-SPARE = constants(r"most - most / (\d+);")  # the part of the slots that even units may cost
-NUM_BUCKETS = constants(r"kNumBuckets = (\d+);")
-MANY_PIECES = constants(r"kManyPieces = (\d+);")
+MIN_CLAIM = 4
+LATER = 8  # the part of the cost that later rounds have
+SPARE = 8  # the part of the slots that even units may cost
+NUM_BUCKETS = 6
+MANY_PIECES = 8
 
 
 @dataclass(frozen=True)
@@ -143,49 +131,6 @@ def bucket_of(cost: int, longest: int) -> int:
     return sum(cost <= longest >> halvings for halvings in range(1, NUM_BUCKETS))
 
 
-# Who changes one of these in the template has the model to change, too.
-TRANSCRIBED = """
-while (count < max_count && total_cost / 8 >> (count - 1) >= min_claim * width) {
-return width * count;
-if (round == 0) return 0;
-return round == count ? total_cost : total_cost - (total_cost / 8 >> (round - 1));
-const int32_t round = slot / width;
-const int64_t first = begin(round), size = begin(min(round + 1, count)) - first;
-return first + (slot % width * size + width - 1) / width;
-int32_t round = count - 1;
-while (position < begin(round)) --round;
-const int64_t first = begin(round), size = begin(round + 1) - first;
-return round * width + static_cast<int32_t>((position - first) * width / size);
-const int32_t least = most - most / 8;
-int32_t whole = most >= num_units ? most / num_units * num_units : most;
-while (whole >= least && whole < num_units && num_units % whole != 0) --whole;
-return whole >= least ? whole : 0;
-const bool is_alike =
-    params.max_splits == 0 && num_units > 0 && longest * num_units == total_cost;
-const int32_t whole = is_alike ? count_whole(num_units, most) : 0;
-const int32_t sharing = num_units > 0 ? whole / num_units : 0;
-const bool all_visit = sharing > 1 && longest - params.unit_cost >= sharing;
-const Rounds rounds(total_cost, whole ? whole : most, params.max_rounds,
-                    whole && longest > kMinClaim ? longest : kMinClaim);
-const int64_t pieces = static_cast<int64_t>(num_units) * params.num_head_blocks;
-if (4 * total_cost >= 3 * longest * num_units) {
-const int64_t passes = (pieces + ctas - 1) / ctas;
-return 100 * pieces >= 93 * passes * ctas || pieces >= kManyPieces * ctas;
-return longest * ctas <= total_cost * params.num_head_blocks;
-while (bucket + 1 < kNumBuckets && cost <= longest >> (bucket + 1)) ++bucket;
-"""
-
-
-def test_the_model_is_that_of_the_template() -> None:
-    text = " ".join(SOURCE.split())
-    for statement in re.split(r"(?<=[;{])\n", TRANSCRIBED.strip()):
-        numbers = {"total_cost / 8": f"total_cost / {LATER}", "most / 8": f"most / {SPARE}"}
-        wanted = " ".join(statement.split())
-        for given_number, number in numbers.items():
-            wanted = wanted.replace(given_number, number)
-        assert wanted in text, wanted
-
-
 @st.composite
 def rounds(draw: st.DrawFn) -> Rounds:
     width = draw(st.integers(1, 300))
@@ -248,109 +193,23 @@ def test_even_units_get_whole_slots(most: int, num_units: int, cost: int) -> Non
 
 # --- the template on the host ---------------------------------------------------------------------
 
-# A thread is a warp. What else the template includes is of no device.
-HOST = f"""
-constexpr int kBlock = $(num_threads);
-{QUALIFIERS}{WORDS}{THREADS}
-inline void __threadfence() {{}}
-inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {{ return value; }}
-inline int64_t __shfl_up_sync(unsigned, int64_t value, int) {{ return value; }}
-namespace jitattn {{
-constexpr int kWarpSize = 1;
-inline void wait_for_previous_kernel() {{}}
-"""
-CALL = """
-extern "C" void call(const jitattn::ScheduleParams* params) {
-  std::vector<std::thread> others;
-  for (int i = 1; i < kBlock; ++i) {
-    others.emplace_back([=] { threadIdx.x = i; schedule(*params); });
-  }
-  schedule(*params);
-  for (std::thread& other : others) other.join();
-}
-"""
-
-# What a kernel finds in each slot, in the words of work.cuh.jinja.
-WORK = """
-namespace jitattn {
-constexpr bool kHasWholeUnits = true;
-constexpr int32_t kInt32Max = 0x7fffffff;
-int32_t kTileTokens;
-struct Divisor { int32_t divide(int32_t x) const { return x; } };
-struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv; };
-struct Pages { bool holds(int32_t, int32_t) const { return true; } };
-struct KernelParams { AttentionParams attention; Pages pages; };
-"""
-FIND = """
-}
-extern "C" int find(const jitattn::Schedule* schedule, int tile_tokens, int32_t (*found)[5]) {
-  using namespace jitattn;
-  kTileTokens = tile_tokens;
-  const KernelParams params = {{*schedule}};
-  int count = 0;
-  for (int slot_index = 0; slot_index < schedule->header->num_slots; ++slot_index) {
-    const SlotRange slot(params.attention, slot_index);
-    for (int index = slot.begin.unit; index <= slot.last_unit; ++index) {
-      const TileRange tiles(params, slot, index);
-      if (tiles.is_skipped) continue;
-      const int32_t part[5] = {slot_index, index, tiles.begin, tiles.end, tiles.unit.num_splits};
-      for (int i = 0; i < 5; ++i) found[count][i] = part[i];
-      ++count;
-    }
-  }
-  return count;
-}
-"""
-
-
-class Call:
-    """The schedule kernel on the CPU, and what kernels find in a schedule."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-
-    def __call__(self, params: ScheduleParams) -> None:
-        self._library.call(ctypes.byref(params))
-
-    def find(self, schedule: Schedule, tile_tokens: int, most: int) -> list[list[int]]:
-        """Return slot, unit, first tile, end and number of splits of each part of the work."""
-        found = torch.zeros(most, 5, dtype=torch.int32)
-        pointer = ctypes.c_void_p(found.data_ptr())
-        count = self._library.find(ctypes.byref(schedule), tile_tokens, pointer)
-        assert count <= most
-        return found[:count].tolist()
-
-
 UNWRITTEN = -77
 DECODE_ROWS = 8
 MAX_KV_LEN = 2**30
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> Call:
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> EmulatedSchedule:
     """The schedule kernel, compiled for the CPU, with one thread."""
-    return compile_for_host(tmp_path_factory.mktemp("schedule"), 1)
+    return compile_schedule(tmp_path_factory.mktemp("schedule"), 1)
 
 
 @pytest.fixture(scope="module", params=[1, 7], ids=["one thread", "seven threads"])
-def on_threads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Call:
+def on_threads(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EmulatedSchedule:
     """The same with one thread and with several."""
-    return compile_for_host(tmp_path_factory.mktemp("schedule"), request.param)
-
-
-def compile_for_host(folder: Path, num_threads: int) -> Call:
-    types = (TEMPLATES / "include/jitattn/types.cuh").read_text()
-    load_integer = types[types.index("__device__ __forceinline__ int64_t load_integer") :]
-    headers = [
-        (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
-        for name in ("schedule", "schedule_params")
-    ]
-    work = (TEMPLATES / "work.cuh.jinja").read_text()
-    ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
-    parts = (HOST, load_integer, *headers, SOURCE, CALL, WORK, ranges, FIND)
-    text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
-    text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
-    return Call(library_of(text, folder / "schedule.cpp"))
+    return compile_schedule(tmp_path_factory.mktemp("schedule"), request.param)
 
 
 @dataclass(frozen=True)
@@ -409,7 +268,7 @@ class Scheduled:
     found: list[list[int]]
 
 
-def schedule(call: Call, batch: Batch) -> Scheduled:
+def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
     count = len(batch.lengths)
     q_lens = batch.q_lens or (1,) * count
     rows = [q_len * batch.group_size for q_len in q_lens]
@@ -652,7 +511,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 @random_examples
 @given(batches())
-def test_every_tile_has_its_slot(on_threads: Call, batch: Batch) -> None:
+def test_every_tile_has_its_slot(on_threads: EmulatedSchedule, batch: Batch) -> None:
     check(batch, schedule(on_threads, batch))
 
 
@@ -679,7 +538,7 @@ def prefill_batches(draw: st.DrawFn) -> Batch:
 
 @random_examples
 @given(prefill_batches())
-def test_every_row_has_its_unit(on_threads: Call, batch: Batch) -> None:
+def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> None:
     check(batch, schedule(on_threads, batch))
 
 
@@ -711,7 +570,7 @@ def test_every_row_has_its_unit(on_threads: Call, batch: Batch) -> None:
         (Batch((100, 100), (1, 1), prefill_rows=64, max_rounds=1), 0),
     ],
 )
-def test_some_batches(on_threads: Call, batch: Batch, num_slots: int) -> None:
+def test_some_batches(on_threads: EmulatedSchedule, batch: Batch, num_slots: int) -> None:
     found = schedule(on_threads, batch)
     check(batch, found)
     assert found.num_slots == num_slots
@@ -754,18 +613,18 @@ def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object
         (prefill((20_000,) * 16, (2,) * 16, prefill_rows=0), False),
     ],
 )
-def test_whole_units(on_threads: Call, batch: Batch, is_whole: bool) -> None:
+def test_whole_units(on_threads: EmulatedSchedule, batch: Batch, is_whole: bool) -> None:
     found = schedule(on_threads, batch)
     check(batch, found)
     assert found.is_whole == is_whole
 
 
-def test_whole_units_of_a_causal_prompt_get_shorter(on_host: Call) -> None:
+def test_whole_units_of_a_causal_prompt_get_shorter(on_host: EmulatedSchedule) -> None:
     found = schedule(on_host, prefill((8000,), (8000,)))
     assert found.costs == sorted(found.costs, reverse=True)
 
 
-def test_short_units_come_last(on_threads: Call) -> None:
+def test_short_units_come_last(on_threads: EmulatedSchedule) -> None:
     lengths = (300, 9000, 20, 9000, 0, 1000)
     found = schedule(on_threads, prefill(lengths, (16,) * 6, num_ctas=2, window_left=-1))
     assert found.is_whole
@@ -774,14 +633,14 @@ def test_short_units_come_last(on_threads: Call) -> None:
 
 @pytest.mark.parametrize(("case", "changes", "at_least"), IN_ROUNDS, ids=str)
 def test_what_is_run_in_rounds_has_them(
-    on_host: Call,
+    on_host: EmulatedSchedule,
     monkeypatch: pytest.MonkeyPatch,
     case: Case,
     changes: dict[str, object],
     at_least: int,
 ) -> None:
     """The decode schedules of tests/gpu/test_claims.py, on a card like an H100."""
-    planner = fake_cuda.install(monkeypatch).planner(**case.planner_arguments() | changes)
+    planner = launch_recorder.install(monkeypatch).planner(**case.planner_arguments() | changes)
     kernels = planner._kernels
     assert kernels is not None
     recipe = kernels.recipes_for(max(case.queries))[0]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.emulator.host_attention import HostCuda
+from tests.emulator.attention import EmulatedCuda
 from tests.support.cases import E4M3, NVFP4, Case, of
 from tests.support.harness import attend, check, expected
 from tests.support.inputs import make_inputs
@@ -46,7 +46,7 @@ SETTINGS = settings(
 )
 
 
-def compare(case: Case, host: HostCuda) -> None:
+def compare(case: Case, host: EmulatedCuda) -> None:
     inputs = make_inputs(case, "cpu")
     planner = host.planner(**case.planner_arguments())
     check(case, *attend(inputs, planner), expected(inputs))
@@ -54,7 +54,7 @@ def compare(case: Case, host: HostCuda) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "e4m3"])
 def test_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostCuda(monkeypatch, "sm_80")
+    host = EmulatedCuda(monkeypatch, "sm_80")
     compare(of(CASES[name], *PAIRS, spare_rows=2), host)
     assert {symbol.split("_")[1] for symbol in host.ran} == {"decode", "prefill"}
 
@@ -62,7 +62,7 @@ def test_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["everything", "e4m3", "nvfp4"])
 def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASES[name], head_dim=128, page_size=16)
-    host = HostCuda(monkeypatch, "sm_90a")
+    host = EmulatedCuda(monkeypatch, "sm_90a")
     compare(of(case, (1, 40), (1, 150), (1, 0)), host)
     assert {symbol.split("_")[1] for symbol in host.ran} == {"decode"}
 
@@ -70,7 +70,7 @@ def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", [name for name in CASES if name != "nvfp4"])
 def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASES[name], head_dim=64)
-    host = HostCuda(monkeypatch, "sm_90a", seed=1 if name == "everything" else 0)
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=1 if name == "everything" else 0)
     compare(of(case, (140, 150), (40, 200), (20, 20), (30, 10)), host)
     assert "prefill" in {symbol.split("_")[1] for symbol in host.ran}
 
@@ -96,7 +96,7 @@ def test_latents(
 ) -> None:
     case = replace(LATENTS, variant=name, form=form, q_lens=q_lens, seed=11)
     inputs = make_latents(case)
-    planner = HostCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
+    planner = EmulatedCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
     check_kernel(inputs, *inputs.run(planner))
 
 
@@ -120,7 +120,7 @@ def test_random_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lengths, heads, tables and windows of one kernel each, or two: 130 batches."""
-    host = HostCuda(monkeypatch, arch)
+    host = EmulatedCuda(monkeypatch, arch)
 
     @settings(SETTINGS, max_examples=130)
     @given(

@@ -14,19 +14,23 @@ from torch import Tensor
 
 import jitattn
 from jitattn.device.driver import DeviceFacts
+from jitattn.kernels import registry
 from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.attention import loaded_kernels
 from jitattn.kernels.attention.kernels import KernelSet
 from jitattn.kernels.attention.launch import CudaPlan
 from jitattn.kernels.attention.schedule import Recipe
-from jitattn.spec import support
+from jitattn.kernels.attention.spec import DecodeSpec
+from jitattn.kernels.attention.tile import decode_tile
+from jitattn.kernels.common.params import ScheduleParams
+from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.kernel_spec import DecodeSpec, KernelSpec, Loader
-from jitattn.spec.params import ScheduleParams
-from jitattn.spec.tile import decode_tile_for
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Loader
 from jitattn.tensors import tma
-from tests.emulator import fake_cuda
-from tests.emulator.fake_cuda import FakeCuda
+from tests.emulator import launch_recorder
+from tests.emulator.launch_recorder import LaunchRecorder
+from tests.support.sample_specs import sample_specs
 from tests.tensors.test_tma import Map, maps_of
 
 B, HKV = 3, 2
@@ -36,8 +40,8 @@ TABLE = jitattn.BlockTable(torch.zeros(B, 5, dtype=torch.int32))
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return fake_cuda.install(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
+    return launch_recorder.install(monkeypatch)
 
 
 def config_of(**arguments: object) -> PlannerConfig:
@@ -45,7 +49,7 @@ def config_of(**arguments: object) -> PlannerConfig:
 
 
 def planner_of(
-    cuda: FakeCuda, group_size: int = 4, **arguments: object
+    cuda: LaunchRecorder, group_size: int = 4, **arguments: object
 ) -> jitattn.AttentionPlanner:
     return cuda.planner(
         **{"num_qo_heads": HKV * group_size, "num_kv_heads": HKV, "head_dim": 128} | arguments
@@ -63,16 +67,16 @@ def queries(planner: jitattn.AttentionPlanner) -> Tensor:
     return torch.zeros(6, config.num_qo_heads, config.head_dim, dtype=torch.bfloat16)
 
 
-def plan_of(planner: jitattn.AttentionPlanner, max_q_len: int) -> jitattn.Plan:
+def plan_of(planner: jitattn.AttentionPlanner, max_q_len: int) -> jitattn.types.Plan:
     return planner.plan(TABLE, LENS, OFFSETS, max_q_len=max_q_len)
 
 
-def backend_of(plan: jitattn.Plan) -> CudaPlan:
+def backend_of(plan: jitattn.types.Plan) -> CudaPlan:
     assert isinstance(plan._backend, CudaPlan)
     return plan._backend
 
 
-def roles_of(plan: jitattn.Plan) -> list[str]:
+def roles_of(plan: jitattn.types.Plan) -> list[str]:
     return [part.role for part in backend_of(plan)._parts]
 
 
@@ -105,11 +109,11 @@ def test_which_kernels_a_configuration_has(
     arguments: dict[str, object], group_size: int, row_tiles: list[int]
 ) -> None:
     config = config_of(num_qo_heads=2 * group_size, num_kv_heads=2, **arguments)
-    specs = [spec for spec in support.resolve(config, "sm_90a") if isinstance(spec, DecodeSpec)]
+    specs = [spec for spec in registry.specs_of(config, "sm_90a") if isinstance(spec, DecodeSpec)]
     assert [spec.row_tile for spec in specs] == [rows for rows in row_tiles for _ in "fp"]
     fast = Loader.TENSOR if config.head_dim % 64 == 0 else Loader.VECTOR
     assert [spec.loader for spec in specs] == [fast, Loader.PLAIN] * len(row_tiles)
-    checked = support.check_config(num_qo_heads=2 * group_size, num_kv_heads=2, **arguments)
+    checked = registry.check_config(num_qo_heads=2 * group_size, num_kv_heads=2, **arguments)
     assert checked.kernel == specs[0].symbol
 
 
@@ -131,7 +135,7 @@ def test_which_kernels_a_configuration_has(
     ],
 )
 def test_which_kernels_a_plan_has(
-    cuda: FakeCuda, arguments: dict[str, object], roles: dict[int, str]
+    cuda: LaunchRecorder, arguments: dict[str, object], roles: dict[int, str]
 ) -> None:
     planner = planner_of(cuda, **arguments)  # type: ignore[arg-type]
     for max_q_len, wanted in roles.items():
@@ -152,7 +156,7 @@ CONFIGS = (
 
 @pytest.mark.parametrize("arguments", CONFIGS, ids=str)
 def test_one_kernel_takes_a_request_whatever_a_plan_is_for(
-    cuda: FakeCuda, arguments: dict[str, object]
+    cuda: LaunchRecorder, arguments: dict[str, object]
 ) -> None:
     planner = planner_of(cuda, **arguments)  # type: ignore[arg-type]
     group_size = planner.config.num_qo_heads // HKV
@@ -174,7 +178,9 @@ def test_one_kernel_takes_a_request_whatever_a_plan_is_for(
 
 @pytest.mark.parametrize("early_kv", [False, True])
 @pytest.mark.parametrize("num_sms", [None, 5])
-def test_what_its_launches_are_given(cuda: FakeCuda, num_sms: int | None, early_kv: bool) -> None:
+def test_what_its_launches_are_given(
+    cuda: LaunchRecorder, num_sms: int | None, early_kv: bool
+) -> None:
     planner = planner_of(cuda, early_kv=early_kv, num_sms=num_sms)
     plan = plan_of(planner, 4)
     kv = planner.bind(cache())
@@ -194,7 +200,7 @@ def test_what_its_launches_are_given(cuda: FakeCuda, num_sms: int | None, early_
     assert counters.numel() >= 1 + slots * HKV
 
 
-def test_idle_plans_are_those_of_their_kernels(cuda: FakeCuda) -> None:
+def test_idle_plans_are_those_of_their_kernels(cuda: LaunchRecorder) -> None:
     """Plans of one room, of which each has other kernels."""
     planner = planner_of(cuda)
     kv, q = planner.bind(cache()), queries(planner)
@@ -222,7 +228,7 @@ def narrow_specs(arch: str) -> list[DecodeSpec]:
     """The sample's kernels of narrow tiles whose head dims allow a wide one, with both loaders."""
     return [
         replace(spec, loader=loader)
-        for spec in support.sample_specs(arch)
+        for spec in sample_specs(arch)
         if isinstance(spec, DecodeSpec)
         if spec.row_tile == 8 and max(spec.head_dim, spec.head_dim_vo) <= 128
         for loader in dict.fromkeys((spec.loader, Loader.PLAIN))
@@ -249,7 +255,7 @@ def config_for(
     )
 
 
-@pytest.mark.parametrize("arch", support.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tiles_differ_in_their_rows_only(arch: str) -> None:
     """In nothing that says in which order a row's products and sums are added."""
     specs = narrow_specs(arch)
@@ -257,15 +263,15 @@ def test_tiles_differ_in_their_rows_only(arch: str) -> None:
     assert {spec.loader for spec in specs} >= {Loader.VECTOR, Loader.PLAIN}
     names = ("num_warps", "tile_tokens", "ctas_per_sm", "value_dim", "box_tokens", "merge_splits")
     for spec in specs:
-        narrow, wide = (decode_tile_for(replace(spec, row_tile=rows), arch) for rows in (8, 16))
+        narrow, wide = (decode_tile(replace(spec, row_tile=rows), arch) for rows in (8, 16))
         for name in names:
             assert getattr(narrow, name) == getattr(wide, name), (spec.symbol, name)
 
 
 @pytest.mark.parametrize("num_sms", [None, 7])
-@pytest.mark.parametrize("arch", support.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_schedules_and_parameters_are_the_same(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, arch: str, num_sms: int | None
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch, arch: str, num_sms: int | None
 ) -> None:
     facts = DeviceFacts(0, "card", CAPABILITIES[arch], num_sms=132, max_smem_bytes=232448)
     monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
@@ -301,7 +307,7 @@ def numbers_of(recipe: Recipe) -> dict[str, object]:
 # --- tensor maps ----------------------------------------------------------------------------------
 
 
-def boxes(cuda: FakeCuda) -> list[Map]:
+def boxes(cuda: LaunchRecorder) -> list[Map]:
     return list(maps_of(cuda.last()))
 
 
@@ -310,7 +316,7 @@ def boxes(cuda: FakeCuda) -> list[Map]:
     [(16, 128, 16), (64, 128, 16), (16, 64, 16), (32, 64, 32), (96, 64, 32)],
 )
 def test_boxes_are_those_of_the_tile(
-    cuda: FakeCuda, page_size: int, head_dim: int, box_tokens: int
+    cuda: LaunchRecorder, page_size: int, head_dim: int, box_tokens: int
 ) -> None:
     """Layers in turn, through the repeated call of each plan, and memory that moves."""
     planner = planner_of(cuda, page_size=page_size, head_dim=head_dim)
@@ -329,12 +335,12 @@ def test_boxes_are_those_of_the_tile(
             storage.resize_(storage.nbytes() + 4096)
 
 
-def test_one_encoding_serves_both(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_encoding_serves_both(cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[object] = []
 
     def encode(*given: object, **named: object) -> bytes | None:
         encoded.append(given)
-        return fake_cuda.encode_tensor_map(*given, **named)  # type: ignore[arg-type]
+        return launch_recorder.encode_tensor_map(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tma, "encode_tensor_map", encode)
     for page_size, head_dim in ((16, 128), (64, 64), (96, 64)):
@@ -348,7 +354,7 @@ def test_one_encoding_serves_both(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
         encoded.clear()
 
 
-def test_a_cache_that_is_not_aligned_has_the_plain_kernel(cuda: FakeCuda) -> None:
+def test_a_cache_that_is_not_aligned_has_the_plain_kernel(cuda: LaunchRecorder) -> None:
     planner = planner_of(cuda)
     plan = plan_of(planner, 4)
     for room, loader in ((0, "tensor"), (1, "plain"), (0, "tensor")):
@@ -363,7 +369,7 @@ def test_a_cache_that_is_not_aligned_has_the_plain_kernel(cuda: FakeCuda) -> Non
 
 
 @pytest.fixture
-def log(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def log(cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was started and what was loaded, of decode kernels, in order."""
     events: list[str] = []
 
@@ -373,14 +379,14 @@ def log(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def start(
         specs: list[KernelSpec], arch: str, knobs: object, *, hint: str
-    ) -> tuple[fake_cuda.FakePending, ...]:
+    ) -> tuple[launch_recorder.FakePending, ...]:
         for spec in specs:
             note("start", spec.symbol)
-        return tuple(fake_cuda.FakePending(spec, was_found=False) for spec in specs)
+        return tuple(launch_recorder.FakePending(spec, was_found=False) for spec in specs)
 
-    def load(cubin: bytes, symbol: str, *rest: int) -> fake_cuda.FakeKernel:
+    def load(cubin: bytes, symbol: str, *rest: int) -> launch_recorder.FakeKernel:
         note("load", symbol)
-        return fake_cuda.FakeKernel(symbol, *rest)
+        return launch_recorder.FakeKernel(symbol, *rest)
 
     monkeypatch.setattr(attention_kernels, "start", start)
     for module in (loaded_kernels, attention_kernels):
@@ -390,7 +396,7 @@ def log(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("first", [3, 4, 40])
 def test_the_first_plan_that_needs_it_waits_for_it(
-    cuda: FakeCuda, log: list[str], first: int
+    cuda: LaunchRecorder, log: list[str], first: int
 ) -> None:
     planner = planner_of(cuda)
     kv = planner.bind(cache())
@@ -409,7 +415,7 @@ def test_the_first_plan_that_needs_it_waits_for_it(
 
 
 @pytest.mark.parametrize("max_q_len", [4, 40])
-def test_it_is_loaded_for_every_cache(cuda: FakeCuda, log: list[str], max_q_len: int) -> None:
+def test_it_is_loaded_for_every_cache(cuda: LaunchRecorder, log: list[str], max_q_len: int) -> None:
     """So that a captured run, of a cache bound before or after the plan, loads nothing."""
     planner = planner_of(cuda)
     planner.bind(cache(room=1))
@@ -425,7 +431,9 @@ def test_it_is_loaded_for_every_cache(cuda: FakeCuda, log: list[str], max_q_len:
 
 @pytest.mark.parametrize("max_q_len", [2, 3, 4, 40])
 @pytest.mark.parametrize("room", [0, 1])
-def test_a_cache_that_another_planner_bound(cuda: FakeCuda, max_q_len: int, room: int) -> None:
+def test_a_cache_that_another_planner_bound(
+    cuda: LaunchRecorder, max_q_len: int, room: int
+) -> None:
     """Planners of one configuration share what they bind, whichever of them made plans."""
     binder, planner = planner_of(cuda), planner_of(cuda)
     kv = binder.bind(cache(room=room))
@@ -435,7 +443,7 @@ def test_a_cache_that_another_planner_bound(cuda: FakeCuda, max_q_len: int, room
     assert len(roles_of(plan)) == (2 if max_q_len == 40 else 1)
 
 
-def test_what_was_built_is_told(cuda: FakeCuda) -> None:
+def test_what_was_built_is_told(cuda: LaunchRecorder) -> None:
     planner = planner_of(cuda)
     kernels = planner._kernels
     assert isinstance(kernels, KernelSet)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jitattn.jit.sources import TEMPLATES
-from tests.emulator.host_cuda import QUALIFIERS, WORDS, library_of
+from tests.emulator.cuda_runtime import QUALIFIERS, WORDS, library_of
 
 DIM = 8
 HOST = (
@@ -51,7 +51,7 @@ Merge = Callable[[Tensor, Tensor], Tensor]
 
 def merged_splits() -> str:
     """The struct in the template file, which has no variable of Jinja."""
-    text = (TEMPLATES / "output.cuh.jinja").read_text()
+    text = (TEMPLATES / "parts/output.cuh.jinja").read_text()
     begin = text.index("template <bool kSkips = false>\nstruct MergedSplits {")
     struct = text[begin : text.index("\n};\n", begin) + 4]
     assert "$(" not in struct

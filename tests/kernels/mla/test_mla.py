@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import jitattn
-from jitattn.spec.kernel_spec import Loader
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.support import parse_config
-from jitattn.spec.tile import latent_tile_for
+from jitattn.kernels.mla.config import cache_specs
+from jitattn.kernels.mla.tile import mla_tile
+from jitattn.kernels.registry import parse_config, specs_of
+from jitattn.spec.config import MLAConfig
+from jitattn.spec.layout import Loader
 from jitattn.tools import cli
 from tests.support.harness import same_bits
 from tests.support.mla import (
@@ -23,9 +24,9 @@ from tests.support.mla import (
     MLACase,
     cases,
     check,
+    check_case,
     expected,
     make_inputs,
-    run_case,
 )
 
 CASE = MLACase(num_heads=4, kv_lora_rank=256, qk_rope_head_dim=32, page_size=4, lengths=(5, 0, 17))
@@ -42,13 +43,13 @@ FP8 = ("fp8_one", "fp8_pair", "fp8_mixed")
 )
 @given(cases())
 def test_random_cases(case: MLACase) -> None:
-    run_case(case)
+    check_case(case)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("page_table", TABLES)
 def test_every_cache_and_table(page_table: str, form: str) -> None:
-    run_case(replace(MIXED, page_table=page_table, form=form))
+    check_case(replace(MIXED, page_table=page_table, form=form))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -56,7 +57,7 @@ def test_every_cache_and_table(page_table: str, form: str) -> None:
 def test_every_layout(layout: str, form: str) -> None:
     if layout == "odd" and form == "fp8_rows":
         pytest.skip("rows that hold float32 scales begin at multiples of 4 bytes")
-    run_case(replace(MIXED, page_table="separate", form=form, layout=layout))
+    check_case(replace(MIXED, page_table="separate", form=form, layout=layout))
 
 
 @pytest.mark.parametrize(
@@ -65,13 +66,13 @@ def test_every_layout(layout: str, form: str) -> None:
 )
 def test_dims(num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
     dims = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
-    run_case(MLACase(num_heads=num_heads, **dims, lengths=(130, 1), q_lens=(2, 4)))
+    check_case(MLACase(num_heads=num_heads, **dims, lengths=(130, 1), q_lens=(2, 4)))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 32, 64, 100, 128])
 @pytest.mark.parametrize("form", ["one", "fp8_rows"])
 def test_page_sizes(form: str, page_size: int) -> None:
-    run_case(replace(MIXED, form=form, page_size=page_size, lengths=(129, 64, 1)))
+    check_case(replace(MIXED, form=form, page_size=page_size, lengths=(129, 64, 1)))
 
 
 def test_cases_of_a_decode_batch_have_no_spare_rows() -> None:
@@ -159,8 +160,8 @@ def test_append_kv_writes_its_cache(is_pair: bool, kv_dtype: str) -> None:
     out, lse = planner.plan(pages, lengths).run(q_nope, q_pe, kv, return_lse=True)
 
     def kept(values: torch.Tensor) -> torch.Tensor:
-        found = jitattn.quantize_kv(values, kv_dtype, scale=scale)
-        return jitattn.dequantize_kv(found, scale=scale)[:, 0].double()
+        found = jitattn.quant.quantize_kv(values, kv_dtype, scale=scale)
+        return jitattn.quant.dequantize_kv(found, scale=scale)[:, 0].double()
 
     scores = kept(rope)[:, 3]
     torch.testing.assert_close(lse[0, 0].double(), scores.logsumexp(0), rtol=1e-6, atol=1e-6)
@@ -244,7 +245,7 @@ def test_strides_of_size_1_mean_nothing(form: str, stride: int) -> None:
 @pytest.mark.parametrize("scale", ["number", "0d", "1d"])
 @pytest.mark.parametrize("form", FP8)
 def test_scales(form: str, scale: str) -> None:
-    run_case(replace(MIXED, form=form, scale=scale))
+    check_case(replace(MIXED, form=form, scale=scale))
 
 
 @pytest.mark.parametrize("form", FP8)
@@ -362,7 +363,7 @@ def test_kernels_and_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> No
     rows = [row for row in jitattn.supported_configs() if row.kernel == "mla"]
     assert len(rows) == 1
     with pytest.raises(jitattn.ConfigError, match="arch='sm_70' is not one of"):
-        MLAConfig().specs("sm_70")
+        specs_of(MLAConfig(), "sm_70")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f", "sm_120f"])
@@ -370,11 +371,11 @@ def test_kernels_and_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_every_cache_has_kernels_of_one_tile(arch: str, num_heads: int, kv_dtype: str) -> None:
     """A plan's launches with any of them have the same schedule and partial rows."""
-    specs = MLAConfig(num_heads=num_heads, kv_dtype=kv_dtype).attention_specs(arch)
+    specs = cache_specs(MLAConfig(num_heads=num_heads, kv_dtype=kv_dtype), arch)
     assert len({(spec.rope_dtype, spec.has_scales) for spec in specs}) == (
         1 if kv_dtype == "bfloat16" else 3
     )
-    tiles = [latent_tile_for(spec, arch) for spec in specs]
+    tiles = [mla_tile(spec, arch) for spec in specs]
     assert (
         len({(spec.row_tile, tile.tile_tokens) for spec, tile in zip(specs, tiles, strict=True)})
         == 1

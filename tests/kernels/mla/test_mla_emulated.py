@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import jitattn
+from jitattn.kernels.mla.config import cache_specs
 from jitattn.kernels.mla.launch import MLAKernels
-from jitattn.spec.mla_config import MLAConfig
-from jitattn.spec.tile import latent_tile_for
-from tests.emulator.host_attention import HostCuda
+from jitattn.kernels.mla.tile import mla_tile
+from jitattn.spec.config import MLAConfig
+from tests.emulator.attention import EmulatedCuda
 from tests.support.harness import same_bits
 from tests.support.mla import FORMS, MLACase, check_kernel, make_inputs
 
@@ -55,7 +56,9 @@ WARPGROUPS = {
 }
 
 
-def run(case: MLACase, host: HostCuda, **arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    case: MLACase, host: EmulatedCuda, **arguments: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = make_inputs(case)
     out, lse = inputs.run(host.mla_planner(**(case.planner_arguments() | arguments)))
     check_kernel(inputs, out, lse, warpgroups=host.arch == "sm_90a")
@@ -64,34 +67,34 @@ def run(case: MLACase, host: HostCuda, **arguments: object) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("name", PORTABLE)
 def test_products_of_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(PORTABLE[name], HostCuda(monkeypatch, "sm_80"))
+    run(PORTABLE[name], EmulatedCuda(monkeypatch, "sm_80"))
 
 
 @pytest.mark.parametrize("name", WARPGROUPS)
 def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a"))
+    run(WARPGROUPS[name], EmulatedCuda(monkeypatch, "sm_90a"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", ["boxes", "vectors", "not causal", "8 bits"])
 def test_warpgroups_in_any_order(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(WARPGROUPS[name], HostCuda(monkeypatch, "sm_90a", seed))
+    run(WARPGROUPS[name], EmulatedCuda(monkeypatch, "sm_90a", seed))
 
 
 def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one tile and of many, one after the other, and merges in the kernel itself."""
     case = replace(BASE, lengths=(1300, 70, 600), page_size=128, num_heads=4)
-    run(case, HostCuda(monkeypatch, "sm_90a", seed=1), batch_invariant=True)
+    run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=1), batch_invariant=True)
 
 
 def test_short_requests_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one tile each: a warpgroup may be a run ahead of the other."""
     case = replace(BASE, lengths=(5, 60) * 10, page_size=128, num_heads=4)
-    run(case, HostCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
+    run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
 
 
 def test_warps_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(PORTABLE["mixed"], HostCuda(monkeypatch, "sm_80", seed=1))
+    run(PORTABLE["mixed"], EmulatedCuda(monkeypatch, "sm_80", seed=1))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -99,7 +102,7 @@ def test_many_split_requests(arch: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Every CTA that merges has the same list of them, whichever warp is the first."""
     case = replace(BASE, lengths=(*[0] * 31, 600, 500), page_size=128, num_heads=4)
     for seed in (1, 2):
-        run(case, HostCuda(monkeypatch, arch, seed=seed, num_sms=16))
+        run(case, EmulatedCuda(monkeypatch, arch, seed=seed, num_sms=16))
 
 
 @pytest.mark.parametrize(("arch", "kv_lora_rank"), [("sm_80", 512), ("sm_90a", 256)])
@@ -109,14 +112,14 @@ def test_many_splits_of_a_request(
     """Warps share them, beside a request of few."""
     monkeypatch.setattr(MLAKernels, "min_slot_cost", 1)
     case = replace(BASE, kv_lora_rank=kv_lora_rank, lengths=(170, 1090), num_heads=3)
-    run(case, HostCuda(monkeypatch, arch, seed=3, num_sms=24))
+    run(case, EmulatedCuda(monkeypatch, arch, seed=3, num_sms=24))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_batch_invariant_plans_have_few_splits(arch: str) -> None:
     """So few that a row is merged in one order, wherever that is."""
-    for spec in MLAConfig().attention_specs(arch):
-        assert latent_tile_for(spec, arch).merge_splits >= MLAKernels.max_splits
+    for spec in cache_specs(MLAConfig(), arch):
+        assert mla_tile(spec, arch).merge_splits >= MLAKernels.max_splits
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -125,7 +128,7 @@ def test_splits_of_a_table_that_allows_less(arch: str, monkeypatch: pytest.Monke
     case = replace(BASE, lengths=(700, 70), page_table="csr", page_size=128, num_heads=4)
     inputs = make_inputs(case)
     assert inputs.indptr is not None
-    planner = HostCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
+    planner = EmulatedCuda(monkeypatch, arch).mla_planner(**case.planner_arguments())
     plan, kv = inputs.plan(planner), planner.bind(inputs.kv)
     plan.run(inputs.q_nope, inputs.q_pe, kv)
     fewer = inputs.indptr.clone()
@@ -138,7 +141,7 @@ def test_splits_of_a_table_that_allows_less(arch: str, monkeypatch: pytest.Monke
 
 def test_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """CTAs claim what is left, and those that merge are as few."""
-    host = HostCuda(monkeypatch, "sm_90a", seed=1)
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=1)
     case = replace(BASE, lengths=(100, 3), q_lens=(1, 2), page_size=128, num_heads=80)
     run(case, host, num_sms=1)
     assert {grid for _, grid in host.grids} == {1}
@@ -147,7 +150,7 @@ def test_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_batch_invariant(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request has the same bits alone, beside others, and in another place."""
-    host = HostCuda(monkeypatch, arch)
+    host = EmulatedCuda(monkeypatch, arch)
     case = replace(BASE, lengths=(1300, 70, 600), page_size=128, num_heads=4)
     inputs = make_inputs(case)
     planner = host.mla_planner(**case.planner_arguments(), batch_invariant=True)
@@ -171,7 +174,7 @@ def test_batch_invariant(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_invalid_lengths_are_nan_and_others_intact(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = HostCuda(monkeypatch, arch)
+    host = EmulatedCuda(monkeypatch, arch)
     case = replace(BASE, lengths=(40, 70, 33), q_lens=(1, 20, 2), num_heads=5)
     inputs = make_inputs(case)
     planner = host.mla_planner(**case.planner_arguments())
@@ -187,7 +190,7 @@ def test_invalid_lengths_are_nan_and_others_intact(
 
 def test_tables_and_layouts_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of boxes, vectors and elements, and whichever table says where tokens are."""
-    host = HostCuda(monkeypatch, "sm_90a")
+    host = EmulatedCuda(monkeypatch, "sm_90a")
     first = None
     for table in ("shared", "separate", "csr", "token"):
         for layout in ("contiguous", "odd"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from jitattn.base.errors import KernelNotFoundError
 from jitattn.kernels.pages.layer_tables import has_kernel, write_layer_tables
 from jitattn.kv import device_tables
-from tests.emulator.host_kernels import host_kernels, use_host_kernels
+from tests.emulator.pages import emulate_kernels, emulated_kernels
 from tests.support.kv_tables import (
     Tables,
     Twins,
@@ -20,10 +20,10 @@ from tests.support.kv_tables import (
 )
 from tests.support.transfers import examples
 
-__all__ = ["host_kernels"]  # a fixture
+__all__ = ["emulated_kernels"]  # a fixture
 
 
-@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.usefixtures("emulated_kernels")
 class TestKernel:
     @examples(150)
     @given(table_calls())
@@ -34,7 +34,7 @@ class TestKernel:
 def twins(monkeypatch: pytest.MonkeyPatch, seed: int, counts: list[int] | None = None) -> Twins:
     on_host = make_manager("cpu")
     on_host.block_tables([], 0)  # what makes its tables is settled here
-    use_host_kernels(monkeypatch, 1, counts)
+    emulate_kernels(monkeypatch, 1, counts)
     return Twins(make_manager("cpu"), on_host, seed)
 
 
@@ -62,7 +62,7 @@ def test_a_call_is_one_launch_and_brings_what_has_changed(monkeypatch: pytest.Mo
             sizes.append(sum(len(part) for part in parts[1:]))
         return upload(parts, device)  # type: ignore[arg-type]
 
-    use_host_kernels(monkeypatch, 1, launches)
+    emulate_kernels(monkeypatch, 1, launches)
     monkeypatch.setattr(device_tables, "_upload", counted)
     manager = make_manager("cpu", reuse_scratch=False)
     seqs = [manager.create_sequence() for _ in range(3)]

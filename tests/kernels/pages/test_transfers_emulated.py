@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tests.emulator.host_kernels import host_kernels
+from tests.emulator.pages import emulated_kernels
 from tests.support.transfers import (
     SATURATIONS,
     Copy,
@@ -29,10 +29,10 @@ from tests.support.transfers import (
     token_batches,
 )
 
-__all__ = ["host_kernels"]  # a fixture
+__all__ = ["emulated_kernels"]  # a fixture
 
 
-@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.usefixtures("emulated_kernels")
 class TestKernels:
     @examples(120)
     @given(gathers())

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.kernels.pages import block_table, gather
-from tests.emulator.host_kernels import use_host_kernels
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.pages.spec import TransferSpec
+from jitattn.tensors.page_tables import slots_of_pages
+from tests.emulator.pages import emulate_kernels
 
 Call = Callable[[], object]
 
@@ -33,7 +35,7 @@ def gathered(
     return lambda: jitattn.gather_kv(kv, pages, lens, **options)
 
 
-def bound(**arguments: object) -> jitattn.BoundCache:
+def bound(**arguments: object) -> jitattn.types.BoundCache:
     sizes = {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
     planner = jitattn.AttentionPlanner(device="cpu", **(sizes | arguments))
     return planner.bind(PAIR)
@@ -293,7 +295,7 @@ def test_infos_refused(name: str) -> None:
 
 def converted(pages: object = PAGES, layout: object = "csr", **options: object) -> Call:
     options = {"page_size": 4, "seq_lens": LENS} | options
-    return lambda: jitattn.convert_pages(pages, layout, **options)
+    return lambda: jitattn.pages.convert_pages(pages, layout, **options)
 
 
 CONVERSIONS: dict[str, tuple[Call, str]] = {
@@ -332,10 +334,10 @@ CONVERSIONS: dict[str, tuple[Call, str]] = {
 def test_slots_past_int32_are_none_on_a_device() -> None:
     """Where nothing can be refused they would come back as slots of other pages."""
     largest = 2**31 // 3 - 1
-    found = block_table._slots_of_pages(ints([largest, largest + 1, 2**31 - 1, 0, -1]), 3)
+    found = slots_of_pages(ints([largest, largest + 1, 2**31 - 1, 0, -1]), 3)
     want = [*range(3 * largest, 3 * largest + 3), *[-1] * 6, 0, 1, 2, *[-1] * 3]
     assert found.tolist() == [want]
-    assert block_table._slots_of_pages(ints([2**31 - 1, -1, 0]), 1).tolist() == [[2**31 - 1, -1, 0]]
+    assert slots_of_pages(ints([2**31 - 1, -1, 0]), 1).tolist() == [[2**31 - 1, -1, 0]]
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
@@ -347,8 +349,10 @@ def test_conversions_refused(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["shared", "csr", "token"])
 def test_conversions_have_the_width_asked_for(layout: str) -> None:
-    pages = jitattn.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
-    table = jitattn.convert_pages(pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4)
+    pages = jitattn.pages.convert_pages(PAGES, layout, page_size=4, seq_lens=LENS)
+    table = jitattn.pages.convert_pages(
+        pages, "shared", page_size=4, seq_lens=ints(3, 4), max_kv_len=4
+    )
     assert isinstance(table, jitattn.BlockTable)
     assert table.table.tolist() == [[1], [3]]
 
@@ -358,15 +362,15 @@ def test_conversions_have_the_width_asked_for(layout: str) -> None:
 
 def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that lie alike are one launch, patched; whatever differs is checked anew."""
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     made = []
-    make = gather._Gather.__init__
+    load = device_kernels.load
 
-    def count(self: gather._Gather, *arguments: object) -> None:
-        made.append(self)
-        make(self, *arguments)
+    def count(spec: TransferSpec, card: int) -> object:
+        made.append(spec)
+        return load(spec, card)
 
-    monkeypatch.setattr(gather._Gather, "__init__", count)
+    monkeypatch.setattr(device_kernels, "load", count)
     rng = torch.Generator().manual_seed(3)
     pools = [torch.randn(POOL.shape, generator=rng).bfloat16() for _ in range(4)]
     for step in range(3):
@@ -391,7 +395,7 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scales_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     pool = torch.ones(POOL.shape).to(torch.float8_e4m3fn)
     for k_scale in (2.0, 3.0, torch.tensor([5.0, 7.0]), torch.tensor([2.0, 4.0]), None, 2.0):
         k, v, _ = jitattn.gather_kv(pool, PAGES, LENS, k_scale=k_scale, v_scale=9.0)
@@ -402,7 +406,7 @@ def test_scales_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_has_no_page_is_nan_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries outside the cache, rows outside the table, tokens past it, and rows past out."""
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     pool = torch.ones(POOL.shape).bfloat16()
     table = ints([1, -1], [5, 4], [3, 2**31 - 1])
     pages = jitattn.BlockTable(table, rows=ints(0, 1, 2, 3, -1))
@@ -447,11 +451,11 @@ CHECKED: dict[str, tuple[Call, str]] = {
 def test_values_are_looked_at_when_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels leave out or make NaN is an error then, at every call."""
     call, match = CHECKED[name]
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     before = POOL.clone()
     if name != "a target twice":  # which has the bytes of either
         call()
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     monkeypatch.setenv("JITATTN_CHECK", "1")
     POOL.copy_(before)
     for _ in range(2):
@@ -461,7 +465,7 @@ def test_values_are_looked_at_when_asked(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_good_calls_pass_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_host_kernels(monkeypatch, 1)
+    emulate_kernels(monkeypatch, 1)
     monkeypatch.setenv("JITATTN_CHECK", "1")
     for _ in range(2):
         k, _, indptr = jitattn.gather_kv(POOL, PAGES, LENS)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import jitattn
 from jitattn.base.errors import ConfigError
-from jitattn.spec.kernel_spec import Loader
-from jitattn.spec.preprocess_config import PreprocessConfig, config_of
+from jitattn.kernels.preprocess.spec import PreprocessConfig, config_of
+from jitattn.spec.layout import Loader
 from tests.support.token_cases import CACHE_DTYPES, POISON, TokenCase, make_token_inputs
 from tests.support.token_sets import kinds_of
 
@@ -99,7 +99,7 @@ def test_what_is_stored_is_what_quantize_kv_says(kv_dtype: str) -> None:
     where = slots[kept] // 16, slots[kept] % 16
     for i, name in enumerate(("k", "v")):
         scale = inputs.arguments.get(f"{name}_scale")
-        want = jitattn.quantize_kv(inputs.arguments[name][kept], kv_dtype, scale=scale)
+        want = jitattn.quant.quantize_kv(inputs.arguments[name][kept], kv_dtype, scale=scale)
         if isinstance(want, tuple):
             found = getattr(cache, name), getattr(cache, f"{name}_block_scales")
         else:
@@ -141,7 +141,7 @@ def test_quantised_q() -> None:
     want = jitattn.preprocess_qkv(**(given := arguments(rope=jitattn.Rope(32))))
     found = jitattn.preprocess_qkv(**given, q_out=q_out, q_scale=torch.tensor([0.5]))
     assert found is q_out
-    stored = jitattn.quantize_kv(want, "float8_e4m3fn", scale=0.5)
+    stored = jitattn.quant.quantize_kv(want, "float8_e4m3fn", scale=0.5)
     assert isinstance(stored, Tensor)
     assert torch.equal(found.view(torch.uint8), stored.view(torch.uint8))
 

@@ -1,7 +1,7 @@
 """The kernel of ``preprocess_qkv`` on the CPU: its own source and its own launches, without a card.
 
 Everything from the public arguments to the kernel's last store is the real thing but for the
-driver, and for PTX, which tests/unit/host_cuda.py says in C++.
+driver, and for PTX, which tests/emulator/cuda_runtime.py says in C++.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 import jitattn
 from jitattn.device.driver import Launch
 from jitattn.kernels.preprocess import launch as preprocess_launch
-from jitattn.spec.kernel_spec import PreprocessSpec
-from tests.emulator.host_preprocess import HostKernel, host_kernel
+from jitattn.kernels.preprocess.spec import PreprocessSpec
+from tests.emulator.preprocess import EmulatedKernel, emulated_kernel
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpec], HostKernel]:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpec], EmulatedKernel]:
     folder: Path = tmp_path_factory.mktemp("kernels")
-    compiled: dict[PreprocessSpec, HostKernel] = {}
+    compiled: dict[PreprocessSpec, EmulatedKernel] = {}
 
-    def of(spec: PreprocessSpec) -> HostKernel:
+    def of(spec: PreprocessSpec) -> EmulatedKernel:
         if spec not in compiled:
-            compiled[spec] = host_kernel(spec, folder)
+            compiled[spec] = emulated_kernel(spec, folder)
         return compiled[spec]
 
     return of
@@ -39,7 +39,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpe
 
 @pytest.fixture
 def launched(
-    monkeypatch: pytest.MonkeyPatch, kernels: Callable[[PreprocessSpec], HostKernel]
+    monkeypatch: pytest.MonkeyPatch, kernels: Callable[[PreprocessSpec], EmulatedKernel]
 ) -> Iterator[list[PreprocessSpec]]:
     """Run launches on the CPU; the specs that were launched."""
     specs: list[PreprocessSpec] = []
@@ -178,10 +178,12 @@ def test_fused_is_what_the_steps_are(
         scale = fused.arguments[name]
         values = first.arguments["kv_cache"][side]
         live = (values.view(torch.int16) != -1).any(-1)
-        want = jitattn.quantize_kv(values, case.kv_dtype, scale=scale)
+        want = jitattn.quant.quantize_kv(values, case.kv_dtype, scale=scale)
         found = fused.arguments["kv_cache"][side]
         assert torch.equal(found.view(torch.uint8)[live], want.view(torch.uint8)[live])
-    want = jitattn.quantize_kv(q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"])
+    want = jitattn.quant.quantize_kv(
+        q_steps.contiguous(), q.dtype, scale=fused.arguments["q_scale"]
+    )
     live = (q_steps.view(torch.int16) != -1).any(-1)
     assert torch.equal(q.view(torch.uint8)[live], want.view(torch.uint8)[live])
 

@@ -1,0 +1,84 @@
+"""A cache of its own for every test, and the tests that a machine cannot run, named."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parent
+# Markers of everything in a folder; what builds kernels in C++ and runs them on the CPU is called
+# ``test_*_emulated.py``, or has the marker ``emulator`` of its own.
+_FOLDERS = {"tests/gpu": "gpu", "tests/compile": "compile", "tests/style": "style"}
+
+
+@functools.cache
+def _why_no_gpu() -> str:
+    """Return why tests marked ``gpu`` cannot run here; empty when they can."""
+    import torch  # costs a second, so only when a test asks
+
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and torch.cuda.is_available() is False"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"needs compute capability 8.0 or newer, and this device has {major}.{minor}"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for folder, marker in _FOLDERS.items():
+            if item.path.is_relative_to(_ROOT / folder):
+                item.add_marker(marker)
+        if item.path.stem.endswith("_emulated"):
+            item.add_marker("emulator")
+        if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that GPU tests share, so that each kernel is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Keep tests off the user's cache and settings.
+
+    GPU tests keep ``JITATTN_PRECOMPILED`` and ``JITATTN_JIT``: a card is often given a bundle.
+    """
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("JITATTN_CACHE_DIR", str(request.getfixturevalue("session_cache")))
+        return
+    for name in [name for name in os.environ if name.startswith("JITATTN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JITATTN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that asks for kernels which tests/gpu/bundle.py lacks."""
+    from tests.support.asked import Asked  # costs seconds, so only when a test asks
+
+    asked = Asked(monkeypatch)
+    yield
+    assert asked.configs
+    missing = sorted(spec.symbol for spec in asked.specs_beside_the_bundle())
+    assert not missing, f"tests/gpu/bundle.py lacks {', '.join(missing)}"
+
+
+@pytest.fixture
+def new_tensors_are_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN, so that what is not written is seen."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.isnan(torch.empty(3)).all()
+    yield
+    torch.use_deterministic_algorithms(False)

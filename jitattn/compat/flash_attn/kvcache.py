@@ -1,0 +1,128 @@
+"""``flash_attn_with_kvcache``: attention over a cache, after the append of new tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jitattn.base.validate import check_flag, check_number
+from jitattn.compat.flash_attn.append import append_new_tokens
+from jitattn.compat.flash_attn.cache import CachedCall, cached_lens, check_caches, paged_cache
+from jitattn.compat.flash_attn.common import (
+    Window,
+    even_indptr,
+    is_unsplit,
+    planner_for,
+    refuse_alibi,
+    softmax_scale_of,
+)
+from jitattn.compat.gradients import refuse_gradients
+from jitattn.kernels.attention.api import plan_for_call
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Write k and v behind the cached tokens, in place, and attend q to all of them.
+
+    Query i of a request with seqlen_q queries and n keys, those of ``k`` included, sits at
+    n - seqlen_q + i. What differs from flash-attn: docs/from-flash-attn.md.
+
+    Args:
+        q: [batch_size, seqlen_q, nheads, head_dim], float16 or bfloat16.
+        k_cache: [batch_size_cache, seqlen_cache, nheads_k, head_dim], or with ``block_table``
+            [num_blocks, block_size, nheads_k, head_dim]; like q, any strides but the last.
+        v_cache: likewise; its heads may have another size.
+        k: [batch_size, seqlen_new, nheads_k, head_dim], or None.
+        v: likewise; with ``k``, or None.
+        rotary_cos: [seqlen_ro, rotary_dim / 2], like q, for all places of a request: turns k by its
+            places, and q by those from ``cache_seqlens`` on (causal, or a window) or by that one.
+        rotary_sin: likewise.
+        cache_seqlens: tokens in the cache, a number or int32 or int64 [batch_size]; None: it is
+            full. ``k`` needs it. Negative: padding, out is 0 and nothing is read or written.
+        cache_batch_idx: int32 or int64 [batch_size], rows of the cache; without ``block_table``.
+        cache_leftpad: int32 or int64 [batch_size], where the first token of a row stands;
+            ``cache_seqlens`` counts from the row's beginning; without ``block_table``.
+        block_table: int32 [batch_size, blocks_per_request].
+        softmax_scale: None: head_dim ** -0.5.
+        causal: queries see no later keys.
+        window_size: (left, right), keys that a query sees on either side of its own; -1 is all.
+        softcap: score becomes softcap * tanh(score / softcap); 0 is off.
+        rotary_interleaved: pairs are neighbours; False: rotary_dim / 2 apart.
+        alibi_slopes: refused unless None.
+        num_splits: 0, or 1: bits don't depend on the rest of the batch. Others are refused.
+        return_softmax_lse: return the logarithms of the sums, too.
+
+    Returns:
+        out [batch_size, seqlen_q, nheads, head_dim of V], or (out, lse), lse float32 [batch_size,
+        nheads, seqlen_q], natural. A row that sees no key has out 0 and lse -inf (flash-attn: inf).
+
+    Raises:
+        TypeError, ValueError, ConfigError: naming the argument, before any launch.
+    """
+    # fmt: off
+    return _attend_cached(CachedCall(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, block_table, softmax_scale, causal, window_size, softcap,
+        rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
+    ))
+
+
+def _attend_cached(given: CachedCall) -> Tensor | tuple[Tensor, Tensor]:
+    q = given.q
+    _check_given(given)
+    batch_size, seqlen_q = q.shape[:2]
+    cache = paged_cache(given, batch_size)
+    cached = cached_lens(given, cache)
+    window = Window.of(given.causal, given.window_size, seqlen_q)
+    planner = planner_for(
+        q,
+        cache.k,
+        cache.v,
+        cache.pages,
+        window,
+        page_size=cache.k.shape[1],
+        sm_scale=softmax_scale_of(given.softmax_scale),
+        logits_soft_cap=check_number("softcap", given.softcap, least=0.0),
+        batch_invariant=is_unsplit(given.num_splits),
+    )
+    kv = planner.bind((cache.k, cache.v))
+    q, seq_lens = append_new_tokens(given, cache, cached)
+    offsets = None if seqlen_q == 1 else even_indptr(batch_size, seqlen_q, q.device)
+    plan = plan_for_call(planner, cache.pages, seq_lens, offsets, max_q_len=seqlen_q)
+    lse = torch.empty((batch_size * seqlen_q, q.shape[2]), dtype=torch.float32, device=q.device)
+    out = plan.run(
+        q.flatten(0, 1),
+        kv,
+        lse=lse if given.return_softmax_lse else None,
+        custom_mask=window.mask_of_even(batch_size, seqlen_q, q.device),
+    )
+    assert isinstance(out, Tensor)
+    out = out.view(batch_size, seqlen_q, *out.shape[1:])
+    if not given.return_softmax_lse:
+        return out
+    return out, lse.view(batch_size, seqlen_q, -1).transpose(1, 2).contiguous()
+
+
+def _check_given(given: CachedCall) -> None:
+    refuse_gradients(
+        {
+            "q": given.q,
+            "k_cache": given.k_cache,
+            "v_cache": given.v_cache,
+            "k": given.k,
+            "v": given.v,
+        }
+    )
+    refuse_alibi(given.alibi_slopes)
+    check_flag("causal", given.causal)
+    check_flag("rotary_interleaved", given.rotary_interleaved)
+    check_flag("return_softmax_lse", given.return_softmax_lse)
+    check_caches(given.q, given.k_cache, given.v_cache)

@@ -1,0 +1,178 @@
+"""What ``AttentionPlanner`` supports, and the kernels of its arguments. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jitattn.base.errors import ConfigError
+from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
+from jitattn.kernels.attention.tile import max_row_tile, row_tile_for
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.spec.arch import check_arch
+from jitattn.spec.config import HEAD_DIMS, PlannerConfig
+from jitattn.spec.constraint import VARIANT_RANGE, Rule, broken, one_of, page_size_rule, rule
+from jitattn.spec.dtype import OUT_DTYPES, Q_DTYPES, QUANTISED_DTYPES, DType
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import PAGE_TABLES, Layout, Loader
+
+KV_LAYOUTS = ("NHD", "HND")
+
+
+def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[PlannerConfig]:
+    return rule(
+        argument,
+        str(default),
+        lambda config: getattr(config, argument) == default,
+        f"is refused: {what} not built yet; leave it {default}: {instead}",
+    )
+
+
+def _kv_layout_fits(config: PlannerConfig) -> bool:
+    has_pages = config.page_table != Layout.RAGGED
+    return config.kv_layout in (KV_LAYOUTS if has_pages else KV_LAYOUTS[:1])
+
+
+RULES: tuple[Rule[PlannerConfig], ...] = (
+    rule(
+        "num_qo_heads",
+        "any multiple of num_kv_heads",
+        lambda c: c.num_qo_heads >= 1 and c.num_qo_heads % max(c.num_kv_heads, 1) == 0,
+        "is not a positive multiple of num_kv_heads",
+    ),
+    rule("num_kv_heads", "1 and up", lambda c: c.num_kv_heads >= 1, "is not at least 1"),
+    rule(
+        "head_dim",
+        "multiples of 16 from 16 to 256, and 512",
+        lambda c: c.head_dim in HEAD_DIMS,
+        "is not a multiple of 16 from 16 to 256, nor 512",
+    ),
+    rule(
+        "head_dim_vo",
+        "None (head_dim), multiples of 16 from 16 to 256, and 512",
+        lambda c: c.head_dim_vo is None or c.head_dim_vo in HEAD_DIMS,
+        "is not a multiple of 16 from 16 to 256, nor 512",
+    ),
+    page_size_rule(),
+    one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
+    rule(
+        "kv_dtype",
+        "the same as q_dtype, " + ", ".join(QUANTISED_DTYPES),
+        lambda c: c.kv_dtype in (c.q_dtype, *QUANTISED_DTYPES),
+        f"is neither q_dtype nor one of {', '.join(QUANTISED_DTYPES)}",
+    ),
+    rule(
+        "out_dtype",
+        "None (q_dtype), " + ", ".join(OUT_DTYPES),
+        lambda c: c.out_dtype is None or c.out_dtype in OUT_DTYPES,
+        f"is not one of {', '.join(OUT_DTYPES)}",
+    ),
+    rule(
+        "kv_layout",
+        ", ".join(KV_LAYOUTS) + "; NHD with page_table=ragged",
+        _kv_layout_fits,
+        f"does not fit: {' or '.join(KV_LAYOUTS)} with pages, NHD with page_table=ragged, where K "
+        "and V are [num_kv_tokens, num_kv_heads, head_dim]",
+    ),
+    one_of("page_table", PAGE_TABLES),
+    rule(
+        "window_left",
+        "-1 (off), 0 and up",
+        lambda c: c.window_left >= -1,
+        "is less than -1: give -1 for no window, 0 for the own token only",
+    ),
+    rule(
+        "logits_soft_cap",
+        "0.0 (off), positive",
+        lambda c: c.logits_soft_cap >= 0.0,
+        "is negative: give 0.0 for no soft cap",
+    ),
+    rule(
+        "num_sms",
+        "None (all), 1 and up",
+        lambda c: c.num_sms is None or c.num_sms >= 1,
+        "is not at least 1",
+    ),
+    _not_built(
+        "skip_softmax_threshold",
+        None,
+        "leaving out KV tiles whose scores are all that far below the running maximum is",
+        "then every visible key counts",
+    ),
+)
+# Both values of these work in every kernel.
+_ANY = {
+    "causal": "True, False",
+    "sm_scale": "any finite number",
+    "use_sinks": "True, False",
+    "use_custom_mask": "True, False",
+    "variant": VARIANT_RANGE,
+    "batch_invariant": "True, False",
+    "early_kv": "True, False",
+}
+_RANGES = {rule.argument: rule.allowed for rule in RULES} | _ANY
+SUPPORT = {
+    DecodeSpec.kernel: _RANGES | {"query tokens per request": "1, and as many as fill a row tile"},
+    PrefillSpec.kernel: _RANGES | {"query tokens per request": "2 and up"},
+}
+"""What each argument may be, for the support table."""
+
+
+def check_rules(config: PlannerConfig) -> None:
+    """Raise ConfigError with every reason why ``config`` has no kernel on any architecture."""
+    if reasons := broken(RULES, config):
+        raise ConfigError(reasons)
+
+
+def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
+    """Return the kernels that plans of a planner launch, the decode kernel first.
+
+    Raises:
+        ConfigError: with every reason why there is none.
+    """
+    check_arch(arch)
+    check_rules(config)
+    head_dim_vo = config.head_dim_vo or config.head_dim
+    out_dtype = DType(config.out_dtype or config.q_dtype)
+    row_tile = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
+    fields = {
+        "head_dim": config.head_dim,
+        "head_dim_vo": head_dim_vo,
+        "page_size": config.page_size or 1,
+        "q_dtype": DType(config.q_dtype),
+        "kv_dtype": DType(config.kv_dtype),
+        "out_dtype": out_dtype,
+        "page_table": Layout(config.page_table),
+        "use_logits_soft_cap": config.logits_soft_cap > 0.0,
+        "use_custom_mask": config.use_custom_mask,
+        "variant": None if config.variant is None else config.variant.code,
+    }
+    decode = DecodeSpec(row_tile=row_tile, loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
+    wide_tile = wide_row_tile(config)
+    wide = [replace(decode, row_tile=wide_tile)] if wide_tile else []
+    return (
+        *specs_of_loaders(decode, arch),
+        *specs_of_loaders(PrefillSpec(loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
+        *(spec for decode in wide for spec in specs_of_loaders(decode, arch)),
+        ScheduleSpec(),
+    )
+
+
+def wide_row_tile(config: PlannerConfig) -> int:
+    """Return the row tile of the decode kernel for a few query tokens a request; 0: there is none.
+
+    A plan has it where some request may be longer than the tile for its group holds. Rows have the
+    same bits in both, whose tiles differ in nothing else: so a result doesn't depend on what a plan
+    was made for. Batch-invariant planners have none: prefill takes what decode's tile doesn't hold.
+    """
+    head_dim_vo = config.head_dim_vo or config.head_dim
+    narrow = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
+    has_room = narrow == 8 and max_row_tile(config.head_dim, head_dim_vo) >= 16
+    return 16 if has_room and not config.batch_invariant else 0
+
+
+def specs_of_loaders(
+    spec: DecodeSpec | PrefillSpec, arch: str
+) -> tuple[DecodeSpec | PrefillSpec, DecodeSpec | PrefillSpec]:
+    """Return the kernels of caches that are aligned and of others."""
+    fast = Loader.TENSOR if spec.uses_tma(arch) else Loader.VECTOR
+    return replace(spec, loader=fast), replace(spec, loader=Loader.PLAIN)

@@ -1,0 +1,352 @@
+"""Shapes of CTAs of the decode and the prefill kernel: a table, as code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.tile import (
+    MAX_PIECES,
+    DecodeTile,
+    PrefillTile,
+    WarpgroupTile,
+    row_bytes,
+)
+from jitattn.spec.arch import ARCHS
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import SEGMENT_BYTES, Layout, Loader
+
+if TYPE_CHECKING:
+    from jitattn.kernels.attention.spec import DecodeSpec
+
+
+# Bytes of K and V in flight that one CTA aims at. Two CTAs share an SM, and 64 KiB an SM saturate
+# an H100's memory; the rest covers the stages that are being consumed.
+_RING_BYTES = 64 * 1024
+_MERGE_BYTES = 8 * 1024
+# The same where boxes bring them and an SM has one CTA: 64 KiB saturate, the rest covers pauses,
+# and what is left of the SM has room for the next launch's CTA.
+_TMA_RING_BYTES = 128 * 1024
+# Dims of a product, and of a block of NVFP4.
+_BLOCK_DIMS = 16
+# Static shared memory of the attention kernels, with room to spare.
+STATIC_BYTES = 2 * 1024 + 4 * MAX_PIECES
+# What two CTAs of an SM of sm_90 or sm_100 may use each.
+_HALF_SM_SMEM = 113 * 1024
+# Query rows of a prefill CTA, 16 a warp.
+_PREFILL_ROWS = 64
+# Columns of V whose accumulator fits the registers; wider V takes several CTAs.
+_MAX_VALUE_DIM = 256
+# The same where the scores take more registers than those of short tiles do.
+_BUSY_VALUE_DIM = 224
+
+
+def max_row_tile(head_dim: int, head_dim_vo: int) -> int:
+    """Return the most query rows whose query and accumulator fit a decode warp's registers."""
+    widest = max(head_dim, head_dim_vo)
+    return 32 if widest <= 64 else 16 if widest <= 128 else 8
+
+
+def row_tile_for(head_dim: int, head_dim_vo: int, group_size: int) -> int:
+    """Return the row tile for a group of query heads; larger groups take several row blocks."""
+    most = max_row_tile(head_dim, head_dim_vo)
+    return next((rows for rows in (8, 16, 32) if group_size <= rows <= most), most)
+
+
+def decode_tile(spec: DecodeSpec, arch: str) -> DecodeTile:
+    """Return the decode tile of ``spec``: as many warps as its shared memory allows."""
+    if _has_tma_tile(spec, arch):
+        num_warps = next(
+            n
+            for n in (8, 4, 2, 1)
+            if _tma_tile(spec, n, is_padded=True).smem_bytes + STATIC_BYTES
+            <= ARCHS[arch].smem_bytes
+        )
+        return _tma_tile(spec, num_warps, is_padded=spec.loader is not Loader.TENSOR)
+    has_large_smem = ARCHS[arch].smem_bytes >= 2 * _HALF_SM_SMEM
+    tiles = (_decode_tile(spec, num_warps, has_large_smem) for num_warps in (4, 2, 1))
+    return next(t for t in tiles if t.smem_bytes + STATIC_BYTES <= ARCHS[arch].smem_bytes)
+
+
+def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
+    """Return the prefill tile of ``spec``: long tiles first, then two stages."""
+    if has_warpgroup_tile(spec, arch):
+        return _warpgroup_tile(spec)
+    tiles = (
+        _prefill_tile(spec, arch, tile_tokens, num_stages)
+        for tile_tokens, num_stages in (
+            (64, 2),
+            (32, 2),
+            (64, 1),
+            (32, 1),
+            (16, 4),
+            (16, 2),
+            (16, 1),
+        )
+    )
+    # Two CTAs on an SM hide each other's barriers, where their shared memory allows it.
+    limit = min(ARCHS[arch].smem_bytes, _HALF_SM_SMEM)
+    return next(
+        tile
+        for tile in tiles
+        if tile.smem_bytes + STATIC_BYTES <= limit
+        # A wide accumulator leaves registers for the scores of short tiles only.
+        and (tile.value_dim <= _MAX_VALUE_DIM // 2 or tile.tile_tokens <= 32)
+        and (tile.value_dim <= _BUSY_VALUE_DIM or tile.tile_tokens <= 16)
+    )
+
+
+def decode_uses_tma(spec: AttentionSpec, arch: str) -> bool:
+    """Return whether TMA loads K and V of caches whose strides allow it."""
+    has_pages = Layout(spec.page_table).lists_pages and spec.page_size % 8 == 0
+    return _has_tma_tile(spec, arch) and has_pages
+
+
+def prefill_uses_tma(spec: AttentionSpec, arch: str) -> bool:
+    """Return whether TMA loads K and V of caches whose strides allow it."""
+    # Of any head dim: the hardware fills the last segment of a row up with zeros. Tokens without
+    # pages follow each other, as those of one page do.
+    has_tile = has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
+    layout = Layout(spec.page_table)
+    has_pages = layout.lists_pages and spec.page_size % 8 == 0
+    return has_tile and (has_pages or layout is Layout.RAGGED)
+
+
+def has_warpgroup_tile(spec: AttentionSpec, arch: str) -> bool:
+    """Return whether warpgroups compute a prefill kernel, whatever its pages and loader."""
+    is_narrow = max(spec.head_dim, spec.head_dim_vo) <= 256
+    return ARCHS[arch].has_wgmma and is_narrow
+
+
+def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
+    # Whatever the pages and the loader: results have the same bits.
+    if spec.kv_dtype is DType.NVFP4:  # the scales of its blocks come beside its rows
+        return False
+    dims = (spec.head_dim, spec.head_dim_vo)
+    return ARCHS[arch].has_wgmma and all(
+        spec.kv_dtype.num_bytes * dim % SEGMENT_BYTES == 0 for dim in dims
+    )
+
+
+# Tiles of warpgroups by the most columns of Q and V: warpgroups that compute and that bring, tokens
+# of a tile without more, with a soft cap, and with a variant, whose computations need registers,
+# stages of K and V, and of Q. Scores take half a register a token and the output half a register a
+# column; what is left of 227 KiB of shared memory has no room for more stages.
+_WARPGROUP_TILES = (
+    (64, 64, 3, 1, 112, 80, 64, 3, 2),
+    (128, 128, 2, 1, 128, 112, 112, 2, 2),
+    (192, 128, 2, 1, 128, 128, 112, 2, 1),
+    (192, 192, 2, 1, 96, 80, 80, 2, 1),
+    (256, 256, 2, 1, 80, 64, 48, 2, 1),
+)
+# The same of quantised caches, a tile of which lands in shared memory before it is converted.
+_CONVERT_TILES = (
+    (64, 64, 2, 2, 128, 128, 112, 3, 2),
+    (128, 128, 2, 2, 128, 96, 96, 2, 2),
+    (192, 128, 2, 2, 96, 96, 96, 2, 1),
+    (256, 256, 2, 1, 64, 64, 48, 2, 1),
+)
+# Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
+# warpgroup of producers, where pages are too small for TMA.
+_GATHERED_BYTES = (192 + 128) * 2
+# Registers of a thread that brings and of one that computes, by the warpgroups of either kind.
+_WARPGROUP_REGISTERS = {(2, 1): (72, 216), (2, 2): (64, 192), (3, 1): (56, 152)}
+
+
+def _stored_bytes(spec: AttentionSpec, dim: int) -> int:
+    """Return the bytes of a row of K or V, but for the scales of its blocks."""
+    return dim // 2 if spec.kv_dtype is DType.NVFP4 else spec.kv_dtype.num_bytes * dim
+
+
+def _block_bytes(spec: AttentionSpec, dim: int) -> int:
+    """Return the bytes of the scales of a row's blocks."""
+    return dim // _BLOCK_DIMS if spec.kv_dtype is DType.NVFP4 else 0
+
+
+def _pitch(spec: AttentionSpec, dim: int) -> int:
+    """Return what a row of K or V and the scales of its blocks take in shared memory."""
+    return row_bytes(_stored_bytes(spec, dim)) + _block_bytes(spec, dim)
+
+
+def _step_dims(spec: AttentionSpec) -> int:
+    """Return the dims that products take at a time: rows of others are filled up with zeros."""
+    return 2 * _BLOCK_DIMS if spec.kv_dtype is DType.NVFP4 else _BLOCK_DIMS
+
+
+def _query_row_bytes(spec: AttentionSpec) -> int:
+    step = _step_dims(spec)
+    return row_bytes(2 * -(-spec.head_dim // step) * step)
+
+
+def _value_dim(spec: AttentionSpec, most: int) -> int:
+    """Return the columns of V that a CTA computes: all, or an even part of at most ``most``."""
+    # In whole tiles of 16 columns.
+    num_tiles = spec.head_dim_vo // 16
+    blocks = next(n for n in range(1, 33) if num_tiles % n == 0 and num_tiles // n * 16 <= most)
+    return num_tiles // blocks * 16
+
+
+def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTile:
+    value_dim = _value_dim(spec, _MAX_VALUE_DIM)
+    item_bytes = spec.kv_dtype.num_bytes
+    key_bytes, value_bytes = item_bytes * spec.head_dim, item_bytes * value_dim
+    # As much as 16 tokens of 256-byte rows, unless the scores of many rows fill the registers.
+    is_narrow = max(key_bytes, value_bytes) <= SEGMENT_BYTES
+    warp_tokens = 32 if is_narrow and spec.row_tile <= 16 else 16
+    tile_tokens = num_warps * warp_tokens
+    num_stages = max(2, _TMA_RING_BYTES // (tile_tokens * (key_bytes + value_bytes)))
+    if is_padded:
+        key_bytes, value_bytes = row_bytes(key_bytes), row_bytes(value_bytes)
+    ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
+    merge_bytes = 4 * num_warps * spec.row_tile * (value_dim + 4)
+    query_bytes = spec.row_tile * row_bytes(2 * spec.head_dim)
+    merge_splits = _tma_merge_splits(spec, value_dim)
+    return DecodeTile(
+        num_warps=num_warps,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=False,
+        ctas_per_sm=1,
+        value_dim=value_dim,
+        merge_dims=value_dim,
+        smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
+        merge_splits=merge_splits,
+        merge_loads=_merge_loads(spec, value_dim, merge_splits),
+        box_tokens=_tma_tokens(spec, warp_tokens),
+    )
+
+
+def _tma_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
+    # What a warp keeps of Q and accumulates leaves registers for so many; but row tiles of 16 merge
+    # as many as those of 8, in smaller loads: rows have the same bits in both.
+    if spec.row_tile == 32 or spec.head_dim > 256:
+        return 4
+    return 16 if value_dim <= 128 else 8
+
+
+def _merge_loads(spec: DecodeSpec, value_dim: int, merge_splits: int) -> int:
+    # Wide states leave registers for few.
+    is_wide = spec.row_tile == 16 and max(value_dim, spec.head_dim) > 64
+    return min(4, merge_splits) if is_wide else 0
+
+
+def _tma_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
+    """Return the tokens of a warp's slice that one page has; 0 where there are no boxes."""
+    sizes = (n for n in (32, 16, 8) if n <= warp_tokens and spec.page_size % n == 0)
+    return next(sizes, 0)
+
+
+def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> DecodeTile:
+    value_dim = _value_dim(spec, _MAX_VALUE_DIM)
+    widest = max(spec.head_dim, spec.head_dim_vo)
+    # Four bits of twice as many tokens are under way as fast.
+    warp_tokens = 32 if widest <= (128 if spec.kv_dtype is DType.NVFP4 else 64) else 16
+    tile_tokens = num_warps * warp_tokens
+    dims = spec.head_dim, value_dim
+    token_bytes = sum(_stored_bytes(spec, dim) + _block_bytes(spec, dim) for dim in dims)
+    num_stages = max(2, min(4, _RING_BYTES // (tile_tokens * token_bytes)))
+    ring_bytes = num_stages * tile_tokens * sum(_pitch(spec, dim) for dim in dims)
+    # All columns at once where two CTAs of an SM have the room.
+    spare_bytes = _HALF_SM_SMEM - STATIC_BYTES - ring_bytes if has_large_smem else 0
+    column_bytes = 4 * num_warps * spec.row_tile
+    most = max(spare_bytes // column_bytes - 4, _MERGE_BYTES // column_bytes)
+    step = _step_dims(spec)
+    merge_dims = min(max(most // step, 1), -(-value_dim // step)) * step
+    merge_bytes = column_bytes * (merge_dims + 4)
+    query_bytes = spec.row_tile * _query_row_bytes(spec)
+    merge_splits = _decode_merge_splits(spec, value_dim)
+    return DecodeTile(
+        num_warps=num_warps,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=False,
+        ctas_per_sm=2 if widest <= 128 else 1,
+        value_dim=value_dim,
+        merge_dims=merge_dims,
+        merge_splits=merge_splits,
+        merge_loads=_merge_loads(spec, value_dim, merge_splits),
+        smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
+    )
+
+
+def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
+    converts = spec.kv_dtype is not spec.q_dtype
+    groups, num_producers, *tokens, num_stages, num_query_stages = next(
+        shape
+        for most_keys, most_values, *shape in (_CONVERT_TILES if converts else _WARPGROUP_TILES)
+        if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
+    )
+    tile_tokens = tokens[2 if spec.variant is not None else spec.use_logits_soft_cap]
+    key_bytes, value_bytes = (
+        -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
+        for columns in (spec.head_dim, spec.head_dim_vo)
+    )
+    smem_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
+    smem_bytes += 64 * groups * num_query_stages * key_bytes
+    gathers = spec.loader is Loader.VECTOR and not converts
+    if gathers and groups == 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
+        num_producers = 2
+    producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups, num_producers]
+    if converts:  # half of the warps that bring take eight rows of K at a time, the others of V
+        step = 8 * 2 * num_producers
+        smem_bytes += -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
+    return WarpgroupTile(
+        num_warps=4 * groups,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        num_query_stages=num_query_stages,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        smem_bytes=smem_bytes,
+        row_tile=64 * groups,
+        merge_rows=2 if spec.changes_scores or spec.head_dim_vo > 192 else 4,
+        merge_splits=8,
+        merge_loads=0,
+        box_tokens=_prefill_tma_tokens(spec, tile_tokens),
+        # A segment: that puts all rows of a tile one after the other.
+        key_box_columns=0 if converts else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        num_producers=num_producers,
+        producer_registers=producer_registers,
+        consumer_registers=consumer_registers,
+    )
+
+
+def _prefill_tma_tokens(spec: AttentionSpec, tile_tokens: int) -> int:
+    if spec.page_table is Layout.RAGGED:  # several, which arrive sooner than one
+        return next(n for n in (64, 48, 32, 16) if tile_tokens % n == 0)
+    # TMA does not load pages of other sizes.
+    sizes = (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0)
+    return next(sizes, 16)
+
+
+def _decode_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
+    # As of boxes.
+    if spec.row_tile == 32:
+        return 4
+    return 8 if value_dim <= 128 else 4 if spec.head_dim <= 256 else 2
+
+
+def _prefill_tile(spec: AttentionSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:
+    # As wide an accumulator as the compiler fits in registers without spilling. It can't depend on
+    # the loader: a plan's launches with either share their parameters.
+    most = _MAX_VALUE_DIM
+    is_busy = spec.changes_scores or spec.use_custom_mask
+    if arch == "sm_80" or is_busy or spec.head_dim_vo > 256:
+        most = _BUSY_VALUE_DIM
+    if spec.head_dim > 256:
+        most = 128
+    value_dim = _value_dim(spec, most)
+    row_bytes = _pitch(spec, spec.head_dim) + _pitch(spec, value_dim)
+    query_bytes = _PREFILL_ROWS * _query_row_bytes(spec)
+    return PrefillTile(
+        num_warps=_PREFILL_ROWS // 16,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=True,
+        ctas_per_sm=2 if value_dim <= 192 else 1,
+        value_dim=value_dim,
+        row_tile=_PREFILL_ROWS,
+        merge_splits=8 if value_dim <= 128 else 4 if value_dim <= 192 else 2,
+        smem_bytes=num_stages * tile_tokens * row_bytes + query_bytes,
+    )

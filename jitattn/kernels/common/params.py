@@ -1,0 +1,179 @@
+"""Launch arguments that attention and MLA share, as their kernels lay them out.
+
+Twins: the headers of templates/ that name this module; tests/compile/test_params.py has the
+compiler compare both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+from jitattn.spec.layout import Layout
+from jitattn.spec.params import PAGE_PARAMS, TENSOR_MAP_BYTES, Divisor, Scale, variant_params
+from jitattn.spec.variant import AttentionVariant
+
+# Custom masks: MaskKind in attention_params.cuh.
+MASK_BOOL, MASK_PACKED, MASK_RAGGED = 0, 1, 2
+# Bytes of the entries of a schedule: ScheduleHeader, Request, Unit, SlotBoundary, and the scans.
+HEADER_BYTES, REQUEST_BYTES, UNIT_BYTES, BOUNDARY_BYTES = 16, 16, 32, 8
+UNIT_BEGIN_BYTES, COST_BYTES = 4, 8
+
+
+class Schedule(ctypes.Structure):
+    """Pointers into the allocation that a plan owns."""
+
+    _fields_ = (
+        ("header", c_void_p),
+        ("requests", c_void_p),
+        ("units", c_void_p),
+        ("boundaries", c_void_p),
+        ("unit_begin", c_void_p),
+        ("cost_begin", c_void_p),
+    )
+
+
+class ScheduleParams(ctypes.Structure):
+    """Argument of the schedule kernel."""
+
+    _fields_ = (
+        ("seq_lens", c_void_p),
+        ("kv_indptr", c_void_p),
+        ("qo_indptr", c_void_p),
+        ("schedule", Schedule),
+        ("seq_lens_stride", c_int64),
+        ("kv_indptr_stride", c_int64),
+        ("qo_indptr_stride", c_int64),
+        ("max_kv_len", c_int64),
+        ("num_entries", c_int64),
+        ("entry_tokens", c_int32),
+        ("seq_lens_are_int64", c_int32),
+        ("batch_size", c_int32),
+        ("max_q_len", c_int32),
+        ("is_causal", c_int32),
+        ("window_left", c_int32),
+        ("group_size", c_int32),
+        ("decode_rows", c_int32),
+        ("prefill_rows", c_int32),
+        ("round_slots", c_int32),
+        ("max_rounds", c_int32),
+        ("num_ctas", c_int32),
+        ("num_head_blocks", c_int32),
+        ("tile_tokens", c_int32),
+        ("unit_cost", c_int32),
+        ("min_slot_cost", c_int32),
+        ("max_splits", c_int32),
+        ("min_split_tiles", c_int32),
+    )
+
+
+class AttentionParams(ctypes.Structure):
+    """Argument of an attention kernel, but for its page table."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("sinks", c_void_p),
+        ("partials", c_void_p),
+        ("partial_sums", c_void_p),
+        ("counters", c_void_p),
+        ("num_claimed", c_void_p),
+        ("mask", c_void_p),
+        ("mask_indptr", c_void_p),
+        ("schedule", Schedule),
+        ("k_scale", Scale),
+        ("v_scale", Scale),
+        ("q_token_stride", c_int64),
+        ("q_head_stride", c_int64),
+        ("k_page_stride", c_int64),
+        ("k_token_stride", c_int64),
+        ("k_head_stride", c_int64),
+        ("v_page_stride", c_int64),
+        ("v_token_stride", c_int64),
+        ("v_head_stride", c_int64),
+        ("out_token_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("lse_token_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("sink_stride", c_int64),
+        ("mask_row_stride", c_int64),
+        ("mask_indptr_stride", c_int64),
+        ("mask_bytes", c_int64),
+        ("num_tokens", c_int32),
+        ("num_qo_heads", c_int32),
+        ("group_size", Divisor),
+        ("num_row_blocks", Divisor),
+        ("num_head_blocks", Divisor),
+        ("claims_pieces", c_int32),
+        ("max_splits", c_int32),
+        ("is_causal", c_int32),
+        ("window_left", c_int32),
+        ("has_padding", c_int32),
+        ("mask_kind", c_int32),
+        ("mask_width", c_int32),
+        ("sink_code", c_int32),
+        ("q_is_aligned", c_int32),
+        ("early_kv", c_int32),
+        ("out_is_aligned", c_int32),
+        ("score_scale", c_float),
+        ("cap_log2", c_float),
+    )
+
+
+ATTENTION_OFFSET = 2 * TENSOR_MAP_BYTES
+"""Where ``AttentionParams`` begins in ``KernelParams``."""
+
+
+def _kernel_params(
+    layout: Layout, *others: tuple[str, type[ctypes.Structure]]
+) -> type[ctypes.Structure]:
+    fields: tuple[tuple[str, Any], ...] = (
+        ("k_map", ctypes.c_char * TENSOR_MAP_BYTES),
+        ("v_map", ctypes.c_char * TENSOR_MAP_BYTES),
+        ("attention", AttentionParams),
+        ("pages", PAGE_PARAMS[layout]),
+        *others,
+    )
+    num_bytes = sum(ctypes.sizeof(kind) for _, kind in fields)
+    padding = ("_padding", ctypes.c_char * (-num_bytes % 64))
+    name = "_".join(("KernelParams", layout.value, *(name for name, _ in others)))
+    return type(name, (ctypes.Structure,), {"_fields_": (*fields, padding)})
+
+
+# ``struct KernelParams`` of each layout.
+KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in Layout}
+
+
+class LatentParams(ctypes.Structure):
+    """What kernels of multi-head latent attention get besides ``AttentionParams``."""
+
+    _fields_ = (
+        ("q_pe", c_void_p),
+        ("latent_scales", c_void_p),
+        ("q_pe_token_stride", c_int64),
+        ("q_pe_head_stride", c_int64),
+        ("scale_page_stride", c_int64),
+        ("scale_token_stride", c_int64),
+        ("q_pe_is_aligned", c_int32),
+        ("unused", c_int32),
+    )
+
+
+# The same of mla/constants.cuh.jinja, whose maps are those of latents and rope parts.
+MLA_PARAMS = {layout: _kernel_params(layout, ("latent", LatentParams)) for layout in Layout}
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_params(
+    layout: Layout, variant: AttentionVariant | None, *, is_latent: bool
+) -> type[ctypes.Structure]:
+    """Return ``struct KernelParams`` of attention kernels; of a variant, its parameters, too."""
+    if variant is None:
+        return (MLA_PARAMS if is_latent else KERNEL_PARAMS)[layout]
+    latent = (("latent", LatentParams),) if is_latent else ()
+    return _kernel_params(layout, ("variant", variant_params(variant)), *latent)

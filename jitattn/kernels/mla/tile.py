@@ -1,0 +1,115 @@
+"""Shapes of CTAs of multi-head latent attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jitattn.kernels.common.tile import PrefillTile, WarpgroupTile, row_bytes
+from jitattn.spec.arch import ARCHS
+from jitattn.spec.dtype import DType
+from jitattn.spec.layout import SEGMENT_BYTES, Layout, Loader
+
+if TYPE_CHECKING:
+    from jitattn.kernels.mla.spec import MLASpec
+
+
+# Elements of a latent that share a scale, where rows hold theirs.
+_SCALE_DIMS = 128
+# The same of kernels of latent attention, whose CTAs claim nothing.
+_STATIC_BYTES = 3 * 1024
+
+
+def mla_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) -> int:
+    """Return the query rows of a CTA of latent attention: those of a token, if they are few."""
+    if has_warpgroup_tile(q_dtype, kv_dtype, arch):
+        return 64
+    # Where instructions for FP8 are missing, conversions take the registers of more rows.
+    converts_slowly = not ARCHS[arch].has_fp8_conversions and kv_dtype is not q_dtype
+    return 16 if num_heads <= 16 or converts_slowly else 32
+
+
+def has_warpgroup_tile(q_dtype: DType, kv_dtype: DType, arch: str) -> bool:
+    """Return whether warpgroups compute the kernel, whatever its pages and loader."""
+    return ARCHS[arch].has_wgmma and kv_dtype in (q_dtype, DType.FLOAT8_E4M3FN)
+
+
+def uses_tma(spec: MLASpec, arch: str) -> bool:
+    """Return whether TMA loads latents and k_pe of caches whose strides allow it."""
+    is_whole = (spec.head_dim - spec.head_dim_vo) * spec.kv_dtype.num_bytes == SEGMENT_BYTES
+    return (
+        has_warpgroup_tile(spec.q_dtype, spec.kv_dtype, arch)
+        and spec.kv_dtype is spec.q_dtype
+        and is_whole
+        and Layout(spec.page_table).lists_pages
+        and spec.page_size % 8 == 0
+    )
+
+
+def mla_tile(spec: MLASpec, arch: str) -> PrefillTile | WarpgroupTile:
+    """Return the tile of latent attention."""
+    if has_warpgroup_tile(spec.q_dtype, spec.kv_dtype, arch):
+        return _warpgroup_tile(spec)
+    return _warp_tile(spec, arch)
+
+
+# Registers of three warpgroups, a thread of each: what a kernel of 384 threads is given, 168 each.
+_SM_REGISTERS = 3 * 168
+
+
+def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
+    tile_tokens, num_stages, row_tile = 64, 2, 64
+    # Of those who bring: boxes ask for few, vectors have their places there, conversions half a
+    # tile. The others' are for those who compute, and variants need them.
+    producer_registers = 72 if spec.loader is Loader.TENSOR else 104
+    if spec.kv_dtype is not spec.q_dtype:
+        producer_registers = 120 if spec.variant is None else 72
+    # Tiles have the type of Q. A rope part has a segment to itself.
+    row_bytes = spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
+    return WarpgroupTile(
+        num_warps=8,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        num_query_stages=1,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        smem_bytes=(num_stages * tile_tokens + row_tile) * row_bytes,
+        row_tile=row_tile,
+        merge_rows=1,
+        merge_splits=8,
+        merge_loads=0,
+        # Pages of other sizes are not brought in boxes.
+        box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
+        key_box_columns=spec.head_dim_vo // 2,
+        num_producers=1,
+        producer_registers=producer_registers,
+        consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
+    )
+
+
+def _warp_tile(spec: MLASpec, arch: str) -> PrefillTile:
+    # Four warps for each 16 tokens.
+    tile_tokens = 32
+    rope_dim = spec.head_dim - spec.head_dim_vo
+    scale_bytes = 4 * spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
+    token_bytes = (
+        row_bytes(spec.kv_dtype.num_bytes * spec.head_dim_vo)
+        + row_bytes(spec.rope_dtype.num_bytes * rope_dim)
+        + scale_bytes
+    )
+    score_bytes = 4 * 4 * spec.row_tile * (tile_tokens + 8)
+    room = ARCHS[arch].smem_bytes - _STATIC_BYTES - score_bytes
+    # One is consumed, and the others are under way.
+    num_stages = min(room // (tile_tokens * token_bytes), 4)
+    return PrefillTile(
+        num_warps=tile_tokens // 16 * 4,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        smem_bytes=num_stages * tile_tokens * token_bytes + score_bytes,
+        row_tile=spec.row_tile,
+        merge_splits=8,
+        merge_loads=4,
+    )

@@ -1,0 +1,92 @@
+"""Element types: one row for each, with its bits, names and codes. Torch-free."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DType(StrEnum):
+    """Element type of a tensor, named as in torch.
+
+    A new one is a row here, a struct in templates/include/jitattn/convert.cuh and a conversion in
+    ``jitattn.tensors.quantization``.
+    """
+
+    _value_: str
+    bits: int
+    short: str
+    """Abbreviation in a kernel's symbol."""
+    cuda_type: str
+    """Struct in CUDA; empty for types that no kernel reads."""
+    is_quantised: bool
+    """Whether values are stored divided by a scale."""
+    float_code: int | None
+    """``FloatCode`` of types.cuh, a launch argument of kernels that read the type at run time."""
+
+    #                name             bits short    struct        quantised code
+    FLOAT16 = ("float16", 16, "f16", "Half", False, 0)
+    BFLOAT16 = ("bfloat16", 16, "bf16", "BFloat16", False, 1)
+    FLOAT32 = ("float32", 32, "f32", "Float", False, 2)
+    FLOAT64 = ("float64", 64, "f64", "", False, 3)
+    FLOAT8_E4M3FN = ("float8_e4m3fn", 8, "e4m3", "Float8E4M3", True, None)
+    FLOAT8_E5M2 = ("float8_e5m2", 8, "e5m2", "Float8E5M2", True, None)
+    INT8 = ("int8", 8, "i8", "Int8", True, None)
+    UINT8 = ("uint8", 8, "u8", "", False, None)
+    # Blocks of 16 4-bit numbers with a shared scale.
+    NVFP4 = ("nvfp4", 4, "nvfp4", "Float4E2M1", True, None)
+
+    def __new__(cls, name: str, *row: Any) -> DType:
+        """Make a member from its row."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.bits, member.short, member.cuda_type, member.is_quantised, member.float_code = row
+        return member
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> DType:
+        """Return the type of a tensor's elements."""
+        return cls(str(dtype).removeprefix("torch."))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an element.
+
+        Raises:
+            ValueError: two elements share a byte.
+        """
+        if self.bits % 8:
+            raise ValueError(f"an element of {self} has {self.bits} bits")
+        return self.bits // 8
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype of the same name; uint8 where two elements share a byte."""
+        import torch
+
+        name = DType.UINT8 if self.bits < 8 else self
+        found = getattr(torch, name.value)
+        assert isinstance(found, torch.dtype)
+        return found
+
+
+def dtype_name(value: object) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
+    name = str(value).removeprefix("torch.")
+    if not isinstance(value, str) and not str(value).startswith("torch."):
+        raise TypeError(f"{value!r} is not a dtype: give a torch.dtype or its name")
+    return name
+
+
+# Names, in the order of error messages.
+Q_DTYPES = (DType.BFLOAT16.value, DType.FLOAT16.value)
+OUT_DTYPES = (*Q_DTYPES, DType.FLOAT32.value)
+FP8_DTYPES = (DType.FLOAT8_E4M3FN.value, DType.FLOAT8_E5M2.value)
+QUANTISED_DTYPES = tuple(dtype.value for dtype in DType if dtype.is_quantised)
+KV_DTYPES = (*Q_DTYPES, *QUANTISED_DTYPES)
+"""Types of caches."""
+BYTE_DTYPES = tuple(name for name in QUANTISED_DTYPES if DType(name).bits == 8)
+"""Quantised types that a uint8 tensor may hold."""

@@ -1,0 +1,24 @@
+"""Attention variants: transforms of logits, those that come with jitattn, and their parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jitattn.base.door import lazy_names
+
+if TYPE_CHECKING:
+    from jitattn.spec.variant import ALIBI, RELATIVE_BIAS, AttentionVariant
+    from jitattn.tensors.position_bias import alibi_slopes, t5_bias
+
+__all__ = ["ALIBI", "RELATIVE_BIAS", "AttentionVariant", "alibi_slopes", "t5_bias"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ALIBI": "jitattn.spec.variant",
+        "RELATIVE_BIAS": "jitattn.spec.variant",
+        "AttentionVariant": "jitattn.spec.variant",
+        "alibi_slopes": "jitattn.tensors.position_bias",
+        "t5_bias": "jitattn.tensors.position_bias",
+    },
+)

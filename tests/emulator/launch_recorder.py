@@ -1,0 +1,176 @@
+"""A CUDA backend without a GPU: tensors lie on the CPU, and launches are recorded, not made.
+
+Everything between the public API and the driver's launch function is the real thing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import jitattn
+from jitattn.device import driver
+from jitattn.device.driver import DeviceFacts
+from jitattn.device.workspace import Workspace
+from jitattn.jit.build import Kernel
+from jitattn.kernels.attention import kernels as attention_kernels
+from jitattn.kernels.attention import loaded_kernels
+from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
+from jitattn.kernels.mla import launch as mla_launch
+from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import Layout
+from jitattn.tensors import tma
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakePending:
+    """Stands for a kernel that was found."""
+
+    spec: KernelSpec
+    was_found: bool = True
+
+    def result(self) -> Kernel:
+        return Kernel(
+            spec=self.spec,
+            symbol=self.spec.symbol,
+            arch="sm_90a",
+            cubin=b"",
+            origin="disk",
+            seconds=0.0,
+            registers=8,
+            spill_bytes=0,
+            smem_bytes=16,
+            compiler="none",
+            entry=self.spec.symbol,
+        )
+
+
+class FakeKernel:
+    """Stands for a loaded kernel."""
+
+    def __init__(self, symbol: str, device_index: int, smem_bytes: int) -> None:
+        self.symbol = symbol
+        self.device_index = device_index
+        self.smem_bytes = smem_bytes
+        self.argument = self
+        self.begins_early = False
+
+
+def encode_tensor_map(
+    pointer: int,
+    item_bytes: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    fetch_bytes: int,
+) -> bytes | None:
+    """Stand for the driver: the arguments, one after the other; None for what it refuses."""
+    if any(not 0 < stride < 2**40 or stride % 16 for stride in strides) or pointer % 16:
+        return None
+    numbers = (pointer, item_bytes, *dims, *strides)
+    return struct.pack("<11Q5IH18x", *numbers, *box, fetch_bytes)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One launch as the driver would have seen it."""
+
+    symbol: str
+    grid: int
+    num_threads: int
+    stream: int
+    params: ctypes.Structure
+    devices: tuple[int, ...]  # those that were made the current one
+
+
+@dataclass
+class LaunchRecorder:
+    """The driver's state, and what it was asked for."""
+
+    layout: Layout = Layout.SHARED
+    stream: int = 0
+    device: int = 0
+    is_capturing: bool = False
+    status: int = 0
+    launches: list[Recorded] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
+    workspaces: dict[int, Workspace] = field(default_factory=dict)
+
+    def launch(self, config: object, kernel: FakeKernel, pointer: object, extra: None) -> int:
+        """Stand for ``cuLaunchKernelEx``, called with ready-made arguments."""
+        assert extra is None
+        is_schedule = kernel.symbol.startswith("jitattn_schedule")
+        kind = ScheduleParams if is_schedule else KERNEL_PARAMS[self.layout]
+        params = kind.from_buffer_copy(ctypes.string_at(pointer._obj.value, ctypes.sizeof(kind)))
+        shape = config._obj
+        assert (shape.grid_y, shape.grid_z, shape.block_y, shape.block_z) == (1, 1, 1, 1)
+        assert shape.smem_bytes == kernel.smem_bytes
+        self.launches.append(
+            Recorded(
+                kernel.symbol,
+                shape.grid_x,
+                shape.block_x,
+                shape.stream or 0,
+                params,
+                tuple(self.devices),
+            )
+        )
+        return self.status
+
+    def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
+        """A planner of the CUDA backend for tensors on the CPU."""
+        planner = jitattn.AttentionPlanner(**arguments, device="cpu")
+        kernels = attention_kernels.KernelSet(planner.config, torch.device("cuda", 0))
+        kernels.device = CPU
+        planner._kernels, planner.backend = kernels, "cuda"
+        self.layout = Layout(planner.config.page_table)
+        return planner
+
+    def last(self) -> Recorded:
+        return self.launches[-1]
+
+    @contextmanager
+    def current(self, device: int) -> Iterator[None]:
+        """Stand for ``torch.cuda.device``."""
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
+    def workspace(self, device: torch.device, stream: int) -> Workspace:
+        return self.workspaces.setdefault(stream, Workspace(device))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
+    """Put the fake in the place of the driver, the builder and torch's notion of both."""
+    fake = LaunchRecorder()
+    facts = DeviceFacts(0, "card", (9, 0), num_sms=132, max_smem_bytes=232448)
+
+    def start(
+        specs: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str
+    ) -> tuple[FakePending, ...]:
+        return tuple(FakePending(spec) for spec in specs)
+
+    monkeypatch.setattr(tma, "encode_tensor_map", encode_tensor_map)
+    monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
+    monkeypatch.setattr(attention_kernels, "start", start)
+    for module in (loaded_kernels, attention_kernels, mla_launch):
+        monkeypatch.setattr(module, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))
+    monkeypatch.setattr(attention_kernels, "default_workspace", fake.workspace)
+    monkeypatch.setattr(driver, "_launch_function", lambda: fake.launch)
+    for name, function in (
+        ("_cuda_getCurrentRawStream", lambda index: fake.stream),
+        ("_cuda_getDevice", lambda: fake.device),
+    ):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
+    monkeypatch.setattr(torch.cuda, "device", fake.current)
+    return fake

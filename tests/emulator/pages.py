@@ -1,0 +1,142 @@
+"""The kernels that move tokens and pages, compiled for the CPU and launched by the real host code.
+
+A CTA is so many threads of the host, each of them a warp of its own. Instructions that the host
+hasn't are written anew here; the templates and the headers of their arithmetic are the real ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jitattn.device.driver import Launch
+from jitattn.jit.render import TEMPLATES, environment
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather
+from jitattn.kernels.pages.spec import GatherSpec
+from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
+from jitattn.spec.family import KernelSpec, Tile
+from tests.emulator.cuda_runtime import (
+    CONVERSIONS,
+    PAIRS,
+    QUALIFIERS,
+    THREADS,
+    TYPES,
+    WORDS,
+    library_of,
+)
+
+CACHES = [module.LAUNCHES for module in (batch_info, gather, copy_pages, block_table)]
+REAL_HEADERS = (
+    *("operands", "request_rows", "page_list", "gather_params", "copy_params", "table_params"),
+    *("layer_table_params", "convert"),
+)
+HOST = f"""
+constexpr int kBlock = NUM_THREADS;
+{QUALIFIERS}{WORDS}{THREADS}
+static Index blockIdx, gridDim;
+template <typename T> T __shfl_up_sync(unsigned, T value, int) {{ return value; }}
+template <typename T> T __shfl_xor_sync(unsigned, T value, int) {{ return value; }}
+namespace jitattn {{
+constexpr int kWarpSize = 1;
+constexpr int32_t kInt32Max = 0x7fffffff;
+inline void launch_dependents() {{}}
+inline void wait_for_previous_kernel() {{}}
+{PAIRS}{TYPES}{CONVERSIONS}
+}}  // namespace jitattn
+"""
+CALL = """
+extern "C" void call(const jitattn::PARAMS* params, int grid) {
+  gridDim.x = grid;
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+    std::vector<std::thread> others;
+    for (int i = 1; i < kBlock; ++i) {
+      others.emplace_back([=] { threadIdx.x = i; SYMBOL(*params); });
+    }
+    SYMBOL(*params);
+    for (std::thread& other : others) other.join();
+  }
+}
+"""
+PARAMS = {
+    "gather": "GatherParams",
+    "copy_pages": "CopyParams",
+    "block_table": "BlockTableParams",
+    "batch_info": "BatchInfoParams",
+    "layer_tables": "LayerTablesParams",
+}
+
+
+@functools.cache
+def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
+    """The kernel of ``spec`` as a function of the host."""
+    folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
+    tile = emulated_tile(spec, num_threads)._asdict()
+    source = environment().get_template(spec.template("sm_90a")).render(spec.context() | tile)
+    headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
+    call = CALL.replace("PARAMS", PARAMS[spec.kernel]).replace("SYMBOL", spec.symbol)
+    text = "\n".join((HOST.replace("NUM_THREADS", str(num_threads)), *headers, source, call))
+    text = re.sub(r"#include \"|#pragma|#line", r"// \g<0>", text)
+    return library_of(text, folder / "kernel.cpp")
+
+
+def emulated_tile(spec: KernelSpec, num_threads: int) -> Tile:
+    """A tile of few threads."""
+    if isinstance(spec, GatherSpec):
+        return GatherTile(num_threads=num_threads)
+    if spec.kernel == "copy_pages":
+        return CopyPagesTile(num_threads=num_threads, part_words=8 * num_threads)
+    return TableTile(num_threads=num_threads)
+
+
+class _Kernel:
+    """Stands for a loaded kernel."""
+
+    smem_bytes = 0
+    begins_early = False
+
+    def __init__(self, spec: KernelSpec, num_threads: int) -> None:
+        self.library = compiled(spec, num_threads)
+
+
+def emulate_kernels(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, counts: list[int] | None = None
+) -> None:
+    """Have the functions launch kernels on tensors of the CPU; ``counts`` gets their grids."""
+
+    def launch_on(card: int, launch: Launch) -> None:
+        assert card == 0
+        grid, threads, _ = launch.shape
+        assert threads == num_threads
+        if counts is not None:
+            counts.append(grid)
+        launch.kernel.library.call(ctypes.byref(launch.params), grid)
+
+    monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
+    monkeypatch.setattr(device_kernels, "load", lambda spec, card: _Kernel(spec, num_threads))
+    monkeypatch.setattr(
+        device_kernels, "tile_of", lambda spec, card: emulated_tile(spec, num_threads)
+    )
+    monkeypatch.setattr(device_kernels, "launch_on", launch_on)
+    monkeypatch.setattr(copy_pages, "max_ctas", lambda card, *, on_bus: 5)
+    # The lanes of an entry are one warp, which is one thread here.
+    monkeypatch.setattr(block_table, "lanes_log2", lambda page_size: 0)
+    for cache in CACHES:
+        cache.clear()
+
+
+@pytest.fixture(params=[1, 5], ids=["one thread", "five threads"])
+def emulated_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
+    """Launch kernels on the CPU, in CTAs of so many threads."""
+    emulate_kernels(monkeypatch, request.param)
+    yield request.param
+    for cache in CACHES:
+        cache.clear()
