@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.shared_files import FOLDER
+
 _ROOT = Path(__file__).parent
 # Markers of everything in a folder; what builds kernels in C++ and runs them on the CPU is called
 # ``test_*_emulated.py``, or has the marker ``emulator`` of its own.
 _FOLDERS = {"tests/gpu": "gpu", "tests/compile": "compile", "tests/style": "style"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the workers of a run one folder: see `tests.support.shared_files`."""
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="jitattn-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from pathlib import Path
 from rich.table import Table
 
 from bench import records
+from bench.options import make_parser
 from bench.report import console
 
 CONFIGS = (
@@ -173,11 +174,7 @@ def _print(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_compile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_compile", __doc__)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--config", action="append", help="instead of the five; repeatable")
     parser.add_argument("--cores", type=int, help="use this many")

@@ -49,6 +49,7 @@ from bench.decoder_model import (
     make_weights,
     with_layers,
 )
+from bench.options import make_parser
 from bench.oracle import relative_error
 from bench.timing import Call, L2Flush, L2Policy, Timer, no_gc, summarize
 from bench.turns import Result, WrongError, version_of
@@ -430,11 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_decoder",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_decoder", __doc__)
     known = [case.name for case in DECODER_CASES]
     parser.add_argument("--cases", default=",".join(known), help=f"of {','.join(known)}")
     parser.add_argument("--contenders", default=",".join(names), help=f"of {','.join(names)}")

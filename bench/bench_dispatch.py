@@ -9,7 +9,6 @@ once under torch's synchronisation check, which raises where one of them would w
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -23,11 +22,12 @@ from torch import Tensor
 
 from bench import records
 from bench.contenders import SkipError, set_up
+from bench.options import make_parser
 from bench.report import console
 from bench.rivals import FlashInferFa2
 from bench.timing import Call, Timing, no_gc, summarize
 from bench.workloads import Batch, Case, make_batch
-from jitattn.kernels.attention.launch import CudaPlan
+from jitattn.kernels.common.cuda_plan import CudaPlan
 
 CASE = Case(
     name="B8x256-h32_8-d128-p16",
@@ -90,8 +90,8 @@ def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
     The launch, of the schedule kernel, is the floor: the driver and one call from Python.
     """
     setup = set_up(batch, page_table)
-    assert isinstance(setup.plan._backend, CudaPlan)
-    launch = setup.plan._backend._parts[0].schedule_launch
+    assert isinstance(setup.plan.backend, CudaPlan)
+    launch = setup.plan.backend.launches[0].schedule_launch
     stream = torch.cuda.current_stream().cuda_stream
     make_plan = functools.partial(setup.planner.plan, setup.pages, batch.seq_lens)
     refresh = setup.plan.refresh
@@ -133,11 +133,7 @@ def _run_operations(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table and append the records."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_dispatch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_dispatch", __doc__)
     parser.add_argument("--caches", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=50)
     parser.add_argument("--rivals", action="store_true", help="FlashInfer's wrappers, too")

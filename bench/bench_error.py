@@ -9,7 +9,6 @@ over sampled rows; largest errors are given besides. Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from rich.table import Table
 from bench import records, report
 from bench.cases import BASELINE
 from bench.contenders import SkipError
+from bench.options import make_parser
 from bench.prefill_cases import PrefillCase
 from bench.prefill_contenders import (
     PrefillContender,
@@ -50,11 +50,7 @@ def errors_of(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every contender over the seeds; the exit status is 1 when one is absent."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_error",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_error", __doc__)
     parser.add_argument("--seeds", type=int, default=32)
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)

@@ -26,6 +26,7 @@ from torch import Tensor
 import jitattn
 from bench import records
 from bench.contenders import SkipError
+from bench.options import make_parser
 from bench.report import console, print_head
 from bench.timing import L2Flush, L2Policy, Timer, Timing, l2_bytes, no_gc, summarize
 from bench.turns import WrongError
@@ -333,11 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_gather",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_gather", __doc__)
     add = parser.add_argument
     names = ",".join(CONTENDERS)
     add("--contenders", default=names, help="comma-separated; default: %(default)s")

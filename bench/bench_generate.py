@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import command, records, report
+from bench.options import make_parser
 from bench.timing import summarize
 from bench.turns import Result
 
@@ -278,11 +279,7 @@ def print_table(workload: Workload, results: Sequence[Result]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table and append the records; the exit status is 1 when one was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_generate", __doc__)
     names = [contender.name for contender in CONTENDERS]
     parser.add_argument("--contenders", default=",".join(names), help=f"of {','.join(names)}")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least 2")

@@ -11,7 +11,6 @@ Python's: the record says how fast this host is.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -26,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import jitattn
 from bench import host_speed, records, report
+from bench.options import make_parser
 from bench.timing import L2Flush, L2Policy, Timer, no_gc, summarize
 from bench.token_workloads import (
     HEAD_DIM,
@@ -163,11 +163,7 @@ def replays_as_eager(layers: Layers, graph: torch.cuda.CUDAGraph) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every case; the exit status is 1 when a replay differs or there are more launches."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_layer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_layer", __doc__)
     parser.add_argument("--repeats", type=int, default=10, help="timed replays")
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)

@@ -10,7 +10,6 @@ tensors of the CPU. `--cores` takes part of the machine.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 from rich.table import Table
 
 from bench import records
+from bench.options import make_parser
 from bench.report import console
 from bench.timing import Timing, no_gc, summarize
 from jitattn.kv import KVCacheConfig, KVCacheManager, KVSequence, LayerConfig
@@ -99,11 +99,7 @@ def measure(batch_size: int, steps: int) -> Steps:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table and append the records."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_manager",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_manager", __doc__)
     parser.add_argument("--sequences", default="256,512,1024,2048,4096")
     parser.add_argument("--steps", type=int, default=96, help="at least two")
     parser.add_argument("--cores", type=int, help="cores to run on; all without")

@@ -31,6 +31,7 @@ from rich.table import Table
 from bench import ceilings, records, report
 from bench.ceilings import Ceilings
 from bench.contenders import SkipError
+from bench.options import make_parser
 from bench.timing import Call, L2Flush, L2Policy, Timer, Timing, l2_bytes, summarize
 from bench.token_contenders import Check, TokenContender, all_token_contenders, calls_of
 from bench.token_workloads import WORKLOADS, TokenBatch, TokenWorkload, make_token_batch
@@ -316,11 +317,7 @@ def _flashinfer_version() -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bench_preprocess",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bench_preprocess", __doc__)
     add = parser.add_argument
     add("--rows", default="preprocess,append", help="beginnings of names, comma-separated")
     everyone = [contender.name for contender in all_token_contenders()]

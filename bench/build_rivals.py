@@ -29,6 +29,7 @@ import torch
 from bench.cases import CASES, GROUPS, Group, select
 from bench.mla_cases import MLA_CASES, MLA_GROUPS, MLACase, select_mla
 from bench.mla_contenders import all_mla_contenders, make_mla_inputs
+from bench.options import make_parser
 from bench.prefill_cases import PREFILL_CASES, PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import all_prefill_contenders, make_inputs
 from bench.rivals import all_rivals
@@ -115,11 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.build_rivals",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.build_rivals", __doc__)
     parser.add_argument("--cases", help="of bench_decode; figures, unless another is given")
     parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
     parser.add_argument("--mla", metavar="CASES", help="of bench_mla")

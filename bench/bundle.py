@@ -25,6 +25,7 @@ from bench.decoder_contenders import kernel_configs
 from bench.decoder_model import DECODER_CASES, LLAMA_8B
 from bench.mla_cases import MLA_GROUPS, MLACase, select_mla
 from bench.mla_contenders import MLA_WAYS, JitAttnMLA
+from bench.options import make_parser
 from bench.prefill_cases import (
     PREFILL_GROUPS,
     PrefillArguments,
@@ -90,11 +91,7 @@ def _supported(wanted: Sequence[Arguments], arch: str) -> list[Arguments]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill the bundle; the exit status is 1 when a kernel didn't compile."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.bundle",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.bundle", __doc__)
     parser.add_argument("--cases", help="of bench_decode; figures, unless another is given")
     parser.add_argument("--prefill", metavar="CASES", help="of bench_prefill")
     parser.add_argument("--mla", metavar="CASES", help="of bench_mla")

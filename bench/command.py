@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench import records
+from bench.options import make_parser
 from bench.timing import L2Policy
 from bench.turns import Method, Result
 
@@ -70,11 +71,7 @@ def parse(
     Those ``named_only`` run where they are asked for. ``select`` raises ValueError for cases that
     aren't there.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(program, description)
     default = ",".join(name for name in names if name not in named_only)
     but = f"all but {', '.join(named_only)}" if named_only else "all"
     add = parser.add_argument

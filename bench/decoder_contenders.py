@@ -11,7 +11,7 @@ from torch import Tensor
 import jitattn
 from bench import oracle, rivals
 from bench.decoder_model import ROPE_BASE, Attention, Decoder, Requests, Shape
-from jitattn.kernels.attention.reference import gather
+from jitattn.kernels.common.reference_plan import gather
 
 
 class DecoderContender(Protocol):

@@ -41,23 +41,13 @@ class Shape:
 
 
 LLAMA_8B = Shape(
-    hidden=4096,
-    num_layers=32,
-    num_qo_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
+    hidden=4096, num_layers=32, num_qo_heads=32, num_kv_heads=8, head_dim=128, intermediate=14336,
     vocabulary=128256,
-)
+)  # fmt: skip
 TINY = Shape(
-    hidden=64,
-    num_layers=2,
-    num_qo_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate=96,
+    hidden=64, num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=16, intermediate=96,
     vocabulary=128,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ prompt takes. Prints the table of docs/page-manager.md, and plots it with `-o`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.options import make_parser
 from jitattn.kv import KVCacheConfig, KVCacheManager, LayerConfig
 
 PAGE_SIZE = 32
@@ -193,11 +193,7 @@ def plot(path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; draw it with ``-o``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kv_memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.kv_memory", __doc__)
     parser.add_argument("-o", type=Path, metavar="FILE", help="an .svg or .png to draw")
     options = parser.parse_args(argv)
     print(table(), end="")

@@ -24,10 +24,9 @@ from bench.mla_cases import (
     MLAArguments,
     MLACase,
 )
-from bench.oracle import LIMITS, relative_error
-from bench.prefill_contenders import sampled_rows
+from bench.oracle import SampledOracle, sampled_rows
 from bench.rivals import ON_HOST, flashinfer, workspace
-from jitattn.kernels.attention.reference import gather
+from jitattn.kernels.common.reference_plan import gather
 from jitattn.kernels.mla.reference import latent_attention
 
 K_SCALE = 0.05
@@ -181,29 +180,8 @@ def _make_cache(case: MLACase, values: Callable[..., Tensor], tokens: tuple[int,
     return cache
 
 
-class MLAOracle:
-    """Expected outputs of sampled rows, computed once for the first and the last copy."""
-
-    def __init__(self, inputs: MLAInputs) -> None:
-        """Remember the inputs; nothing is computed yet."""
-        self.inputs = inputs
-        self.limit = LIMITS[inputs.case.kv_dtype]
-        self._known: dict[int, Tensor] = {}
-        self.rows: list[int] = []
-        for q_len, start in zip(inputs.case.q_lens, inputs.qo_indptr.tolist(), strict=False):
-            self.rows += [start + row for row in sampled_rows(q_len)]
-
-    def error(self, outs: Tensor) -> float:
-        """Return the largest relative error of a sampled row; infinite where it isn't finite."""
-        copies = {0, outs.shape[0] - 1}
-        return max(relative_error(outs[copy, self.rows], self.expected(copy)) for copy in copies)
-
-    def expected(self, copy: int) -> Tensor:
-        """Return the sampled rows of a copy, [num_rows, num_heads, 512] float64."""
-        if copy not in self._known:
-            requests = range(len(self.inputs.case.q_lens))
-            self._known[copy] = torch.cat([self._request(copy, b) for b in requests])
-        return self._known[copy]
+class MLAOracle(SampledOracle[MLAInputs]):
+    """Expected outputs of sampled rows, [num_rows, num_heads, 512] float64."""
 
     def _request(self, copy: int, b: int) -> Tensor:
         """Return what the sampled rows of a request come to, each over the keys it sees."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
 import torch
 from torch import Tensor
 
 from bench.workloads import Batch
-from jitattn.kernels.attention.reference import attention, gather
+from jitattn.kernels.attention.reference import attention
+from jitattn.kernels.common.reference_plan import gather
 from jitattn.tensors.quantization import dequantize_kv
 
 LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2, "nvfp4": 1e-2}
@@ -101,3 +105,60 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
     difference = (out.double() - expected).flatten(1).norm(dim=1)
     worst = float((difference / expected.flatten(1).norm(dim=1)).max())
     return worst if worst < float("inf") else float("inf")
+
+
+_SAMPLED_ROWS = 16  # of a request
+
+
+class _SampledCase(Protocol):
+    @property
+    def kv_dtype(self) -> str: ...
+
+    @property
+    def q_lens(self) -> Sequence[int]: ...
+
+
+class _SampledInputs(Protocol):
+    @property
+    def case(self) -> _SampledCase: ...
+
+    @property
+    def qo_indptr(self) -> Tensor: ...
+
+
+AnyInputs = TypeVar("AnyInputs", bound=_SampledInputs)
+
+
+class SampledOracle(Generic[AnyInputs]):
+    """Expected outputs of sampled rows, computed once for the first and the last copy."""
+
+    def __init__(self, inputs: AnyInputs) -> None:
+        """Remember the inputs; nothing is computed yet."""
+        self.inputs = inputs
+        self.limit = LIMITS[inputs.case.kv_dtype]
+        self._known: dict[int, Tensor] = {}
+        self.rows: list[int] = []
+        for q_len, start in zip(inputs.case.q_lens, inputs.qo_indptr.tolist(), strict=False):
+            self.rows += [start + row for row in sampled_rows(q_len)]
+
+    def error(self, outs: Tensor) -> float:
+        """Return the largest relative error of a sampled row; infinite where it isn't finite."""
+        copies = {0, outs.shape[0] - 1}
+        return max(relative_error(outs[copy, self.rows], self.expected(copy)) for copy in copies)
+
+    def expected(self, copy: int) -> Tensor:
+        """Return the sampled rows of a copy, one request after the other, in float64."""
+        if copy not in self._known:
+            requests = range(len(self.inputs.case.q_lens))
+            self._known[copy] = torch.cat([self._request(copy, b) for b in requests])
+        return self._known[copy]
+
+    def _request(self, copy: int, b: int) -> Tensor:
+        """Return the sampled rows of one request."""
+        raise NotImplementedError
+
+
+def sampled_rows(q_len: int) -> list[int]:
+    """Rows of a request that are compared: the first, the last and some between."""
+    step = max(1, q_len // (_SAMPLED_ROWS - 2))
+    return sorted({0, q_len - 1, *range(step // 2, q_len, step)})

@@ -79,16 +79,10 @@ class PrefillCase:
     def pages(self) -> Case:
         """Return the case whose caches and tables this one uses; none of its pages are dead."""
         return Case(
-            name=self.name,
-            seq_lens=self.seq_lens,
-            num_qo_heads=self.num_qo_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_size=self.page_size,
-            q_dtype=Q_DTYPE,
-            kv_dtype=self.kv_dtype,
-            use_sinks=self.use_sinks,
-        )
+            name=self.name, seq_lens=self.seq_lens, num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=self.page_size,
+            q_dtype=Q_DTYPE, kv_dtype=self.kv_dtype, use_sinks=self.use_sinks,
+        )  # fmt: skip
 
     def planner_arguments(self, page_table: str) -> PrefillArguments:
         """Return the arguments of `jitattn.AttentionPlanner` for this case."""

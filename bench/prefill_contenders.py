@@ -15,14 +15,14 @@ from torch import Tensor
 import jitattn
 from bench import caches
 from bench.contenders import Prepared, SkipError
-from bench.oracle import LIMITS, relative_error
+from bench.oracle import SampledOracle, sampled_rows
 from bench.prefill_cases import CONTIGUOUS, Q_DTYPE, PrefillArguments, PrefillCase
 from bench.rivals import ON_HOST, Fa3Step, flashinfer, load_fa3, workspace
 from bench.timing import Call
 from bench.workloads import Batch, make_batch
-from jitattn.kernels.attention.reference import attention, gather
+from jitattn.kernels.attention.reference import attention
+from jitattn.kernels.common.reference_plan import gather
 
-_SAMPLED_ROWS = 16  # of a request
 _FA3_HEAD_DIMS = (64, 128, 256)  # of FlashInfer's
 
 
@@ -81,29 +81,8 @@ def with_page_size(batch: Batch, page_size: int) -> Batch:
     return other
 
 
-class PrefillOracle:
-    """Expected outputs of sampled rows, computed once for the first and the last copy."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        """Remember the inputs; nothing is computed yet."""
-        self.inputs = inputs
-        self.limit = LIMITS[inputs.case.kv_dtype]
-        self._known: dict[int, Tensor] = {}
-        self.rows: list[int] = []
-        for q_len, start in zip(inputs.case.q_lens, inputs.qo_indptr.tolist(), strict=False):
-            self.rows += [start + row for row in sampled_rows(q_len)]
-
-    def error(self, outs: Tensor) -> float:
-        """Return the largest relative error of a sampled row; infinite where it isn't finite."""
-        copies = {0, outs.shape[0] - 1}
-        return max(relative_error(outs[copy, self.rows], self.expected(copy)) for copy in copies)
-
-    def expected(self, copy: int) -> Tensor:
-        """Return the sampled rows of a copy, [num_rows, num_qo_heads, head_dim] float64."""
-        if copy not in self._known:
-            requests = range(len(self.inputs.case.q_lens))
-            self._known[copy] = torch.cat([self._request(copy, b) for b in requests])
-        return self._known[copy]
+class PrefillOracle(SampledOracle[Inputs]):
+    """Expected outputs of sampled rows, [num_rows, num_qo_heads, head_dim] float64."""
 
     def _request(self, copy: int, b: int) -> Tensor:
         """Return what the sampled rows of a request come to, in float64."""
@@ -130,12 +109,6 @@ class PrefillOracle:
             masks=[visible],
         )
         return out
-
-
-def sampled_rows(q_len: int) -> list[int]:
-    """Rows of a request that are compared: the first, the last and some between."""
-    step = max(1, q_len // (_SAMPLED_ROWS - 2))
-    return sorted({0, q_len - 1, *range(step // 2, q_len, step)})
 
 
 class PrefillContender(Protocol):

@@ -51,20 +51,17 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
 
     start = time.perf_counter()
     from jitattn.device.driver import DeviceFacts
-    from jitattn.kernels.attention import kernels as attention_kernels
-    from jitattn.kernels.attention import loaded_kernels
+    from jitattn.kernels.attention.launch import AttentionKernels
+    from jitattn.kernels.common import cuda_kernels, kernel_loader
     from jitattn.spec.config import PlannerConfig
 
     capability = divmod(int(re.sub(r"\D", "", arch)), 10)
     facts = DeviceFacts(0, "none", capability, num_sms=132, max_smem_bytes=0)
     with (
-        mock.patch.object(attention_kernels, "device_facts", lambda index: facts),
-        mock.patch.object(attention_kernels, "load_kernel", lambda *arguments: None),
-        mock.patch.object(loaded_kernels, "load_kernel", lambda *arguments: None),
+        mock.patch.object(cuda_kernels, "device_facts", lambda index: facts),
+        mock.patch.object(kernel_loader, "load_kernel", lambda *arguments: None),
     ):
-        kernels = attention_kernels.KernelSet(
-            PlannerConfig.parse(config_text), torch.device("cuda", 0)
-        )
+        kernels = AttentionKernels(PlannerConfig.parse(config_text), torch.device("cuda", 0))
     seconds = time.perf_counter() - start
     infos = kernels.infos()  # waits
     return {

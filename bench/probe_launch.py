@@ -26,7 +26,7 @@ from bench.report import console
 from bench.timing import Call, no_gc, summarize
 from jitattn.device import driver
 from jitattn.device.driver import Launch
-from jitattn.kernels.attention.launch import CudaPlan
+from jitattn.kernels.common.cuda_plan import CudaPlan
 
 LAUNCHES = 32
 BLOCKS = 100
@@ -91,10 +91,10 @@ def main() -> int:
         print("probe_launch needs a CUDA device", file=sys.stderr)
         return 2
     alive = plans()
-    backends = [plan._backend for plan in alive]
+    backends = [plan.backend for plan in alive]
     stream = torch.cuda.current_stream().cuda_stream
     prepared = [
-        ways(backend._parts[0].schedule_launch, stream)
+        ways(backend.launches[0].schedule_launch, stream)
         for backend in backends
         if isinstance(backend, CudaPlan)
     ]

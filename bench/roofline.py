@@ -12,7 +12,6 @@ floor's speed what `bench_mla --json` wrote reaches.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -27,6 +26,7 @@ from matplotlib.figure import Figure
 
 from bench import case_plot
 from bench.cases import BASELINE, RIVALS
+from bench.options import make_parser
 
 # Colours of Okabe and Ito, which colour-blind people tell apart; shapes say the same.
 _STYLES: dict[str, dict[str, Any]] = {
@@ -209,11 +209,7 @@ def _figure(paths: Sequence[Path], kind: str) -> Figure | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the plot; the exit status is 1 without figures of rivals."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.roofline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.roofline", __doc__)
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("-o", "--out", type=Path, required=True, help="its ending is the format")
     kinds = parser.add_mutually_exclusive_group()

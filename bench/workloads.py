@@ -121,19 +121,11 @@ class Case:
     ) -> PlannerArguments:
         """Return the arguments of `jitattn.AttentionPlanner` for this case."""
         return PlannerArguments(
-            num_qo_heads=self.num_qo_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_size=self.page_size,
-            q_dtype=self.q_dtype,
-            kv_dtype=self.kv_dtype,
-            kv_layout=self.kv_layout,
-            page_table=page_table,
-            window_left=self.window_left,
-            use_sinks=self.use_sinks,
-            batch_invariant=batch_invariant,
-            early_kv=early_kv,
-        )
+            num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            page_size=self.page_size, q_dtype=self.q_dtype, kv_dtype=self.kv_dtype,
+            kv_layout=self.kv_layout, page_table=page_table, window_left=self.window_left,
+            use_sinks=self.use_sinks, batch_invariant=batch_invariant, early_kv=early_kv,
+        )  # fmt: skip
 
     def tiny(self) -> Case:
         """Return the smallest batch that makes a contender compile what this case needs."""

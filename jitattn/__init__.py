@@ -28,8 +28,9 @@ if TYPE_CHECKING:
         JitAttnError,
         KernelNotFoundError,
     )
-    from jitattn.kernels.attention.api import AttentionPlanner, build_info
+    from jitattn.kernels.attention.api import AttentionPlanner
     from jitattn.kernels.attention.functional import attention
+    from jitattn.kernels.common.planner_base import build_info
     from jitattn.kernels.merge.api import merge_states
     from jitattn.kernels.mla.api import MLAPlanner
     from jitattn.kernels.preprocess.api import append_kv, preprocess_qkv
@@ -96,7 +97,7 @@ _HOMES = {
     "attention": "jitattn.kernels.attention.functional",
     "batch_info": "jitattn.pages",
     "build_block_table": "jitattn.pages",
-    "build_info": "jitattn.kernels.attention.api",
+    "build_info": "jitattn.kernels.common.planner_base",
     "check_config": "jitattn.kernels.registry",
     "copy_pages": "jitattn.pages",
     "gather_kv": "jitattn.pages",

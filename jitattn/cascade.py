@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jitattn.base.door import lazy_names
 
 if TYPE_CHECKING:
-    from jitattn.kernels.attention.cascade import (
+    from jitattn.kernels.cascade import (
         BoundCascadeCache,
         CascadeLevel,
         CascadePlan,
@@ -19,9 +19,9 @@ __all__ = ["BoundCascadeCache", "CascadeLevel", "CascadePlan", "CascadePlanner"]
 __getattr__ = lazy_names(
     __name__,
     {
-        "BoundCascadeCache": "jitattn.kernels.attention.cascade",
-        "CascadeLevel": "jitattn.kernels.attention.cascade",
-        "CascadePlan": "jitattn.kernels.attention.cascade",
-        "CascadePlanner": "jitattn.kernels.attention.cascade",
+        "BoundCascadeCache": "jitattn.kernels.cascade",
+        "CascadeLevel": "jitattn.kernels.cascade",
+        "CascadePlan": "jitattn.kernels.cascade",
+        "CascadePlanner": "jitattn.kernels.cascade",
     },
 )

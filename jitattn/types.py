@@ -9,11 +9,11 @@ from jitattn.base.door import lazy_names
 if TYPE_CHECKING:
     from jitattn.bundles.precompile import Report
     from jitattn.kernels.attention.api import Plan
-    from jitattn.kernels.attention.kernels import KernelInfo
+    from jitattn.kernels.common.kernel_loader import KernelInfo
     from jitattn.kernels.mla.api import MLAPlan
     from jitattn.kernels.mla.check import BoundMLACache
     from jitattn.kernels.registry import Config, Support
-    from jitattn.tensors.cache_views import BoundCache
+    from jitattn.tensors.bound_cache import BoundCache
 
 __all__ = [
     "BoundCache",
@@ -29,10 +29,10 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "BoundCache": "jitattn.tensors.cache_views",
+        "BoundCache": "jitattn.tensors.bound_cache",
         "BoundMLACache": "jitattn.kernels.mla.check",
         "Config": "jitattn.kernels.registry",
-        "KernelInfo": "jitattn.kernels.attention.kernels",
+        "KernelInfo": "jitattn.kernels.common.kernel_loader",
         "MLAPlan": "jitattn.kernels.mla.api",
         "Plan": "jitattn.kernels.attention.api",
         "Report": "jitattn.bundles.precompile",

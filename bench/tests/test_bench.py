@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tarfile
 from collections.abc import Hashable
 from pathlib import Path
 
@@ -13,27 +12,22 @@ import pytest
 import torch
 
 from bench import (
-    bench_compile,
-    bench_decode,
-    build_rivals,
     bundle,
     caches,
-    carry,
     oracle,
     records,
     report,
     workloads,
 )
 from bench.bench_decode import Method, Result, bench_case, choose_method, to_record
-from bench.cases import BASELINE, CASES, GROUPS, RIVALS, ragged_lens, select
+from bench.cases import BASELINE, CASES, GROUPS, select
 from bench.ceilings import Ceilings
-from bench.contenders import VARIANTS, Contender, JitAttn, Prepared, SkipError, all_variants
-from bench.rivals import _causal_mask, all_rivals
+from bench.contenders import VARIANTS, Contender, JitAttn, Prepared, SkipError
+from bench.rivals import _causal_mask
 from bench.timing import L2Policy, Timing, summarize
 from bench.workloads import Batch, Case, make_batch, num_copies
-from jitattn import QuantizedKV, dequantize_kv
 from jitattn.kernels.registry import check_config
-from jitattn.spec.config import PlannerConfig
+from jitattn.quant import QuantizedKV, dequantize_kv
 from tests.support.counting_timer import CountingTimer
 
 CPU = torch.device("cpu")
@@ -52,28 +46,6 @@ LIMITS = Ceilings(copy=3.0e12, read=3.05e12, read_method="torch.sum")
 FLOORS_US = (11.0, 176, 44.1, 176, 704, 353, 352, 352, 44.1, 704, 176, 704, 352)
 
 
-def test_names_are_unique_within_a_group() -> None:
-    assert len({(case.group, case.name) for case in CASES}) == len(CASES)
-    beside_rivals = [case.name for case in CASES if GROUPS[case.group].has_rivals]
-    assert len(set(beside_rivals)) == len(beside_rivals)
-
-
-def test_groups_name_contenders_that_exist() -> None:
-    assert tuple(rival.name for rival in all_rivals()) == RIVALS
-    known = {*RIVALS, *(variant.name for variant in all_variants())}
-    for group in GROUPS.values():
-        assert BASELINE in group.contenders
-        assert set(group.contenders) <= known
-    assert {case.group for case in CASES} == set(GROUPS)
-
-
-def test_pools_of_a_run_are_small() -> None:
-    for case in CASES:
-        copies = num_copies(case.kv_bytes, 60 << 20, 32) if case.floor_s(3e12) < 100e-6 else 1
-        pool = case.num_pages * case.page_size * case.token_bytes
-        assert copies * pool < 6e9, case.name  # rivals and variants hold copies of them
-
-
 @pytest.mark.parametrize(("case", "floor_us"), list(zip(CASES, FLOORS_US, strict=False)))
 def test_bytes_give_the_known_floor(case: Case, floor_us: float) -> None:
     assert case.floor_s(3.05e12) * 1e6 == pytest.approx(floor_us, rel=5e-3)
@@ -87,14 +59,6 @@ def test_bytes_of_a_case_by_hand() -> None:
     assert window.num_bytes == window.kv_bytes + 2 * 2 * 3 * 4 * 16 * 2
     eight_bit = dataclasses.replace(SMALL, kv_dtype="float8_e4m3fn")
     assert eight_bit.kv_bytes * 2 == SMALL.kv_bytes
-
-
-def test_ragged_lengths_are_fixed_and_in_range() -> None:
-    lens = ragged_lens(64)
-    assert lens == ragged_lens(64)
-    assert lens[:3] == (7701, 5062, 985)
-    assert min(lens) >= 128
-    assert max(lens) < 16384
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -401,14 +365,6 @@ def test_environment_says_what_a_figure_depends_on(env: dict[str, object]) -> No
     assert env["rivals"] == {"fa2": "0.7.2"}
 
 
-def test_commit_falls_back_to_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_first_line", lambda *command: None)
-    monkeypatch.delenv("JITATTN_BENCH_COMMIT", raising=False)
-    assert records.commit() == "unknown"
-    monkeypatch.setenv("JITATTN_BENCH_COMMIT", "abc123")
-    assert records.commit() == "abc123"
-
-
 def test_records_are_json_lines(
     results: list[Result], env: dict[str, object], tmp_path: Path
 ) -> None:
@@ -450,104 +406,7 @@ def test_table_compares_with_the_best_rival(capsys: pytest.CaptureFixture[str]) 
         assert text in printed
 
 
-def test_every_group_has_its_table_and_mean(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = []
-    for gain, pattern in ((1.0, "B1x8k-*"), (4.0, "B1x1k-*"), (2.0, "B8x4k-*-p16")):
-        (case,) = select(pattern)
-        rows.append((case, [_timed("xqa", gain * 1e-5), _timed("jitattn-shared", 1e-5)]))
-    (chain,) = (case for case in select("chain") if case.name.startswith("B1x8k"))
-    rows.append((chain, [_timed("jitattn-shared", 1e-5), _timed("jitattn-early-kv", 9e-6)]))
-    report.print_tables(rows, LIMITS)
-    printed = capsys.readouterr().out
-    assert "figures: best rival / jitattn: geometric mean 1.000" in printed
-    assert "more: best rival / jitattn: geometric mean 2.828, lowest 2.000" in printed
-    assert "chain: early-kv / shared: geometric mean 0.900" in printed
-
-
-def test_table_without_rivals_and_without_jitattn(capsys: pytest.CaptureFixture[str]) -> None:
-    (case,) = select("B1x8k-*")
-    report.print_tables([(case, [_timed("jitattn-shared", 20e-6)])], LIMITS)
-    report.print_tables([(case, [_timed("fa2", 30e-6)])], LIMITS)
-    assert "geometric mean" not in capsys.readouterr().out
-
-
-def test_one_module_for_cases_that_share_it() -> None:
-    needed = build_rivals.modules(select("figures"), all_rivals())
-    names = [name for name, _ in needed]
-    assert names.count("fa2") == names.count("fa2-tc") == 4  # head dims, dtypes of the cache
-    assert names.count("xqa") == 7  # head dim, dtype, page size and group
-    assert "fa3" not in names
-    assert build_rivals.modules(select("layouts,invariant,chain"), all_rivals()) == []
-
-
-def test_modules_that_windows_sinks_and_query_tokens_need() -> None:
-    needed = build_rivals.modules(select("B32x32k-*,B8x4k-*"), all_rivals())
-    names = [name for name, _ in needed]
-    assert names.count("fa2") == 3  # two head dims, a window; no sinks, one query token
-    assert names.count("fa2-tc") == 5  # likewise, and sinks with and without a window
-    assert names.count("xqa") == 4  # likewise without sinks, and four query tokens
-    assert build_rivals.modules(select("B64x8k-*-p8"), [all_rivals()[2]]) == []
-
-
-def test_tiny_case_needs_the_same_modules() -> None:
-    for rival in all_rivals():
-        for case in CASES:
-            assert rival.build_key(case) == rival.build_key(case.tiny())
-
-
-def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--contenders", "fa9"], ["--cases", "nope"]):
-        with pytest.raises(SystemExit):
-            bench_decode.main(arguments)
-    assert "fa9" in capsys.readouterr().err
-
-
 def test_bundle_has_every_supported_case_with_both_tables() -> None:
     chosen = bundle.configurations(select("B1x8k-*,*-e4m3fn"), "sm_90a")
     assert [arguments["page_table"] for arguments in chosen] == ["shared", "separate"] * 2
     assert {arguments["kv_dtype"] for arguments in chosen} == {"bfloat16", "float8_e4m3fn"}
-
-
-def test_bundle_has_every_variant() -> None:
-    chosen = bundle.configurations(select("invariant,B32x32k-*"), "sm_90a")
-    assert [a["batch_invariant"] for a in chosen].count(True) == 2  # 32/8 and 32/32 heads
-    assert {(a["window_left"], a["use_sinks"]) for a in chosen if a["head_dim"] == 64} == {
-        (window, use_sinks) for window in (-1, 127) for use_sinks in (False, True)
-    }
-
-
-def test_compile_configurations_are_valid_and_differ() -> None:
-    configs = [PlannerConfig.parse(text) for text in bench_compile.CONFIGS]
-    assert len(set(configs)) == 5
-
-
-def test_modules_travel(tmp_path: Path) -> None:
-    cache = tmp_path / "cache" / "0.7.2" / "90a" / "cached_ops"
-    for name, data in (("one", b"1" * 100), ("two", b"2" * 100)):
-        (cache / name).mkdir(parents=True)
-        (cache / name / f"{name}.so").write_bytes(data)
-    (cache / "one" / "other.so").write_bytes(b"no module")
-    (archive,) = carry.pack(tmp_path / "cache", tmp_path / "out")
-    with tarfile.open(archive) as tar:
-        assert sorted(tar.getnames()) == ["one.so.xz", "two.so.xz"]
-    carry.unpack(tmp_path / "out", tmp_path / "site")
-    prebuilt = tmp_path / "site" / "flashinfer" / "data" / "aot"
-    assert (prebuilt / "two" / "two.so").read_bytes() == b"2" * 100
-
-
-def test_packages_travel(tmp_path: Path) -> None:
-    (tmp_path / "package.py").write_text("x = 1\n")
-    folder = tmp_path / "archives"
-    folder.mkdir()
-    with tarfile.open(folder / "package.txz", "w:xz") as tar:
-        tar.add(tmp_path / "package.py", "package.py")
-    carry.unpack(folder, tmp_path / "site")
-    assert (tmp_path / "site" / "package.py").read_text() == "x = 1\n"
-
-
-def test_groups_respect_the_limit() -> None:
-    sizes = {"a": 9, "b": 6, "c": 5, "d": 4, "huge": 30}
-    groups = carry.group_by_size(sizes, 10)
-    assert sorted(name for group in groups for name in group) == sorted(sizes)
-    for group in groups:
-        assert len(group) == 1 or sum(sizes[name] for name in group) <= 10

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +14,9 @@ from torch import Tensor
 import jitattn
 from bench import bench_decoder, bundle, rivals
 from bench.bench_decoder import BASELINE, HostTimer, Loop, answer, bench_case, print_case
-from bench.contenders import SkipError
 from bench.decoder_contenders import (
     DecoderContender,
     Definition,
-    Fa3Decoder,
-    FlashInferDecoder,
     JitAttnDecoder,
     _rotate,
     all_decoder_contenders,
@@ -29,7 +24,6 @@ from bench.decoder_contenders import (
     planner_arguments,
 )
 from bench.decoder_model import (
-    DECODER_CASES,
     DRY_CASE,
     LLAMA_8B,
     TINY,
@@ -43,7 +37,7 @@ from bench.decoder_model import (
 from bench.oracle import attend
 from bench.turns import Result
 from jitattn.compat import flashinfer as compat
-from jitattn.kernels.attention.reference import gather
+from jitattn.kernels.common.reference_plan import gather
 
 CPU = torch.device("cpu")
 
@@ -65,14 +59,6 @@ def test_shapes_of_the_model() -> None:
     assert torch.equal(make_weights(TINY, CPU).head, make_weights(TINY, CPU).head)
     assert with_layers(LLAMA_8B, None) is LLAMA_8B
     assert with_layers(LLAMA_8B, 3).num_layers == 3
-
-
-def test_the_cases_fit_on_a_card() -> None:
-    gib = []
-    for case in DECODER_CASES:
-        tokens = Requests(case, 40).num_pages * case.page_size
-        gib.append(tokens * 2 * 8 * 128 * 2 * LLAMA_8B.num_layers / 2**30)
-    assert gib == pytest.approx([16.5, 32.5], abs=1)
 
 
 def test_requests_get_pages_when_they_need_them() -> None:
@@ -209,21 +195,6 @@ def test_what_is_wrong_is_not_timed(decoder: Decoder, fault: str) -> None:
     assert result.timing is None
 
 
-def test_who_is_absent_or_fails_says_so(decoder: Decoder) -> None:
-    class Absent(JitAttnDecoder):
-        def version(self) -> str:
-            raise SkipError("not here")
-
-    class Failing(JitAttnDecoder):
-        def prepare(self, decoder: Decoder) -> Attention:
-            raise RuntimeError("no memory")
-
-    contenders: Sequence[DecoderContender] = (Absent(), Failing())
-    absent, failing = bench_case(decoder, contenders, HostTimer(), rounds=1, num_steps=2)
-    assert (absent.status, absent.reason) == ("skipped", "not here")
-    assert (failing.status, failing.reason) == ("failed", "RuntimeError: no memory")
-
-
 def test_noise_is_as_large_as_a_rounding(decoder: Decoder) -> None:
     expected = answer(decoder)
     assert 3e-3 < expected.limit < 0.1
@@ -290,31 +261,11 @@ def test_prompts_stay_as_they_are(contender: DecoderContender) -> None:
     assert all(map(torch.equal, prompts(), want))
 
 
-def test_rivals_that_are_not_here_are_skipped() -> None:
-    for contender in (FlashInferDecoder(), Fa3Decoder()):
-        with pytest.raises(SkipError):
-            contender.version()
-
-
 def test_its_kernels_are_in_its_bundle() -> None:
     configs = bundle.decoder_configurations()
     assert configs == kernel_configs(LLAMA_8B, 64)
     assert planner_arguments(LLAMA_8B, 64)["page_size"] == 64
     assert len(configs) == 3
-
-
-def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "records.jsonl"
-    arguments = ["--dry-run", "--rounds", "2", "--steps", "2", "--layers", "1"]
-    assert bench_decoder.main([*arguments, "--json", str(path)]) == 0
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["contender"] for line in lines] == ["jitattn", "jitattn-early-kv"]
-    for line in lines:
-        assert line["kind"] == "decoder"
-        assert line["num_layers"] == 1
-        assert line["tokens_per_s"] > 0
-        assert line["attention_s"] + line["rest_s"] == pytest.approx(line["replay_s"])
-    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_table_has_ratios(capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,17 +284,3 @@ def test_table_has_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for cell in ("1.250", "8.000", "8000", "failed", "flashinfer: no compiler"):
         assert cell in out
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--cases", "foo"], ["--contenders", "xqa"], ["--rounds", "1"], ["--steps", "1"]]
-)
-def test_options_are_checked(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_decoder.main(arguments)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a card says")
-def test_needs_a_card(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_decoder.main([]) == 2
-    assert "needs a CUDA device" in capsys.readouterr().err

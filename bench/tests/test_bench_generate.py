@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import bench_generate
 from bench.bench_generate import (
     BASELINE,
-    CONTENDERS,
     LLAMA,
     TINY,
     WrongTokensError,
@@ -23,20 +19,6 @@ from bench.bench_generate import (
 from bench.timing import summarize
 from bench.turns import Result
 from jitattn.kernels.registry import check_config
-
-
-def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("psutil", reason="generate_batch asks psutil for the memory of the CPU")
-    path = tmp_path / "records.jsonl"
-    arguments = ["--dry-run", "--rounds", "2", "--contenders", "jitattn,flash-attn-2"]
-    assert bench_generate.main([*arguments, "--json", str(path)]) == 0
-    ours, absent = (json.loads(line) for line in path.read_text().splitlines())
-    assert (ours["kind"], ours["status"]) == ("generate", "timed"), ours["reason"]
-    assert ours["good_first_tokens"] == 1
-    assert ours["tokens_per_s"] > 0
-    assert (absent["status"], absent["reason"]) == ("skipped", "flash_attn is not installed")
-    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_prompts_are_fixed_and_in_range() -> None:
@@ -84,16 +66,3 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for cell in ("1.500", "1000", "0.990", "failed", "eager: RuntimeError: no memory"):
         assert cell in out
-
-
-def test_options_are_checked() -> None:
-    assert len({contender.name for contender in CONTENDERS}) == len(CONTENDERS)
-    for arguments in (["--rounds", "1"], ["--contenders", "xqa"]):
-        with pytest.raises(SystemExit):
-            bench_generate.main(arguments)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a card says")
-def test_needs_a_card(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_generate.main([]) == 2
-    assert "needs a CUDA device" in capsys.readouterr().err

@@ -30,10 +30,3 @@ def test_slots_of_the_worked_example() -> None:
     assert slots(reuse_scratch=False) == 32
     assert slots(reuse_scratch=True) == 5
     assert [slots(reuse_scratch=True, max_rewind_len=n) for n in (1, 2, 33, 34)] == [5, 6, 6, 7]
-
-
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is in the bench extra")
-    path = tmp_path / "memory.svg"
-    kv_memory.plot(path)
-    assert path.read_text().lstrip().startswith("<?xml")

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Hashable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_mla, build_rivals, bundle, mla_contenders, mla_report, records
+from bench import bench_mla, bundle, mla_contenders, mla_report, records
 from bench.bench_mla import to_record
 from bench.cases import BASELINE
 from bench.ceilings import TensorCeilings
-from bench.contenders import Prepared, SkipError
+from bench.contenders import Prepared
 from bench.mla_cases import MLA_CASES, MLA_GROUPS, TOKEN_BYTES, Form, MLACase, select_mla
 from bench.mla_contenders import (
     K_SCALE,
@@ -28,13 +27,13 @@ from bench.mla_contenders import (
     MLAContender,
     MLAInputs,
     MLAOracle,
-    all_mla_contenders,
     make_mla_inputs,
 )
 from bench.timing import L2Policy, Timing
 from bench.turns import Method, Result, choose_method
 from jitattn.kernels.registry import check_config
 from tests.support.counting_timer import CountingTimer
+from tests.support.fake_contender import Fake, check_wrong_outputs
 
 CPU = torch.device("cpu")
 TINY = MLACase(name="tiny", q_lens=(20, 1, 2), seq_lens=(37, 20, 17), num_heads=2, page_size=16)
@@ -81,25 +80,6 @@ def test_floor_is_that_of_bytes_or_of_products() -> None:
     assert many.floor_s(LIMITS) == many.flop / 7e14 > many.num_bytes / 3.1e12
     assert few.is_bound_by_bytes(LIMITS)
     assert not many.is_bound_by_bytes(LIMITS)
-
-
-def test_cases_and_groups() -> None:
-    assert len({(case.group, case.name) for case in MLA_CASES}) == len(MLA_CASES)
-    beside = [case.name for case in MLA_CASES if MLA_GROUPS[case.group].has_rivals]
-    assert len(set(beside)) == len(beside)
-    assert [case.name for case in select_mla("figures")] == [
-        f"{batch}-h{heads}-p64" for heads in (16, 128) for batch in ("B1x4k", "B64x4k", "B128x8k")
-    ]
-    assert {case.num_heads for case in select_mla("heads")} == {32, 64}
-    assert {case.page_size for case in select_mla("pages,B64x4k-h16-p64")} == {1, 16, 32, 64, 128}
-    assert {max(case.q_lens) for case in select_mla("queries")} == {2, 4, 512}
-    assert {case.form for case in select_mla("forms")} == {"e4m3", "rows656"}
-    assert all(len(set(case.seq_lens)) > 1 for case in select_mla("ragged"))
-    known = {contender.name for contender in all_mla_contenders()}
-    assert {name for group in MLA_GROUPS.values() for name in group.contenders} == known
-    assert all(BASELINE in group.contenders for group in MLA_GROUPS.values())
-    with pytest.raises(ValueError, match="no case matches 'nope'"):
-        select_mla("nope")
 
 
 @pytest.mark.parametrize("case", MLA_CASES, ids=lambda case: f"{case.group}-{case.name}")
@@ -186,39 +166,9 @@ def test_oracle_notices_what_is_ignored(part: str) -> None:
     assert result.status == "wrong"
 
 
-class _Fake:
-    """Takes part under a name of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_runs = 0
-
-    def version(self) -> str:
-        return "1"
-
-    def build_key(self, case: MLACase) -> Hashable | None:
-        return None
-
-    def prepare(self, inputs: MLAInputs, /) -> Prepared:
-        if self.name == "broken":
-            raise RuntimeError("no such kernel")
-        right = JitAttnMLA("shared").prepare(inputs)
-
-        def spoil() -> None:
-            self.num_runs += 1
-            right.runs[0]()
-            if self.name == "wrong" or self.num_runs > 2:
-                right.outs[:, -1] = 0  # one row of one request
-
-        return Prepared(runs=(spoil,), outs=right.outs)
-
-
 def test_a_wrong_output_is_not_timed() -> None:
-    wrong, broken, tired = run(_Fake("wrong"), _Fake("broken"), _Fake("tired"))
-    assert (wrong.status, broken.status, tired.status) == ("wrong", "failed", "wrong")
-    assert "no such kernel" in broken.reason
-    assert tired.reason.startswith("after it was timed")
-    assert wrong.timing is broken.timing is tired.timing is None
+    fakes = [Fake(name, JitAttnMLA("shared")) for name in ("wrong", "broken", "tired")]
+    check_wrong_outputs(run(*fakes))
 
 
 def test_error_is_infinite_where_a_row_was_not_written() -> None:
@@ -291,19 +241,10 @@ def test_flashinfer_gets_everything(case: MLACase, form: Form) -> None:
         assert wrapper.planned["kv_data_type"] == getattr(torch, case.kv_dtype)
 
 
-@pytest.mark.usefixtures("flashinfer")
-def test_rivals_refuse_rows_that_hold_their_scales() -> None:
-    case = dataclasses.replace(ONE_EACH, form="rows656")
-    for rival in (FlashInferMLA("fa2"), FlashInferMLA("fa3")):
-        assert rival.build_key(case) is None
-        with pytest.raises(SkipError, match="FP8 rope parts"):
-            rival.prepare(make_mla_inputs(case, CPU))
-
-
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITATTN_JIT", "0")
     env = records.environment({"fa2": "1"})
-    results = run(_Fake("broken"), JitAttnMLA("shared"), kind="graph")
+    results = run(Fake("broken", JitAttnMLA("shared")), JitAttnMLA("shared"), kind="graph")
     method = Method("graph", 4, 2)
     lines = [to_record(r, ONE_EACH, method, L2Policy.WRITE, LIMITS, env) for r in results]
     records.append_json(tmp_path / "mla.jsonl", lines)
@@ -358,31 +299,6 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in printed
 
 
-def test_modules_that_rivals_need() -> None:
-    rivals = [c for c in all_mla_contenders() if not c.name.startswith("jitattn-")]
-    needed = build_rivals.modules(select_mla("figures,heads,pages,queries"), rivals, MLA_GROUPS)
-    assert needed == [("fa2", "B1x4k-h16-p64"), ("flashinfer-fa3", "B1x4k-h16-p64")]
-    assert len(build_rivals.modules(MLA_CASES, rivals, MLA_GROUPS)) == 4
-    assert build_rivals.modules(select_mla("layouts"), rivals, MLA_GROUPS) == []
-    for case in MLA_CASES:
-        assert rivals[0].build_key(case) == rivals[0].build_key(case.tiny())
-
-
-def test_each_module_is_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def remember(command: Sequence[str], **_: object) -> int:
-        commands.append(list(command))
-        return 0
-
-    monkeypatch.setattr(build_rivals, "_build_apart", remember)
-    assert build_rivals.main(["--mla", "figures", "--limit", "300"]) == 0
-    assert sorted(commands) == [
-        ["--mla", "one", "--one", "fa2", "B1x4k-h16-p64"],
-        ["--mla", "one", "--one", "flashinfer-fa3", "B1x4k-h16-p64"],
-    ]
-
-
 def test_bundle_has_what_the_cases_need() -> None:
     chosen = bundle.mla_configurations(select_mla("figures"), "sm_90a")
     assert [(a["planner"], a["num_heads"], a["page_table"]) for a in chosen] == [
@@ -394,10 +310,3 @@ def test_bundle_has_what_the_cases_need() -> None:
     layouts = bundle.mla_configurations(select_mla("layouts"), "sm_90a")
     assert {a["batch_invariant"] for a in layouts} == {False, True}
     assert len(bundle.mla_configurations(select_mla("forms"), "sm_90a")) == 4
-
-
-def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--contenders", "flashmla"], ["--cases", "nope"]):
-        with pytest.raises(SystemExit):
-            bench_mla.main(arguments)
-    assert "flashmla" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_prefill, build_rivals, bundle, prefill_contenders, prefill_report, records
+from bench import bench_prefill, bundle, prefill_contenders, prefill_report, records
 from bench.bench_error import errors_of
 from bench.bench_prefill import to_record
 from bench.cases import BASELINE
@@ -27,7 +27,6 @@ from bench.prefill_contenders import (
     JitAttnPrefill,
     PrefillContender,
     PrefillOracle,
-    all_prefill_contenders,
     make_inputs,
     sampled_rows,
     with_page_size,
@@ -36,6 +35,7 @@ from bench.timing import L2Policy, Timing
 from bench.turns import Method, Result, choose_method
 from jitattn.kernels.registry import check_config
 from tests.support.counting_timer import CountingTimer
+from tests.support.fake_contender import Fake, check_wrong_outputs
 
 CPU = torch.device("cpu")
 TINY = PrefillCase("tiny", (70, 1), (90, 40), num_qo_heads=4, num_kv_heads=2, head_dim=32)
@@ -74,24 +74,6 @@ def seen(case: PrefillCase) -> int:
 def test_work_counts_the_keys_that_are_seen(window_left: int) -> None:
     case = dataclasses.replace(TINY, window_left=window_left)
     assert case.flop == 2 * 2 * 32 * 4 * seen(case)
-
-
-def test_cases_and_groups() -> None:
-    assert len({(case.group, case.name) for case in PREFILL_CASES}) == len(PREFILL_CASES)
-    beside = [case.name for case in PREFILL_CASES if PREFILL_GROUPS[case.group].has_rivals]
-    assert len(set(beside)) == len(beside)
-    assert len(select_prefill("figures")) == 8
-    known = {contender.name for contender in all_prefill_contenders()}
-    named = {name for group in PREFILL_GROUPS.values() for name in group.contenders}
-    assert named == known
-    assert all(BASELINE in group.contenders for group in PREFILL_GROUPS.values())
-    assert [case.group for case in select_prefill("mixed,layouts,8x2k")] == [
-        "figures",
-        "layouts",
-        "mixed",
-    ]
-    with pytest.raises(ValueError, match="no case matches 'nope'"):
-        select_prefill("nope")
 
 
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: f"{case.group}-{case.name}")
@@ -166,39 +148,9 @@ def test_other_pages_hold_the_same_tokens(page_size: int) -> None:
             assert a.equal(b)
 
 
-class _Fake:
-    """Takes part under a name of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_runs = 0
-
-    def version(self) -> str:
-        return "1"
-
-    def build_key(self, case: PrefillCase) -> Hashable | None:
-        return None
-
-    def prepare(self, inputs: Inputs, /) -> Prepared:
-        if self.name == "broken":
-            raise RuntimeError("no such kernel")
-        right = JitAttnPrefill("shared").prepare(inputs)
-
-        def spoil() -> None:
-            self.num_runs += 1
-            right.runs[0]()
-            if self.name == "wrong" or self.num_runs > 2:
-                right.outs[:, -1] = 0  # one row of one request
-
-        return Prepared(runs=(spoil,), outs=right.outs)
-
-
 def test_a_wrong_output_is_not_timed() -> None:
-    wrong, broken, tired = run(_Fake("wrong"), _Fake("broken"), _Fake("tired"))
-    assert (wrong.status, broken.status, tired.status) == ("wrong", "failed", "wrong")
-    assert "no such kernel" in broken.reason
-    assert tired.reason.startswith("after it was timed")
-    assert wrong.timing is broken.timing is tired.timing is None
+    fakes = [Fake(name, JitAttnPrefill("shared")) for name in ("wrong", "broken", "tired")]
+    check_wrong_outputs(run(*fakes))
 
 
 def test_rivals_refuse_what_they_would_drop() -> None:
@@ -294,7 +246,7 @@ def test_fa3_gets_everything(kind: str, paged: bool, monkeypatch: pytest.MonkeyP
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITATTN_JIT", "0")
     env = records.environment({"fa3-paged": "vllm"})
-    results = run(_Fake("broken"), JitAttnPrefill("shared"), kind="graph")
+    results = run(Fake("broken", JitAttnPrefill("shared")), JitAttnPrefill("shared"), kind="graph")
     method = Method("graph", 4, 2)
     lines = [to_record(result, TINY, method, L2Policy.WRITE, env) for result in results]
     records.append_json(tmp_path / "prefill.jsonl", lines)
@@ -345,31 +297,6 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in printed
 
 
-def test_modules_that_fa3_needs() -> None:
-    fa3 = [c for c in all_prefill_contenders() if c.name == "flashinfer-fa3"]
-    needed = build_rivals.modules(select_prefill("figures,more"), fa3, PREFILL_GROUPS)
-    # Head dims 128, 64, 256; a window; with a cap; with sinks. Not e4m3.
-    assert len(needed) == 6
-    assert build_rivals.modules(select_prefill("layouts,mixed"), fa3, PREFILL_GROUPS) == []
-    for case in PREFILL_CASES:
-        assert fa3[0].build_key(case) == fa3[0].build_key(case.tiny())
-
-
-def test_each_module_is_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[Sequence[str]] = []
-
-    def remember(command: Sequence[str], **_: object) -> int:
-        commands.append(command)
-        return 0
-
-    monkeypatch.setattr(build_rivals, "_build_apart", remember)
-    assert build_rivals.main(["--prefill", "figures"]) == 0
-    assert commands == [["--prefill", "one", "--one", "flashinfer-fa3", "1x1k"]]
-    commands.clear()
-    build_rivals.main(["--contenders", "fa2"])
-    assert all(command[0] == "--one" and command[1] == "fa2" for command in commands)
-
-
 def test_bundle_has_what_the_cases_need() -> None:
     chosen = bundle.prefill_configurations(select_prefill("figures,layouts,mixed"), "sm_90a")
     assert [(a["page_size"], a["page_table"]) for a in chosen] == [
@@ -382,13 +309,6 @@ def test_bundle_has_what_the_cases_need() -> None:
     more = bundle.prefill_configurations(select_prefill("more"), "sm_90a")
     assert len(more) == 6
     assert {a["logits_soft_cap"] for a in more} == {0.0, 30.0}
-
-
-def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--contenders", "fa9"], ["--cases", "nope"]):
-        with pytest.raises(SystemExit):
-            bench_prefill.main(arguments)
-    assert "fa9" in capsys.readouterr().err
 
 
 def test_error_is_infinite_where_a_row_was_not_written() -> None:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import os
-import subprocess
 import sys
-import time
 import weakref
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_preprocess, build_rivals
-from bench.bench_preprocess import Row, bench_row, is_bad, passes, print_table, try_apart
+from bench.bench_preprocess import Row, bench_row, is_bad, print_table
 from bench.ceilings import Ceilings
 from bench.timing import Call, L2Flush, Timer, Timing
 from bench.token_contenders import (
@@ -152,67 +145,6 @@ def test_what_is_wrong_is_seen() -> None:
         compare([torch.full((3,), float("nan"))], [torch.ones(3)])
 
 
-class Device:
-    """A device that a contender breaks in its second turn."""
-
-    def __init__(self) -> None:
-        self.turns = 0
-        self.is_lost = False
-
-    def samples(self, call: Call) -> list[float]:
-        self.turns += 1
-        if self.turns == 5:
-            self.is_lost = True
-        if self.is_lost:
-            raise RuntimeError("an illegal memory access was encountered")
-        return [1.0, 1.0]
-
-    capture = CountingTimer.capture
-
-
-def test_a_crash_leaves_the_figures_of_turns_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer())
-    device = Device()
-    monkeypatch.setattr(bench_preprocess, "is_lost", lambda: device.is_lost)
-    batch = make_token_batch(SMALL[0], 2, CPU)
-    results = bench_row(batch, all_token_contenders(), device, 2, 3)  # type: ignore[arg-type]
-    assert [r.status for r in results] == ["timed"] * 3
-    assert all(r.timing and r.timing.num_samples >= 2 for r in results)
-    assert "lost after some turns: an illegal memory" in results[1].reason
-    first = Device()
-    first.turns = 3  # so that it breaks in the second's first turn
-    monkeypatch.setattr(bench_preprocess, "is_lost", lambda: first.is_lost)
-    results = bench_row(batch, all_token_contenders(), first, 2, 1)  # type: ignore[arg-type]
-    assert [r.status for r in results] == ["timed", "failed", "failed"]
-
-
-def test_rivals_are_tried_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[Sequence[str]] = []
-
-    def run(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        lines = [{"row": "preprocess-64-bfloat16", "status": "timed", "reason": ""}]
-        lines += [{"row": "preprocess-64-float8_e4m3fn", "status": "wrong", "reason": "values"}]
-        out = "a warning\n" + "".join(json.dumps(line) + "\n" for line in lines)
-        return subprocess.CompletedProcess([], -6, out, "a trace\nan illegal memory access\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    options = Namespace(rows="preprocess", runs=32)
-    tried = try_apart(all_token_contenders(), options)
-    assert [*tried] == ["flashinfer"] and len(commands) == 1
-    assert "--attempt" in commands[0] and "flashinfer" in commands[0]
-    came = tried["flashinfer"]
-    assert came["preprocess-64-bfloat16"].status == "timed"
-    assert came["preprocess-64-float8_e4m3fn"] == Row("flashinfer", "wrong", "values")
-    absent = came["append-64-bfloat16"]
-    assert absent.status == "failed"
-    assert absent.reason.endswith("ended with -6 before this row: an illegal memory access")
-    batch = make_token_batch(SMALL[0], 1, CPU)
-    timer = CountingTimer()
-    results = bench_row(batch, [FlashInferTokens()], timer, 1, 1, {"flashinfer": absent})  # type: ignore[arg-type]
-    assert results == [absent]
-
-
 def test_a_graph_keeps_what_it_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their memory is another's, or nobody's, when it is replayed."""
 
@@ -254,59 +186,3 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4.00" in out
     assert "1.00" in out
     assert "flashinfer: skipped: cannot be imported" in out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a card says")
-def test_needs_a_card(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_preprocess.main(["--rows", "append"]) == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
-
-
-def test_what_compiles_nothing_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    everyone = all_token_contenders()
-    ours, copy, rival = everyone
-    assert [[one.name for one in some] for some in passes(everyone)] == [
-        ["jitattn", "copy"],
-        ["jitattn", "copy", "flashinfer"],
-    ]
-    assert passes([ours, copy]) == [[ours, copy]]
-    assert passes([rival]) == [[rival]]
-    with pytest.raises(SystemExit):
-        bench_preprocess.main(["--contenders", "jitattn,fast"])
-    assert "fast: expected jitattn, copy, flashinfer" in capsys.readouterr().err
-
-
-def test_modules_are_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def build(command: list[str], *, end: float | None) -> int:
-        assert end is not None
-        commands.append(command)
-        return 0
-
-    monkeypatch.setattr(build_rivals, "_build_apart", build)
-    assert build_rivals.main(["--tokens", "--limit", "9"]) == 0
-    assert commands == [["--tokens", "--one", "flashinfer", module] for module in ("page", "rope")]
-
-
-def test_what_isnt_built_at_the_limit_is_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A compiler that it started, too."""
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path}/pid\nwait\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    assert build_rivals.main(["--tokens", "--jobs", "1", "--limit", "1"]) == 1
-    assert capsys.readouterr().out.count("killed at the limit") == 2
-    compiler = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        try:
-            os.kill(compiler, 0)
-        except ProcessLookupError:
-            return
-        state = Path(f"/proc/{compiler}/stat")
-        if state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.05)
-    pytest.fail("the compiler lives on")

@@ -8,8 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.cases import RIVALS
-
 pytest.importorskip("matplotlib", reason="matplotlib is not installed; it is in the bench extra")
 
 from bench import case_plot, roofline
@@ -30,26 +28,6 @@ def fake(case: str, contender: str, time: str, **other: object) -> roofline.Reco
     }
 
 
-def test_committed_records_make_a_small_picture(tmp_path: Path) -> None:
-    for name in ("new/roofline.svg", "roofline.png"):
-        assert roofline.main([*map(str, RESULTS), "-o", str(tmp_path / name)]) == 0
-        assert 1000 < (tmp_path / name).stat().st_size < 150_000
-    svg = tmp_path / "new/roofline.svg"
-    text = "".join(ElementTree.parse(svg).getroot().itertext())
-    for word in ("H100", "H200", "B64ragged", "XQA", "FlashAttention-3", "streaming read"):
-        assert word in text
-    again = tmp_path / "again.svg"
-    roofline.main([*map(str, RESULTS), "-o", str(again)])
-    assert again.read_bytes() == svg.read_bytes()
-
-
-def test_every_rival_has_a_style_of_its_own() -> None:
-    styles = roofline._STYLES
-    assert set(RIVALS) <= set(styles)
-    for key in ("marker", "color", "label"):
-        assert len({style[key] for style in styles.values()}) == len(styles)
-
-
 def test_newest_commit_with_rivals_and_last_figures_of_a_case_count() -> None:
     records = [
         fake("old", "xqa", "1 08:00"),
@@ -66,13 +44,6 @@ def test_newest_commit_with_rivals_and_last_figures_of_a_case_count() -> None:
     assert list(run.cases) == ["small", "a"]
     assert [record["gb_per_s"] for record in run.cases["a"]] == [1.0, 6.0]
     assert roofline.clusters(run) == [["small"], ["a"]]
-
-
-def test_without_rivals_there_is_no_picture(tmp_path: Path) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_text("")
-    assert roofline.main([str(path), "-o", str(tmp_path / "x.svg")]) == 1
-    assert not (tmp_path / "x.svg").exists()
 
 
 def test_prefill_records_make_a_picture(tmp_path: Path) -> None:

@@ -18,16 +18,7 @@ from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
 from jitattn.spec.dtype import Q_DTYPES
 from jitattn.spec.layout import Pairing
-
-# Whose configurations don't say that they pair neighbours.
-INTERLEAVED_MODELS = frozenset(
-    {
-        *("codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5"),
-        *("ernie4_5_moe", "glm", "glm4", "gptj", "helium"),
-    }
-)
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-ROPE_TYPE_ALIASES = {"su": "longrope", "mrope": "default"}
+from jitattn.spec.rope import INTERLEAVED_MODELS, ROPE_TYPE_ALIASES, ROPE_TYPES
 
 
 class Latent(Value):

@@ -139,18 +139,11 @@ def _heads_of_a_device(model: Model, count: int) -> tuple[int, int]:
 def _needs(model: Model, heads: tuple[int, int], cache: _Cache) -> Iterator[Need]:
     for window in model.windows:
         config = PlannerConfig(
-            num_qo_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_dim=model.head_dim,
-            page_size=cache.page_size,
-            q_dtype=cache.dtype,
-            kv_dtype=cache.kv_dtype,
-            page_table=cache.page_table,
-            window_left=window,
-            logits_soft_cap=model.logits_soft_cap,
-            sm_scale=model.sm_scale,
-            use_sinks=model.use_sinks,
-        )
+            num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=model.head_dim,
+            page_size=cache.page_size, q_dtype=cache.dtype, kv_dtype=cache.kv_dtype,
+            page_table=cache.page_table, window_left=window, logits_soft_cap=model.logits_soft_cap,
+            sm_scale=model.sm_scale, use_sinks=model.use_sinks,
+        )  # fmt: skip
         yield Need(use="attention", config=config)
     for table in cache.tables:
         kinds = itertools.product(model.pairings, model.biases, model.norms)
@@ -184,15 +177,11 @@ def _latent_needs(model: Model, heads: tuple[int, int], cache: _Cache) -> Iterat
     latent = model.latent
     assert latent is not None
     config = MLAConfig(
-        num_heads=heads[0],
-        kv_lora_rank=latent.kv_lora_rank,
-        qk_rope_head_dim=latent.qk_rope_head_dim,
-        page_size=cache.page_size,
-        sm_scale=model.sm_scale,
-        q_dtype=cache.dtype,
-        kv_dtype=cache.kv_dtype,
+        num_heads=heads[0], kv_lora_rank=latent.kv_lora_rank,
+        qk_rope_head_dim=latent.qk_rope_head_dim, page_size=cache.page_size,
+        sm_scale=model.sm_scale, q_dtype=cache.dtype, kv_dtype=cache.kv_dtype,
         page_table=cache.page_table,
-    )
+    )  # fmt: skip
     yield Need(use="latent attention", config=config)
     # A prompt may have its latents multiplied out to K and V of every head.
     prompt = PlannerConfig(

@@ -270,20 +270,22 @@ def _make(
 
 
 def _look_up(job: _Job) -> _Outcome | None:
-    from jitattn.jit.build import stored
+    from jitattn.jit.build import read_bundle
 
     try:
-        kernel = stored(job.spec, job.arch, job.folder)
+        kernel = read_bundle(job.spec, job.arch, job.folder)
     except (JitAttnError, OSError, ValueError) as error:
         return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
     return None if kernel is None else _precompiled(kernel, job.folder)
 
 
 def _fill(job: _Job) -> _Outcome:
-    from jitattn.jit.build import fill  # imports Jinja, which --help and the like can do without
+    from jitattn.jit.build import (
+        fill_bundle,  # imports Jinja, which --help and the like can do without
+    )
 
     try:
-        kernel = fill(job.spec, job.arch, job.folder)
+        kernel = fill_bundle(job.spec, job.arch, job.folder)
     except (JitAttnError, OSError, ValueError) as error:
         return Failure(symbol=job.spec.symbol, arch=job.arch, error=error)
     return _precompiled(kernel, job.folder)
@@ -291,17 +293,11 @@ def _fill(job: _Job) -> _Outcome:
 
 def _precompiled(kernel: Kernel, folder: Path) -> Precompiled:
     return Precompiled(
-        entry=kernel.entry,
-        symbol=kernel.symbol,
-        arch=kernel.arch,
-        origin=kernel.origin,
-        seconds=kernel.seconds,
-        registers=kernel.registers,
-        spill_bytes=kernel.spill_bytes,
-        smem_bytes=kernel.smem_bytes,
-        cubin_bytes=len(kernel.cubin),
+        entry=kernel.entry, symbol=kernel.symbol, arch=kernel.arch, origin=kernel.origin,
+        seconds=kernel.seconds, registers=kernel.registers, spill_bytes=kernel.spill_bytes,
+        smem_bytes=kernel.smem_bytes, cubin_bytes=len(kernel.cubin),
         stored_bytes=sum(file.stat().st_size for file in (folder / kernel.entry).iterdir()),
-    )
+    )  # fmt: skip
 
 
 @contextmanager

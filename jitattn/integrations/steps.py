@@ -15,7 +15,7 @@ from torch import Tensor
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.mla.api import MLAPlanner
-from jitattn.tensors.cache_views import BoundCache
+from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.page_table import PageTable
 
 Planner = AttentionPlanner | MLAPlanner

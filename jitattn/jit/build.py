@@ -56,8 +56,8 @@ class Kernel(Value):
     """Its name in a cache."""
 
 
-class _Job(NamedTuple):
-    """One kernel to find or make."""
+class Target(NamedTuple):
+    """A kernel of an architecture, and how it is compiled."""
 
     spec: KernelSpec
     arch: str
@@ -65,6 +65,7 @@ class _Job(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
+        """What NVRTC is told."""
         return nvrtc.options(self.arch, lineinfo=self.lineinfo)
 
     def render(self) -> tuple[str, str]:
@@ -91,11 +92,11 @@ class _Memory:
     """This process's kernels, and one lock for each, so that threads compile a kernel once."""
 
     def __init__(self) -> None:
-        self.kernels: dict[tuple[_Job, Knobs], Kernel] = {}
-        self._locks: dict[tuple[_Job, Knobs], threading.Lock] = {}
+        self.kernels: dict[tuple[Target, Knobs], Kernel] = {}
+        self._locks: dict[tuple[Target, Knobs], threading.Lock] = {}
         self._guard = threading.Lock()
 
-    def lock(self, key: tuple[_Job, Knobs]) -> threading.Lock:
+    def lock(self, key: tuple[Target, Knobs]) -> threading.Lock:
         with self._guard:
             return self._locks.setdefault(key, threading.Lock())
 
@@ -129,21 +130,21 @@ def build(spec: KernelSpec, arch: str, knobs: Knobs, *, hint: str = "") -> Kerne
         CacheError: a bundle or the user's cache must not be used.
     """
     started = time.perf_counter()
-    key = (_Job(spec, arch, knobs.lineinfo), knobs)
-    kernel = _find(*key)
+    key = (Target(spec, arch, knobs.lineinfo), knobs)
+    kernel = _from_caches(*key)
     if kernel is None:
         with _memory.lock(key):
-            kernel = _find(*key) or _make(*key, hint)
+            kernel = _from_caches(*key) or _compile_if_allowed(*key, hint)
     return replace(kernel, seconds=time.perf_counter() - started)
 
 
 class Pending:
     """A kernel that was found, or that another thread compiles."""
 
-    def __init__(self, work: Kernel | Future[Kernel], make: Callable[[], Kernel]) -> None:
-        """Made by ``start``; ``make`` builds the kernel on the calling thread."""
+    def __init__(self, work: Kernel | Future[Kernel], build: Callable[[], Kernel]) -> None:
+        """Made by ``start``; ``build`` builds the kernel on the calling thread."""
         self._work = work
-        self._make = make
+        self._build = build
         self._process = os.getpid()
 
     @property
@@ -156,7 +157,7 @@ class Pending:
         if isinstance(self._work, Kernel):
             return self._work
         if os.getpid() != self._process:
-            return self._make()  # forked, and the other thread stayed with the parent
+            return self._build()  # forked, and the other thread stayed with the parent
         if (error := self._work.exception()) is not None:
             # One object is raised at every call: it must not collect the frames of each.
             raise error.with_traceback(None)
@@ -182,7 +183,7 @@ def start(
         started = time.perf_counter()
         make = functools.partial(build, spec, arch, knobs, hint=hint)
         work: Kernel | Future[Kernel]
-        if (kernel := _find(_Job(spec, arch, knobs.lineinfo), knobs)) is not None:
+        if (kernel := _from_caches(Target(spec, arch, knobs.lineinfo), knobs)) is not None:
             work = replace(kernel, seconds=time.perf_counter() - started)
         else:
             work = _submit(pool, make) if knobs.jit else make()
@@ -206,24 +207,24 @@ def build_all(
     return tuple(pending.result() for pending in start(specs, arch, knobs, hint=hint))
 
 
-def stored(spec: KernelSpec, arch: str, folder: Path) -> Kernel | None:
+def read_bundle(spec: KernelSpec, arch: str, folder: Path) -> Kernel | None:
     """Return a kernel that the bundle ``folder`` holds; None where it doesn't.
 
     Raises:
         CacheError: the bundle must not be used.
     """
     started = time.perf_counter()
-    job = _Job(spec, arch, lineinfo=False)
-    kernel = _stored(job, job.render()[0], KernelCache(folder))
+    target = Target(spec, arch, lineinfo=False)
+    kernel = _read_bundle(target, target.render()[0], KernelCache(folder))
     return kernel and replace(kernel, seconds=time.perf_counter() - started)
 
 
-def _stored(job: _Job, entry: str, bundle: KernelCache) -> Kernel | None:
+def _read_bundle(target: Target, entry: str, bundle: KernelCache) -> Kernel | None:
     found = bundle.get(entry)
-    return None if found is None else _kernel(job, entry, found.cubin, found.meta, "precompiled")
+    return None if found is None else _kernel(target, entry, found.cubin, found.meta, "precompiled")
 
 
-def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
+def fill_bundle(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
     """Put one kernel into the bundle ``folder`` unless it is there, and return it.
 
     Its origin is ``"precompiled"`` or ``"compiled"``.
@@ -235,12 +236,12 @@ def fill(spec: KernelSpec, arch: str, folder: Path) -> Kernel:
     """
     started = time.perf_counter()
     bundle = KernelCache(folder, mode=0o755)
-    job = _Job(spec, arch, lineinfo=False)
-    entry, source = job.render()
-    if (kernel := _stored(job, entry, bundle)) is None:
-        cubin, meta = _compile(job, source)
+    target = Target(spec, arch, lineinfo=False)
+    entry, source = target.render()
+    if (kernel := _read_bundle(target, entry, bundle)) is None:
+        cubin, meta = _compile(target, source)
         bundle.put(entry, cubin, source, meta)
-        kernel = _kernel(job, entry, cubin, meta, "compiled")
+        kernel = _kernel(target, entry, cubin, meta, "compiled")
     return replace(kernel, seconds=time.perf_counter() - started)
 
 
@@ -262,54 +263,58 @@ def forget() -> None:
     bundle_discovery.forget()
 
 
-def _find(job: _Job, knobs: Knobs) -> Kernel | None:
+def _from_caches(target: Target, knobs: Knobs) -> Kernel | None:
     """Return the kernel from memory, a bundle or the user's cache."""
-    if (kernel := _memory.kernels.get((job, knobs))) is not None:
+    if (kernel := _memory.kernels.get((target, knobs))) is not None:
         return replace(kernel, origin="memory")
-    noted = _noted_entry(job, knobs)
-    kernel = _look_up(job, noted, knobs) if noted else None
+    noted = _recall_entry(target, knobs)
+    kernel = _read_entry(target, noted, knobs) if noted else None
     if kernel is None:
-        entry, _ = job.render()
-        if entry != noted and (kernel := _look_up(job, entry, knobs)) and kernel.origin == "disk":
-            _note_entry(job, entry, knobs)
+        entry, _ = target.render()
+        if (
+            entry != noted
+            and (kernel := _read_entry(target, entry, knobs))
+            and kernel.origin == "disk"
+        ):
+            _remember_entry(target, entry, knobs)
     if kernel is not None:
-        _memory.kernels[job, knobs] = kernel
+        _memory.kernels[target, knobs] = kernel
     return kernel
 
 
-def _look_up(job: _Job, entry: str, knobs: Knobs) -> Kernel | None:
-    for origin, cache in _places(knobs):
+def _read_entry(target: Target, entry: str, knobs: Knobs) -> Kernel | None:
+    for origin, cache in _cache_places(knobs):
         if (stored := cache.get(entry)) is not None:
             logger.debug("%s comes from %s", entry, cache.root)
-            return _kernel(job, entry, stored.cubin, stored.meta, origin)
+            return _kernel(target, entry, stored.cubin, stored.meta, origin)
     return None
 
 
-def _noted_entry(job: _Job, knobs: Knobs) -> str | None:
+def _recall_entry(target: Target, knobs: Knobs) -> str | None:
     """Return the entry's name from an earlier process's note."""
     if knobs.cache_dir is None:
         return None
     try:
-        entry = KernelCache(knobs.cache_dir).recall(job.note_key())
+        entry = KernelCache(knobs.cache_dir).recall(target.note_key())
     except CacheError:
         return None  # a bundle may have the kernel, and then the cache does not matter
-    return entry if entry and entry.startswith(f"{job.arch}-{job.spec.symbol}-") else None
+    return entry if entry and entry.startswith(f"{target.arch}-{target.spec.symbol}-") else None
 
 
-def _note_entry(job: _Job, entry: str, knobs: Knobs) -> None:
+def _remember_entry(target: Target, entry: str, knobs: Knobs) -> None:
     if knobs.cache_dir is not None:
-        KernelCache(knobs.cache_dir).remember(job.note_key(), entry)
+        KernelCache(knobs.cache_dir).remember(target.note_key(), entry)
 
 
-def _make(job: _Job, knobs: Knobs, hint: str) -> Kernel:
+def _compile_if_allowed(target: Target, knobs: Knobs, hint: str) -> Kernel:
     if not knobs.jit:
-        raise KernelNotFoundError(_not_found(job, knobs, hint))
-    kernel = _compile_and_store(job, knobs)
-    _memory.kernels[job, knobs] = kernel
+        raise KernelNotFoundError(_not_found_message(target, knobs, hint))
+    kernel = _compile_and_store(target, knobs)
+    _memory.kernels[target, knobs] = kernel
     return kernel
 
 
-def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
+def _cache_places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
     """Yield where to look, in order; the compiler is asked for after the bundles had nothing."""
     for bundle in bundle_discovery.bundles(knobs):
         yield "precompiled", bundle
@@ -319,7 +324,7 @@ def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
     cache.check()
     if knobs.jit:
         try:
-            compiler = _compiler(cache)
+            compiler = _usable_compiler(cache)
         except CompilerMissingError:
             pass  # then what any other compiler made is better than nothing
         else:
@@ -330,19 +335,19 @@ def _places(knobs: Knobs) -> Iterator[tuple[str, KernelCache]]:
             yield "disk", division
 
 
-def _compiler(cache: KernelCache) -> str:
+def _usable_compiler(cache: KernelCache) -> str:
     """Return ``nvrtc.toolchain()``; from a note, if possible, instead of loading NVRTC.
 
     Raises:
         CompilerMissingError: there is none, or the driver cannot load what it makes.
     """
-    compiler = _noted_compiler(cache)
+    compiler = _recall_compiler(cache)
     if reason := nvrtc.why_refused(compiler):
         raise CompilerMissingError(reason)
     return compiler
 
 
-def _noted_compiler(cache: KernelCache) -> str:
+def _recall_compiler(cache: KernelCache) -> str:
     key = nvrtc.search_digest()
     noted, *libraries = (cache.recall(key) or "").splitlines() or [""]
     if noted and libraries and nvrtc.still_there(libraries):
@@ -353,20 +358,20 @@ def _noted_compiler(cache: KernelCache) -> str:
     return toolchain
 
 
-def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
-    entry, source = job.render()
+def _compile_and_store(target: Target, knobs: Knobs) -> Kernel:
+    entry, source = target.render()
     compiler = nvrtc.toolchain()
     if reason := nvrtc.why_refused(compiler):
         raise CompilerMissingError(reason)
     if knobs.cache_dir is None:
         _warn_once("there is no home folder, so compiled kernels stay in memory")
-        return _kernel(job, entry, *_compile(job, source), "compiled")
+        return _kernel(target, entry, *_compile(target, source), "compiled")
     cache = KernelCache(knobs.cache_dir).division(compiler)
     with cache.locked(entry, knobs.lock_timeout):
         # Another process may have compiled it while this one waited.
         if (stored := cache.get(entry)) is not None:
-            return _kernel(job, entry, stored.cubin, stored.meta, "disk")
-        cubin, meta = _compile(job, source)
+            return _kernel(target, entry, stored.cubin, stored.meta, "disk")
+        cubin, meta = _compile(target, source)
         try:
             cache.put(entry, cubin, source, meta)
         except CacheError:
@@ -374,30 +379,30 @@ def _compile_and_store(job: _Job, knobs: Knobs) -> Kernel:
         except OSError as error:
             _warn_once(f"compiled kernels stay in memory, because they cannot be stored: {error}")
         else:
-            _note_entry(job, entry, knobs)
-    return _kernel(job, entry, cubin, meta, "compiled")
+            _remember_entry(target, entry, knobs)
+    return _kernel(target, entry, cubin, meta, "compiled")
 
 
-def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
+def _compile(target: Target, source: str) -> tuple[bytes, Meta]:
     from jitattn.jit.cubin import resources_of  # only a compilation needs them
     from jitattn.jit.cutlass import wrapper_package
 
     started = time.perf_counter()
-    symbol = job.spec.symbol
+    symbol = target.spec.symbol
     compiled = nvrtc.compile_cubin(
         source,
         name=f"{symbol}.cu",
         headers=headers_of(source),
-        options=job.options,
+        options=target.options,
     )
     seconds = time.perf_counter() - started
-    logger.info("compiled %s for %s in %.2f s", symbol, job.arch, seconds)
-    resources = resources_of(compiled.cubin, symbol, job.arch)
+    logger.info("compiled %s for %s in %.2f s", symbol, target.arch, seconds)
+    resources = resources_of(compiled.cubin, symbol, target.arch)
     # No clock, host or path in it: machines with the same packages make equal bundles.
     meta: Meta = {
         "symbol": symbol,
-        "arch": job.arch,
-        "options": list(job.options),
+        "arch": target.arch,
+        "options": list(target.options),
         "compiler": nvrtc.toolchain(),
         "outside_headers": list(wrapper_package(source)),
         "jitattn": __version__,
@@ -406,11 +411,11 @@ def _compile(job: _Job, source: str) -> tuple[bytes, Meta]:
     return compiled.cubin, meta
 
 
-def _kernel(job: _Job, entry: str, cubin: bytes, meta: Meta, origin: str) -> Kernel:
+def _kernel(target: Target, entry: str, cubin: bytes, meta: Meta, origin: str) -> Kernel:
     return Kernel(
-        spec=job.spec,
-        symbol=job.spec.symbol,
-        arch=job.arch,
+        spec=target.spec,
+        symbol=target.spec.symbol,
+        arch=target.arch,
         cubin=cubin,
         origin=origin,
         seconds=0.0,
@@ -427,7 +432,7 @@ def _count(meta: Meta, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
+def _not_found_message(target: Target, knobs: Knobs, hint: str) -> str:
     from shlex import quote
 
     found = [
@@ -437,42 +442,43 @@ def _not_found(job: _Job, knobs: Knobs, hint: str) -> str:
     ]
     places = [*knobs.precompiled, *found, *([knobs.cache_dir] if knobs.cache_dir else [])]
     searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
-    if job.lineinfo:
+    if target.lineinfo:
         return (
-            f"{job.spec.symbol} for {job.arch} with source lines (JITATTN_LINEINFO=1) is not "
+            f"{target.spec.symbol} for {target.arch} with source lines (JITATTN_LINEINFO=1) is not "
             f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
             "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
         )
-    stale = "".join(_why_not(job, place) for place in places)
+    stale = "".join(_stale_entry(target, place) for place in places)
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
     return (
-        f"{job.spec.symbol} for {job.arch} is not precompiled, and JITATTN_JIT=0 forbids compiling "
-        f"it. Searched: {searched}.{stale} Make it {_how_to_make(job, hint, folder)}\n"
+        f"{target.spec.symbol} for {target.arch} is not precompiled, and JITATTN_JIT=0 forbids "
+        f"compiling it. Searched: {searched}.{stale} Make it {_advice(target, hint, folder)}\n"
         f"and set JITATTN_PRECOMPILED={folder}"
     )
 
 
-def _how_to_make(job: _Job, hint: str, folder: str) -> str:
+def _advice(target: Target, hint: str, folder: str) -> str:
     from shlex import quote
 
-    variant = job.spec.transform
+    variant = target.spec.transform
     if variant is not None and variant not in [ready.code for ready in READY.values()]:
         return (
             f"where its variant {variant.name!r} is defined, from the planner's arguments, with\n"
-            f"    jitattn.precompile(..., arch={job.arch!r}, out={folder!r})"
+            f"    jitattn.precompile(..., arch={target.arch!r}, out={folder!r})"
         )
-    config = quote(hint or job.spec.config_text())
-    return f"with\n    jitattn precompile --arch {job.arch} --config {config} -o {folder}"
+    config = quote(hint or target.spec.config_text())
+    return f"with\n    jitattn precompile --arch {target.arch} --config {config} -o {folder}"
 
 
-def _why_not(job: _Job, place: Path) -> str:
+def _stale_entry(target: Target, place: Path) -> str:
     """Say what of the kernel a bundle has that can't be taken."""
     found = {
-        path.parent.name for path in place.glob(f"{job.arch}-{job.spec.symbol}-*/kernel.cubin")
+        path.parent.name
+        for path in place.glob(f"{target.arch}-{target.spec.symbol}-*/kernel.cubin")
     }
     if not found:
         return ""
-    if job.render()[0] in found:
+    if target.render()[0] in found:
         return f" {place} has it damaged (jitattn cache verify says how): fill that bundle again."
     return f" {place} has it as another version of jitattn renders it: fill that bundle again."
 

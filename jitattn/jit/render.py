@@ -52,7 +52,6 @@ def environment() -> jinja2.Environment:
     )
     env.globals = {
         "cuda_type": _cuda_type,
-        "registers": _registers,
         "warpgroup_product": _warpgroup_product,
         **_WITHOUT_VARIANT,
     }
@@ -67,7 +66,7 @@ def render(spec: KernelSpec, arch: str) -> str:
     """
     context = spec.context() | spec.tile(arch)._asdict()
     if (variant := spec.transform) is not None:
-        context |= _with_variant(variant) | {"family": spec.kernel}
+        context |= _with_variant(variant)
     try:
         return _banner(spec, arch) + environment().get_template(spec.template(arch)).render(context)
     except jinja2.TemplateError as error:
@@ -77,11 +76,6 @@ def render(spec: KernelSpec, arch: str) -> str:
 def _cuda_type(dtype: str) -> str:
     """Return the struct that stands for elements of a type."""
     return DType(dtype).cuda_type
-
-
-def _registers(name: str, count: int) -> str:
-    """Return ``name[0], ..., name[count - 1]``: instructions name each of their registers."""
-    return ", ".join(f"{name}[{i}]" for i in range(count))
 
 
 def _warpgroup_product(operands: str, columns: int, dtype: str) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import PagedConfig
-from jitattn.tensors.cache_views import Batch
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.tensor_checks import refuse_falling, refuse_first
+from jitattn.tensors.tensor_layouts import Batch
 
 
 def check_lengths(batch: Batch, config: PagedConfig) -> None:

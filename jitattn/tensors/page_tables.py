@@ -1,7 +1,7 @@
 """The layouts of page tables, a class each, and the tables of a page manager.
 
 A new layout is a class here, a member of ``spec.layout.Layout``, a struct of its parameters and
-that struct in templates/page_table.cuh.jinja.
+that struct in templates/parts/page_table.cuh.jinja.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.dtype import KV_DTYPES, QUANTISED_DTYPES, DType, dtype_name
-from jitattn.tensors.cache_views import check_scale, scale_value
+from jitattn.tensors.scales import check_scale, scale_value
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 NVFP4_BLOCK = 16

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag
-from jitattn.bundles.model_config import INTERLEAVED_MODELS, ROPE_TYPE_ALIASES
+from jitattn.spec.rope import INTERLEAVED_MODELS, ROPE_TYPE_ALIASES
 from jitattn.tensors.tensor_handles import new_handle
 
 _MISSING = object()

@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from jitattn.base.errors import ConfigError
-from jitattn.bundles.model_config import (
-    FAMILIES,
-    INTERLEAVED_MODELS,
-    ROPE_TYPES,
-    Latent,
-    model_of,
-    read_model,
-)
+from jitattn.bundles.model_config import FAMILIES, ROPE_TYPES, Latent, model_of, read_model
 from jitattn.spec.layout import Pairing
+from jitattn.spec.rope import INTERLEAVED_MODELS
 from jitattn.tensors import rope
 from tests.support.model_configs import MODELS, write_config
 

@@ -203,14 +203,14 @@ def test_an_unsafe_or_impossible_folder_is_an_error(tmp_path: Path) -> None:
 def test_one_failure_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = build.fill
+    real = build.fill_bundle
 
     def fill(spec: KernelSpec, arch: str, folder: Path) -> build.Kernel:
         if arch == "sm_80":
             raise CompileError("k.cu", "k.cu(1): error: bad", "source")
         return real(spec, arch, folder)
 
-    monkeypatch.setattr(build, "fill", fill)
+    monkeypatch.setattr(build, "fill_bundle", fill)
     report = run(tmp_path, arch="sm_80,sm_90a")
     assert [entry.arch for entry in report.entries] == ["sm_90a"]
     (failure,) = report.failures
@@ -223,7 +223,7 @@ def test_a_missing_compiler_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
     def fill(spec: KernelSpec, arch: str, folder: Path) -> build.Kernel:
         raise CompilerMissingError("pip install it")
 
-    monkeypatch.setattr(build, "fill", fill)
+    monkeypatch.setattr(build, "fill_bundle", fill)
     with pytest.raises(CompilerMissingError, match="pip install it"):
         run(tmp_path)
 
@@ -235,8 +235,9 @@ def test_a_worker_that_dies_is_a_failure_and_replaced(
     dies_on_sm_80 = (
         "import os, sys; sys.path[:] = {path!r}; from jitattn.jit import build\n"
         "from jitattn.bundles.precompile import serve\n"
-        "real = build.fill\n"
-        "build.fill = lambda s, arch, f: os._exit(9) if arch == 'sm_80' else real(s, arch, f)\n"
+        "real = build.fill_bundle\n"
+        "fails = lambda s, arch, f: os._exit(9) if arch == 'sm_80' else real(s, arch, f)\n"
+        "build.fill_bundle = fails\n"
         "serve()"
     )
     monkeypatch.setattr(precompile, "_WORKER", dies_on_sm_80)

@@ -17,7 +17,7 @@ from jitattn.base import knobs
 from jitattn.base.errors import CacheError, ConfigError, KernelNotFoundError
 from jitattn.bundles.wheel import write_wheel
 from jitattn.jit import build, bundle_discovery
-from jitattn.jit.build import fill
+from jitattn.jit.build import fill_bundle
 from jitattn.jit.cache import KernelCache
 from jitattn.kernels.merge.spec import MergeSpec
 from jitattn.kernels.pages.spec import LayerTablesSpec
@@ -48,7 +48,7 @@ else:
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("filled") / "bundle"
-    fill(SPEC, ARCH, folder)
+    fill_bundle(SPEC, ARCH, folder)
     KernelCache(folder).write_manifest()
     return folder
 
@@ -223,7 +223,7 @@ def test_two_bundles_are_both_found(
     filled: Path, tmp_path: Path, found: Callable[..., None]
 ) -> None:
     other = tmp_path / "other"
-    fill(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
+    fill_bundle(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
     sites = [
         unpack(write_wheel(folder, tmp_path, name=name), tmp_path / name)
         for name, folder in (("b", filled), ("a", other))
@@ -238,7 +238,7 @@ def test_two_bundles_are_both_found(
 def test_a_wheel_of_other_kernels_is_none(tmp_path: Path, found: Callable[..., None]) -> None:
     """As one is that an older jitattn made."""
     other = tmp_path / "other"
-    fill(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
+    fill_bundle(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
     site = unpack(write_wheel(other, tmp_path), tmp_path / "site")
     found(site)
     with pytest.raises(KernelNotFoundError, match=r"Searched: .*jitattn_bundle"):
@@ -355,7 +355,7 @@ def test_a_pinned_bundle_is_used(filled: Path, tmp_path: Path, found: Callable[.
     named = settings(precompiled=(filled, tmp_path / "missing"), bundle_sha256=pin)
     assert build.build(SPEC, ARCH, named).origin == "precompiled"
     other = tmp_path / "other"
-    fill(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
+    fill_bundle(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
     found(
         unpack(write_wheel(other, tmp_path, name="a"), tmp_path / "a"),
         unpack(write_wheel(filled, tmp_path, name="b"), tmp_path / "b"),
@@ -383,7 +383,7 @@ def test_a_bundle_that_does_not_match_is_refused(
         build.build(SPEC, ARCH, settings(bundle_sha256=pin))
     # One that is named is not passed over, though another matches.
     other = tmp_path / "other"
-    fill(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
+    fill_bundle(MergeSpec(dtype=DType.FLOAT16), ARCH, other)
     with pytest.raises(CacheError, match=f"asks for {digest}: {other} has"):
         build.build(SPEC, ARCH, settings(precompiled=(other,), bundle_sha256=digest))
 

@@ -12,7 +12,7 @@ import pytest
 
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.spec.family import KernelSpec
-from tests.support.compiler import compile_kernel
+from tests.support.compiler import compile_afresh
 from tests.support.sample_specs import sample_specs
 from tests.support.warpgroups import warpgroup_specs
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def cubin_digest(spec: KernelSpec, arch: str) -> str:
-    return hashlib.sha256(compile_kernel(spec, arch).cubin).hexdigest()
+    return hashlib.sha256(compile_afresh(spec, arch).cubin).hexdigest()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.symbol)

@@ -37,7 +37,7 @@ def test_the_size_is_known_before(
     assert not cuda.workspaces
     plan = plan_of(planner, batch_size, max_q_len)
     (workspace,) = cuda.workspaces.values()
-    own = sum(aligned(part._memory.numel()) for part in plan._backend._parts)
+    own = sum(aligned(part.memory.numel()) for part in plan.backend.launches)
     buffers = [aligned(4 * b.numel()) for b in (workspace.partials, workspace.counters)]
     assert told == own + sum(buffers)
     assert workspace.num_bytes <= sum(buffers)
@@ -49,11 +49,11 @@ def test_kernels_of_a_plan_share_memory_whose_parts_are_apart(
 ) -> None:
     plan = plan_of(cuda.planner(**arguments), 3, 100)
     (workspace,) = cuda.workspaces.values()
-    parts = plan._backend._parts
+    parts = plan.backend.launches
     assert len(parts) == 2
     for part in parts:
         assert part.buffers == (workspace.partials, workspace.counters)
-        params = part._attention
+        params = part.params.attention
         partials, counters = workspace.partials.data_ptr(), workspace.counters.data_ptr()
         assert params.partials == partials
         assert (params.partial_sums - partials) % SLICE_BYTES == 0
@@ -65,7 +65,7 @@ def test_plans_of_any_size_have_one_workspace(cuda: LaunchRecorder) -> None:
     planner = cuda.planner()
     plans = [plan_of(planner, batch_size, 1) for batch_size in (1, 300)]
     (workspace,) = cuda.workspaces.values()
-    assert all(plan._backend.has_buffers_of(workspace) for plan in plans)
+    assert all(plan.backend.has_buffers_of(workspace) for plan in plans)
     assert planner.workspace_bytes(300) >= planner.workspace_bytes(1)
 
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ import jitattn
 from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.render import TEMPLATES, render
-from jitattn.kernels.attention import kernels as attention_kernels
+from jitattn.kernels.common import cuda_kernels
 from jitattn.kernels.common.params import ScheduleParams, kernel_params
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.launch import MLAKernels
@@ -36,7 +34,7 @@ from tests.emulator.cuda_runtime import QUALIFIERS, TYPES, WORDS, library_of
 from tests.emulator.launch_recorder import FakeKernel
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 
-REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4")
+REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4", "lanes")
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
 HOST = (
     QUALIFIERS
@@ -679,12 +677,24 @@ def arch_of(arch: str) -> str:
     return f"namespace jitattn {{ constexpr int kArch = {100 * major + 10 * minor}; }}"
 
 
+def with_parts(source: str, included: set[str]) -> str:
+    """Replace includes of parts by their text, each once, for they read what the kernel defines."""
+
+    def text_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in included or name.endswith("kernel.cuh"):
+            return ""
+        included.add(name)
+        return with_parts((TEMPLATES / "include" / name).read_text(), included)
+
+    return re.sub(r"#include \"(jitattn/(?:attention|mla)/\w+\.cuh)\"\n", text_of, source)
+
+
 @functools.cache
 def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
-    folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
-    source = render(spec, arch)
+    source = with_parts(render(spec, arch), set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
     for name in dict.fromkeys(re.findall(r"MMA_64x\w+", source)):
         kind = "SharedByShared" if name.endswith("SS") else "RegistersByShared"
@@ -693,7 +703,7 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
     text = "\n".join((HOST, arch_of(arch), *headers, WARPGROUPS, source, CALL))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, folder / "kernel.cpp")
+    return library_of(text)
 
 
 SMEM = "uint8_t* smem = host_smem;"
@@ -703,7 +713,7 @@ JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
 @functools.cache
 def schedule_on_host() -> EmulatedSchedule:
     """The schedule kernel as a function of the host."""
-    return compile_schedule(Path(tempfile.mkdtemp(prefix="jitattn-host-")), 1)
+    return compile_schedule(1)
 
 
 class EmulatedCuda:
@@ -720,7 +730,7 @@ class EmulatedCuda:
         self.ran: list[str] = []
         self.grids: list[tuple[str, int]] = []
         facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms, max_smem_bytes=232448)
-        monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
+        monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
         monkeypatch.setattr(driver, "_launch_function", lambda: self.launch)
 
     def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
@@ -732,16 +742,15 @@ class EmulatedCuda:
     def mla_planner(self, **arguments: object) -> jitattn.MLAPlanner:
         """The same of multi-head latent attention."""
         planner = jitattn.MLAPlanner(**arguments, device="cpu")  # type: ignore[arg-type]
-        planner._kernels = MLAKernels(planner.config, torch.device("cuda", 0))
-        planner._kernels.device, planner.backend = launch_recorder.CPU, "cuda"
+        planner.kernels = MLAKernels(planner.config, torch.device("cuda", 0))
+        planner.kernels.device, planner.backend = launch_recorder.CPU, "cuda"
         self._know(planner)
         return planner
 
     def _know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
-        assert planner._kernels is not None
-        config, is_latent = planner.config, planner._kernels.is_latent
+        config, is_latent = planner.config, planner.kernels.traits.is_mla
         self.params = kernel_params(Layout(config.page_table), config.variant, is_latent=is_latent)
-        for spec in planner._kernels._specs:
+        for spec in planner.kernels.specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec
 

@@ -7,11 +7,14 @@ preprocess.py (threads, one for each lane of a row) and pages.py (threads, each 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.support.shared_files import shared_file
 
 QUALIFIERS = """
 #define __device__
@@ -162,23 +165,22 @@ uint32_t cvt_e5m2x2(float low, float high);
 """
 
 
-def library_of(text: str, source: Path, *options: str, standard: str = "c++17") -> ctypes.CDLL:
-    """Write a program into ``source``, compile it and load it; skip the test without a compiler.
+def library_of(text: str, *options: str, standard: str = "c++17") -> ctypes.CDLL:
+    """Compile a program, once a run, and load it; skip the test without a compiler.
 
     Products and sums are rounded one by one, as they are written.
     """
     compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler, to run kernels on the CPU")
-    source.write_text(text)
-    library = source.with_suffix(".so")
     # Else libraries share the statics of inline functions by name, whose sizes differ by kernel.
     apart = ["-fno-gnu-unique"] if Path(compiler).name == "g++" else []
     always = [*apart, "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
-    done = subprocess.run(
-        [compiler, f"-std={standard}", *always, *options, "-o", library, source],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(library))
+    command = [compiler, f"-std={standard}", *always, *options, "-x", "c++", "-"]
+
+    def make(library: Path) -> None:
+        done = subprocess.run([*command, "-o", library], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+
+    digest = hashlib.sha256("\n".join((*command, text)).encode()).hexdigest()[:32]
+    return ctypes.CDLL(str(shared_file(f"{digest}.so", make)))

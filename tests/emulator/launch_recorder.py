@@ -19,13 +19,11 @@ from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
 from jitattn.device.workspace import Workspace
 from jitattn.jit.build import Kernel
-from jitattn.kernels.attention import kernels as attention_kernels
-from jitattn.kernels.attention import loaded_kernels
+from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
-from jitattn.kernels.mla import launch as mla_launch
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout
-from jitattn.tensors import tma
 
 CPU = torch.device("cpu")
 
@@ -129,9 +127,9 @@ class LaunchRecorder:
     def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
         """A planner of the CUDA backend for tensors on the CPU."""
         planner = jitattn.AttentionPlanner(**arguments, device="cpu")
-        kernels = attention_kernels.KernelSet(planner.config, torch.device("cuda", 0))
+        kernels = AttentionKernels(planner.config, torch.device("cuda", 0))
         kernels.device = CPU
-        planner._kernels, planner.backend = kernels, "cuda"
+        planner.kernels, planner.backend = kernels, "cuda"
         self.layout = Layout(planner.config.page_table)
         return planner
 
@@ -160,11 +158,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
         return tuple(FakePending(spec) for spec in specs)
 
     monkeypatch.setattr(tma, "encode_tensor_map", encode_tensor_map)
-    monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
-    monkeypatch.setattr(attention_kernels, "start", start)
-    for module in (loaded_kernels, attention_kernels, mla_launch):
-        monkeypatch.setattr(module, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))
-    monkeypatch.setattr(attention_kernels, "default_workspace", fake.workspace)
+    monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
+    monkeypatch.setattr(kernel_loader, "start", start)
+    monkeypatch.setattr(kernel_loader, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))
+    monkeypatch.setattr(cuda_kernels, "default_workspace", fake.workspace)
     monkeypatch.setattr(driver, "_launch_function", lambda: fake.launch)
     for name, function in (
         ("_cuda_getCurrentRawStream", lambda index: fake.stream),

@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -76,14 +74,13 @@ PARAMS = {
 @functools.cache
 def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
-    folder = Path(tempfile.mkdtemp(prefix="jitattn-host-"))
     tile = emulated_tile(spec, num_threads)._asdict()
     source = environment().get_template(spec.template("sm_90a")).render(spec.context() | tile)
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     call = CALL.replace("PARAMS", PARAMS[spec.kernel]).replace("SYMBOL", spec.symbol)
     text = "\n".join((HOST.replace("NUM_THREADS", str(num_threads)), *headers, source, call))
     text = re.sub(r"#include \"|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, folder / "kernel.cpp")
+    return library_of(text)
 
 
 def emulated_tile(spec: KernelSpec, num_threads: int) -> Tile:

@@ -110,12 +110,11 @@ def emulated_kernel(spec: PreprocessSpec, folder: Path) -> EmulatedKernel:
     for path in (TEMPLATES / "include/jitattn").glob("*.cuh"):
         if path.stem not in HOST_HEADERS:
             (headers / path.name).write_text(path.read_text())
-    source = folder / f"{spec.symbol}.cpp"
     lanes = preprocess_tile(spec).lanes
     text = re.sub(r"^#line.*$", "", render(spec, "sm_80"), flags=re.MULTILINE)
     call = _CALL.replace("SYMBOL", spec.symbol)
     text = f"#define JITATTN_LANES {lanes}\n{text}{call}"
-    function = library_of(text, source, f"-I{folder}", standard="c++20").call
+    function = library_of(text, f"-I{folder}", standard="c++20").call
 
     def run(params: ctypes.Structure, grid: int) -> None:
         function(ctypes.byref(params), grid)

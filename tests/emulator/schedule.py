@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 
 import torch
 
@@ -34,7 +33,7 @@ extern "C" void call(const jitattn::ScheduleParams* params) {
 }
 """
 
-# What a kernel finds in each slot, in the words of parts/work_tile.cuh.jinja.
+# What a kernel finds in each slot, in the words of work_tile.cuh.
 WORK = """
 namespace jitattn {
 constexpr bool kHasWholeUnits = true;
@@ -85,7 +84,7 @@ class EmulatedSchedule:
         return found[:count].tolist()
 
 
-def compile_schedule(folder: Path, num_threads: int) -> EmulatedSchedule:
+def compile_schedule(num_threads: int) -> EmulatedSchedule:
     source = (TEMPLATES / "attention/schedule.cu.jinja").read_text()
     types = (TEMPLATES / "include/jitattn/types.cuh").read_text()
     load_integer = types[types.index("__device__ __forceinline__ int64_t load_integer") :]
@@ -93,9 +92,9 @@ def compile_schedule(folder: Path, num_threads: int) -> EmulatedSchedule:
         (TEMPLATES / f"include/jitattn/{name}.cuh").read_text()
         for name in ("schedule", "schedule_params")
     ]
-    work = (TEMPLATES / "parts/work_tile.cuh.jinja").read_text()
+    work = (TEMPLATES / "include/jitattn/attention/work_tile.cuh").read_text()
     ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
     parts = (HOST, load_integer, *headers, source, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
     text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
-    return EmulatedSchedule(library_of(text, folder / "schedule.cpp"))
+    return EmulatedSchedule(library_of(text))

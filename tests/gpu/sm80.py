@@ -19,9 +19,7 @@ from jitattn.device import driver
 from jitattn.device.driver import LoadedKernel
 from jitattn.jit import build
 from jitattn.jit.build import Kernel, Pending
-from jitattn.kernels.attention import kernels as attention_kernels
-from jitattn.kernels.common import device_kernels
-from jitattn.kernels.merge import launch as merge_launch
+from jitattn.kernels.common import cuda_kernels, device_kernels, kernel_loader
 from jitattn.spec.family import KernelSpec
 from tests.gpu.make_ptx import ARCH, specs
 from tests.support import harness
@@ -88,17 +86,21 @@ class PtxKernels:
 def pretend_sm80(folder: Path) -> Iterator[None]:
     """Planners made in here run the sm_80 code; none of them lives on outside."""
     kernels = PtxKernels(folder)
-    caches = (harness._planner, merge_launch._kernel)
+    caches = (
+        harness._planner.cache_clear,
+        device_kernels.tile_of.cache_clear,
+        device_kernels.unload,
+    )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention_kernels, device_kernels):
+        for module in (cuda_kernels, device_kernels):
             patch.setattr(module, "arch_of", lambda facts: ARCH)
-        patch.setattr(attention_kernels, "start", kernels.start)
+        patch.setattr(kernel_loader, "start", kernels.start)
         patch.setattr(build, "build", kernels.build)
         patch.setattr(driver, "LoadedKernel", kernels.load)
-        for cache in caches:
-            cache.cache_clear()
+        for clear in caches:
+            clear()
         try:
             yield
         finally:
-            for cache in caches:
-                cache.cache_clear()
+            for clear in caches:
+                clear()

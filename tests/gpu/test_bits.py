@@ -173,8 +173,8 @@ def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
         plan.run(inputs.q, kv, **arguments)
         seen[max_q_len] = arguments["out"], arguments["lse"]
         if DEVICE == "cuda":
-            roles = [part.role for part in plan._backend._parts]
-            assert ("wide" in roles) == (max_q_len * case.group_size > 8 and has_wide)
+            roles = [part.role for part in plan.backend.launches]
+            assert ("decode_multi_token" in roles) == (max_q_len * case.group_size > 8 and has_wide)
             assert is_short or num_slots(plan) > 16, "too few splits"
     want = seen[longest]
     check(case, *want, expected(inputs))
@@ -184,7 +184,7 @@ def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
 
 def num_slots(plan: jitattn.types.Plan) -> int:
     """How many slots of work the decode kernel has: the long request has most of them."""
-    return int(plan._backend._parts[0]._memory[:4].view(torch.int32))
+    return int(plan.backend.launches[0].memory[:4].view(torch.int32))
 
 
 def ones(case: Case, **changes: object) -> Case:

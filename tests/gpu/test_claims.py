@@ -48,9 +48,9 @@ IN_ROUNDS: list[tuple[Case, dict[str, object], int]] = [
 
 def rounds_of(plan: jitattn.types.Plan) -> float:
     """How many rounds of slots the decode kernel has in a plan."""
-    part = plan._backend._parts[0]
-    num_slots = int(part._memory[:4].view(torch.int32))
-    return num_slots / part._schedule.round_slots
+    part = plan.backend.launches[0]
+    num_slots = int(part.memory[:4].view(torch.int32))
+    return num_slots / part.schedule_launch.params.round_slots
 
 
 def assert_clean(workspace: jitattn.Workspace) -> None:

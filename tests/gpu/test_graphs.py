@@ -113,8 +113,8 @@ def test_c31_captured_short_replayed_long(case: Case, batch_invariant: bool) -> 
 
 def spoil_schedule(layer: Layer) -> None:
     """Overwrite what the last schedule left: a refresh must write all that a run reads."""
-    for part in layer.plan._backend._parts:
-        part._memory.fill_(0x7F)
+    for part in layer.plan.backend.launches:
+        part.memory.fill_(0x7F)
 
 
 def test_500_steps_of_growing_requests() -> None:
@@ -422,7 +422,7 @@ def test_a_plan_may_be_dropped_while_another_stream_runs_it(case: Case, own: boo
     )
     plan, kv = plan_of(inputs, planner), planner.bind(inputs.given)
     out, lse = inputs.new_out(), inputs.new_lse()
-    sizes = {part._memory.numel() for part in plan._backend._parts}
+    sizes = {part.memory.numel() for part in plan.backend.launches}
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

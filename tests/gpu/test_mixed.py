@@ -348,8 +348,8 @@ def replays_are_eager(layer: Layer, replays: Sequence[Sequence[tuple[int, int]]]
         overwrite(inputs, pairs)
         inputs.q.normal_()
         layer.forget()
-        for part in layer.plan._backend._parts:
-            part._memory.fill_(0x7F)
+        for part in layer.plan.backend.launches:
+            part.memory.fill_(0x7F)
         graph.replay()
         plan = plan_of(inputs, layer.planner, max_q_len=max_q_len)
         kv = layer.planner.bind(inputs.given)

@@ -212,21 +212,18 @@ def test_graphs() -> None:
 
 @on_the_device
 def test_a_capture_of_something_new_is_refused() -> None:
-    from jitattn.kernels.preprocess import launch as preprocess_launch
+    from jitattn.kernels.common import device_kernels
+    from jitattn.kernels.preprocess import api
 
     case = replace(BASE, page_table="token")
     inputs = make_token_inputs(case).to(DEVICE)
-    preprocess_launch._memory.families.clear()
-    kernels = dict(preprocess_launch._kernels)
-    preprocess_launch._kernels.clear()
+    api.LAUNCHES.clear()
+    device_kernels.unload()
     graph, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=DEVICE)
-    try:
-        with torch.cuda.graph(graph):
-            scratch.fill_(1.0)  # a graph of nothing is warned about
-            with pytest.raises(ValueError, match="before it"):
-                inputs.run()
-    finally:
-        preprocess_launch._kernels.update(kernels)
+    with torch.cuda.graph(graph):
+        scratch.fill_(1.0)  # a graph of nothing is warned about
+        with pytest.raises(ValueError, match="before it"):
+            inputs.run()
     check_tokens(case, DEVICE)
 
 

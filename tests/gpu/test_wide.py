@@ -60,12 +60,12 @@ def drafts(case: Case, **changes: object) -> Case:
 
 def roles_of(plan: jitattn.types.Plan) -> list[str]:
     """What the kernels of a plan are for."""
-    return [part.role for part in plan._backend._parts]
+    return [part.role for part in plan.backend.launches]
 
 
 def attend_wide(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     if DEVICE == "cuda":
-        assert roles_of(plan_of(inputs, planner_for(inputs.case, DEVICE))) == ["wide"]
+        assert roles_of(plan_of(inputs, planner_for(inputs.case, DEVICE))) == ["decode_multi_token"]
     return attend(inputs)
 
 
@@ -203,14 +203,14 @@ def test_plans_of_all_kinds_in_turn(case: Case) -> None:
     ("case", "group_size", "max_q_len", "roles"),
     [
         (D128, 4, 2, ["decode"]),
-        (D128, 4, 3, ["wide"]),
-        (D128, 4, 4, ["wide"]),
-        (D128, 4, 5, ["wide", "prefill"]),
+        (D128, 4, 3, ["decode_multi_token"]),
+        (D128, 4, 4, ["decode_multi_token"]),
+        (D128, 4, 5, ["decode_multi_token", "prefill"]),
         (D128, 16, 1, ["decode"]),
         (D128, 16, 2, ["decode", "prefill"]),
         (D64, 8, 1, ["decode"]),
-        (D64, 8, 2, ["wide"]),
-        (D64, 8, 3, ["wide", "prefill"]),
+        (D64, 8, 2, ["decode_multi_token"]),
+        (D64, 8, 3, ["decode_multi_token", "prefill"]),
         (D64, 16, 2, ["decode", "prefill"]),
     ],
     ids=str,
@@ -222,7 +222,7 @@ def test_which_kernels_a_plan_has(
     inputs = make_inputs(case, DEVICE)
     assert roles_of(plan_of(inputs, planner_for(case, DEVICE))) == roles
     invariant = planner_for(case, DEVICE, batch_invariant=True)
-    assert "wide" not in roles_of(plan_of(inputs, invariant))
+    assert "decode_multi_token" not in roles_of(plan_of(inputs, invariant))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU has no graphs")
@@ -265,7 +265,7 @@ def test_replays_have_the_bits_of_shorter_plans(
         graph.replay()
         longest = max(q_len for q_len, _ in pairs)
         plan = plan_of(inputs, layer.planner, max_q_len=longest)
-        assert roles_of(plan) == ["decode" if longest <= 2 else "wide"]
+        assert roles_of(plan) == ["decode" if longest <= 2 else "decode_multi_token"]
         kv = inputs.bind(layer.planner)
         want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
         assert_same((layer.out, layer.lse), want)

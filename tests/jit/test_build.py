@@ -46,8 +46,13 @@ class TinySpec:
     symbol: str = "tiny"
     body: str = "*x = one();"
 
+    transform = None
+
     def context(self) -> dict[str, object]:
-        return {"symbol": self.symbol, "head_dim": 64, "page_size": 16, "row_tile": 8}
+        return {"symbol": self.symbol}
+
+    def config_text(self) -> str:
+        return "head_dim=64,page_size=16"
 
 
 class Compilations:
@@ -116,7 +121,7 @@ def test_the_name_covers_source_headers_architecture_and_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def name(arch: str = ARCH, lineinfo: bool = False, body: str = "*x = one();") -> str:
-        return build._Job(TinySpec(body=body), arch, lineinfo).render()[0]  # type: ignore[arg-type]
+        return build.Target(TinySpec(body=body), arch, lineinfo).render()[0]  # type: ignore[arg-type]
 
     names = {name(), name("sm_80"), name(lineinfo=True), name(body="*x = 2.f;")}
     monkeypatch.setattr(build, "headers", lambda: (("one.cuh", "// changed"),))
@@ -156,8 +161,8 @@ def test_compiled_then_memory_then_disk(settings: Knobs, compilations: Compilati
 
 def test_a_bundle_comes_before_the_cache(settings: Knobs, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
-    made = build.fill(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
-    again = build.fill(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
+    made = build.fill_bundle(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
+    again = build.fill_bundle(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
     assert (made.origin, again.origin) == ("compiled", "precompiled")
     get(settings)
     found = fresh(replace(settings, precompiled=(tmp_path / "missing", bundle)))
@@ -168,7 +173,7 @@ def test_a_bundle_comes_before_the_cache(settings: Knobs, tmp_path: Path) -> Non
 def test_a_complete_bundle_asks_nothing_of_compiler_or_cache(
     settings: Knobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build.fill(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
+    build.fill_bundle(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
     for name in ("toolchain", "compile_cubin", "search_digest", "_binding"):
         monkeypatch.setattr(nvrtc, name, None)
     found = fresh(replace(settings, precompiled=(tmp_path / "bundle",)))
@@ -178,7 +183,7 @@ def test_a_complete_bundle_asks_nothing_of_compiler_or_cache(
 
 def test_bundles_are_equal_byte_for_byte(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        build.fill(TinySpec(), ARCH, tmp_path / folder)  # type: ignore[arg-type]
+        build.fill_bundle(TinySpec(), ARCH, tmp_path / folder)  # type: ignore[arg-type]
     files = [p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file()]
     assert len(files) == 3
     for file in files:
@@ -189,7 +194,7 @@ def test_the_cache_is_divided_by_compiler_and_bundles_are_not(
     settings: Knobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get(settings)
-    build.fill(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
+    build.fill_bundle(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
     monkeypatch.setattr(nvrtc, "search_digest", lambda: "another-environment")
     monkeypatch.setattr(nvrtc, "toolchain", lambda: "V99.0.1 CL-1")
     with_bundle = replace(settings, precompiled=(tmp_path / "bundle",))
@@ -274,7 +279,7 @@ def test_without_a_hint_the_command_comes_from_the_spec(tmp_path: Path) -> None:
 
 def test_source_lines_are_in_no_bundle_so_none_is_suggested(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
-    build.fill(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
+    build.fill_bundle(TinySpec(), ARCH, bundle)  # type: ignore[arg-type]
     settings = Knobs(cache_dir=None, precompiled=(bundle,), jit=False, lineinfo=True)
     with pytest.raises(KernelNotFoundError, match="unset JITATTN_LINEINFO, or") as caught:
         get(settings)
@@ -331,7 +336,7 @@ def test_a_bundle_works_where_nvrtc_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jit: str
 ) -> None:
     monkeypatch.undo()
-    kernel = build.fill(ScheduleSpec(), ARCH, tmp_path / "bundle")
+    kernel = build.fill_bundle(ScheduleSpec(), ARCH, tmp_path / "bundle")
     (tmp_path / "bundle").rename(tmp_path / "moved")
     environment = {
         **os.environ,
@@ -370,7 +375,7 @@ def test_a_build_machine_may_have_an_old_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvrtc, "driver_version", lambda: (12, 8))
-    made = build.fill(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
+    made = build.fill_bundle(TinySpec(), ARCH, tmp_path / "bundle")  # type: ignore[arg-type]
     assert made.origin == "compiled"
 
 
@@ -509,7 +514,7 @@ def test_a_full_disk_warns_and_serves(settings: Knobs, monkeypatch: pytest.Monke
 def test_a_stuck_lock_delays_and_warns_only(settings: Knobs) -> None:
     assert settings.cache_dir is not None
     division = KernelCache(settings.cache_dir).division(nvrtc.toolchain())
-    entry, _ = build._Job(TinySpec(), ARCH, False).render()  # type: ignore[arg-type]
+    entry, _ = build.Target(TinySpec(), ARCH, False).render()  # type: ignore[arg-type]
     owner = f"pid {os.getpid()} on"
     with (
         division.locked(entry, 1.0),
@@ -760,7 +765,7 @@ def _build_in_child(settings: Knobs, results: object) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_lock_held_at_a_fork_is_free_in_the_child(settings: Knobs) -> None:
-    key = (build._Job(TinySpec("child"), ARCH, False), settings)  # type: ignore[arg-type]
+    key = (build.Target(TinySpec("child"), ARCH, False), settings)  # type: ignore[arg-type]
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     with build._memory.lock(key):

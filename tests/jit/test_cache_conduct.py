@@ -304,7 +304,7 @@ NAMES = """
 import json
 from jitattn.jit import build
 from tests.support.conduct import ARCH, SPECS
-print(json.dumps([build._Job(spec, ARCH, False).render()[0] for spec in SPECS]))
+print(json.dumps([build.Target(spec, ARCH, False).render()[0] for spec in SPECS]))
 """
 
 

@@ -181,7 +181,7 @@ def test_random_corruption_loads_nothing_wrong(
         fresh(spec, settings, arch)
     compiler.name = COMPILER
     for spec in SPECS:
-        build.fill(spec, ARCH, bundle)
+        build.fill_bundle(spec, ARCH, bundle)
     KernelCache(bundle).write_manifest()
     damage = Damage(root, seed=3)
     rebuilt = refused = 0
@@ -202,7 +202,7 @@ def test_random_corruption_loads_nothing_wrong(
         except KernelNotFoundError:
             refused += 1
             for spec in SPECS:
-                build.fill(spec, ARCH, bundle)
+                build.fill_bundle(spec, ARCH, bundle)
     assert rebuilt > 100 * FACTOR
     assert refused > 10 * FACTOR
     for spec, arch, compiler.name in combinations:
@@ -415,7 +415,7 @@ def test_an_unsafe_cache_is_refused(root: Path, place: str, fault: str) -> None:
 @pytest.mark.parametrize("fault", ["0777", "0770", "foreign"])
 def test_an_unsafe_bundle_is_refused(tmp_path: Path, fault: str) -> None:
     bundle = tmp_path / "bundle"
-    build.fill(SPECS[0], ARCH, bundle)
+    build.fill_bundle(SPECS[0], ARCH, bundle)
     make_unsafe(bundle, fault)
     with pytest.raises(CacheError, match=r"is refused as a kernel cache: it is"):
         fresh(SPECS[0], Knobs(cache_dir=None, precompiled=(bundle,)))
@@ -453,7 +453,7 @@ def test_the_umask_widens_and_narrows_nothing(root: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         fresh(SPECS[0], Knobs(cache_dir=root / "deep" / "cache"))
-        build.fill(SPECS[0], ARCH, root / "bundle")
+        build.fill_bundle(SPECS[0], ARCH, root / "bundle")
     finally:
         os.umask(before)
     assert stat.S_IMODE((root / "deep" / "cache").stat().st_mode) == 0o700

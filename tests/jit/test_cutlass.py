@@ -103,7 +103,7 @@ def test_a_package_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("rendered")
 def test_a_kernel_is_compiled_with_them_and_says_so(tmp_path: Path) -> None:
-    kernel = build.fill(SPEC, ARCH, tmp_path)
+    kernel = build.fill_bundle(SPEC, ARCH, tmp_path)
     stored = KernelCache(tmp_path).get(kernel.entry)
     assert stored is not None
     assert stored.meta["outside_headers"] == list(cutlass.wrapper_package(WGMMA))
@@ -118,7 +118,7 @@ def test_a_stored_kernel_needs_no_package(
 ) -> None:
     bundle = tmp_path / "bundle"
     entries = {
-        build.fill(SPEC, ARCH, bundle).entry,
+        build.fill_bundle(SPEC, ARCH, bundle).entry,
         build.build(SPEC, ARCH, Knobs(cache_dir=tmp_path / "cache")).entry,
     }
     assert len(entries) == 1
@@ -138,7 +138,7 @@ def test_compiling_one_without_the_package_says_what_to_install(tmp_path: Path) 
     with pytest.raises(CompilerMissingError, match="pip install 'nvidia-cutlass"):
         build.build(SPEC, ARCH, Knobs(cache_dir=tmp_path / "cache"))
     with pytest.raises(CompilerMissingError, match="pip install 'nvidia-cutlass"):
-        build.fill(SPEC, ARCH, tmp_path / "bundle")
+        build.fill_bundle(SPEC, ARCH, tmp_path / "bundle")
 
 
 # ---------------------------------------------------------------------------- tests that compile

@@ -15,7 +15,7 @@ import jitattn
 from jitattn.base import knobs
 from jitattn.base.errors import CompileError, ConfigError, KernelNotFoundError
 from jitattn.bundles import precompile as bundles_precompile
-from jitattn.jit.build import build, fill, headers_of
+from jitattn.jit.build import build, fill_bundle, headers_of
 from jitattn.jit.nvrtc import compile_cubin, options
 from jitattn.jit.render import render
 from jitattn.kernels.attention.spec import DecodeSpec
@@ -168,7 +168,7 @@ def test_a_reference_changes_no_key() -> None:
 
 def test_another_process_finds_the_kernel(tmp_path: Path) -> None:
     """By the text: symbol and entry are those of this process, and nothing compiles there."""
-    kernel = fill(decode(EVERYTHING), ARCH, tmp_path)
+    kernel = fill_bundle(decode(EVERYTHING), ARCH, tmp_path)
     assert kernel.origin == "compiled"
     program = (
         "import sys, pathlib\n"

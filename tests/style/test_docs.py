@@ -24,6 +24,8 @@ from tests.support import pages_of_docs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+# Of packages beside this one, and of another name on purpose.
+NOT_FILES = {"cuda/bindings/__init__.py"}
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -84,6 +86,30 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_files_named_in_pages_and_sources_exist() -> None:
+    """Whole paths and ends of paths alike."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("no git checkout")
+    files = tracked.stdout.splitlines()
+    ends = {
+        "/".join(file.split("/")[start:]) for file in files for start in range(file.count("/") + 1)
+    }
+    missing = [
+        f"{file}: {name}"
+        for file in files
+        if file.endswith(".md") or file.startswith(("jitattn/", "templates/"))
+        for name in set(
+            re.findall(
+                r"(?<![\w./$<>-])(?:[\w-]+/)+[\w-]+\.(?:py|cuh|cu)(?:\.jinja)?\b",
+                (ROOT / file).read_text(),
+            )
+        )
+        if name not in ends | NOT_FILES
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

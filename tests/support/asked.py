@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from jitattn.kernels.common.planner_base import DtypedConfig, PlannerBase
-from jitattn.kernels.preprocess import dispatch
+from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess.check import TokenCall
-from jitattn.kernels.preprocess.fill_params import spec_of
+from jitattn.kernels.preprocess.launch_params import spec_of
 from jitattn.kernels.preprocess.spec import config_of
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.family import KernelSpec
@@ -33,20 +33,20 @@ class Asked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.configs: list[Config] = []
-        make, write = PlannerBase.__init__, dispatch.preprocess_by_definition
+        make, write = PlannerBase.__init__, api.preprocess_by_definition
 
         def noting_make(planner: PlannerBase, config: DtypedConfig, **others: object) -> None:
             make(planner, config, **others)
             self.configs.append(config)
 
         def noting_write(call: TokenCall) -> Tensor | None:
-            pages = call.arguments.pages
+            pages = call.given.pages
             spec = spec_of(call, None if pages is None else pages.layout, Loader.VECTOR)
             self.configs.append(config_of(spec))
             return write(call)
 
         monkeypatch.setattr(PlannerBase, "__init__", noting_make)
-        monkeypatch.setattr(dispatch, "preprocess_by_definition", noting_write)
+        monkeypatch.setattr(api, "preprocess_by_definition", noting_write)
 
     def specs_beside_the_bundle(self) -> set[KernelSpec]:
         configs = dict.fromkeys(self.configs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import re
 import subprocess
 from collections.abc import Iterable
@@ -15,9 +17,22 @@ from jitattn.jit.build import headers_of
 from jitattn.jit.render import render
 from jitattn.spec.family import KernelSpec
 from jitattn.tools.explain import disassembler
+from tests.support.shared_files import shared_file
 
 
 def compile_kernel(spec: KernelSpec, arch: str) -> nvrtc.Compiled:
+    """Compile a kernel, once a run."""
+
+    def make(path: Path) -> None:
+        path.write_bytes(pickle.dumps(compile_afresh(spec, arch)))
+
+    digest = hashlib.sha256(f"{nvrtc.version()}{arch}{render(spec, arch)}".encode()).hexdigest()
+    found = pickle.loads(shared_file(f"{digest[:32]}.pickle", make).read_bytes())
+    assert isinstance(found, nvrtc.Compiled)
+    return found
+
+
+def compile_afresh(spec: KernelSpec, arch: str) -> nvrtc.Compiled:
     source = render(spec, arch)
     return nvrtc.compile_cubin(
         source,

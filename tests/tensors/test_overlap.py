@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
+from jitattn.kernels.common import device_kernels
+from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.tensors.overlap import Apart, share_bytes
 from tests.emulator.pages import emulate_kernels
@@ -151,29 +153,21 @@ def test_tokens_on_the_cpu(name: str) -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Have the functions of tokens launch, and keep what they do."""
     found: list[object] = []
 
-    def kernel(spec: object, index: int) -> object:
+    def kernel(spec: object, *others: object) -> object:
         return SimpleNamespace(symbol="kernel", smem_bytes=0, begins_early=False)
 
-    monkeypatch.setattr(preprocess_launch, "_kernel", kernel)
+    monkeypatch.setattr(device_kernels, "load", kernel)
+    monkeypatch.setattr(device_kernels, "launch_on", lambda card, launch: found.append(launch))
+    monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
     monkeypatch.setattr(preprocess_launch, "device_facts", lambda index: SimpleNamespace(num_sms=1))
-    monkeypatch.setattr(preprocess_launch._Prepared, "_launch", lambda self, one: found.append(one))
-    monkeypatch.setattr("jitattn.kernels.preprocess.dispatch.check_values", lambda call: None)
-    monkeypatch.setattr(
-        "jitattn.kernels.preprocess.dispatch.preprocess_by_definition",
-        lambda call: preprocess_launch.preprocess(call.arguments),
-    )
-    monkeypatch.setattr("jitattn.kernels.preprocess.dispatch.check", _Unchecked)
-    preprocess_launch._memory.families.clear()
-    return found
-
-
-class _Unchecked:
-    def __init__(self, arguments: object) -> None:
-        self.arguments = arguments
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    api.LAUNCHES.clear()
+    yield found
+    api.LAUNCHES.clear()
 
 
 @pytest.mark.parametrize("name", TOKEN_CALLS)

@@ -265,8 +265,7 @@ TYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "e2m1", "block scale"]
 def header(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     text = (TEMPLATES / "include/jitattn/convert.cuh").read_text()
     kept = [line for line in text.splitlines() if not line.startswith(("#include", "#pragma"))]
-    source = tmp_path_factory.mktemp("convert") / "convert.cpp"
-    loaded = library_of(HOST + "\n".join(kept) + CALL, source)
+    loaded = library_of(HOST + "\n".join(kept) + CALL)
     loaded.to_float.restype = ctypes.c_float
     return loaded
 

@@ -305,7 +305,7 @@ def cos_sin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, Tenso
         (folder / f"jitattn/{name}.cuh").write_text("#define JITATTN_LANES 1\n" + text)
     header = (TEMPLATES / "include/jitattn/rotary.cuh").read_text()
     (folder / "jitattn/rotary.cuh").write_text(header)
-    function = library_of(CALL, folder / "rotary.cpp", f"-I{folder}", standard="c++20").call
+    function = library_of(CALL, f"-I{folder}", standard="c++20").call
 
     def call(positions: Tensor, inv_freq: Tensor) -> Tensor:
         turns = torch.tensor([turns_of(f) for f in inv_freq.tolist()])

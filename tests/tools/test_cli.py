@@ -21,7 +21,8 @@ from jitattn.kernels import registry
 from jitattn.kernels.pages.spec import LayerTablesSpec
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from jitattn.tools import cli
+from jitattn.tools import cli, configs_command
+from jitattn.tools.arguments import byte_size
 from tests.support.model_configs import write_config
 
 CONFIG = "head_dim=64,page_size=16"
@@ -105,7 +106,7 @@ def test_tables_of_models_lose_nothing_on_a_narrow_terminal(
     model = write_model(tmp_path)
     cli.main(["configs", "--arch", "sm_90a", "--model", model])
     wide = capsys.readouterr().out
-    monkeypatch.setattr(cli, "_console", narrow)
+    monkeypatch.setattr(configs_command, "make_console", narrow)
     cli.main(["configs", "--arch", "sm_90a", "--model", model])
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     columns = [line.split("│")[4].strip() for line in lines]
@@ -310,13 +311,13 @@ def test_an_unsafe_cache_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixt
     [("0", 0), ("1000", 1000), ("1k", 1024), ("1.5M", 3 * 2**19), ("2GiB", 2**31), ("1tb", 2**40)],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert cli._size(text) == size
+    assert byte_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "1x", "1e99999", "nan", "one"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        cli._size(text)
+        byte_size(text)
 
 
 def test_every_failure_of_a_command_is_one_message(
@@ -521,7 +522,7 @@ def test_an_interruption_leaves_whole_entries(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
     )
-    while not list(folder.glob("*/kernel.cubin")):
+    while not list(folder.glob("[!.]*/kernel.cubin")):  # not those being written
         assert process.poll() is None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)

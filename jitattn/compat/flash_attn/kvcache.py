@@ -17,7 +17,7 @@ from jitattn.compat.flash_attn.common import (
     softmax_scale_of,
 )
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.kernels.attention.api import plan_for_call
+from jitattn.kernels.common.planner_base import plan_for_call
 
 
 def flash_attn_with_kvcache(

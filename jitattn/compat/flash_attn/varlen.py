@@ -16,7 +16,7 @@ from jitattn.compat.flash_attn.common import (
     softmax_scale_of,
 )
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.kernels.attention.api import plan_for_call
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import BlockTable, RaggedKV
 from jitattn.tensors.tensor_checks import check_device, check_indptr, check_tensor

@@ -15,6 +15,7 @@ from jitattn.tensors.quantization import KVCache, QuantizedKV
 from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 Scale = float | Tensor
+Pair = Tensor | tuple[Tensor, Tensor]  # both of K and V in one, or one tensor each
 
 BACKENDS = frozenset(
     (
@@ -235,11 +236,7 @@ def check_queries(name: str, q: Tensor) -> None:
 
 
 def paged_cache(
-    name: str,
-    cache: Tensor | tuple[Tensor, Tensor],
-    kv_layout: str,
-    kv_dtype: str,
-    kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None,
+    name: str, cache: Pair, kv_layout: str, kv_dtype: str, kv_cache_sf: Pair | None
 ) -> KVCache:
     """Return a cache as ``bind`` takes it; without a dimension for it, pages have one token.
 
@@ -262,10 +259,7 @@ def paged_cache(
 
 
 def ragged_cache(
-    kv: tuple[Tensor, Tensor],
-    kv_layout: str,
-    kv_dtype: str,
-    kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None,
+    kv: tuple[Tensor, Tensor], kv_layout: str, kv_dtype: str, kv_cache_sf: Pair | None
 ) -> KVCache:
     """Return K and V without pages as ``bind`` takes them, tokens first.
 

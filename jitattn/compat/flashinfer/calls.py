@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, 
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag, check_number
-from jitattn.compat.flashinfer.arguments import LseForm, Scale, data_types
+from jitattn.compat.flashinfer.arguments import LseForm, Pair, Scale, data_types
 from jitattn.spec.config import HEAD_DIMS
 
 if TYPE_CHECKING:
     import torch
 
 Results = Tensor | tuple[Tensor, Tensor]
-Pair = Tensor | tuple[Tensor, Tensor]
 
 
 class ScoreArguments(NamedTuple):

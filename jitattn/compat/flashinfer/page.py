@@ -141,12 +141,9 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
 
 
 def get_batch_indices_positions(
-    append_indptr: Tensor,
-    seq_lens: Tensor,
-    nnz: int,
-    batch_indices: Tensor | None = None,
+    append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the request and the position of each new token, the last of its request.
 
     Args:

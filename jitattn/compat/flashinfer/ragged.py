@@ -11,6 +11,7 @@ from torch import Tensor
 from jitattn.base.validate import check_flag
 from jitattn.compat.flashinfer.arguments import (
     LseForm,
+    Pair,
     Scale,
     as_lengths,
     ragged_cache,
@@ -18,7 +19,6 @@ from jitattn.compat.flashinfer.arguments import (
 )
 from jitattn.compat.flashinfer.calls import (
     ForwardArguments,
-    Pair,
     PlanArguments,
     Results,
     RunArguments,

@@ -23,8 +23,8 @@ from jitattn.compat.flashinfer.arguments import (
 from jitattn.compat.flashinfer.batch import check_equal, check_offsets
 from jitattn.compat.flashinfer.calls import window_change
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.kernels.attention.api import plan_for_call
 from jitattn.kernels.attention.functional import planner_of
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.spec.dtype import FP8_DTYPES, dtype_name
 from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.tensor_checks import check_device, check_tensor

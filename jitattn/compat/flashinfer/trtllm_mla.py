@@ -21,7 +21,7 @@ from jitattn.compat.flashinfer.batch import check_offsets
 from jitattn.compat.flashinfer.latents import check_dims, latent_planner
 from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
-from jitattn.kernels.mla.api import latent_plan_for_call
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.spec.dtype import dtype_name
 from jitattn.tensors.page_tables import BlockTable
@@ -110,7 +110,7 @@ def _attend_latents(given: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     planner = latent_planner(arguments, query.device)
     bound = planner.bind(cache, **scales)
     pages = BlockTable(table if table.dim() == 2 else table[:, 0])
-    plan = latent_plan_for_call(planner, pages, lens, offsets, max_q_len=q_len, max_kv_len=most)
+    plan = plan_for_call(planner, pages, lens, offsets, max_q_len=q_len, max_kv_len=most)
     out, lse = _outputs_of(given, rows, rank)
     found = plan.run(rows[..., :rank], rows[..., rank:], bound, out=out, lse=lse)
     assert isinstance(found, Tensor)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from jitattn.base.validate import check_flag
 from jitattn.compat.flashinfer.arguments import (
+    Pair,
     check_layout,
     check_queries,
     check_scales,
@@ -15,7 +16,7 @@ from jitattn.compat.flashinfer.arguments import (
     paged_cache,
 )
 from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_changes
-from jitattn.compat.flashinfer.calls import Pair, Results, RunArguments
+from jitattn.compat.flashinfer.calls import Results, RunArguments
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.tensors.quantization import KVCache, QuantizedKV

@@ -138,19 +138,6 @@ class Backend:
 
     # --- layers -----------------------------------------------------------------------------------
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Write K and V of one token a request, and attend; see ``forward_extend``."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
     def forward_extend(
         self,
         q: Tensor,
@@ -205,6 +192,8 @@ class Backend:
         )
         plan.run(q, kv, out=out, pages=other, sinks=sinks)
         return out.flatten(1)
+
+    forward_decode = forward_extend  # one token a request
 
     def _state(self, layer: Any, *, has_sinks: bool) -> _LayerState:
         state = self._layers.get(id(layer))

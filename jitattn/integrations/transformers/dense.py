@@ -24,19 +24,11 @@ from jitattn.tensors.page_tables import RaggedKV
 
 
 def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
     **others: object,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend, as transformers asks: q [batch_size, heads, q_len, head_dim], K and V likewise.
 
     The mask decides what is seen, as it does for eager attention; ``sliding_window`` and

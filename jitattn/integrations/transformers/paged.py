@@ -15,27 +15,18 @@ from jitattn.integrations.transformers.arguments import (
     refuse_unsupported,
     score_arguments,
 )
-from jitattn.kernels.attention.api import plan_for_call
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.preprocess.api import append_kv
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import BlockTable, RaggedKV
 
 
 def attend_paged(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    cache: Any = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
+    cache: Any = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Write K and V into the cache and attend, as continuous batching asks.
 
     q is [1, num_qo_heads, num_tokens, head_dim], K and V likewise, the tokens of all requests one

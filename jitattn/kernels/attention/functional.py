@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_flag
-from jitattn.kernels.attention.api import AttentionPlanner, Scale, plan_for_call
+from jitattn.kernels.attention.api import AttentionPlanner, Scale
+from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.spec.config import PlannerConfig
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import check_page_table

@@ -2,7 +2,7 @@
 
 Owns what ``out`` and ``lse`` mean. The tests compare kernels with it, and the planner's reference
 backend runs it. It is written from the definition alone: it imports nothing from the planner or
-the kernels, and knows nothing of tiles, splits or page tables beyond `gather`.
+the kernels, and knows nothing of tiles, splits or page tables.
 
 Query row i of a request with q_len queries and kv_len keys sits at p = kv_len - q_len + i. It sees
 key j iff 0 <= j < kv_len, and j <= p when causal, and j >= p - window_left when window_left >= 0.
@@ -92,47 +92,6 @@ def attention(
                 scores = changed.reshape(scores.shape)
             out[start:stop], lse[start:stop] = _softmax(scores, visible, v[keys], sink)
     return out, lse
-
-
-def gather(cache: Tensor, page_ids: Tensor, kv_len: int, *, start: int = 0) -> Tensor:
-    """Copy the tokens of one request out of its pages.
-
-    Args:
-        cache: [num_pages, page_size, num_kv_heads, head_dim], any strides.
-        page_ids: [>= ceil(kv_len / page_size)], any integer dtype; entries past the last page
-            and wholly before ``start`` are not read.
-        kv_len: tokens of the request; zero or less is none.
-        start: first token that matters, at the most kv_len.
-
-    Returns:
-        [max(kv_len, 0), num_kv_heads, head_dim], contiguous. Tokens of pages wholly before
-        ``start`` are NaN, and the largest number of a type that has none.
-    """
-    _, page_size, num_kv_heads, head_dim = cache.shape
-    kv_len = max(kv_len, 0)
-    first_page, last_page = start // page_size, -(-kv_len // page_size)
-    if last_page > page_ids.shape[0]:
-        raise ValueError(
-            f"kv_len {kv_len} needs {last_page} pages of {page_size}, got {page_ids.shape[0]} ids"
-        )
-    nothing = math.nan if cache.dtype.is_floating_point else torch.iinfo(cache.dtype).max
-    tokens = cache.new_full((last_page * page_size, num_kv_heads, head_dim), nothing)
-    if first_page < last_page:
-        live = page_ids[first_page:last_page].long()
-        tokens[first_page * page_size :] = chosen(cache, (live,)).flatten(0, 1)
-    return tokens[:kv_len]
-
-
-def chosen(cache: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-    """``cache[index]``, as bytes of an FP8 cache, which not every torch can index on the CPU."""
-    if cache.dtype.itemsize > 1:
-        return cache[index]
-    return cache.view(torch.uint8)[index].view(cache.dtype)
-
-
-def first_visible(kv_len: int, q_len: int, window_left: int) -> int:
-    """The first key that the first query row of a request can see, ignoring causality."""
-    return 0 if window_left < 0 else min(max(0, kv_len - q_len - window_left), max(kv_len, 0))
 
 
 def _to_ints(indptr: Tensor | Sequence[int]) -> list[int]:

@@ -211,9 +211,18 @@ def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
         merge_splits=merge_splits,
+        product_dtype=_decode_product_dtype(spec),
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
         box_tokens=_tma_tokens(spec, warp_tokens),
     )
+
+
+def _decode_product_dtype(spec: DecodeSpec) -> str:
+    # float16 holds every dequantised number, and the conversion is shorter than that to bfloat16.
+    # Rows of q in another type take registers, which wide kernels have none of.
+    has_registers = spec.head_dim <= 256 and spec.row_tile <= 16
+    is_dequantised = spec.kv_dtype is not spec.q_dtype
+    return (DType.FLOAT16 if is_dequantised and has_registers else spec.q_dtype).value
 
 
 def _tma_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
@@ -264,6 +273,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         value_dim=value_dim,
         merge_dims=merge_dims,
         merge_splits=merge_splits,
+        product_dtype=_decode_product_dtype(spec),
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
     )
@@ -309,6 +319,8 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
         num_producers=num_producers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
+        product_dtype=spec.q_dtype.value,
+        output_columns=spec.head_dim_vo,
     )
 
 
@@ -348,5 +360,6 @@ def _prefill_tile(spec: AttentionSpec, arch: str, tile_tokens: int, num_stages: 
         value_dim=value_dim,
         row_tile=_PREFILL_ROWS,
         merge_splits=8 if value_dim <= 128 else 4 if value_dim <= 192 else 2,
+        product_dtype=spec.q_dtype.value,
         smem_bytes=num_stages * tile_tokens * row_bytes + query_bytes,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,10 @@ from jitattn.tensors.tensor_checks import check_supported
 
 if TYPE_CHECKING:
     from jitattn.device.driver import DeviceFacts, Launch, LoadedKernel
+
+
+_loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
+_lock = threading.Lock()
 
 
 def arch_of(facts: DeviceFacts) -> str:
@@ -36,19 +41,34 @@ def arch_of(facts: DeviceFacts) -> str:
     return arch
 
 
-@functools.cache
 def load(spec: KernelSpec, device_index: int) -> LoadedKernel:
     """Return the kernel of ``spec`` on a device.
 
     Raises:
         CompileError, KernelNotFoundError: it can't be had.
     """
+    kernel = _loaded.get((spec, device_index))
+    if kernel is not None:
+        return kernel
     from jitattn.device.driver import device_facts, load_kernel
     from jitattn.jit.build import build
 
-    arch = arch_of(device_facts(device_index))
-    built = build(spec, arch, knobs.load())
-    return load_kernel(built.cubin, built.symbol, device_index, 0)
+    with _lock:
+        arch = arch_of(device_facts(device_index))
+        built = build(spec, arch, knobs.load())
+        kernel = load_kernel(built.cubin, built.symbol, device_index, 0)
+        _loaded[spec, device_index] = kernel
+    return kernel
+
+
+def is_loaded(spec: KernelSpec, device_index: int) -> bool:
+    """Whether ``load`` returns at once, as it must while a stream is being captured."""
+    return (spec, device_index) in _loaded
+
+
+def unload() -> None:
+    """Forget all kernels: tests begin anew."""
+    _loaded.clear()
 
 
 @functools.cache

@@ -3,27 +3,31 @@
 A function around attention puts its arguments into a record, a ``NamedTuple``, and hands it to its
 ``LaunchCache``. Calls are alike where the types of their arguments are the same, those that are no
 tensors are equal, and the tensors lie alike; so say layers of a model, and steps. An operator is a
-record, a check, a definition, and a launcher, whose parameters take addresses from an
-``AddressWriter``.
+record, a check, a definition, and a launcher, whose ``CallParams`` take the addresses.
 """
 
 from __future__ import annotations
 
+import ctypes
 import operator
-import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
-from jitattn.tensors.cache_views import recogniser
+from jitattn.tensors.tensor_layouts import recogniser
+
+if TYPE_CHECKING:
+    from jitattn.device.driver import Launch
 
 # Combinations of arguments that a thread keeps of a function, and layouts of tensors of each.
 _MAX_FORMS = 64
 _MAX_LAYOUTS = 64
+# Addresses that are remembered of calls that are alike.
+_MAX_IMAGES = 1024
 
 
 class CheckedCall(Protocol):
@@ -42,8 +46,10 @@ Launcher = Callable[[Call, list[Tensor]], Result]
 """Launches for a call and its tensors, which lie like those it was made for."""
 
 
-class LaunchCache(threading.local, Generic[Call, Checked, Result]):
-    """The launchers of a function in this thread, since a launch is for one thread at a time."""
+class LaunchCache(Generic[Call, Checked, Result]):
+    """The launchers of a function, of each thread its own: a launch is for one at a time."""
+
+    __slots__ = ("_check", "_define", "_memory", "_prepare", "_unfixed")
 
     def __init__(
         self,
@@ -64,7 +70,7 @@ class LaunchCache(threading.local, Generic[Call, Checked, Result]):
         """
         self._check, self._define, self._prepare = check, define, prepare
         self._unfixed = unfixed
-        self._forms: list[_Form] = []
+        self._memory = _Memory()
 
     def run(self, call: Call) -> Result:
         """Launch, after the checks if no call before was like this one.
@@ -74,7 +80,7 @@ class LaunchCache(threading.local, Generic[Call, Checked, Result]):
         """
         # In this order: what is of the same types can be compared.
         types = tuple(map(type, call))
-        forms = self._forms
+        forms = self._memory.forms
         for form in forms:
             if form.types == types and form.fixed_of(call) == form.fixed:
                 if form is not forms[0]:
@@ -98,9 +104,20 @@ class LaunchCache(threading.local, Generic[Call, Checked, Result]):
         result: Result = launcher(call, tensors)
         return result
 
+    def anew(self) -> LaunchCache[Call, Checked, Result]:
+        """Return a cache of the same function that remembers nothing."""
+        return LaunchCache(self._check, self._define, self._prepare, unfixed=self._unfixed)
+
     def clear(self) -> None:
         """Forget this thread's launchers."""
-        self._forms.clear()
+        self._memory.forms.clear()
+
+
+class _Memory(threading.local):
+    """What a thread remembers, the last form first."""
+
+    def __init__(self) -> None:
+        self.forms: list[_Form] = []
 
 
 class CallTensors:
@@ -135,22 +152,22 @@ class _Form:
         fixed: what it reads of these calls.
     """
 
-    __slots__ = ("_layouts", "_several", "_single", "fixed", "fixed_of", "types")
+    __slots__ = ("_layouts", "_objects", "_sequences", "_single", "fixed", "fixed_of", "types")
 
     def __init__(self, call: Any, types: tuple[type, ...], unfixed: Collection[str]) -> None:
         self.types = types
-        fields = type(call)._fields
-        parts = [None if issubclass(kind, Tensor) else _parts_of(kind) for kind in types]
-        self._single = _getter([i for i, kind in enumerate(types) if issubclass(kind, Tensor)])
-        self._several = [(i, part) for i, part in enumerate(parts) if part is not None]
+        every = [*enumerate(types)]
+        single = [i for i, kind in every if issubclass(kind, Tensor)]
+        self._single = _getter(single)
+        self._objects = [i for i, kind in every if hasattr(kind, "tensors")]
+        self._sequences = [
+            i for i, kind in every if issubclass(kind, (tuple, list)) and i not in self._objects
+        ]
+        others = {*single, *self._objects, *self._sequences}
+        others |= {i for i, name in enumerate(type(call)._fields) if name in unfixed}
         self.fixed_of = _fixed_getter(
-            [
-                i
-                for i, kind in enumerate(types)
-                if not (issubclass(kind, Tensor) or parts[i] or fields[i] in unfixed)
-                and kind is not type(None)
-            ],
-            [i for i, kind in enumerate(types) if hasattr(kind, "facts")],
+            [i for i, kind in every if i not in others and kind is not type(None)],
+            [i for i in self._objects if hasattr(types[i], "facts")],
         )
         self.fixed = self.fixed_of(call)
         # By how many tensors there are, or by which of them are the same.
@@ -159,39 +176,40 @@ class _Form:
     def tensors_of(self, call: Any) -> list[Any]:
         """Return the tensors of a call: first those that are arguments themselves."""
         tensors = [*self._single(call)]
-        for i, parts in self._several:
-            tensors += parts(call[i])
+        for i in self._objects:
+            tensors += call[i].tensors
+        for i in self._sequences:
+            tensors += call[i]
         return tensors
 
     def names_of(self, call: Any) -> list[str]:
         """Return a name for each of ``tensors_of``."""
+        fields = call._fields
         names = [
-            name
-            for name, value in zip(call._fields, call, strict=True)
-            if isinstance(value, Tensor)
+            name for name, value in zip(fields, call, strict=True) if isinstance(value, Tensor)
         ]
-        for i, parts in self._several:
-            names += [f"{call._fields[i]}[{j}]" for j in range(len(parts(call[i])))]
+        for i in self._objects:
+            names += [f"{fields[i]}[{j}]" for j in range(len(call[i].tensors))]
+        for i in self._sequences:
+            names += [f"{fields[i]}[{j}]" for j in range(len(call[i]))]
         return names
 
     def find(self, tensors: list[Any]) -> Any:
         """Return the launcher for tensors that lie like these; None without one."""
-        found = self._find_in(len(tensors), tensors)
-        if found is None and len(set(map(id, tensors))) < len(tensors):
-            return self._find_in(*_distinct(tensors))
-        return found
-
-    def _find_in(self, key: object, tensors: list[Any]) -> Any:
-        layouts = self._layouts.get(key, ())
-        for i, (lie_alike, launcher) in enumerate(layouts):
-            try:
-                is_found = lie_alike(*tensors)
-            except TypeError:  # some are no tensors: that is for the checks to say
-                return None
-            if is_found:
-                if i > 0:
-                    layouts.insert(0, layouts.pop(i))  # type: ignore[union-attr]
-                return launcher
+        layouts = self._layouts.get(len(tensors), [])
+        try:
+            for lie_alike, launcher in layouts:
+                if lie_alike(*tensors):
+                    if launcher is not layouts[0][1]:
+                        _move_to_front(layouts, launcher)
+                    return launcher
+            if len(set(map(id, tensors))) < len(tensors):
+                pattern, distinct = _distinct(tensors)
+                for lie_alike, launcher in self._layouts.get(pattern, ()):
+                    if lie_alike(*distinct):
+                        return launcher
+        except TypeError:  # some are no tensors: that is for the checks to say
+            pass
         return None
 
     def add(self, tensors: list[Tensor], launcher: object) -> None:
@@ -204,11 +222,9 @@ class _Form:
         del layouts[_MAX_LAYOUTS:]
 
 
-def _parts_of(kind: type) -> Callable[[Any], Sequence[Any]] | None:
-    """Return what finds the tensors in an argument of a type; None where it has none."""
-    if hasattr(kind, "tensors"):
-        return operator.attrgetter("tensors")
-    return tuple if issubclass(kind, (tuple, list)) else None
+def _move_to_front(layouts: list[tuple[Callable[..., bool], Any]], launcher: object) -> None:
+    index = next(i for i, (_, known) in enumerate(layouts) if known is launcher)
+    layouts.insert(0, layouts.pop(index))
 
 
 def _fixed_getter(plain: list[int], with_facts: list[int]) -> Callable[[Any], object]:
@@ -236,60 +252,58 @@ def _distinct(tensors: list[Any]) -> tuple[object, list[Any]]:
     return pattern, [tensors[i] for i in sorted(order.values())]
 
 
-# --- addresses ------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 Source = tuple[str, int]
 """The name of a tensor, and how many bytes behind its beginning."""
 
+Params = TypeVar("Params", bound=ctypes.Structure)
 
-class AddressWriter:
-    """Writes the addresses of a call's tensors into the parameters of its kernel."""
 
-    __slots__ = ("_behind", "_runs")
+class CallParams(Generic[Params]):
+    """Parameters of a kernel that take addresses from the tensors of each call.
 
-    def __init__(
-        self, params: Any, sources: Mapping[str, str | Source | None], names: Sequence[str]
-    ) -> None:
-        """Find the fields.
+    Attributes:
+        struct: the parameters, zeros at first.
+        image: their bytes.
+        images: by addresses, and by whatever else differs, a launch and the bytes that go with it;
+            as in the step before, addresses often come again.
+    """
+
+    __slots__ = ("_cells", "_words", "image", "images", "struct")
+
+    def __init__(self, kind: type[Params]) -> None:
+        """Make them."""
+        self.image = bytearray(ctypes.sizeof(kind))
+        self.struct = kind.from_buffer(self.image)
+        self._words = memoryview(self.image).cast("Q")
+        self._cells: list[tuple[int, int, int]] = []
+        self.images: dict[tuple[Any, ...], tuple[Launch | None, bytes]] = {}
+
+    def connect(self, sources: Mapping[str, str | Source | None], names: Sequence[str]) -> None:
+        """Say where addresses come from.
 
         Args:
-            params: the parameters' structure.
-            sources: of fields, such as ``"pages.entries"``, the tensor; None is a null pointer.
+            sources: of fields, such as ``"pages.entries"``, the tensor; None leaves a null pointer.
             names: of the tensors whose addresses ``write`` gets.
         """
-        self._behind: list[tuple[int, int]] = []
-        places: list[tuple[int, int | None]] = []
         for field, source in sources.items():
-            name, offset = (source, 0) if not isinstance(source, tuple) else source
-            index = None if name is None else names.index(name)
-            if index is not None and offset:
-                self._behind.append((index, offset))
-                index = len(names) + len(self._behind) - 1
-            places.append((offset_of(type(params), field), index))
-        places.sort(key=lambda place: place[0])
-        # Fields one after the other are written at once.
-        runs: list[list[tuple[int, int | None]]] = []
-        for place in places:
-            if runs and runs[-1][-1][0] + 8 == place[0]:
-                runs[-1].append(place)
-            else:
-                runs.append([place])
-        self._runs = [(_packer(run), run[0][0], _indices(run)) for run in runs]
+            if source is not None:
+                name, offset = source if isinstance(source, tuple) else (source, 0)
+                word = offset_of(type(self.struct), field) // 8
+                self._cells.append((word, names.index(name), offset))
 
-    def write(self, params: Any, pointers: Sequence[int]) -> None:
-        """Write addresses, as many as ``names``, in their order."""
-        if self._behind:
-            pointers = [*pointers, *(pointers[i] + offset for i, offset in self._behind)]
-        for pack_into, at, read in self._runs:
-            pack_into(params, at, *read(pointers))
+    def write(self, pointers: Sequence[int]) -> None:
+        """Write addresses, in the order of the names."""
+        words = self._words
+        for word, index, offset in self._cells:
+            words[word] = pointers[index] + offset
 
-
-def _packer(run: Sequence[tuple[int, int | None]]) -> Callable[..., None]:
-    return struct.Struct("".join("8x" if i is None else "P" for _, i in run)).pack_into
-
-
-def _indices(run: Sequence[tuple[int, int | None]]) -> Callable[[Any], Sequence[Any]]:
-    return _getter([i for _, i in run if i is not None])
+    def keep(self, key: tuple[Any, ...], launch: Launch | None) -> None:
+        """Keep the image as it is, and the launch, which None is nothing to do."""
+        if len(self.images) >= _MAX_IMAGES:
+            self.images.clear()
+        self.images[key] = launch, bytes(self.image)
 
 
 def offset_of(kind: Any, field: str) -> int:

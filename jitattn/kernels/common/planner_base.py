@@ -1,10 +1,11 @@
-"""What planners and their plans have in common: arguments, batches, tables, outputs."""
+"""Base classes of planners and plans: arguments, batches, page tables, outputs."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,10 @@ from jitattn.base.validate import check_count
 from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_BATCH, NO_LAYOUT, Again, Batch, BatchLayout, RowLayout
-from jitattn.tensors.device_checks import check_lengths
+from jitattn.tensors.device_checks import check_lengths, check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
-from jitattn.tensors.page_tables import (
-    check_page_table,
-)
+from jitattn.tensors.page_tables import check_page_table
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_indptr,
@@ -31,10 +29,17 @@ from jitattn.tensors.tensor_checks import (
     check_writable,
 )
 from jitattn.tensors.tensor_handles import new_handle
+from jitattn.tensors.tensor_layouts import NO_BATCH, NO_LAYOUT, Batch, BatchLayout, RowLayout
 from jitattn.tensors.variant_params import VariantParams, check_variant_params
 
 if TYPE_CHECKING:
-    from jitattn.kernels.attention.kernels import KernelSet
+    from jitattn.kernels.common.kernel_launch import Replay
+    from jitattn.kernels.common.kernel_loader import KernelInfo
+
+CallT = TypeVar("CallT", contravariant=True)
+CacheT = TypeVar("CacheT")
+PlanT = TypeVar("PlanT")
+BackendT = TypeVar("BackendT", covariant=True)
 
 _BACKENDS = ("auto", "cuda", "reference")
 
@@ -71,16 +76,51 @@ class DtypedConfig(PagedConfig, Protocol):
         ...
 
 
-class PlannerBase:
+class Kernels(Protocol[BackendT]):
+    """What makes plans and knows their kernels: of a card, or of the reference backend."""
+
+    def plan(self, workspace: Workspace | None, batch: Batch) -> BackendT:
+        """Return a plan of a batch."""
+        ...
+
+    def plan_for_call(self, workspace: Workspace | None, batch: Batch) -> BackendT:
+        """Return a plan that is run once, by the call that makes it, which may be captured."""
+        ...
+
+    def plan_bytes(self, batch_size: int, max_q_len: int) -> int:
+        """Return the bytes of device memory that a plan takes."""
+        ...
+
+    def infos(self) -> list[KernelInfo]:
+        """Return what is known of each kernel, once it is built."""
+        ...
+
+
+class TensorDtypes(NamedTuple):
+    """The dtypes of a planner's queries and outputs."""
+
+    q: torch.dtype
+    out: torch.dtype
+
+
+class PlannerBase(Generic[PlanT]):
     """A configuration on a device, and the arguments of it, to be read under their names.
 
     Attributes:
         config: the arguments, with dtypes as names.
         device: where its tensors must be.
         backend: "cuda" or "reference".
+        workspace: the workspace given, or None for one of each device and stream.
+        kernels: what plans batches.
+        tensor_dtypes: those of queries and outputs.
+        out_row_shape: heads of out, and elements of a head.
+        has_value_checks: whether JITATTN_CHECK asks to look at what tensors hold.
+        make_plan: what a plan is made by, of a planner, a batch and what computes it.
+        batch_layout: how the tensors of the last batch lay.
     """
 
     config: DtypedConfig
+    kernels: Kernels[Any]
 
     if TYPE_CHECKING:
 
@@ -90,6 +130,8 @@ class PlannerBase:
         self,
         config: DtypedConfig,
         *,
+        make_plan: Callable[[Any, Batch, Any], PlanT],
+        out_row_shape: tuple[int, int],
         device: torch.device | str | int | None,
         backend: str,
         workspace: Workspace | None,
@@ -99,17 +141,14 @@ class PlannerBase:
         self.device = canonical_device(device)
         self.backend = _choose_backend(backend, self.device)
         _check_reference(config.variant, self.backend)
-        self._workspace = _check_workspace(workspace, self.device)
-        self._q_dtype: torch.dtype = getattr(torch, config.q_dtype)
-        self._out_dtype: torch.dtype = getattr(torch, config.out_dtype or config.q_dtype)
-        self._checks = knobs.load().check
-        self._batch_layout = NO_BATCH
-        self._kernels: KernelSet | None = None
-
-    @property
-    def workspace(self) -> Workspace | None:
-        """The workspace given, or None for one of each device and stream."""
-        return self._workspace
+        self.workspace = _check_workspace(workspace, self.device)
+        self.tensor_dtypes = TensorDtypes(
+            getattr(torch, config.q_dtype), getattr(torch, config.out_dtype or config.q_dtype)
+        )
+        self.out_row_shape = out_row_shape
+        self.has_value_checks = knobs.load().check
+        self.make_plan = make_plan
+        self.batch_layout = NO_BATCH
 
     def workspace_bytes(self, batch_size: int, *, max_q_len: int = 1) -> int:
         """Return the device memory that a plan takes, before there is one.
@@ -129,55 +168,138 @@ class PlannerBase:
             TypeError, ValueError: no count.
         """
         batch_size, max_q_len = _count("batch_size", batch_size), _count("max_q_len", max_q_len)
-        return 0 if self._kernels is None else self._kernels.plan_bytes(batch_size, max_q_len)
+        return self.kernels.plan_bytes(batch_size, max_q_len)
 
-    def _batch(
+    def plan(
         self,
         pages: PageTable,
         seq_lens: Tensor,
-        qo_indptr: Tensor | None,
-        max_q_len: int | None,
-        max_kv_len: int | None,
-    ) -> Batch:
-        """Check what a plan is made of."""
-        layout = self._batch_layout
-        if not layout.fits(pages, seq_lens):
-            # One that is read and replaced whole, since other threads plan, too.
-            layout = self._batch_layout = self._check_batch(pages, seq_lens)
-        batch = Batch(
-            pages,
-            layout.batch_size,
-            seq_lens,
-            qo_indptr,
-            _kv_limit(layout.capacity, max_kv_len),
-            _query_limit(layout.batch_size, self.device, qo_indptr, max_q_len),
-            layout,
-        )
-        if self._checks and not is_capturing(self.device):
-            check_lengths(batch, self.config)
-        return batch
+        qo_indptr: Tensor | None = None,
+        *,
+        max_q_len: int | None = None,
+        max_kv_len: int | None = None,
+    ) -> PlanT:
+        """Split a batch over the card, on the device, once per step.
 
-    def _check_batch(self, pages: PageTable, seq_lens: Tensor) -> BatchLayout:
-        _check_pages(pages, self.config, self.device)
-        check_vector("seq_lens", seq_lens, device=self.device)
-        batch_size = pages.batch_size
-        if seq_lens.shape[0] != batch_size:
-            raise ValueError(
-                f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
-                "request of pages"
-            )
-        return BatchLayout(pages, seq_lens, pages.capacity(self.config.page_size or 1))
+        The lengths are snapshot; the tables are read when ``run`` runs. Nothing is copied to the
+        host, and nothing waits for the device.
+
+        Args:
+            pages: the pages of each request, in the planner's ``page_table`` layout.
+            seq_lens: int32 or int64 [batch_size], KV tokens of each request, this step's included.
+                Zero and less is padding. A request longer than its table or ``max_kv_len`` gets
+                NaN (the reference backend on the CPU raises ValueError).
+            qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin in q;
+                None is one query token a request. Rows of q past its last entry are padding.
+            max_q_len: the most query tokens of a request; needed with ``qo_indptr``. A request
+                with more gets NaN (ValueError on the CPU). No result depends on it.
+            max_kv_len: the longest length that occurs; None is what the table can hold.
+
+        Raises:
+            TypeError, ValueError: an argument that doesn't fit the planner.
+            CompileError, KernelNotFoundError: the batch needs a kernel that can't be had.
+        """
+        batch = _checked_batch(self, pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
+        return self.make_plan(self, batch, self.kernels.plan(self.workspace, batch))
 
 
-def make_readable(planner: type[PlannerBase], arguments: type[Arguments]) -> None:
+def make_readable(planner: type[PlannerBase[Any]], arguments: type[Arguments]) -> None:
     """Give ``planner`` a property for each of the ``arguments`` of its configuration."""
     for field in fields(arguments):
         # A __getattr__ would slow down the reading of every attribute.
         setattr(planner, field.name, property(operator.attrgetter(f"config.{field.name}")))
 
 
-class Backend(Protocol):
-    """What every plan needs of the code that computes."""
+def plan_for_call(
+    planner: PlannerBase[PlanT],
+    pages: PageTable,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None = None,
+    *,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+) -> PlanT:
+    """Return a plan that is run by the call that makes it and dropped then.
+
+    So it may be captured: each replay plans anew, from what is at the tensors' addresses then.
+
+    Args:
+        planner: the planner.
+        pages: as of its ``plan``, like the arguments that follow.
+        seq_lens: likewise.
+        qo_indptr: likewise.
+        max_q_len: likewise.
+        max_kv_len: likewise.
+
+    Raises:
+        TypeError, ValueError: as ``plan``, or a kernel is not loaded in a capture.
+    """
+    batch = _checked_batch(planner, pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
+    return planner.make_plan(
+        planner, batch, planner.kernels.plan_for_call(planner.workspace, batch)
+    )
+
+
+def _checked_batch(
+    planner: PlannerBase[Any],
+    pages: PageTable,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    max_q_len: int | None,
+    max_kv_len: int | None,
+) -> Batch:
+    """Check what a plan is made of."""
+    device, layout = planner.device, planner.batch_layout
+    if not layout.fits(pages, seq_lens):
+        # One that is read and replaced whole, since other threads plan, too.
+        layout = planner.batch_layout = _batch_layout(planner, pages, seq_lens)
+    batch = Batch(
+        pages,
+        layout.batch_size,
+        seq_lens,
+        qo_indptr,
+        _kv_limit(layout.capacity, max_kv_len),
+        _query_limit(layout.batch_size, device, qo_indptr, max_q_len),
+        layout,
+    )
+    if planner.has_value_checks and not is_capturing(device):
+        check_lengths(batch, planner.config)
+    return batch
+
+
+def _batch_layout(planner: PlannerBase[Any], pages: PageTable, seq_lens: Tensor) -> BatchLayout:
+    _check_pages(pages, planner.config, planner.device)
+    check_vector("seq_lens", seq_lens, device=planner.device)
+    batch_size = pages.batch_size
+    if seq_lens.shape[0] != batch_size:
+        raise ValueError(
+            f"seq_lens has {seq_lens.shape[0]} entries: expected {batch_size}, one for each "
+            "request of pages"
+        )
+    return BatchLayout(pages, seq_lens, pages.capacity(planner.config.page_size or 1))
+
+
+def build_info(planner: PlannerBase[Any]) -> list[KernelInfo]:
+    """Return what is known of each kernel of ``planner``; none on "reference".
+
+    Waits for those that still compile in the background.
+
+    Raises:
+        CompileError: one of them doesn't compile.
+    """
+    return planner.kernels.infos()
+
+
+class PlanBackend(Protocol[CallT]):
+    """What a plan needs of the code that computes."""
+
+    def run(self, call: CallT) -> None:
+        """Compute a call that was checked."""
+        ...
+
+    def replay_of(self, call: CallT) -> Replay | None:
+        """Return what repeats the last call with other addresses; None if nothing can."""
+        ...
 
     def refresh(self) -> None:
         """Read lengths and offsets anew."""
@@ -188,18 +310,18 @@ class Backend(Protocol):
         ...
 
 
-class PlanBase:
+class PlanBase(Generic[CallT]):
     """A batch, split over the card, and how the tensors of its last ``run`` lay.
 
     Attributes:
+        planner: the planner that made it.
+        backend: the schedule, and what computes by it.
+        batch: what it was made of.
         handle: int64 [] on the CPU, what stands for the plan in calls of ``torch.ops.jitattn``.
     """
 
     __slots__ = (
         "__weakref__",
-        "_again",
-        "_backend",
-        "_batch",
         "_checked_lens",
         "_checked_queries",
         "_lse_layout",
@@ -208,40 +330,37 @@ class PlanBase:
         "_out_is_like_q",
         "_out_layout",
         "_pages",
-        "_planner",
         "_q_layout",
+        "_replay",
+        "backend",
+        "batch",
         "handle",
+        "planner",
     )
 
-    _queries = "q"
-
-    def __init__(self, planner: PlannerBase, batch: Batch, backend: Backend) -> None:
+    def __init__(
+        self, planner: PlannerBase[Any], batch: Batch, backend: PlanBackend[CallT]
+    ) -> None:
         """Made by ``plan``."""
-        self._backend = backend
-        self._planner = planner
+        self.backend = backend
+        self.planner = planner
         self.handle = new_handle(self)
-        self._batch = batch
+        self.batch = batch
         # The last table that passed its checks, how the last tensors lay that did, and those that
         # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
         self._pages = batch.pages
-        self._again: Again | None = None
+        self._replay: Replay | None = None
         self._q_layout = NO_LAYOUT
         self._out_is_like_q = False
         self._out_layout = self._new_out_layout = NO_LAYOUT
         self._lse_layout = self._new_lse_layout = NO_LAYOUT
         # The lengths that the schedule was made from, while the caller's may move on.
-        self._checked_lens = batch.seq_lens.clone() if planner._checks else None
-        self._checked_queries = (
-            batch.qo_indptr.clone() if planner._checks and batch.qo_indptr is not None else None
-        )
-
-    @property
-    def planner(self) -> PlannerBase:
-        """The planner that it is of."""
-        return self._planner
+        has_checks, qo_indptr = planner.has_value_checks, batch.qo_indptr
+        self._checked_lens = batch.seq_lens.clone() if has_checks else None
+        self._checked_queries = qo_indptr.clone() if has_checks and qo_indptr is not None else None
 
     def __del__(self) -> None:
-        self._backend.give_back()
+        self.backend.give_back()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a plan can't be copied or pickled: make another one")
@@ -251,12 +370,12 @@ class PlanBase:
 
         Who captures this or ``run`` keeps the plan as long as the graph.
         """
-        if self._checked_lens is not None and not is_capturing(self._planner.device):
-            check_lengths(self._batch, self._planner.config)
-            self._checked_lens = self._batch.seq_lens.clone()
-            if self._batch.qo_indptr is not None:
-                self._checked_queries = self._batch.qo_indptr.clone()
-        self._backend.refresh()
+        if self._checked_lens is not None and not is_capturing(self.planner.device):
+            check_lengths(self.batch, self.planner.config)
+            self._checked_lens = self.batch.seq_lens.clone()
+            if self.batch.qo_indptr is not None:
+                self._checked_queries = self.batch.qo_indptr.clone()
+        self.backend.refresh()
 
     def _forget_outputs(self) -> None:
         self._out_is_like_q = False
@@ -271,7 +390,7 @@ class PlanBase:
                 )
 
     def _checked_params(self, given: object) -> VariantParams | None:
-        planner, config = self._planner, self._planner.config
+        planner, config = self.planner, self.planner.config
         return check_variant_params(
             config.variant,
             given,
@@ -287,9 +406,9 @@ class PlanBase:
         return pages
 
     def _check_same_size(self, pages: PageTable) -> None:
-        planned = self._batch.pages
-        _check_pages(pages, self._planner.config, self._planner.device)
-        page_size = self._planner.config.page_size or 1
+        planned = self.batch.pages
+        _check_pages(pages, self.planner.config, self.planner.device)
+        page_size = self.planner.config.page_size or 1
         given, wanted = (
             (table.batch_size, table.capacity(page_size)) for table in (pages, planned)
         )
@@ -302,27 +421,27 @@ class PlanBase:
     def _new_out(self, q: Tensor) -> tuple[Tensor, RowLayout]:
         if self._out_is_like_q:
             return torch.empty_like(q), self._new_out_layout  # takes half the time
-        planner = self._planner
-        out = torch.empty(self._out_shape(), dtype=planner._out_dtype, device=planner.device)
+        planner = self.planner
+        out = torch.empty(self._out_shape(), dtype=planner.tensor_dtypes.out, device=planner.device)
         if self._new_out_layout is NO_LAYOUT:
             self._new_out_layout = RowLayout(out, vector=OUT_VECTOR)
             self._out_is_like_q = self._new_out_layout.fits(q)
         return out, self._new_out_layout
 
-    def _checked_out(self, out: Tensor, q: Tensor) -> tuple[Tensor, RowLayout]:
+    def _checked_out(self, name: str, q: Tensor, out: Tensor) -> tuple[Tensor, RowLayout]:
         if not self._out_layout.fits(out):
-            planner = self._planner
-            check_rows("out", out, self._out_shape(), planner._out_dtype, planner.device)
+            planner = self.planner
+            check_rows("out", out, self._out_shape(), planner.tensor_dtypes.out, planner.device)
             check_writable("out", out)
             check_last_stride("out", out)
             self._out_layout = RowLayout(out, vector=OUT_VECTOR)
         # Few calls get as far as the second question.
         if -self._out_layout.span < out.data_ptr() - q.data_ptr() < self._q_layout.span:
-            refuse_shared_bytes([("out", out)], [(self._queries, q)])
+            refuse_shared_bytes([("out", out)], [(name, q)])
         return out, self._out_layout
 
     def _lse(self, lse: Tensor | None) -> tuple[Tensor, RowLayout]:
-        device = self._planner.device
+        device = self.planner.device
         if lse is not None and self._lse_layout.fits(lse):
             return lse, self._lse_layout
         shape = self._out_shape()[:2]
@@ -337,7 +456,26 @@ class PlanBase:
         return lse, self._new_lse_layout
 
     def _out_shape(self) -> tuple[int, int, int]:
-        raise NotImplementedError
+        return self._q_layout.shape[0], *self.planner.out_row_shape
+
+    def _bound(self, kv: object, cache_type: type[CacheT]) -> CacheT:
+        """Return ``kv`` as a cache that a planner of this configuration bound, if none has yet."""
+        planner = self.planner
+        bound: Any = kv if isinstance(kv, cache_type) else planner.bind(kv)  # type: ignore[operator]
+        if bound.config is not planner.config and bound.config != planner.config:
+            raise ValueError(
+                "kv was bound by a planner of another configuration: bind it with this one"
+            )
+        if bound.device != planner.device:
+            raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
+        return bound  # type: ignore[no-any-return]
+
+    def _check_values(self, pages: PageTable, pools: Mapping[str, int], num_tokens: int) -> None:
+        """Refuse what tensors hold, where JITATTN_CHECK asks for it."""
+        planner = self.planner
+        if self._checked_lens is not None and not is_capturing(planner.device):
+            check_queries(self._checked_queries, num_tokens)
+            check_page_ids(pages, self._checked_lens, self._checked_queries, pools, planner.config)
 
 
 def is_capturing(device: torch.device) -> bool:

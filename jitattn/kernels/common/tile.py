@@ -22,10 +22,12 @@ class DecodeTile(NamedTuple):
     smem_bytes: int  # dynamic shared memory of a CTA
     merge_dims: int  # columns of the output that warps merge at a time
     merge_splits: int  # of a row that are merged at a time, which has a say in its bits
+    product_dtype: str  # of the operands of products
     max_pieces: int = MAX_PIECES  # of a launch whose CTAs claim them
     merge_loads: int = 0  # of those that are loaded at a time; 0: all
     box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
     key_box_columns: int = 0  # of K that it brings at a time; 0: all
+    num_producers: int = 0  # warpgroups beside ``num_warps`` that load
 
     @property
     def num_threads(self) -> int:
@@ -50,9 +52,11 @@ class PrefillTile(NamedTuple):
     smem_bytes: int
     row_tile: int  # query rows of a CTA
     merge_splits: int
+    product_dtype: str
     merge_loads: int = 0
     box_tokens: int = 0
     key_box_columns: int = 0
+    num_producers: int = 0
 
     @property
     def num_threads(self) -> int:
@@ -86,8 +90,10 @@ class WarpgroupTile(NamedTuple):
     box_tokens: int
     key_box_columns: int  # of K that a tensor map brings at a time; 0: all
     num_producers: int
-    producer_registers: int  # of a thread that brings, and of one that computes
+    producer_registers: int  # per thread
     consumer_registers: int
+    product_dtype: str
+    output_columns: int  # of out that a warpgroup accumulates
 
     @property
     def num_threads(self) -> int:

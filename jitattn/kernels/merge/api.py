@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from jitattn.kernels.merge.launch import check_states, dispatch
+from jitattn.kernels.merge.check import check_states
+from jitattn.kernels.merge.launch import dispatch
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from jitattn.kernels.common.torch_op import define, refuse_gradients
-from jitattn.kernels.merge import launch as merge_launch
+from jitattn.kernels.merge.check import check_states
+from jitattn.kernels.merge.launch import dispatch
 from jitattn.tensors.tensor_checks import check_rows
 
 __all__ = ["merge_states"]
@@ -24,10 +25,10 @@ def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     Raises:
         TypeError, ValueError: as ``merge_states``, or an output doesn't fit.
     """
-    merge_launch.check_states(outs, lses)
+    check_states(outs, lses)
     check_rows("out", out, tuple(outs.shape[1:]), outs.dtype, outs.device)
     check_rows("lse", lse, tuple(outs.shape[1:3]), torch.float32, outs.device)
-    merge_launch.dispatch(outs, lses, out, lse)
+    dispatch(outs, lses, out, lse)
 
 
 define(merge_states, "Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()")

@@ -7,7 +7,7 @@ into out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,35 +15,39 @@ from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
-from jitattn.kernels.attention.reference_plan import MLAReferencePlan
 from jitattn.kernels.common.planner_base import (
     Q_VECTOR,
-    Backend,
+    Kernels,
+    PlanBackend,
     PlanBase,
     PlannerBase,
-    is_capturing,
     make_readable,
 )
-from jitattn.kernels.mla.check import BoundMLACache, MLACall, bind_cache
+from jitattn.kernels.common.reference_plan import ReferenceKernels
+from jitattn.kernels.mla.check import (
+    BoundMLACache,
+    MLACall,
+    bind_cache,
+    check_q_nope,
+    check_q_pe,
+)
 from jitattn.kernels.mla.config import check_rules
+from jitattn.kernels.mla.reference_plan import MLAReferencePlan
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.cache_views import NO_LAYOUT, Batch, RowLayout
-from jitattn.tensors.device_checks import check_page_ids, check_queries
+from jitattn.tensors.bound_cache import TensorMaps
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
-from jitattn.tensors.tensor_checks import check_last_stride, check_rows, check_tensor
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
-
-if TYPE_CHECKING:
-    from jitattn.kernels.mla.launch import MLAKernels
 
 MLACache = Tensor | tuple[Tensor, Tensor]
 Scale = float | Tensor
 
 
-class _Arguments(PlannerBase):
+class _Arguments(PlannerBase["MLAPlan"]):
     config: MLAConfig
+    kernels: _Kernels
 
 
 make_readable(_Arguments, MLAConfig)
@@ -54,13 +58,35 @@ class MLAPlanner(_Arguments):
 
     Thread-safe.
 
+    Args:
+        sm_scale: multiplies scores. It has no default, since it goes by the head dim before
+            projections are multiplied in: DeepSeek's is (128 + 64) ** -0.5, times what YaRN
+            adds.
+        num_heads: heads of q and out on this device.
+        kv_lora_rank: elements of a latent.
+        qk_rope_head_dim: elements of a rope part.
+        page_size: tokens of a page; None for a ragged cache.
+        q_dtype: a torch dtype or its name.
+        kv_dtype: likewise, of the cache: ``q_dtype``, or float8_e4m3fn for any of the FP8
+            caches that ``bind`` takes.
+        out_dtype: likewise, of out; None is ``q_dtype``.
+        page_table: a name of ``Layout``, "shared" or another: the layout of the tables
+            that plans get. Of a separate table row 0 has the ids of latents and row 1 those of
+            rope parts; where one tensor holds both, row 0 counts and row 1 is not read.
+        causal: query tokens see no later ones; the last of a request is its last key.
+        variant: an ``AttentionVariant``, or the name of a ready one ("alibi",
+            "relative_bias"): what becomes of each logit; ``run`` gets ``variant_params``.
+        batch_invariant: a request's bits depend on nothing but its own values and length.
+        num_sms: multiprocessors to use; None is all.
+        workspace: scratch memory; None is one for each device and stream.
+        device: None is the current CUDA device, or the CPU without one.
+        backend: "auto" is "cuda" on a CUDA device and "reference" on the CPU.
+
     Attributes:
         config: the arguments, with dtypes as names.
         device: where its tensors must be.
         backend: "cuda" or "reference".
     """
-
-    _kernels: MLAKernels | None
 
     def __init__(
         self,
@@ -84,43 +110,21 @@ class MLAPlanner(_Arguments):
     ) -> None:
         """Check the arguments.
 
-        Args:
-            sm_scale: multiplies scores. It has no default, since it goes by the head dim before
-                projections are multiplied in: DeepSeek's is (128 + 64) ** -0.5, times what YaRN
-                adds.
-            num_heads: heads of q and out on this device.
-            kv_lora_rank: elements of a latent.
-            qk_rope_head_dim: elements of a rope part.
-            page_size: tokens of a page; None for a ragged cache.
-            q_dtype: a torch dtype or its name.
-            kv_dtype: likewise, of the cache: ``q_dtype``, or float8_e4m3fn for any of the FP8
-                caches that ``bind`` takes.
-            out_dtype: likewise, of out; None is ``q_dtype``.
-            page_table: a name of ``Layout``, "shared" or another: the layout of the tables
-                that plans get. Of a separate table row 0 has the ids of latents and row 1 those of
-                rope parts; where one tensor holds both, row 0 counts and row 1 is not read.
-            causal: query tokens see no later ones; the last of a request is its last key.
-            variant: an ``AttentionVariant``, or the name of a ready one ("alibi",
-                "relative_bias"): what becomes of each logit; ``run`` gets ``variant_params``.
-            batch_invariant: a request's bits depend on nothing but its own values and length.
-            num_sms: multiprocessors to use; None is all.
-            workspace: scratch memory; None is one for each device and stream.
-            device: None is the current CUDA device, or the CPU without one.
-            backend: "auto" is "cuda" on a CUDA device and "reference" on the CPU.
-
         Raises:
             ConfigError: with every reason why the configuration has no kernel.
             CompileError, KernelNotFoundError: a kernel can't be had.
         """
         config = MLAConfig.among(locals())
         check_rules(config)
-        super().__init__(config, device=device, backend=backend, workspace=workspace)
-        if self.backend == "cuda":
-            from jitattn.kernels.mla.launch import MLAKernels
-
-            self._kernels = MLAKernels(config, self.device)
-        assert config.sm_scale is not None  # from_arguments refuses None
-        self._sm_scale = config.sm_scale
+        super().__init__(
+            config,
+            make_plan=MLAPlan,
+            out_row_shape=(config.num_heads, config.kv_lora_rank),
+            device=device,
+            backend=backend,
+            workspace=workspace,
+        )
+        self.kernels = _kernels_of(self.backend, config, self.device)
 
     def bind(
         self, kv: MLACache, *, k_scale: Scale | None = None, v_scale: Scale | None = None
@@ -150,65 +154,18 @@ class MLAPlanner(_Arguments):
                 "v_scale is given, but a value is the latent: k_scale is its only scale"
             )
         bound = bind_cache(kv, k_scale, self.config, self.device)
-        if self._kernels is not None:
-            bound.kernels, bound.tensor_maps = self._kernels.bind_latents(bound)
+        bound.kernels, bound.tensor_maps = self.kernels.bind(bound)
         return bound
 
-    def plan(
-        self,
-        pages: PageTable,
-        seq_lens: Tensor,
-        qo_indptr: Tensor | None = None,
-        *,
-        max_q_len: int | None = None,
-        max_kv_len: int | None = None,
-    ) -> MLAPlan:
-        """Split a batch over the card, once per step; arguments as of ``AttentionPlanner.plan``.
 
-        Args:
-            pages: the pages of each request, in the planner's ``page_table`` layout.
-            seq_lens: int32 or int64 [batch_size], KV tokens of each request, this step's included.
-            qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin; None is
-                one a request.
-            max_q_len: the most query tokens of a request; needed with ``qo_indptr``.
-            max_kv_len: the longest length that occurs; None is what the table can hold.
-
-        Raises:
-            TypeError, ValueError: an argument that doesn't fit the planner.
-        """
-        batch = self._batch(pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
-        if self._kernels is None:
-            return MLAPlan(self, batch, MLAReferencePlan(self.config, batch))
-        return MLAPlan(self, batch, self._kernels.plan(self._workspace, batch))
-
-
-def latent_plan_for_call(
-    planner: MLAPlanner,
-    pages: PageTable,
-    seq_lens: Tensor,
-    qo_indptr: Tensor | None = None,
-    *,
-    max_q_len: int | None = None,
-    max_kv_len: int | None = None,
-) -> MLAPlan:
-    """Return the plan of one call, like ``plan_for_call`` of an ``AttentionPlanner``."""
-    kernels = planner._kernels
-    if kernels is None or not torch.cuda.is_current_stream_capturing():
-        return planner.plan(pages, seq_lens, qo_indptr, max_q_len=max_q_len, max_kv_len=max_kv_len)
-    batch = planner._batch(pages, seq_lens, qo_indptr, max_q_len, max_kv_len)
-    return MLAPlan(planner, batch, kernels.plan_in_capture(batch))
-
-
-class MLAPlan(PlanBase):
+class MLAPlan(PlanBase[MLACall]):
     """A batch of an ``MLAPlanner``. For one thread at a time, and one stream."""
 
     __slots__ = ("_pe_layout",)
 
-    _queries = "q_nope"
-    _planner: MLAPlanner
-    _backend: _Backend
+    planner: MLAPlanner
 
-    def __init__(self, planner: MLAPlanner, batch: Batch, backend: _Backend) -> None:
+    def __init__(self, planner: MLAPlanner, batch: Batch, backend: PlanBackend[MLACall]) -> None:
         """Made by ``MLAPlanner.plan``."""
         super().__init__(planner, batch, backend)
         self._pe_layout = NO_LAYOUT
@@ -262,26 +219,46 @@ class MLAPlan(PlanBase):
             refuse_compiled(variant_params)
             return trace_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
         check_flag("return_lse", return_lse)
-        self._refuse(q_scale=q_scale, out_scale=out_scale)
-        planner = self._planner
+        if q_scale is not None or out_scale is not None:
+            self._refuse(q_scale=q_scale, out_scale=out_scale)
+        call = self._checked_call(q_nope, q_pe, kv, pages, out, lse, return_lse, variant_params)
+        self.backend.run(call)
+        return (call.out, call.lse) if return_lse else call.out  # type: ignore[return-value]
+
+    def _checked_call(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv: BoundMLACache | MLACache,
+        pages: PageTable | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+        variant_params: VariantParams | None,
+    ) -> MLACall:
+        config = self.planner.config
         self._check_queries(q_nope, q_pe)
-        kv = self._bound(kv)
-        pages = self._batch.pages if pages is None else self._checked_pages(pages)
+        if (
+            not isinstance(kv, BoundMLACache)
+            or kv.config is not config
+            or kv.device is not self.planner.device
+        ):
+            kv = self._bound(kv, BoundMLACache)  # not bound by this planner
+        pages = self.batch.pages if pages is None else self._checked_pages(pages)
         if out is None:
             out, out_layout = self._new_out(q_nope)
         else:
-            out, out_layout = self._checked_out(out, q_nope)
+            out, out_layout = self._checked_out("q_nope", q_nope, out)
             if -out_layout.span < out.data_ptr() - q_pe.data_ptr() < self._pe_layout.span:
                 refuse_shared_bytes([("out", out)], [("q_pe", q_pe)])
         lse_layout = NO_LAYOUT
         if lse is not None or return_lse:
             lse, lse_layout = self._lse(lse)
-        if self._checked_lens is not None and not is_capturing(planner.device):
-            check_queries(self._checked_queries, q_nope.shape[0])
-            check_page_ids(
-                pages, self._checked_lens, self._checked_queries, kv.pools, planner.config
-            )
-        call = MLACall(
+        if self._checked_lens is not None:
+            self._check_values(pages, kv.pools, q_nope.shape[0])
+        if variant_params is not None or config.variant is not None:
+            variant_params = self._checked_params(variant_params)
+        return MLACall(
             q_nope,
             self._q_layout,
             q_pe,
@@ -292,52 +269,33 @@ class MLAPlan(PlanBase):
             out_layout,
             lse,
             lse_layout,
-            planner._sm_scale,
-            self._checked_params(variant_params),
+            config.score_scale,
+            variant_params,
         )
-        self._backend.run(call)
-        if return_lse:
-            assert lse is not None
-            return out, lse
-        return out
 
     def _check_queries(self, q_nope: Tensor, q_pe: Tensor) -> None:
-        planner, config = self._planner, self._planner.config
+        batch, config = self.batch, self.planner.config
+        dtype, device = self.planner.tensor_dtypes.q, self.planner.device
         if not self._q_layout.fits(q_nope):
-            check_tensor("q_nope", q_nope, (planner._q_dtype,))
-            one_each = self._batch.qo_indptr is None
-            rows = q_nope.shape[0] if q_nope.dim() else 0
-            shape = self._batch.batch_size if one_each else rows, config.num_heads
-            self._check_part("q_nope", q_nope, (*shape, config.kv_lora_rank))
+            batch_size = batch.batch_size if batch.qo_indptr is None else None
+            check_q_nope(q_nope, config, dtype, device, batch_size=batch_size)
             self._q_layout = RowLayout(q_nope, vector=Q_VECTOR)
             self._pe_layout = NO_LAYOUT
             self._forget_outputs()
         if not self._pe_layout.fits(q_pe):
-            shape = q_nope.shape[0], config.num_heads
-            self._check_part("q_pe", q_pe, (*shape, config.qk_rope_head_dim))
+            check_q_pe(q_pe, config, dtype, device, num_tokens=q_nope.shape[0])
             self._pe_layout = RowLayout(q_pe, vector=Q_VECTOR)
 
-    def _check_part(self, name: str, q: Tensor, shape: tuple[int, ...]) -> None:
-        check_rows(name, q, shape, self._planner._q_dtype, self._planner.device)
-        check_last_stride(name, q)
 
-    def _bound(self, kv: BoundMLACache | MLACache) -> BoundMLACache:
-        planner = self._planner
-        bound = kv if isinstance(kv, BoundMLACache) else planner.bind(kv)
-        if bound.config != planner.config:
-            raise ValueError(
-                "kv was bound by a planner of another configuration: bind it with this one"
-            )
-        if bound.device != planner.device:
-            raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
-        return bound
-
-    def _out_shape(self) -> tuple[int, int, int]:
-        config = self._planner.config
-        return self._q_layout.shape[0], config.num_heads, config.kv_lora_rank
+class _Kernels(Kernels[PlanBackend[MLACall]], Protocol):
+    def bind(self, kv: BoundMLACache, /) -> tuple[object, TensorMaps | None]:
+        """Return the kernels that the strides of a cache allow, and its tensor maps."""
+        ...
 
 
-class _Backend(Backend, Protocol):
-    """What a plan needs of the code that computes."""
+def _kernels_of(backend: str, config: MLAConfig, device: torch.device) -> _Kernels:
+    if backend == "cuda":
+        from jitattn.kernels.mla.launch import MLAKernels
 
-    def run(self, call: MLACall) -> None: ...
+        return MLAKernels(config, device)
+    return ReferenceKernels(config, MLAReferencePlan)

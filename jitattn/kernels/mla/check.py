@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,18 @@ from torch import Tensor
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
-from jitattn.tensors.cache_views import CacheView, RowLayout, Scale, TensorMaps, check_scale
+from jitattn.tensors.bound_cache import TensorMaps
+from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.page_table import PageTable
-from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
+from jitattn.tensors.scales import Scale, check_scale
+from jitattn.tensors.tensor_checks import (
+    check_device,
+    check_last_stride,
+    check_rows,
+    check_tensor,
+)
 from jitattn.tensors.tensor_handles import new_handle
+from jitattn.tensors.tensor_layouts import RowLayout
 from jitattn.tensors.variant_params import VariantParams
 
 _SCALE_BYTES = 4  # of a float32
@@ -133,8 +142,7 @@ class BoundMLACache:
         return self.k_scale is not None and self.rope.tensor.dtype == self.latent.tensor.dtype
 
 
-@dataclass(slots=True)
-class MLACall:
+class MLACall(NamedTuple):
     """The tensors of one ``run``, checked, and how those lie that differ from run to run."""
 
     q_nope: Tensor
@@ -148,7 +156,7 @@ class MLACall:
     lse: Tensor | None
     lse_layout: RowLayout
     sm_scale: float
-    variant_params: VariantParams | None = None
+    variant_params: VariantParams | None
     sinks: None = None
     mask: None = None
 
@@ -161,6 +169,39 @@ class MLACall:
     def q_layout(self) -> RowLayout:
         """How it lies."""
         return self.q_nope_layout
+
+
+def check_q_nope(
+    q_nope: Tensor,
+    config: MLAConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_size: int | None,
+) -> None:
+    """Raise unless q_nope fits: without ``batch_size`` it may have any number of tokens.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that doesn't fit.
+    """
+    check_tensor("q_nope", q_nope, (dtype,))
+    rows = q_nope.shape[0] if q_nope.dim() else 0
+    num_tokens = rows if batch_size is None else batch_size
+    check_rows("q_nope", q_nope, (num_tokens, config.num_heads, config.kv_lora_rank), dtype, device)
+    check_last_stride("q_nope", q_nope)
+
+
+def check_q_pe(
+    q_pe: Tensor, config: MLAConfig, dtype: torch.dtype, device: torch.device, *, num_tokens: int
+) -> None:
+    """Raise unless q_pe fits.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device that doesn't fit.
+    """
+    shape = num_tokens, config.num_heads, config.qk_rope_head_dim
+    check_rows("q_pe", q_pe, shape, dtype, device)
+    check_last_stride("q_pe", q_pe)
 
 
 def row_bytes(config: MLAConfig) -> int:

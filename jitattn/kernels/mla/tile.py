@@ -76,6 +76,8 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         smem_bytes=(num_stages * tile_tokens + row_tile) * row_bytes,
         row_tile=row_tile,
         merge_rows=1,
+        product_dtype=_product_dtype(spec),
+        output_columns=spec.head_dim_vo // 2,
         merge_splits=8,
         merge_loads=0,
         # Pages of other sizes are not brought in boxes.
@@ -85,6 +87,13 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
     )
+
+
+def _product_dtype(spec: MLASpec) -> str:
+    # FP8 becomes float16 in fewer steps than bfloat16. A k_pe of 16 bits may exceed float16, and a
+    # variant reads scores in the type of q.
+    is_narrow = spec.rope_dtype is spec.kv_dtype is not spec.q_dtype and spec.variant is None
+    return (DType.FLOAT16 if is_narrow else spec.q_dtype).value
 
 
 def _warp_tile(spec: MLASpec, arch: str) -> PrefillTile:
@@ -111,5 +120,6 @@ def _warp_tile(spec: MLASpec, arch: str) -> PrefillTile:
         smem_bytes=num_stages * tile_tokens * token_bytes + score_bytes,
         row_tile=spec.row_tile,
         merge_splits=8,
+        product_dtype=spec.q_dtype.value,
         merge_loads=4,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.block_table import check_offsets, check_page_size
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
@@ -231,7 +231,9 @@ class _InfoLauncher:
         self._card = card
         self._new_info = batch.maker()
         self._checks = asks_for_checks()
-        self._params = params = BatchInfoParams(num_tokens=batch.num_tokens)
+        self._params = CallParams(BatchInfoParams)
+        params = self._params.struct
+        params.num_tokens = batch.num_tokens
         params.seq_lens = lengths_of(batch.seq_lens)
         params.q_lens = lengths_of(batch.q_lens)
         sources = {"seq_lens.values": "seq_lens", "q_lens.values": "q_lens"}
@@ -242,7 +244,7 @@ class _InfoLauncher:
         names = {name: f"out[{i}]" for i, name in enumerate(outputs)}
         # New tensors come where those of out would.
         given_names = [*given.names, *(name for name in names.values() if name not in given.names)]
-        self._addresses = AddressWriter(params, sources | names, given_names)
+        self._params.connect(sources | names, given_names)
         num_threads = device_kernels.tile_of(BatchInfoSpec(), card).num_threads
         grid = max(1, -(-batch.num_tokens // num_threads))
         kernel = device_kernels.load(BatchInfoSpec(), card)
@@ -256,7 +258,7 @@ class _InfoLauncher:
         if info is None:
             info = self._new_info()
             tensors += info.tensors
-        self._addresses.write(self._params, [tensor.data_ptr() for tensor in tensors])
+        self._params.write([tensor.data_ptr() for tensor in tensors])
         device_kernels.launch_on(self._card, self._launch)
         return info
 

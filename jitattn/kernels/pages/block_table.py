@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
 from jitattn.kernels.pages.params import BlockTableParams
@@ -264,8 +264,9 @@ class _TableLauncher:
         self._apart.learn(given.pointers())
         # A new table comes last.
         names += ["out"] if self._out is None else []
-        self._params = params = BlockTableParams()
-        self._addresses = AddressWriter(params, _write_slots(params, batch, names), names)
+        self._params = CallParams(BlockTableParams)
+        params = self._params.struct
+        self._params.connect(_write_slots(params, batch, names), names)
         # Threads for the tokens of a page, as far as a warp goes.
         params.lanes_log2 = lanes_log2(batch.page_size)
         # A new table is as wide as its slots, or as the longest request.
@@ -288,7 +289,7 @@ class _TableLauncher:
             self._apart.learn(pointers)
         if self._strides != (*table.stride(), table.shape[1]):
             self._take(table)
-        self._addresses.write(self._params, pointers)
+        self._params.write(pointers)
         if self._launch is not None:
             device_kernels.launch_on(self._card, self._launch)
         return table
@@ -303,7 +304,7 @@ class _TableLauncher:
         """Make the launch for a table of other strides and columns."""
         from jitattn.device.driver import Launch
 
-        params = self._params
+        params = self._params.struct
         params.row_stride, params.column_stride = table.stride()
         params.width = table.shape[1]
         self._strides = (*table.stride(), table.shape[1])

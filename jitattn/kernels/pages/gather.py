@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import AddressWriter, CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.gather_check import Batch, GatherCall, Outs, check, check_total
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
@@ -17,7 +18,7 @@ from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.pages.tile import GatherTile
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import Divisor
-from jitattn.tensors.cache_views import BoundCache
+from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import KVCache, dequantize_kv, saturated
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _VECTOR_BYTES = 16
 # Vectors of a CTA: four a thread, all under way at once.
 _TILE_VECTORS = 1024
+_address: Callable[[Tensor], int] = Tensor.data_ptr
 _OUTPUTS = ("out[0]", "out[1]", "out[2]")  # K, V and offsets
 
 
@@ -155,7 +157,10 @@ class _GatherLauncher:
         spec = GatherSpec(kv_dtype=kv_dtype, out_dtype=out_dtype)
         tile = device_kernels.tile_of(spec, card)
         assert isinstance(tile, GatherTile)
-        self._kernel, self._tile = device_kernels.load(spec, card), tile
+        self._kernel, self._tile = (
+            device_kernels.load(spec, card),
+            tile,
+        )
         self._card, self._device = card, batch.device
         self._batch_size = batch.seq_lens.shape[0]
         self._row_shapes = batch.row_shapes()
@@ -165,13 +170,13 @@ class _GatherLauncher:
         self._checks = asks_for_checks()
         self._page_size = batch.page_size
         self._num_pages = batch.k.tensor.shape[0], batch.v.tensor.shape[0]
-        self._has_out = batch.out is not None
         self._params = _params_of(batch)
+        self._is_all_given = batch.out is not None and len(batch.out) == 3
         # What is not given, but made, comes last.
         self._names = given.names
         names = [*given.names, *(name for name in _OUTPUTS if name not in given.names)]
         sources, self._v_offset = _sources(batch, given)
-        self._addresses = AddressWriter(self._params, sources, names)
+        self._params.connect(sources, names)
         self._k_and_v = [names.index(name) for name in _cache_names(given)]
         self._num_read = len(names) - len(_OUTPUTS)
         every = range(len(given.names))
@@ -180,33 +185,43 @@ class _GatherLauncher:
         self._apart.learn(given.pointers())
         self._num_rows, self._is_aligned = -1, False
         self._launch: Launch
-        self._set_rows(batch.out[0].shape[0] if batch.out else 0, is_aligned=False)
 
     def __call__(self, call: GatherCall, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Launch for these, which lie like those it was made with."""
         out = call.out
         if self._checks and not device_kernels.is_capturing(self._device):
             self._verify(call)
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = [*map(_address, tensors)]
+        if self._is_all_given:
+            assert out is not None
+            image = self._params.images.get(key := tuple(pointers))
+            if image is None:
+                self._params.keep(key, self._fill(tensors, pointers, out[0].shape[0]))
+                image = self._params.images[key]
+            launch, self._params.image[:] = image
+            assert launch is not None
+            found = out[0], out[1], out[-1]
+        else:
+            found = self._outs(call.seq_lens, out)
+            new: tuple[Tensor, ...] = found[2:] if out is not None else found
+            launch = self._fill(
+                tensors, [*pointers, *(one.data_ptr() for one in new)], found[0].shape[0]
+            )
+        device_kernels.launch_on(self._card, launch)
+        return found
+
+    def _fill(self, tensors: list[Tensor], pointers: list[int], num_rows: int) -> Launch:
+        """Fill the parameters for these addresses, and return the launch."""
         if not self._apart.holds(pointers):
             named = [*zip(map(_argument_of, self._names), tensors, strict=True)]
             refuse_shared_bytes(named[self._num_read :], named[: self._num_read])
             self._apart.learn(pointers)
-        if out is not None and len(out) == 3:
-            k, v, kv_indptr = out
-        else:
-            k, v, kv_indptr = self._outs(call.seq_lens, out)
-            new = (kv_indptr,) if out is not None else (k, v, kv_indptr)
-            pointers += [tensor.data_ptr() for tensor in new]
         k_at, v_at = self._k_and_v
         bits = pointers[k_at] | (pointers[v_at] + self._v_offset) | pointers[-3] | pointers[-2]
         is_aligned = self._may_be_aligned and not bits % _VECTOR_BYTES
-        # Those of out lie like those before, which have as many rows.
-        if is_aligned is not self._is_aligned or not self._has_out:
-            self._set_rows(k.shape[0], is_aligned=is_aligned)
-        self._addresses.write(self._params, pointers)
-        device_kernels.launch_on(self._card, self._launch)
-        return k, v, kv_indptr
+        self._set_rows(num_rows, is_aligned=is_aligned)
+        self._params.write(pointers)
+        return self._launch
 
     def _verify(self, call: GatherCall) -> None:
         """Refuse what would be NaN or left out."""
@@ -245,7 +260,7 @@ class _GatherLauncher:
         if num_rows == self._num_rows and is_aligned is self._is_aligned:
             return
         vector = self._vector if is_aligned else 1
-        params, widest = self._params, 1
+        params, widest = self._params.struct, 1
         sides = params.k, params.v
         for side, (num_heads, head_dim) in zip(sides, self._row_shapes, strict=True):
             side.head_vectors = Divisor.of(head_dim // vector)
@@ -268,9 +283,10 @@ def _rows_are_aligned(batch: Batch, vector: int) -> bool:
     )
 
 
-def _params_of(batch: Batch) -> GatherParams:
+def _params_of(batch: Batch) -> CallParams[GatherParams]:
     """Return the parameters that are the same for tensors that lie alike."""
-    params = GatherParams()
+    call_params = CallParams(GatherParams)
+    params = call_params.struct
     params.pages = batch.pages.page_list(batch.page_size)
     params.seq_lens = lengths_of(batch.seq_lens)
     for side, view, scale in (
@@ -283,7 +299,7 @@ def _params_of(batch: Batch) -> GatherParams:
         side.scale.stride = 0 if scale is None else scale.stride
     for side, view in zip((params.k, params.v), batch.block_scales or (), strict=False):
         side.block_page_stride, side.block_token_stride, side.block_head_stride = view.strides
-    return params
+    return call_params
 
 
 def _sources(

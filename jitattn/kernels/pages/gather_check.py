@@ -13,11 +13,13 @@ from jitattn.kernels.pages.block_table import check_offsets
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES, DType, dtype_name
 from jitattn.spec.layout import Layout
-from jitattn.tensors.cache_views import BoundCache, CacheView, Scale, view_caches, view_scale
+from jitattn.tensors.bound_cache import BoundCache
+from jitattn.tensors.cache_views import CacheView, view_caches
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.scales import Scale, view_scale
 from jitattn.tensors.tensor_checks import check_device, check_per_request, check_tensor
 
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]

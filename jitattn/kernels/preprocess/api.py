@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from jitattn.kernels.preprocess.check import Arguments, QkvParts
-from jitattn.kernels.preprocess.dispatch import dispatch
-from jitattn.tensors.cache_views import view_of
+from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache
+from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts, TokenCall, check
+from jitattn.kernels.preprocess.check_values import check_values
+from jitattn.kernels.preprocess.reference import preprocess as preprocess_by_definition
 from jitattn.tensors.page_table import PageTable
-from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
 
 Scale = float | Tensor
 
 
+# fmt: off
 def preprocess_qkv(
-    qkv: Tensor | QkvParts,
-    kv_cache: KVCache,
-    *,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    pages: PageTable | None = None,
-    seq_lens: Tensor | None = None,
-    qo_indptr: Tensor | None = None,
-    slots: Tensor | None = None,
-    rope: Rope | None = None,
-    positions: Tensor | None = None,
-    position_delta: Tensor | None = None,
-    bias: Tensor | QkvParts | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    q_out: Tensor | None = None,
-    q_scale: Scale | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    kv_layout: str = "NHD",
-    kv_dtype: torch.dtype | str | None = None,
-    zero_tail: bool = False,
+    qkv: Tensor | QkvParts, kv_cache: KVCache, *,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, pages: PageTable | None = None,
+    seq_lens: Tensor | None = None, qo_indptr: Tensor | None = None, slots: Tensor | None = None,
+    rope: Rope | None = None, positions: Tensor | None = None, position_delta: Tensor | None = None,
+    bias: Tensor | QkvParts | None = None, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, norm_eps: float = 1e-6, q_out: Tensor | None = None,
+    q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+    kv_layout: str = "NHD", kv_dtype: torch.dtype | str | None = None, zero_tail: bool = False,
 ) -> Tensor:
     """Write K and V of new tokens into the cache and return their q, in one launch.
 
@@ -52,8 +37,7 @@ def preprocess_qkv(
 
     Args:
         qkv: [num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16, any
-            token stride; or (q, k, v), each [num_tokens, heads, head_dim], where v may have a
-            head_dim of its own, as a latent has (docs/concepts.md).
+            token stride; or (q, k, v), each [num_tokens, heads, head_dim], that of v any.
         kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD), a pair of 4-D tensors, or
             a ``QuantizedKV``, any strides but the last; 16 bits, FP8, int8, or uint8 bytes.
         num_qo_heads: heads of q.
@@ -84,23 +68,19 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: naming the argument, before any launch.
 
-    Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
-    jitattn/tensors/quantization.py.
+    Defined by: jitattn/kernels/preprocess/reference.py::preprocess.
     """
-    # fmt: off
-    given = (
-        qkv, kv_cache, pages, seq_lens, qo_indptr, slots, positions, position_delta, bias,
-        q_norm, k_norm, q_out, q_scale, k_scale, v_scale, rope, norm_eps,
-        num_qo_heads, num_kv_heads, head_dim, kv_layout, kv_dtype, zero_tail,
+    call = PreprocessCall(  # by position, since keywords take a microsecond more
+        qkv, kv_cache, pages, seq_lens, qo_indptr, slots, kv_layout, kv_dtype, k_scale, v_scale,
+        zero_tail, num_qo_heads, num_kv_heads, head_dim, rope, positions, position_delta, bias,
+        q_norm, k_norm, norm_eps, q_out, q_scale,
     )
-    # fmt: on
-    q = _preprocess(given, qkv if isinstance(qkv, Tensor) else _first(qkv), pages)
-    assert q is not None
-    return q
+    if is_dynamo_compiling():
+        from jitattn.kernels.preprocess.torch_op import trace_preprocess
 
-
-def _first(parts: object) -> object:
-    return parts[0] if isinstance(parts, (tuple, list)) and parts else None
+        return trace_preprocess(call)
+    return LAUNCHES.run(call)  # type: ignore[return-value]
+# fmt: on
 
 
 def append_kv(
@@ -145,21 +125,30 @@ def append_kv(
     jitattn/tensors/quantization.py.
     """
     # fmt: off
-    given = (
-        (k, v), kv_cache, pages, seq_lens, qo_indptr, slots, None, None, None,
-        None, None, None, None, k_scale, v_scale, None, 0.0,
-        None, None, None, kv_layout, kv_dtype, zero_tail,
+    call = PreprocessCall(
+        (k, v), kv_cache, pages, seq_lens, qo_indptr, slots, kv_layout, kv_dtype, k_scale, v_scale,
+        zero_tail,
     )
     # fmt: on
-    _preprocess(given, k, pages)
-
-
-def _preprocess(given: tuple[Any, ...], first: object, pages: PageTable | None) -> Tensor | None:
-    """Take ``given``, in the order of ``Arguments``, to the device of ``first``."""
     if is_dynamo_compiling():
-        from jitattn.kernels.preprocess.torch_op import trace_preprocess
+        from jitattn.kernels.preprocess.torch_op import trace_append
 
-        return trace_preprocess(Arguments(*given))
-    if getattr(pages, "view", None) is not None:
-        check_view(pages, view_of(Arguments(*given).kv_cache))
-    return dispatch(given, first)
+        trace_append(call)
+    else:
+        LAUNCHES.run(call)
+
+
+def _define(call: TokenCall) -> Tensor | None:
+    check_values(call)
+    return preprocess_by_definition(call)
+
+
+def _prepare(
+    call: TokenCall, given: CallTensors, card: int
+) -> Callable[[PreprocessCall, list[Tensor]], Tensor | None]:
+    from jitattn.kernels.preprocess.launch import PreprocessLauncher
+
+    return PreprocessLauncher(call, given, card)
+
+
+LAUNCHES = LaunchCache(check, _define, _prepare, unfixed=("q_scale", "k_scale", "v_scale"))

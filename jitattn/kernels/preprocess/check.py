@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +20,17 @@ from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
 from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Layout, Pairing
-from jitattn.tensors.cache_views import CacheView, Scale, check_scale
+from jitattn.tensors.cache_views import CacheView, view_of
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.page_tables import (
+    check_view,
     is_page_table,
     table_names,
 )
-from jitattn.tensors.quantization import KVCache, QuantizedKV
+from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.scales import Scale, check_scale
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_indptr,
@@ -48,11 +49,8 @@ _FLOATS = (torch.float16, torch.bfloat16)
 _NORM_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Arguments(NamedTuple):
-    """What a caller gave, in any order that is the same for all calls.
-
-    ``append_kv`` has ``qkv`` (k, v), and no ``num_qo_heads``.
-    """
+class PreprocessCall(NamedTuple):
+    """A call as it was given; ``append_kv`` has ``qkv`` (k, v), and none of the last fields."""
 
     qkv: Tensor | QkvParts | tuple[Tensor, Tensor]
     kv_cache: KVCache
@@ -60,30 +58,30 @@ class Arguments(NamedTuple):
     seq_lens: Tensor | None
     qo_indptr: Tensor | None
     slots: Tensor | None
-    positions: Tensor | None
-    position_delta: Tensor | None
-    bias: Tensor | QkvParts | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    q_out: Tensor | None
-    q_scale: float | Tensor | None
-    k_scale: float | Tensor | None
-    v_scale: float | Tensor | None
-    rope: Rope | None
-    norm_eps: float
-    num_qo_heads: int | None
-    num_kv_heads: int | None
-    head_dim: int | None
     kv_layout: str
     kv_dtype: torch.dtype | str | None
+    k_scale: float | Tensor | None
+    v_scale: float | Tensor | None
     zero_tail: bool
+    num_qo_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rope: Rope | None = None
+    positions: Tensor | None = None
+    position_delta: Tensor | None = None
+    bias: Tensor | QkvParts | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    norm_eps: float = 0.0
+    q_out: Tensor | None = None
+    q_scale: float | Tensor | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TokenCall:
     """A call that was checked, its tensors seen in one way whatever they were given as."""
 
-    arguments: Arguments
+    given: PreprocessCall
     device: torch.device
     q: Tensor | None  # [num_tokens, num_qo_heads, head_dim]
     k: Tensor  # [num_tokens, num_kv_heads, head_dim]
@@ -116,13 +114,13 @@ class TokenCall:
     @property
     def out_dtype(self) -> torch.dtype:
         """Of q as it is returned."""
-        q_out = self.arguments.q_out
+        q_out = self.given.q_out
         return self.k.dtype if q_out is None else q_out.dtype
 
     @property
     def pairing(self) -> Pairing:
         """What the rotary embedding turns together."""
-        rope = self.arguments.rope
+        rope = self.given.rope
         if rope is None:
             return Pairing.NONE
         return Pairing.INTERLEAVED if rope.interleaved else Pairing.NEOX
@@ -130,76 +128,77 @@ class TokenCall:
     @property
     def max_kv_len(self) -> int:
         """The most tokens of a request that its pages hold."""
-        pages = self.arguments.pages
+        pages = self.given.pages
         return MAX_KV_LEN if pages is None else pages.capacity(self.page_size)
 
 
-def check(arguments: Arguments) -> TokenCall:
-    """Return the call that ``arguments`` describe.
+def check(given: PreprocessCall) -> TokenCall:
+    """Return a call with its tensors in one form.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is wanted.
     """
-    q, k, v = _parts(arguments)
+    check_view(given.pages, view_of(given.kv_cache))
+    q, k, v = _parts(given)
     device = k.device
     check_supported(device)
     cache = WrittenCache.of(
-        arguments.kv_cache,
+        given.kv_cache,
         k,
         v,
-        kv_layout=arguments.kv_layout,
-        kv_dtype=arguments.kv_dtype,
-        is_separate=_is_separate(arguments.pages),
+        kv_layout=given.kv_layout,
+        kv_dtype=given.kv_dtype,
+        is_separate=_is_separate(given.pages),
     )
     check_device("kv_cache", cache.k.tensor, device)
     check_device("kv_cache", cache.v.tensor, device)
     call = TokenCall(
-        arguments=arguments,
+        given=given,
         device=device,
         q=q,
         k=k,
         v=v,
-        biases=_biases(arguments.bias, q, k, v),
+        biases=_biases(given.bias, q, k, v),
         k_cache=cache.k,
         v_cache=cache.v,
         k_blocks=cache.k_blocks,
         v_blocks=cache.v_blocks,
         kv_dtype=cache.kv_dtype,
-        q_scale=_query_scale(arguments, device),
-        k_scale=cache.scale("k_scale", arguments.k_scale, device),
-        v_scale=cache.scale("v_scale", arguments.v_scale, device),
+        q_scale=_query_scale(given, device),
+        k_scale=cache.scale("k_scale", given.k_scale, device),
+        v_scale=cache.scale("v_scale", given.v_scale, device),
     )
-    _check_places(arguments, call)
-    _check_rotation(arguments, call)
-    _check_norms(arguments, call)
-    _check_output(arguments, call)
-    _check_memory(arguments, call, cache)
+    _check_places(given, call)
+    _check_rotation(given, call)
+    _check_norms(given, call)
+    _check_output(given, call)
+    _check_memory(given, call, cache)
     return call
 
 
 # --- Q, K and V -----------------------------------------------------------------------------------
 
 
-def _parts(arguments: Arguments) -> tuple[Tensor | None, Tensor, Tensor]:
-    qkv = arguments.qkv
+def _parts(given: PreprocessCall) -> tuple[Tensor | None, Tensor, Tensor]:
+    qkv = given.qkv
     if isinstance(qkv, Tensor):
-        return _unpacked(arguments, qkv)
-    if arguments.num_qo_heads is None:
+        return _unpacked(given, qkv)
+    if given.num_qo_heads is None:
         k, v = qkv  # type: ignore[misc]
         k, v = _check_heads((("k", k, None, None), ("v", v, None, None)))
         return None, k, v
     if not isinstance(qkv, (tuple, list)) or len(qkv) != 3:
         raise TypeError(f"qkv is a {type(qkv).__name__}: expected a tensor or (q, k, v)")
-    num_qo_heads, num_kv_heads, head_dim = _head_counts(arguments)
+    num_qo_heads, num_kv_heads, head_dim = _head_counts(given)
     counts = (num_qo_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, None)
     parts = [(name, part, *count) for name, part, count in zip("qkv", qkv, counts, strict=True)]
     q, k, v = _check_heads(parts)
     return q, k, v
 
 
-def _head_counts(arguments: Arguments) -> tuple[int, int, int]:
+def _head_counts(given: PreprocessCall) -> tuple[int, int, int]:
     counts = {
-        name: check_count(name, getattr(arguments, name))
+        name: check_count(name, getattr(given, name))
         for name in ("num_qo_heads", "num_kv_heads", "head_dim")
     }
     num_qo_heads, num_kv_heads, head_dim = counts.values()
@@ -210,8 +209,8 @@ def _head_counts(arguments: Arguments) -> tuple[int, int, int]:
     return num_qo_heads, num_kv_heads, head_dim
 
 
-def _unpacked(arguments: Arguments, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    num_qo_heads, num_kv_heads, head_dim = _head_counts(arguments)
+def _unpacked(given: PreprocessCall, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_qo_heads, num_kv_heads, head_dim = _head_counts(given)
     check_tensor("qkv", qkv, _FLOATS)
     width = (num_qo_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 2 or qkv.shape[1] != width:
@@ -299,11 +298,11 @@ def _check_vector_of(
 # --- where tokens go ------------------------------------------------------------------------------
 
 
-def _check_places(arguments: Arguments, call: TokenCall) -> None:
-    pages, slots, device = arguments.pages, arguments.slots, call.device
+def _check_places(given: PreprocessCall, call: TokenCall) -> None:
+    pages, slots, device = given.pages, given.slots, call.device
     if (pages is None) == (slots is None):
-        given = "neither is" if pages is None else "both are"
-        raise ValueError(f"pages or slots: {given} given, expected one of them")
+        count = "neither is" if pages is None else "both are"
+        raise ValueError(f"pages or slots: {count} given, expected one of them")
     if pages is not None and not is_page_table(pages):
         raise TypeError(
             f"pages is a {type(pages).__name__}: expected a {table_names(without=[Layout.RAGGED])}"
@@ -312,21 +311,21 @@ def _check_places(arguments: Arguments, call: TokenCall) -> None:
         raise ValueError("pages is a RaggedKV: K and V without pages are written by copying")
     if pages is not None:
         check_device("pages", pages, device)
-        if arguments.seq_lens is None:
+        if given.seq_lens is None:
             raise ValueError("seq_lens is None: pages need the lengths of requests")
     if slots is not None:
         check_vector("slots", slots, device=device)
         if slots.shape[0] != call.num_tokens:
             raise ValueError(f"slots has {slots.shape[0]} entries: expected {call.num_tokens}")
     lists_pages = pages is not None and pages.layout.lists_pages
-    if check_flag("zero_tail", arguments.zero_tail) and not lists_pages:
+    if check_flag("zero_tail", given.zero_tail) and not lists_pages:
         names = table_names(without=[Layout.RAGGED, Layout.TOKEN])
         raise ValueError(f"zero_tail is True: it needs pages, a {names}")
-    _check_lengths(arguments, call, None if pages is None else pages.batch_size)
+    _check_lengths(given, call, None if pages is None else pages.batch_size)
 
 
-def _check_lengths(arguments: Arguments, call: TokenCall, batch_size: int | None) -> None:
-    seq_lens, qo_indptr = arguments.seq_lens, arguments.qo_indptr
+def _check_lengths(given: PreprocessCall, call: TokenCall, batch_size: int | None) -> None:
+    seq_lens, qo_indptr = given.seq_lens, given.qo_indptr
     if qo_indptr is not None:
         check_indptr("qo_indptr", qo_indptr)
         check_device("qo_indptr", qo_indptr, call.device)
@@ -351,11 +350,11 @@ def _check_lengths(arguments: Arguments, call: TokenCall, batch_size: int | None
 # --- rotation, norms and output -------------------------------------------------------------------
 
 
-def _check_rotation(arguments: Arguments, call: TokenCall) -> None:
-    rope, positions = arguments.rope, arguments.positions
+def _check_rotation(given: PreprocessCall, call: TokenCall) -> None:
+    rope, positions = given.rope, given.positions
     if rope is None:
         for name in ("positions", "position_delta"):
-            if getattr(arguments, name) is not None:
+            if getattr(given, name) is not None:
                 raise ValueError(f"{name} is given, but rope is None: nothing depends on positions")
         return
     if not isinstance(rope, Rope):
@@ -369,15 +368,15 @@ def _check_rotation(arguments: Arguments, call: TokenCall) -> None:
         )
     if positions is not None:
         _check_positions(positions, rope, call)
-    elif arguments.seq_lens is None:
+    elif given.seq_lens is None:
         raise ValueError("positions is None: rope needs them where there are no seq_lens")
-    if arguments.position_delta is not None:
-        _check_delta(arguments.position_delta, arguments)
+    if given.position_delta is not None:
+        _check_delta(given.position_delta, given)
 
 
-def _check_delta(delta: Tensor, arguments: Arguments) -> None:
-    seq_lens = arguments.seq_lens
-    if arguments.positions is not None or seq_lens is None:
+def _check_delta(delta: Tensor, given: PreprocessCall) -> None:
+    seq_lens = given.seq_lens
+    if given.positions is not None or seq_lens is None:
         raise ValueError("position_delta is given, and so are positions: add it to them")
     check_vector("position_delta", delta, device=seq_lens.device)
     if delta.shape != seq_lens.shape:
@@ -399,20 +398,20 @@ def _check_positions(positions: Tensor, rope: Rope, call: TokenCall) -> None:
         )
 
 
-def _check_norms(arguments: Arguments, call: TokenCall) -> None:
+def _check_norms(given: PreprocessCall, call: TokenCall) -> None:
     for name in ("q_norm", "k_norm"):
-        weights = getattr(arguments, name)
+        weights = getattr(given, name)
         if weights is not None:
             _check_vector_of(name, weights, call.k.shape[2], _NORM_FLOATS, call.device)
-    eps = arguments.norm_eps
+    eps = given.norm_eps
     if isinstance(eps, bool) or not isinstance(eps, Real):
         raise TypeError(f"norm_eps is a {type(eps).__name__}: expected a number")
     if not 0 <= float(eps) < math.inf:
         raise ValueError(f"norm_eps is {eps}: expected a finite number, 0 or more")
 
 
-def _check_output(arguments: Arguments, call: TokenCall) -> None:
-    q_out, q = arguments.q_out, call.q
+def _check_output(given: PreprocessCall, call: TokenCall) -> None:
+    q_out, q = given.q_out, call.q
     if q_out is None or q is None:
         return
     check_tensor("q_out", q_out, (q.dtype, *FP8))
@@ -423,20 +422,20 @@ def _check_output(arguments: Arguments, call: TokenCall) -> None:
     check_writable("q_out", q_out)
 
 
-def _query_scale(arguments: Arguments, device: torch.device) -> Scale:
-    q_out = arguments.q_out
+def _query_scale(given: PreprocessCall, device: torch.device) -> Scale:
+    q_out = given.q_out
     if not isinstance(q_out, Tensor) or q_out.dtype not in FP8:
-        if arguments.q_scale is not None:
+        if given.q_scale is not None:
             raise ValueError("q_scale is given, but q_out is not of an FP8 type")
         return Scale(1.0)
-    return as_divisor("q_scale", check_scale("q_scale", arguments.q_scale, device))
+    return as_divisor("q_scale", check_scale("q_scale", given.q_scale, device))
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
 
 def memory_pairs(names: Sequence[str], pages: PageTable | None) -> list[tuple[int, int]]:
-    """Return which of the tensors of a call, by the names of ``names_of``, are to be apart.
+    """Return which of the tensors of a call, by their names, are to be apart.
 
     One of each pair is written. Tables and the like are not among them: who could want that.
     """
@@ -450,37 +449,17 @@ def memory_pairs(names: Sequence[str], pages: PageTable | None) -> list[tuple[in
     return pairs + [(caches[i], caches[j]) for i, j in numbers if (i, j) not in twins]
 
 
-def names_of(arguments: Arguments) -> list[str]:
-    """Return a name for each tensor: its argument's, or with its number in that."""
-    given = list(zip(Arguments._fields, arguments, strict=True))
-    names = [name for name, value in given if isinstance(value, Tensor)]
-    for name, value in given:
-        names += [f"{name}[{i}]" for i in range(len(parts_of(type(value))(value)))]
-    return names
-
-
-def parts_of(kind: type) -> Callable[[Any], Sequence[Any]]:
-    """Return what finds the tensors of an argument of a type that is no tensor itself."""
-    if issubclass(kind, PageTable):
-        return operator.attrgetter("tensors")
-    if issubclass(kind, (tuple, list)):
-        return lambda value: value
-    if issubclass(kind, QuantizedKV):
-        return operator.attrgetter("k", "v", "k_block_scales", "v_block_scales")
-    return lambda value: ()
-
-
 def _is_separate(pages: PageTable | None) -> bool:
     return getattr(pages, "layout", None) == Layout.SEPARATE
 
 
-def _check_memory(arguments: Arguments, call: TokenCall, cache: WrittenCache) -> None:
+def _check_memory(given: PreprocessCall, call: TokenCall, cache: WrittenCache) -> None:
     """Refuse that anything is written where something else is written or read.
 
     Rows are written while others are read, but for a row of q that is written in its own place.
     """
-    packed = "qkv's " if isinstance(arguments.qkv, Tensor) else ""
-    q, q_out, written = call.q, arguments.q_out, cache.named
+    packed = "qkv's " if isinstance(given.qkv, Tensor) else ""
+    q, q_out, written = call.q, given.q_out, cache.named
     inputs = [(f"{packed}k", call.k), (f"{packed}v", call.v)]
     if q is not None:
         inputs.insert(0, (f"{packed}q", q))
@@ -493,5 +472,5 @@ def _check_memory(arguments: Arguments, call: TokenCall, cache: WrittenCache) ->
         refuse_shared_bytes([("q_out", q_out)], [*inputs[is_in_place:], *written])
     for i, one in enumerate(written):
         # With ids of its own V may be where K is.
-        is_free = _is_separate(arguments.pages) and i % 2 == 0
+        is_free = _is_separate(given.pages) and i % 2 == 0
         refuse_shared_bytes([one], [*written[i + 1 + is_free :], *inputs])

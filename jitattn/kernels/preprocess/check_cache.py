@@ -11,8 +11,9 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX
 from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.spec.dtype import BYTE_DTYPES, KV_DTYPES, DType, dtype_name
-from jitattn.tensors.cache_views import CacheView, Scale, cache_view, scale_value, view_scale
+from jitattn.tensors.cache_views import CacheView, cache_view
 from jitattn.tensors.quantization import NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.scales import Scale, scale_value, view_scale
 from jitattn.tensors.tensor_checks import check_last_stride, check_tensor, check_writable
 
 _CACHES = {DType(name).torch_dtype: DType(name) for name in KV_DTYPES if name != DType.NVFP4}

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.spec.dtype import DType
-from jitattn.tensors.cache_views import CacheView, Scale
+from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.page_table import PageTable
 from jitattn.tensors.quantization import quantize_kv, saturated
 from jitattn.tensors.rope import Rope
+from jitattn.tensors.scales import Scale
 
 
 class Places(NamedTuple):
@@ -38,36 +39,34 @@ def preprocess(call: TokenCall) -> Tensor | None:
 
     Rows of q that don't count stay as they are in ``q_out``, and are undefined in a new tensor.
     """
-    arguments = call.arguments
+    given = call.given
     places = places_of(call)
     rows = places.rows
     biases = [None] * 3 if call.biases is None else list(call.biases)
     positions = _rotary_positions(call, places)
     out = None
     if call.q is not None:
-        out = arguments.q_out
+        out = given.q_out
         if out is None:
             out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.device)
-        q = _computed(call.q[rows], biases[0], arguments.q_norm, call, positions)
+        q = _computed(call.q[rows], biases[0], given.q_norm, call, positions)
         out[rows] = _stored(q, DType.of(out.dtype), call.q_scale)[0]
-    k = _computed(call.k[rows], biases[1], arguments.k_norm, call, positions)
+    k = _computed(call.k[rows], biases[1], given.k_norm, call, positions)
     v = _computed(call.v[rows], biases[2], None, call, None)
     _write(call.k_cache, call.k_blocks, _stored(k, call.kv_dtype, call.k_scale), places.k_slots)
     _write(call.v_cache, call.v_blocks, _stored(v, call.kv_dtype, call.v_scale), places.v_slots)
-    if arguments.zero_tail:
+    if given.zero_tail:
         _zero_tails(call, places)
     return out
 
 
 def places_of(call: TokenCall) -> Places:
     """Return which tokens count, and where they lie."""
-    arguments = call.arguments
-    if arguments.seq_lens is None:
+    given = call.given
+    if given.seq_lens is None:
         return _places_of_slots(call)
-    lengths = arguments.seq_lens.tolist()
-    starts = (
-        range(len(lengths) + 1) if arguments.qo_indptr is None else arguments.qo_indptr.tolist()
-    )
+    lengths = given.seq_lens.tolist()
+    starts = range(len(lengths) + 1) if given.qo_indptr is None else given.qo_indptr.tolist()
     rows, requests, positions = [], [], []
     for b, length in enumerate(lengths):
         if length <= 0:
@@ -77,12 +76,12 @@ def places_of(call: TokenCall) -> Places:
             requests.append(b)
             positions.append(length - (starts[b + 1] - row))
     where = _integers(rows), _integers(requests), _integers(positions)
-    if arguments.slots is not None:
-        slots = arguments.slots.long()[where[0]]
+    if given.slots is not None:
+        slots = given.slots.long()[where[0]]
         return Places(*where, slots, slots)
-    assert arguments.pages is not None
+    assert given.pages is not None
     found = [
-        _slots_in(arguments.pages, b, p, call.page_size)
+        _slots_in(given.pages, b, p, call.page_size)
         for b, p in zip(requests, positions, strict=True)
     ]
     k_slots, v_slots = (_integers([pair[i] for pair in found]) for i in range(2))
@@ -101,13 +100,13 @@ def _integers(values: list[int]) -> Tensor:
 
 
 def _places_of_slots(call: TokenCall) -> Places:
-    arguments = call.arguments
-    assert arguments.slots is not None
+    given = call.given
+    assert given.slots is not None
     num_rows = call.num_tokens
-    if arguments.qo_indptr is not None:
-        num_rows = int(arguments.qo_indptr[-1])
+    if given.qo_indptr is not None:
+        num_rows = int(given.qo_indptr[-1])
     rows = torch.arange(num_rows, device="cpu")
-    slots = arguments.slots.long()[:num_rows]
+    slots = given.slots.long()[:num_rows]
     return Places(rows, torch.zeros_like(rows), torch.zeros_like(rows), slots, slots)
 
 
@@ -118,14 +117,14 @@ def _slots_in(pages: PageTable, request: int, position: int, page_size: int) -> 
 
 def _rotary_positions(call: TokenCall, places: Places) -> Tensor | None:
     """Return int64 [3, rows]: the positions of each axis."""
-    arguments = call.arguments
-    if arguments.rope is None:
+    given = call.given
+    if given.rope is None:
         return None
-    if arguments.positions is not None:
-        return arguments.positions.long()[..., places.rows].expand(3, -1)
+    if given.positions is not None:
+        return given.positions.long()[..., places.rows].expand(3, -1)
     positions = places.positions
-    if arguments.position_delta is not None:
-        positions = positions + arguments.position_delta.long()[places.requests]
+    if given.position_delta is not None:
+        positions = positions + given.position_delta.long()[places.requests]
     return positions.expand(3, -1)
 
 
@@ -144,10 +143,10 @@ def _computed(
         x = x + bias.double().reshape(x.shape[1:])
     if norm is not None:
         mean_square = x.square().mean(dim=-1, keepdim=True)
-        x = x / (mean_square + call.arguments.norm_eps).sqrt() * norm.double()
+        x = x / (mean_square + call.given.norm_eps).sqrt() * norm.double()
     if positions is not None:
-        assert call.arguments.rope is not None
-        x = rotate(x, call.arguments.rope, positions)
+        assert call.given.rope is not None
+        x = rotate(x, call.given.rope, positions)
     return saturated(x, values.dtype)
 
 

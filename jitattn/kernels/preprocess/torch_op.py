@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from jitattn.kernels.common.torch_op import (
     scale_of,
     scale_parts,
 )
-from jitattn.kernels.preprocess.check import Arguments
-from jitattn.kernels.preprocess.dispatch import dispatch
+from jitattn.kernels.preprocess.api import LAUNCHES
+from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts
 from jitattn.tensors.page_tables import table_from_tensors
+from jitattn.tensors.rope import Rope
 from jitattn.tensors.tensor_handles import find
 
 __all__ = ["append_kv", "preprocess_qkv"]
@@ -29,34 +30,17 @@ _KV_SCALES = "Tensor? k_scale, float? k_factor, Tensor? v_scale, float? v_factor
 _WRITTEN = "str kv_layout, str? kv_dtype, bool zero_tail) -> ()"
 
 
+# fmt: off
 def preprocess_qkv(
-    qkv: list[Tensor],
-    kv_cache: list[Tensor],
-    q_out: Tensor,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    pages: list[Tensor],
-    page_table: str | None,
-    seq_lens: Tensor | None,
-    qo_indptr: Tensor | None,
-    slots: Tensor | None,
-    rope: Tensor | None,
-    positions: Tensor | None,
-    position_delta: Tensor | None,
-    bias: list[Tensor],
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
-    q_scale: Tensor | None,
-    q_factor: float | None,
-    k_scale: Tensor | None,
-    k_factor: float | None,
-    v_scale: Tensor | None,
-    v_factor: float | None,
-    kv_layout: str,
-    kv_dtype: str | None,
-    zero_tail: bool,
+    qkv: list[Tensor], kv_cache: list[Tensor], q_out: Tensor,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int,
+    pages: list[Tensor], page_table: str | None, seq_lens: Tensor | None,
+    qo_indptr: Tensor | None, slots: Tensor | None,
+    rope: Tensor | None, positions: Tensor | None, position_delta: Tensor | None,
+    bias: list[Tensor], q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float,
+    q_scale: Tensor | None, q_factor: float | None, k_scale: Tensor | None,
+    k_factor: float | None, v_scale: Tensor | None, v_factor: float | None,
+    kv_layout: str, kv_dtype: str | None, zero_tail: bool,
 ) -> None:
     """Write tokens: ``torch.ops.jitattn.preprocess_qkv``, with the function's arguments.
 
@@ -92,18 +76,19 @@ def preprocess_qkv(
     Raises:
         TypeError, ValueError: as ``preprocess_qkv``, or a handle of nothing that lives.
     """
-    dispatch(
-        (
-            qkv[0] if len(qkv) == 1 else tuple(qkv), cache_of(kv_cache),
-            table_from_tensors(pages, page_table),
-            seq_lens, qo_indptr, slots, positions, position_delta,
-            None if not bias else bias[0] if len(bias) == 1 else tuple(bias),
-            q_norm, k_norm, q_out, scale_of(q_scale, q_factor), scale_of(k_scale, k_factor),
-            scale_of(v_scale, v_factor), None if rope is None else find("rope", rope, "Rope"),
-            norm_eps, num_qo_heads, num_kv_heads, head_dim, kv_layout, kv_dtype, zero_tail,
-        ),
-        qkv[0],
-    )  # fmt: skip
+    LAUNCHES.run(PreprocessCall(
+        _one_or_parts(qkv), cache_of(kv_cache), table_from_tensors(pages, page_table), seq_lens,
+        qo_indptr, slots, kv_layout, kv_dtype, scale_of(k_scale, k_factor),
+        scale_of(v_scale, v_factor), zero_tail, num_qo_heads, num_kv_heads, head_dim,
+        _rope_of(rope), positions, position_delta, _one_or_parts(bias) if bias else None,
+        q_norm, k_norm, norm_eps, q_out, scale_of(q_scale, q_factor),
+    ))
+# fmt: on
+
+
+def _one_or_parts(tensors: list[Tensor]) -> Tensor | QkvParts:
+    """Return the tensor, or those of q, k and v."""
+    return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1], tensors[2])
 
 
 def append_kv(
@@ -145,16 +130,21 @@ def append_kv(
     Raises:
         TypeError, ValueError: as ``append_kv``.
     """
-    dispatch(
-        (
-            (k, v), cache_of(kv_cache), table_from_tensors(pages, page_table), seq_lens, qo_indptr,
-            slots,
-            None, None, None, None, None, None, None, scale_of(k_scale, k_factor),
-            scale_of(v_scale, v_factor), None, 0.0, None, None, None, kv_layout, kv_dtype,
-            zero_tail,
-        ),
-        k,
-    )  # fmt: skip
+    LAUNCHES.run(
+        PreprocessCall(
+            qkv=(k, v),
+            kv_cache=cache_of(kv_cache),
+            pages=table_from_tensors(pages, page_table),
+            seq_lens=seq_lens,
+            qo_indptr=qo_indptr,
+            slots=slots,
+            kv_layout=kv_layout,
+            kv_dtype=kv_dtype,
+            k_scale=scale_of(k_scale, k_factor),
+            v_scale=scale_of(v_scale, v_factor),
+            zero_tail=zero_tail,
+        )
+    )
 
 
 define(
@@ -170,42 +160,51 @@ define(
 )
 
 
-def trace_preprocess(given: Arguments) -> Tensor | None:
-    """Put a ``preprocess_qkv`` into the graph, or an ``append_kv``, which returns None."""
-    parts = [given.qkv] if isinstance(given.qkv, Tensor) else list(given.qkv)
-    cache = cache_tensors(given.kv_cache, given.pages)[0]
-    if given.num_qo_heads is None:
-        refuse_gradients({"k": parts[0], "v": parts[1]})
-        torch.ops.jitattn.append_kv(*parts, cache, *_places(given), *_written(given))
-        return None
-    bias, rope, q_out = given.bias, given.rope, given.q_out
+def _rope_of(handle: Tensor | None) -> Rope | None:
+    return None if handle is None else cast(Rope, find("rope", handle, "Rope"))
+
+
+def trace_preprocess(call: PreprocessCall) -> Tensor:
+    """Put a ``preprocess_qkv`` into the graph."""
+    qkv, bias, rope, q_out = call.qkv, call.bias, call.rope, call.q_out
+    parts = [qkv] if isinstance(qkv, Tensor) else list(qkv)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     refuse_gradients({"qkv": parts[0], "bias": biases[0] if biases else None})
     if q_out is None:
-        assert given.head_dim is not None
-        shape = parts[0].shape[0], given.num_qo_heads, given.head_dim
+        assert call.num_qo_heads is not None
+        assert call.head_dim is not None
+        shape = parts[0].shape[0], call.num_qo_heads, call.head_dim
         q_out = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
     torch.ops.jitattn.preprocess_qkv(
-        parts, cache, q_out, given.num_qo_heads, given.num_kv_heads, given.head_dim,
-        *_places(given), None if rope is None else rope.handle, given.positions,
-        given.position_delta, biases, given.q_norm, given.k_norm, float(given.norm_eps),
-        *scale_parts(given.q_scale), *_written(given),
+        parts, cache_tensors(call.kv_cache, call.pages)[0], q_out,
+        call.num_qo_heads, call.num_kv_heads, call.head_dim,
+        *_places(call), None if rope is None else rope.handle, call.positions,
+        call.position_delta, biases, call.q_norm, call.k_norm, float(call.norm_eps),
+        *scale_parts(call.q_scale), *_written(call),
     )  # fmt: skip
     return q_out
 
 
-def _places(given: Arguments) -> tuple[Any, ...]:
-    return *pages_tensors(given.pages), given.seq_lens, given.qo_indptr, given.slots
+def trace_append(call: PreprocessCall) -> None:
+    """Put an ``append_kv`` into the graph."""
+    k, v, *_ = call.qkv
+    refuse_gradients({"k": k, "v": v})
+    cache = cache_tensors(call.kv_cache, call.pages)[0]
+    torch.ops.jitattn.append_kv(k, v, cache, *_places(call), *_written(call))
 
 
-def _written(given: Arguments) -> tuple[Any, ...]:
-    kv_dtype = given.kv_dtype
+def _places(call: PreprocessCall) -> tuple[Any, ...]:
+    return *pages_tensors(call.pages), call.seq_lens, call.qo_indptr, call.slots
+
+
+def _written(call: PreprocessCall) -> tuple[Any, ...]:
+    kv_dtype = call.kv_dtype
     if isinstance(kv_dtype, torch.dtype):
         kv_dtype = str(kv_dtype).removeprefix("torch.")
     return (
-        *scale_parts(given.k_scale),
-        *scale_parts(given.v_scale),
-        given.kv_layout,
+        *scale_parts(call.k_scale),
+        *scale_parts(call.v_scale),
+        call.kv_layout,
         kv_dtype,
-        given.zero_tail,
+        call.zero_tail,
     )

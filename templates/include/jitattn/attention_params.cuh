@@ -1,4 +1,5 @@
-// The launch argument of an attention kernel, but for its page table. Twin: jitattn/params.py.
+// The launch argument of an attention kernel, but for its page table.
+// Twin: jitattn/kernels/common/params.py.
 #pragma once
 
 #include "jitattn/operands.cuh"
@@ -7,7 +8,7 @@
 
 namespace jitattn {
 
-// Custom masks, by how a row of the mask is found. Twin: jitattn/params.py.
+// Custom masks, by how a row of the mask is found. Twin: jitattn/kernels/common/params.py.
 enum class MaskKind : int32_t {
   kBool = 0,    // one byte a key, over the last `mask_width` keys of a request
   kPacked = 1,  // one bit a key, likewise
@@ -21,7 +22,8 @@ struct alignas(64) TensorMap {
 };
 
 // The scales of the blocks of K or V: [num_pages, page_size, num_kv_heads, head_dim / 16], any
-// strides. In the place of a map, since caches with scales have none. Twin: jitattn/params.py.
+// strides. In the place of a map, since caches with scales have none.
+// Twin: jitattn/kernels/common/params.py.
 struct alignas(64) BlockScales {
   const uint8_t* scales;
   int64_t page_stride;

@@ -1,6 +1,6 @@
 // What a float becomes in the types that caches store: the nearest value, ties to even, and the
 // largest finite one where none is near enough, infinities included. NaN stays NaN where a type has
-// one, and is 0 in the others. Twin: jitattn/quantization.py, which is the definition.
+// one, and is 0 in the others. Twin: jitattn/tensors/quantization.py, which is the definition.
 #pragma once
 
 #include "jitattn/fp8.cuh"

@@ -1,4 +1,4 @@
-// The launch argument of the kernel that copies pages. Twin: jitattn/params.py.
+// The launch argument of the kernel that copies pages. Twin: jitattn/kernels/pages/params.py.
 #pragma once
 
 #include "jitattn/operands.cuh"

@@ -1,4 +1,4 @@
-// The launch argument of the kernel that gathers K and V. Twin: jitattn/params.py.
+// The launch argument of the kernel that gathers K and V. Twin: jitattn/kernels/pages/params.py.
 #pragma once
 
 #include "jitattn/page_list.cuh"

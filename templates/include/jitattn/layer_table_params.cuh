@@ -1,5 +1,5 @@
 // The launch argument of the kernel that makes the tables of a group's layers. Twin:
-// jitattn/params.py.
+// jitattn/kernels/pages/params.py.
 #pragma once
 
 #include "jitattn/types.cuh"

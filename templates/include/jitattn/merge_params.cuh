@@ -1,4 +1,5 @@
-// The launch argument of the kernel that merges attention states. Twin: jitattn/params.py.
+// The launch argument of the kernel that merges attention states.
+// Twin: jitattn/kernels/merge/params.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"

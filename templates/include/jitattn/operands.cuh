@@ -1,4 +1,4 @@
-// Numbers that launch arguments hold: divisors and scales. Twin: jitattn/params.py.
+// Numbers that launch arguments hold: divisors and scales. Twin: jitattn/spec/params.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"

@@ -1,5 +1,5 @@
 // The launch argument of the kernel that puts Q, K and V where attention reads them, but for its
-// page table. Twin: jitattn/params.py.
+// page table. Twin: jitattn/kernels/preprocess/params.py.
 #pragma once
 
 #include "jitattn/attention_params.cuh"

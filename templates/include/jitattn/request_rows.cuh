@@ -1,5 +1,5 @@
 // Which request each row of a batch belongs to, from lengths that only the device knows. Twin:
-// jitattn/params.py.
+// jitattn/spec/params.py.
 #pragma once
 
 #include "jitattn/types.cuh"

@@ -1,4 +1,5 @@
-// What the schedule kernel writes and the attention kernels read. Twin: jitattn/params.py.
+// What the schedule kernel writes and the attention kernels read.
+// Twin: jitattn/kernels/common/params.py.
 //
 // Work comes in units: the query rows of a request for the decode kernel, a block of them for the
 // prefill kernel, packed token by token, head by head of a KV head's group. The KV that a unit sees

@@ -1,4 +1,4 @@
-// The launch argument of the schedule kernel. Twin: jitattn/params.py.
+// The launch argument of the schedule kernel. Twin: jitattn/kernels/common/params.py.
 #pragma once
 
 #include "jitattn/schedule.cuh"

@@ -1,4 +1,5 @@
-// The launch arguments of the kernels that make tables of a batch. Twin: jitattn/params.py.
+// The launch arguments of the kernels that make tables of a batch.
+// Twin: jitattn/kernels/pages/params.py.
 #pragma once
 
 #include "jitattn/page_list.cuh"

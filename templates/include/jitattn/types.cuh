@@ -1,6 +1,6 @@
 // Element types as raw bits: storage, conversion to and from float, and the product they have.
 // A float becomes the nearest number of a type, ties to even, and the largest finite one where none
-// is near enough, infinities included; NaN stays NaN. Definition: jitattn/quantization.py.
+// is near enough, infinities included; NaN stays NaN. Definition: jitattn/tensors/quantization.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"
@@ -98,7 +98,7 @@ struct Float {
   }
 };
 
-// Codes of the types a caller may choose at launch. Twin: jitattn/params.py.
+// Codes of the types a caller may choose at launch. Twin: jitattn/spec/params.py.
 enum class FloatCode : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
 // Reads one number of a type known at launch: for vectors too short to deserve a kernel of their

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.kernels.attention import api as planner_module
-from jitattn.kernels.attention.api import plan_for_call
-from jitattn.kernels.attention.launch import CudaPlan, Part
 from jitattn.kernels.common import planner_base
-from jitattn.kernels.mla.api import latent_plan_for_call
-from jitattn.tensors import cache_views
-from jitattn.tensors.cache_views import NO_LAYOUT, RowLayout
+from jitattn.kernels.common.cuda_plan import CudaPlan
+from jitattn.kernels.common.kernel_launch import KernelLaunch
+from jitattn.kernels.common.planner_base import plan_for_call
+from jitattn.tensors import tensor_layouts
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
 
@@ -373,9 +372,9 @@ def test_a_recogniser_knows_what_lies_alike(
     monkeypatch: pytest.MonkeyPatch, has_guards: bool
 ) -> None:
     if not has_guards:
-        monkeypatch.setattr(cache_views, "_TensorGuards", None)
+        monkeypatch.setattr(tensor_layouts, "_TensorGuards", None)
     q, out = queries(), torch.zeros(B, HQ, 2 * D)[..., :D]
-    lie_alike = cache_views.recogniser((q, out))
+    lie_alike = tensor_layouts.recogniser((q, out))
     assert lie_alike(queries(), torch.ones(B, HQ, 2 * D)[..., D:])
     others = (
         q[:2],
@@ -521,11 +520,11 @@ def test_plans_that_live_share_nothing(cuda: LaunchRecorder) -> None:
         plan.run(queries(), kv)
         assert bytes(cuda.last().params.attention.schedule) == scheduled
         schedules.add(scheduled)
-    assert len(schedules) == len({id(p._backend._parts[0]) for p in plans}) == len(plans)
+    assert len(schedules) == len({id(p.backend.launches[0]) for p in plans}) == len(plans)
 
 
 def memory_of(plan: jitattn.types.Plan) -> tuple[Tensor, ...]:
-    return tuple(part._memory for part in plan._backend._parts)
+    return tuple(part.memory for part in plan.backend.launches)
 
 
 def test_memory_goes_from_plan_to_plan_in_the_order_of_one_stream(
@@ -533,7 +532,7 @@ def test_memory_goes_from_plan_to_plan_in_the_order_of_one_stream(
 ) -> None:
     recorded = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.stream)
-    monkeypatch.setattr(Part, "record_stream", lambda part, stream: recorded.append(stream))
+    monkeypatch.setattr(KernelLaunch, "record_stream", lambda part, stream: recorded.append(stream))
     planner = cuda.planner(**SHAPE)
     kept = planner.plan(table(), LENS)
     (first,) = memory_of(plan := planner.plan(table(), LENS))
@@ -587,7 +586,7 @@ def test_threads_plan_and_run_at_once(cuda: LaunchRecorder) -> None:
         for _ in range(100):
             plan, q = planner.plan(table(), LENS), queries()
             plan.run(q, kv)
-            params = plan._backend._parts[0]._params.attention
+            params = plan.backend.launches[0].params.attention
             if (params.q, params.k) != (q.data_ptr(), kv.k.tensor.data_ptr()):
                 wrong.append(params)
 
@@ -657,7 +656,7 @@ def test_memory_of_a_captured_plan_is_not_used_again(cuda: LaunchRecorder) -> No
     kv = planner.bind(torch.zeros(4, 2, 16, 8, 128, dtype=torch.bfloat16))
     for captured in ("refresh", "run", "again"):
         plan = planner.plan(pages, lengths.int())
-        backend = plan._backend
+        backend = plan.backend
         if captured == "again":
             plan.run(q, kv)
             plan.run(q, kv)
@@ -668,7 +667,7 @@ def test_memory_of_a_captured_plan_is_not_used_again(cuda: LaunchRecorder) -> No
             plan.run(q, kv)
         cuda.is_capturing = False
         del plan
-        assert planner.plan(pages, lengths.int())._backend is not backend
+        assert planner.plan(pages, lengths.int()).backend is not backend
 
 
 # --- plans of a call ------------------------------------------------------------------------------
@@ -683,12 +682,12 @@ def test_a_plan_for_a_call_may_be_captured(cuda: LaunchRecorder, max_q_len: int)
     q = q if max_q_len > 1 else queries()
     offsets, most = given
 
-    def call() -> Part:
+    def call() -> KernelLaunch:
         plan = plan_for_call(planner, table(), LENS, offsets, max_q_len=most)
         plan.run(q, kv)
-        assert isinstance(plan._backend, CudaPlan)
-        assert not plan._backend._is_empty
-        return plan._backend._parts[0]
+        assert isinstance(plan.backend, CudaPlan)
+        assert not plan.backend.is_empty
+        return plan.backend.launches[0]
 
     eager = call()
     num_launches = len(cuda.launches)
@@ -700,7 +699,7 @@ def test_a_plan_for_a_call_may_be_captured(cuda: LaunchRecorder, max_q_len: int)
     assert [*cuda.workspaces] == [0]
     assert (workspace.partials is partials, workspace.counters is counters) == (True, True)
     for part in captured:
-        assert part._memory.data_ptr() != eager._memory.data_ptr()
+        assert part.memory.data_ptr() != eager.memory.data_ptr()
         assert part.buffers[1].count_nonzero() == 0
         for mine, theirs in zip(part.buffers, (partials, counters), strict=True):
             assert mine.numel() == theirs.numel()
@@ -712,23 +711,22 @@ def test_a_plan_for_a_call_may_be_captured(cuda: LaunchRecorder, max_q_len: int)
     assert symbols[:num_launches] == [launch.symbol for launch in cuda.launches[:num_launches]]
     cuda.stream = 0
     plan = planner.plan(table(), LENS, offsets, max_q_len=most)
-    assert plan._backend._parts[0].buffers[0] is partials  # type: ignore[attr-defined]
+    assert plan.backend.launches[0].buffers[0] is partials  # type: ignore[attr-defined]
 
 
 def test_latent_plans_for_a_call_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
 
     class Kernels:
-        def plan_in_capture(self, batch: object) -> CudaPlan:
+        def plan_for_call(self, workspace: object, batch: object) -> CudaPlan:
             made.append(batch)
             return CudaPlan.__new__(CudaPlan)
 
     planner = jitattn.MLAPlanner(num_heads=16, page_size=4, sm_scale=0.1, device="cpu")
     monkeypatch.setattr(CudaPlan, "give_back", lambda plan: None)
-    planner._kernels = Kernels()  # type: ignore[assignment]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    plan = latent_plan_for_call(planner, table(), LENS)
-    assert plan._batch is made[0]
+    planner.kernels = Kernels()  # type: ignore[assignment]
+    plan = plan_for_call(planner, table(), LENS)
+    assert plan.batch is made[0]
 
 
 def test_a_capture_loads_no_kernel(cuda: LaunchRecorder) -> None:
@@ -756,7 +754,6 @@ def test_captured_calls_are_not_looked_at(
     """JITATTN_CHECK would wait for the device."""
     monkeypatch.setenv("JITATTN_CHECK", "1")
     monkeypatch.setattr(planner_base, "is_capturing", lambda device: cuda.is_capturing)
-    monkeypatch.setattr(planner_module, "is_capturing", lambda device: cuda.is_capturing)
     planner = cuda.planner(**SHAPE)
     kv, long = planner.bind(cache()), torch.tensor([5, 9, 10**6], dtype=torch.int32)
     with pytest.raises(ValueError, match="seq_lens"):

@@ -14,12 +14,10 @@ import torch
 from jitattn.base.errors import CompileError, KernelNotFoundError
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.build import Kernel
-from jitattn.kernels.attention import kernels as attention_kernels
-from jitattn.kernels.attention import loaded_kernels
-from jitattn.kernels.attention.kernels import KernelSet
+from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
-from jitattn.tensors import tma
 from jitattn.tensors.cache_views import CacheView
 from tests.emulator import launch_recorder
 
@@ -99,10 +97,9 @@ def short(spec: KernelSpec) -> str:
 def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     fake = FakeBuilder()
     facts = DeviceFacts(3, "card", (9, 0), num_sms=132, max_smem_bytes=232448)
-    monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
-    monkeypatch.setattr(attention_kernels, "start", fake.start)
-    for module in (loaded_kernels, attention_kernels):
-        monkeypatch.setattr(module, "load_kernel", fake.load)
+    monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
+    monkeypatch.setattr(kernel_loader, "start", fake.start)
+    monkeypatch.setattr(kernel_loader, "load_kernel", fake.load)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tma, "encode_tensor_map", launch_recorder.encode_tensor_map)
     return fake
@@ -114,7 +111,7 @@ def view(row: int) -> CacheView:
     return CacheView(tensor, *tensor.stride()[:3])
 
 
-def bind(kernels: KernelSet, *, aligned: bool) -> loaded_kernels.BoundKernels:
+def bind(kernels: AttentionKernels, *, aligned: bool) -> kernel_loader.BoundKernels:
     cache = view(64 if aligned else 65)
     bound, maps = kernels.bind(cache, cache)
     assert (maps is not None) == aligned
@@ -122,7 +119,7 @@ def bind(kernels: KernelSet, *, aligned: bool) -> loaded_kernels.BoundKernels:
 
 
 def test_the_constructor_waits_for_decode_and_schedule(builder: FakeBuilder) -> None:
-    kernels = KernelSet(CONFIG, DEVICE)
+    kernels = AttentionKernels(CONFIG, DEVICE)
     assert [short(p.spec) for p in builder.started] == [
         "decode tensor",
         "schedule",
@@ -131,13 +128,13 @@ def test_the_constructor_waits_for_decode_and_schedule(builder: FakeBuilder) -> 
     ]
     assert builder.waited_for() == ["decode tensor", "schedule"]
     assert sorted(builder.loaded_kernels()) == ["decode tensor", "schedule"]
-    kernels.need("prefill")
+    kernels.loader.need("prefill")
     assert builder.loaded_kernels()[2:] == ["prefill tensor"]
 
 
 def test_what_was_found_is_loaded_at_once(builder: FakeBuilder) -> None:
     builder.was_found = True
-    kernels = KernelSet(CONFIG, DEVICE)
+    kernels = AttentionKernels(CONFIG, DEVICE)
     decode = "decode tensor"
     assert sorted(builder.loaded_kernels()) == [decode, decode, "prefill tensor", "schedule"]
     bind(kernels, aligned=False)
@@ -145,7 +142,7 @@ def test_what_was_found_is_loaded_at_once(builder: FakeBuilder) -> None:
 
 
 def test_bind_waits_for_the_decode_kernel_alone(builder: FakeBuilder) -> None:
-    kernels = KernelSet(CONFIG, DEVICE)
+    kernels = AttentionKernels(CONFIG, DEVICE)
     assert bind(kernels, aligned=True) is kernels.kernels
     assert len(builder.started) == 4
     bound = bind(kernels, aligned=False)
@@ -158,7 +155,7 @@ def test_bind_waits_for_the_decode_kernel_alone(builder: FakeBuilder) -> None:
 def test_strides_that_the_driver_maps_not_are_for_the_plain_loader(
     builder: FakeBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = KernelSet(CONFIG, DEVICE)
+    kernels = AttentionKernels(CONFIG, DEVICE)
     cache = view(64)
     monkeypatch.setattr(tma, "encode_tensor_map", lambda *given, **named: None)
     bound, maps = kernels.bind(cache, cache)
@@ -169,23 +166,23 @@ def test_strides_that_the_driver_maps_not_are_for_the_plain_loader(
 
 def test_a_plan_with_prefill_loads_it_for_every_cache(builder: FakeBuilder) -> None:
     """So that a captured run, of a cache bound before or after, loads nothing."""
-    bound_before = KernelSet(CONFIG, DEVICE)
+    bound_before = AttentionKernels(CONFIG, DEVICE)
     bind(bound_before, aligned=False)
-    bound_before.need("prefill")
+    bound_before.loader.need("prefill")
     assert builder.loaded_kernels()[3:] == ["prefill tensor", "prefill plain"]
     builder.started.clear()
     builder.loaded.clear()
-    bound_after = KernelSet(CONFIG, DEVICE)
-    bound_after.need("prefill")
+    bound_after = AttentionKernels(CONFIG, DEVICE)
+    bound_after.loader.need("prefill")
     bind(bound_after, aligned=False)
     assert builder.loaded_kernels()[2:] == ["prefill tensor", "decode plain", "prefill plain"]
     num_loaded = len(builder.loaded)
-    bound_after.need("prefill")
+    bound_after.loader.need("prefill")
     assert len(builder.loaded) == num_loaded
 
 
 def test_infos_wait_for_all(builder: FakeBuilder) -> None:
-    kernels = KernelSet(CONFIG, DEVICE)
+    kernels = AttentionKernels(CONFIG, DEVICE)
     assert [info.origin for info in kernels.infos()] == ["compiled"] * 4
     bind(kernels, aligned=False)
     infos = kernels.infos()
@@ -198,9 +195,9 @@ def test_infos_wait_for_all(builder: FakeBuilder) -> None:
 
 def test_a_failure_is_told_at_each_question_and_decode_works(builder: FakeBuilder) -> None:
     builder.failing = "prefill"
-    kernels = KernelSet(CONFIG, DEVICE)
+    kernels = AttentionKernels(CONFIG, DEVICE)
     assert bind(kernels, aligned=True).decode.load() is not None
-    need = functools.partial(kernels.need, "prefill")
+    need = functools.partial(kernels.loader.need, "prefill")
     for ask in [need, kernels.infos, kernels.kernels.prefill.load] * 2:
         with pytest.raises(CompileError):
             ask()
@@ -212,20 +209,20 @@ def test_a_failure_is_told_at_each_question_and_decode_works(builder: FakeBuilde
 def test_a_failing_decode_kernel_fails_the_constructor(builder: FakeBuilder) -> None:
     builder.failing = "decode"
     with pytest.raises(CompileError):
-        KernelSet(CONFIG, DEVICE)
+        AttentionKernels(CONFIG, DEVICE)
 
 
 def test_many_threads_bind_and_plan(builder: FakeBuilder) -> None:
-    kernels = KernelSet(CONFIG, DEVICE)
+    kernels = AttentionKernels(CONFIG, DEVICE)
     barrier = threading.Barrier(8)
-    bound: list[loaded_kernels.BoundKernels] = []
+    bound: list[kernel_loader.BoundKernels] = []
 
     def work(number: int) -> None:
         barrier.wait()
         for aligned, _ in itertools.product((True, False), range(20)):
             bound.append(bind(kernels, aligned=aligned))
             if number % 2:
-                kernels.need("prefill")
+                kernels.loader.need("prefill")
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -240,8 +237,8 @@ def test_without_jit_the_constructor_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = DeviceFacts(0, "card", (9, 0), num_sms=132, max_smem_bytes=232448)
-    monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
+    monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("JITATTN_JIT", "0")
     with pytest.raises(KernelNotFoundError, match="--config head_dim=64"):
-        KernelSet(CONFIG, torch.device("cuda", 0))
+        AttentionKernels(CONFIG, torch.device("cuda", 0))

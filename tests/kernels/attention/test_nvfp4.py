@@ -202,7 +202,7 @@ extern "C" void convert(int is_half, uint32_t word, uint32_t scale, float* value
 def test_every_code_under_every_scale(is_half: bool, arch: str, tmp_path: Path) -> None:
     """In each place of a word, to the bit, NaN and signs of zeros included."""
     header = re.sub("#include|#pragma", "//", (TEMPLATES / "include/jitattn/nvfp4.cuh").read_text())
-    functions = library_of(HOST + arch_of(arch) + header + CONVERT, tmp_path / "nvfp4.cpp")
+    functions = library_of(HOST + arch_of(arch) + header + CONVERT)
     convert, in_order = functions.convert, functions.in_order
     in_order.restype = ctypes.c_bool
     codes = torch.arange(16).repeat(8, 1)

@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitattn.kernels.attention.kernels import KernelSet
-from jitattn.kernels.attention.schedule import _MAX_ROUNDS, _MIN_SPLIT_TOKENS
+from jitattn.kernels.attention.launch import TRAITS
 from jitattn.kernels.common.params import Schedule, ScheduleParams
+from jitattn.kernels.common.schedule_config import MAX_WAVES, MIN_SPLIT_TOKENS
 from tests.emulator import launch_recorder
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 from tests.gpu.test_claims import IN_ROUNDS
 from tests.support.cases import Case
 
-_UNIT_COST, _MIN_SLOT_COST = KernelSet.unit_cost, KernelSet.min_slot_cost
+_UNIT_COST, _MIN_SLOT_COST = TRAITS.tile_visit_cost, TRAITS.min_slot_cost
 
 random_examples = settings(
     max_examples=300,
@@ -136,7 +136,7 @@ def rounds(draw: st.DrawFn) -> Rounds:
     width = draw(st.integers(1, 300))
     largest = draw(st.sampled_from((2 * width, 100 * width, 2**22, 2**40)))
     total = draw(st.integers(width, max(largest, width)))
-    return Rounds(total, width, draw(st.integers(1, _MAX_ROUNDS)))
+    return Rounds(total, width, draw(st.integers(1, MAX_WAVES)))
 
 
 @random_examples
@@ -199,17 +199,15 @@ MAX_KV_LEN = 2**30
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> EmulatedSchedule:
+def on_host() -> EmulatedSchedule:
     """The schedule kernel, compiled for the CPU, with one thread."""
-    return compile_schedule(tmp_path_factory.mktemp("schedule"), 1)
+    return compile_schedule(1)
 
 
 @pytest.fixture(scope="module", params=[1, 7], ids=["one thread", "seven threads"])
-def on_threads(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> EmulatedSchedule:
+def on_threads(request: pytest.FixtureRequest) -> EmulatedSchedule:
     """The same with one thread and with several."""
-    return compile_schedule(tmp_path_factory.mktemp("schedule"), request.param)
+    return compile_schedule(request.param)
 
 
 @dataclass(frozen=True)
@@ -350,7 +348,7 @@ def params_of(
         unit_cost=_UNIT_COST,
         min_slot_cost=_MIN_SLOT_COST,
         max_splits=batch.max_splits,
-        min_split_tiles=max(1, _MIN_SPLIT_TOKENS // batch.tile_tokens),
+        min_split_tiles=max(1, MIN_SPLIT_TOKENS // batch.tile_tokens),
     )
 
 
@@ -497,7 +495,7 @@ def batches(draw: st.DrawFn) -> Batch:
         lengths,
         q_lens,
         round_slots=draw(st.sampled_from((1, 2, 5, 16, 33, 132, 264))),
-        max_rounds=draw(st.integers(1, _MAX_ROUNDS)) if has_rounds else 1,
+        max_rounds=draw(st.integers(1, MAX_WAVES)) if has_rounds else 1,
         tile_tokens=draw(st.sampled_from((16, 64, 128))),
         max_splits=max_splits,
         window_left=draw(st.sampled_from((-1, -1, 0, 100, 1000))),
@@ -641,10 +639,9 @@ def test_what_is_run_in_rounds_has_them(
 ) -> None:
     """The decode schedules of tests/gpu/test_claims.py, on a card like an H100."""
     planner = launch_recorder.install(monkeypatch).planner(**case.planner_arguments() | changes)
-    kernels = planner._kernels
-    assert kernels is not None
-    recipe = kernels.recipes_for(max(case.queries))[0]
-    params = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+    kernels = planner.kernels
+    config = kernels.schedule_configs(max(case.queries))[0]
+    params = ScheduleParams.from_buffer_copy(config.schedule_params)
     batch = Batch(
         case.lengths,
         case.q_lens,

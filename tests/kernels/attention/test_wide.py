@@ -10,28 +10,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.tensors.test_tma import Map, maps_of
 from torch import Tensor
 
 import jitattn
 from jitattn.device.driver import DeviceFacts
 from jitattn.kernels import registry
-from jitattn.kernels.attention import kernels as attention_kernels
-from jitattn.kernels.attention import loaded_kernels
-from jitattn.kernels.attention.kernels import KernelSet
-from jitattn.kernels.attention.launch import CudaPlan
-from jitattn.kernels.attention.schedule import Recipe
+from jitattn.kernels.attention.launch import AttentionKernels
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.attention.tile import decode_tile
+from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
+from jitattn.kernels.common.cuda_plan import CudaPlan
 from jitattn.kernels.common.params import ScheduleParams
+from jitattn.kernels.common.schedule_config import ScheduleConfig
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
-from jitattn.tensors import tma
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
 from tests.support.sample_specs import sample_specs
-from tests.tensors.test_tma import Map, maps_of
 
 B, HKV = 3, 2
 LENS = torch.tensor([5, 9, 0], dtype=torch.int32)
@@ -72,12 +70,15 @@ def plan_of(planner: jitattn.AttentionPlanner, max_q_len: int) -> jitattn.types.
 
 
 def backend_of(plan: jitattn.types.Plan) -> CudaPlan:
-    assert isinstance(plan._backend, CudaPlan)
-    return plan._backend
+    assert isinstance(plan.backend, CudaPlan)
+    return plan.backend
+
+
+LETTERS = {"decode": "d", "decode_multi_token": "w", "prefill": "p"}
 
 
 def roles_of(plan: jitattn.types.Plan) -> list[str]:
-    return [part.role for part in backend_of(plan)._parts]
+    return [part.role for part in backend_of(plan).launches]
 
 
 # --- what there is --------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def test_which_kernels_a_plan_has(
     planner = planner_of(cuda, **arguments)  # type: ignore[arg-type]
     for max_q_len, wanted in roles.items():
         plan = plan_of(planner, max_q_len)
-        assert "".join(role[0] for role in roles_of(plan)) == wanted
+        assert "".join(LETTERS[role] for role in roles_of(plan)) == wanted
         assert len(cuda.launches) == len(wanted), "a schedule for each"
         del cuda.launches[:]
 
@@ -192,7 +193,7 @@ def test_what_its_launches_are_given(
     attention = launch.params.attention
     assert attention.early_kv == early_kv
     assert (attention.num_row_blocks.value, attention.num_head_blocks.value) == (1, HKV)
-    (part,) = backend_of(plan)._parts
+    (part,) = backend_of(plan).launches
     partials, counters = part.buffers
     slots = schedule.params.round_slots * schedule.params.max_rounds
     rows = slots * 2 * HKV * 16
@@ -214,7 +215,7 @@ def test_idle_plans_are_those_of_their_kernels(cuda: LaunchRecorder) -> None:
         decode = ["jitattn_decode_r16" if max_q_len > 2 else "jitattn_decode_r8"]
         assert names == (decode + ["jitattn_prefill"] * (max_q_len == 40)) * 3
         kind = min(max_q_len, 3) if max_q_len < 40 else 40
-        seen.setdefault(2 if kind == 1 else kind, set()).add(id(plan._backend))
+        seen.setdefault(2 if kind == 1 else kind, set()).add(id(plan.backend))
         del plan
     assert all(len(plans) <= 2 for plans in seen.values()), "they are used again"
 
@@ -274,16 +275,15 @@ def test_schedules_and_parameters_are_the_same(
     cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch, arch: str, num_sms: int | None
 ) -> None:
     facts = DeviceFacts(0, "card", CAPABILITIES[arch], num_sms=132, max_smem_bytes=232448)
-    monkeypatch.setattr(attention_kernels, "device_facts", lambda index: facts)
+    monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
     for spec in narrow_specs(arch):
         for num_kv_heads, group_size in ((1, 4), (8, 1), (3, 8)):
             config = config_for(spec, num_kv_heads, group_size, num_sms=num_sms)
-            kernels = KernelSet(config, torch.device("cuda", 0))
-            assert kernels.arch == arch
-            assert spec in kernels._specs
-            (narrow,) = kernels.recipes_for(8 // group_size)
-            (wide,) = kernels.recipes_for(16 // group_size)
-            assert (narrow.role, wide.role) == ("decode", "wide")
+            kernels = AttentionKernels(config, torch.device("cuda", 0))
+            assert spec in kernels.specs
+            (narrow,) = kernels.schedule_configs(8 // group_size)
+            (wide,) = kernels.schedule_configs(16 // group_size)
+            assert (narrow.role, wide.role) == ("decode", "decode_multi_token")
             assert (narrow.grid, narrow.max_slots) == (wide.grid, wide.max_slots)
             assert narrow.params == wide.params
             ours, theirs = numbers_of(narrow), numbers_of(wide)
@@ -294,9 +294,9 @@ def test_schedules_and_parameters_are_the_same(
             assert ours["num_head_blocks"] == num_kv_heads
 
 
-def numbers_of(recipe: Recipe) -> dict[str, object]:
-    """What a recipe's schedules are given, by name."""
-    params = ScheduleParams.from_buffer_copy(recipe.schedule_params)
+def numbers_of(given: ScheduleConfig) -> dict[str, object]:
+    """What the schedules of a kernel are given, by name."""
+    params = ScheduleParams.from_buffer_copy(given.schedule_params)
     return {
         name: value
         for name, *_ in params._fields_
@@ -388,9 +388,8 @@ def log(cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         note("load", symbol)
         return launch_recorder.FakeKernel(symbol, *rest)
 
-    monkeypatch.setattr(attention_kernels, "start", start)
-    for module in (loaded_kernels, attention_kernels):
-        monkeypatch.setattr(module, "load_kernel", load)
+    monkeypatch.setattr(kernel_loader, "start", start)
+    monkeypatch.setattr(kernel_loader, "load_kernel", load)
     return events
 
 
@@ -445,8 +444,8 @@ def test_a_cache_that_another_planner_bound(
 
 def test_what_was_built_is_told(cuda: LaunchRecorder) -> None:
     planner = planner_of(cuda)
-    kernels = planner._kernels
-    assert isinstance(kernels, KernelSet)
+    kernels = planner.kernels
+    assert isinstance(kernels, AttentionKernels)
     names = [info.name.split("_d128")[0] for info in kernels.infos()]
     assert names[0] == "jitattn_decode_r8"
     assert names[-1] == "jitattn_decode_r16"

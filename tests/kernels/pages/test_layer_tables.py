@@ -8,7 +8,7 @@ from hypothesis import given
 
 from jitattn.base.errors import KernelNotFoundError
 from jitattn.kernels.pages.layer_tables import has_kernel, write_layer_tables
-from jitattn.kv import device_tables
+from jitattn.kv import device_block_tables
 from tests.emulator.pages import emulate_kernels, emulated_kernels
 from tests.support.kv_tables import (
     Tables,
@@ -55,7 +55,7 @@ def test_tables_with_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_is_one_launch_and_brings_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
     sizes: list[int] = []
-    upload = device_tables._upload
+    upload = device_block_tables._upload
 
     def counted(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
         if len(parts) > 1:  # else layers, once
@@ -63,7 +63,7 @@ def test_a_call_is_one_launch_and_brings_what_has_changed(monkeypatch: pytest.Mo
         return upload(parts, device)  # type: ignore[arg-type]
 
     emulate_kernels(monkeypatch, 1, launches)
-    monkeypatch.setattr(device_tables, "_upload", counted)
+    monkeypatch.setattr(device_block_tables, "_upload", counted)
     manager = make_manager("cpu", reuse_scratch=False)
     seqs = [manager.create_sequence() for _ in range(3)]
     for seq, length in zip(seqs, (39, 60, 22), strict=True):
@@ -99,7 +99,7 @@ def test_a_launch_that_failed_is_made_up_for(monkeypatch: pytest.MonkeyPatch) ->
             raise KernelNotFoundError("none")
 
         with monkeypatch.context() as patch:
-            patch.setattr(device_tables, "write_layer_tables", fail)
+            patch.setattr(device_block_tables, "write_layer_tables", fail)
             with pytest.raises(KernelNotFoundError):
                 both.managers[0].block_tables([one], 0)
         both.check_group([(one, two)], 0)

@@ -18,10 +18,16 @@ from torch import Tensor
 
 import jitattn
 from jitattn.device.driver import Launch
+from jitattn.kernels.common import device_kernels, launch_cache
+from jitattn.kernels.common.launch_cache import CallParams
+from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.kernels.preprocess.spec import PreprocessSpec
 from tests.emulator.preprocess import EmulatedKernel, emulated_kernel
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
+
+# Of calls that launch; others follow the definition.
+LAUNCHES = api.LAUNCHES.anew()
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +50,20 @@ def launched(
     """Run launches on the CPU; the specs that were launched."""
     specs: list[PreprocessSpec] = []
 
-    def launch(self: object, prepared: Launch) -> None:
-        spec = prepared.kernel.spec  # type: ignore[attr-defined]
+    def launch(card: int, launch: Launch) -> None:
+        spec = launch.kernel.spec  # type: ignore[attr-defined]
         specs.append(spec)
-        kernels(spec)(prepared.params, prepared.shape[0])
+        kernels(spec)(launch.params, launch.shape[0])
 
-    def kernel(spec: PreprocessSpec, index: int) -> Any:
+    def kernel(spec: PreprocessSpec, *others: object) -> Any:
         return SimpleNamespace(symbol=spec.symbol, smem_bytes=0, spec=spec, begins_early=False)
 
-    monkeypatch.setattr(preprocess_launch._Prepared, "_launch", launch)
-    monkeypatch.setattr(preprocess_launch, "_kernel", kernel)
+    monkeypatch.setattr(device_kernels, "launch_on", launch)
+    monkeypatch.setattr(device_kernels, "load", kernel)
     monkeypatch.setattr(preprocess_launch, "device_facts", lambda index: SimpleNamespace(num_sms=1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("jitattn.kernels.preprocess.dispatch.check_values", lambda call: None)
-    preprocess_launch._memory.families.clear()
+    LAUNCHES.clear()
     yield specs
-    preprocess_launch._memory.families.clear()
 
 
 def on_the_kernel(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -67,10 +71,8 @@ def on_the_kernel(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run() -> Tensor | None:
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "jitattn.kernels.preprocess.dispatch.preprocess_by_definition",
-                lambda call: preprocess_launch.preprocess(call.arguments),
-            )
+            patch.setattr(device_kernels, "card_of", lambda device: 0)
+            patch.setattr(api, "LAUNCHES", LAUNCHES)
             return type(inputs).run(inputs)
 
     inputs.run = run
@@ -143,14 +145,13 @@ def test_what_lies_alike_is_prepared_once(
     launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = []
-    original = preprocess_launch._Prepared
+    original = preprocess_launch.PreprocessLauncher.__init__
 
-    class Counted(original):  # type: ignore[valid-type, misc]
-        def __init__(self, *arguments: object) -> None:
-            prepared.append(arguments)
-            super().__init__(*arguments)
+    def counted(self: object, *arguments: Any) -> None:
+        prepared.append(arguments)
+        original(self, *arguments)
 
-    monkeypatch.setattr(preprocess_launch, "_Prepared", Counted)
+    monkeypatch.setattr(preprocess_launch.PreprocessLauncher, "__init__", counted)
     for seed in range(4):
         check_on_the_cpu(replace(BASE, seed=seed), monkeypatch)
     assert len(prepared) == 1
@@ -236,12 +237,10 @@ def test_addresses_that_were_there_before_take_the_parameters_of_then(
     launched: list[PreprocessSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the step before, whatever came between."""
-    images = []
-    original = preprocess_launch._Prepared._new_image
+    written = []
+    write = CallParams.write
     monkeypatch.setattr(
-        preprocess_launch._Prepared,
-        "_new_image",
-        lambda self, given, pointers: images.append(1) or original(self, given, pointers),
+        CallParams, "write", lambda *arguments: written.append(1) or write(*arguments)
     )
     case = replace(BASE, kv_dtype="int8", scales="number", q_out="given")
     want = make_token_inputs(case)
@@ -250,12 +249,12 @@ def test_addresses_that_were_there_before_take_the_parameters_of_then(
         for layer in layers:
             want.arguments["v_scale"] = layer.arguments["v_scale"] = scale
             compare(want, layer)
-    assert len(images) == 6
-    monkeypatch.setattr(preprocess_launch, "_MAX_IMAGES", 2)
+    assert len(written) == 6
+    monkeypatch.setattr(launch_cache, "_MAX_IMAGES", 2)
     for layer in (*layers, *layers):
         layer.arguments["v_scale"] = 0.5
         layer.run()
-    assert len(images) == 12
+    assert len(written) == 12
 
 
 def test_what_equals_a_number_of_another_type_is_checked(
@@ -277,7 +276,7 @@ def test_jitattn_check_names_what_would_be_skipped(
     case = replace(BASE, pairs=((1, 20),), extra_rows=0, rotary="none")
     pages = jitattn.BlockTable(torch.tensor([[0, 10**6]], dtype=torch.int32))
     assert outside(case, monkeypatch, pages=pages) == [False, False]
-    preprocess_launch._memory.families.clear()
+    LAUNCHES.clear()
     monkeypatch.setenv("JITATTN_CHECK", "1")
     with pytest.raises(ValueError, match="JITATTN_CHECK: pages lists page 1000000 for K"):
         outside(case, monkeypatch, pages=pages)

@@ -1,0 +1,262 @@
+"""The kernels of a planner on a CUDA device: choice, schedules, and plans that launch them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import _C
+
+from jitattn.device.driver import DeviceFacts, device_facts
+from jitattn.device.workspace import Workspace, capture_buffers, default_workspace
+from jitattn.kernels.common.cuda_plan import CudaPlan, PlanPool
+from jitattn.kernels.common.device_kernels import arch_of
+from jitattn.kernels.common.kernel_launch import KernelLaunch
+from jitattn.kernels.common.kernel_loader import (
+    BoundKernels,
+    KernelInfo,
+    KernelLoader,
+    KernelMaker,
+    Role,
+)
+from jitattn.kernels.common.schedule_config import (
+    AttentionArguments,
+    FamilyTraits,
+    ScheduleConfig,
+    ScheduleConfigs,
+    plan_bytes,
+    schedule_config,
+    workspace_size,
+)
+from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.tma import TensorMaps, TmaTile
+from jitattn.tensors.cache_views import CacheView
+from jitattn.tensors.tensor_layouts import Batch
+
+
+class TargetDevice(NamedTuple):
+    """A CUDA device, and the architecture whose code it runs."""
+
+    device: torch.device
+    facts: DeviceFacts
+    arch: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> TargetDevice:
+        """Look a device up.
+
+        Raises:
+            ConfigError: no kernel runs on it.
+        """
+        assert device.index is not None
+        facts = device_facts(device.index)
+        return cls(device, facts, arch_of(facts))
+
+
+class CudaKernels:
+    """What plans batches for the kernels of a configuration; see ``Kernels`` of planner_base.
+
+    Attributes:
+        config: the planner's arguments.
+        device: where tensors and schedules are.
+        traits: those of the kernels' family.
+        specs: the specs of all kernels of the configuration.
+        loader: builds and loads the kernels.
+        multi_token_rows: the row tile of the multi-token decode kernel; 0 where there is none.
+    """
+
+    def __init__(
+        self,
+        config: AttentionArguments,
+        target: TargetDevice,
+        traits: FamilyTraits,
+        *,
+        specs: Sequence[AttentionSpec],
+        main_specs: Sequence[AttentionSpec],
+        make_kernels: KernelMaker,
+        launch_type: type[KernelLaunch] = KernelLaunch,
+        multi_token_rows: int = 0,
+    ) -> None:
+        """Start to build the kernels that nearly all caches need, and load those of decode.
+
+        Args:
+            config: the planner's arguments.
+            target: the device.
+            traits: those of the kernels' family.
+            specs: the specs of all kernels of the configuration.
+            main_specs: those of most caches; the first is decode's.
+            make_kernels: how kernels are made of specs.
+            launch_type: what launches one of them.
+            multi_token_rows: the row tile of the multi-token decode kernel; 0 for none.
+        """
+        self.config = config
+        self.device = target.device
+        self.traits = traits
+        self.specs = specs
+        self.multi_token_rows = multi_token_rows
+        self._target = target
+        self._launch_type = launch_type
+        self._multi_token_q_len = multi_token_rows // config.group_size
+        self._pool = PlanPool()
+        self.loader = KernelLoader(
+            main_specs,
+            make_kernels,
+            device_index=target.facts.index,
+            arch=target.arch,
+            hint=config.arguments_text(),
+        )
+
+    @property
+    def kernels(self) -> BoundKernels:
+        """The kernels of most caches."""
+        return self.loader.kernels
+
+    def plan(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
+        """Return a plan of ``batch``, whose schedule the device makes.
+
+        Raises:
+            ValueError: in a capture.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
+        configs = self.schedule_configs(batch.max_q_len)
+        size = batch.batch_size, batch.max_q_len
+        capacities = tuple([config.capacity_for(*size) for config in configs])
+        if workspace is None:
+            plan = self._plan_on_this_stream(configs, capacities)
+        else:
+            plan = self._new_plan(configs, capacities, workspace.reserve(*workspace_size(configs)))
+        plan.begin(batch)
+        return plan
+
+    def plan_for_call(self, workspace: Workspace | None, batch: Batch) -> CudaPlan:
+        """Return a plan that is run once, by the call that makes it, which may be captured.
+
+        Raises:
+            ValueError: the batch needs a kernel that isn't loaded, in a capture.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return self.plan_in_capture(batch)
+        return self.plan(workspace, batch)
+
+    def plan_in_capture(self, batch: Batch) -> CudaPlan:
+        """Return a plan whose memory and whose schedule are those of the graph that is captured.
+
+        Nothing but that graph can run it: outside of a replay there is no schedule.
+
+        Raises:
+            ValueError: the batch needs a kernel that isn't loaded.
+        """
+        configs = self.schedule_configs(batch.max_q_len)
+        size = batch.batch_size, batch.max_q_len
+        capacities = tuple([config.capacity_for(*size) for config in configs])
+        buffers = capture_buffers(self.device, *workspace_size(configs))
+        stream = _C._cuda_getCurrentRawStream(self._target.facts.index)
+        plan = self._new_plan(configs, capacities, buffers, stream)
+        plan.begin(batch)
+        return plan
+
+    def schedule_configs(self, max_q_len: int) -> ScheduleConfigs:
+        """Return those of the kernels that a batch needs, which are loaded then."""
+        decode = self._decode
+        if max_q_len <= decode[0].max_q_len:
+            return decode
+        configs = self._chosen(max_q_len)
+        if self._multi_token_q_len:
+            self.loader.need("decode_multi_token")
+        if configs is self._mixed:
+            self.loader.need("prefill")
+        return configs
+
+    def plan_bytes(self, batch_size: int, max_q_len: int) -> int:
+        """Return the bytes that a plan takes; nothing is loaded for it."""
+        return plan_bytes(self._chosen(max_q_len), batch_size, max_q_len)
+
+    def infos(self) -> list[KernelInfo]:
+        """Return the kernels asked for so far, and wait for those that still compile."""
+        return self.loader.infos()
+
+    def _chosen(self, max_q_len: int) -> ScheduleConfigs:
+        # Without requests of many rows the others would have nothing to do.
+        if max_q_len <= self._decode[0].max_q_len:
+            return self._decode
+        return self._multi_token if max_q_len <= self._multi_token_q_len else self._mixed
+
+    def _new_plan(
+        self,
+        configs: ScheduleConfigs,
+        capacities: tuple[int, ...],
+        buffers: tuple[torch.Tensor, torch.Tensor],
+        stream: int | None = None,
+    ) -> CudaPlan:
+        launches = [
+            self._launch_type(config, capacity, buffers, self.device)
+            for config, capacity in zip(configs, capacities, strict=True)
+        ]
+        return CudaPlan(launches, self._target.facts.index, stream)
+
+    def _plan_on_this_stream(
+        self, configs: ScheduleConfigs, capacities: tuple[int, ...]
+    ) -> CudaPlan:
+        """Return a plan that an earlier one left, or a new one."""
+        stream = _C._cuda_getCurrentRawStream(self._target.facts.index)
+        workspace = default_workspace(self.device, stream)
+        plan, idle = self._pool.take(workspace, configs, capacities)
+        if plan is None or not plan.has_buffers_of(workspace):  # it grows
+            buffers = workspace.reserve(*workspace_size(configs))
+            plan = self._new_plan(configs, capacities, buffers, stream)
+        plan.idle = idle
+        return plan
+
+    # Two threads may make one each: they are alike.
+    @functools.cached_property
+    def _decode(self) -> ScheduleConfigs:
+        return (self._schedule_config("decode"),)
+
+    @functools.cached_property
+    def _multi_token(self) -> ScheduleConfigs:
+        return (self._schedule_config("decode_multi_token"),)
+
+    @functools.cached_property
+    def _mixed(self) -> ScheduleConfigs:
+        # The same kernel takes a request whatever else a plan is for.
+        decode = self._multi_token if self._multi_token_q_len else self._decode
+        return (*decode, self._schedule_config("prefill"))
+
+    def _schedule_config(self, role: Role) -> ScheduleConfig:
+        kernel = self.kernels.of(role)
+        # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
+        decode_rows = kernel.row_tile
+        if role == "prefill":
+            decode_rows = self.multi_token_rows or self.kernels.decode.row_tile
+        return schedule_config(
+            self.config,
+            self.traits,
+            role,
+            kernel,
+            self.loader.schedule_kernel,
+            num_sms=self._target.facts.num_sms,
+            decode_rows=decode_rows,
+        )
+
+
+def map_cache(
+    k: CacheView, v: CacheView, tma_tiles: Mapping[str, TmaTile]
+) -> tuple[bool, TensorMaps | None]:
+    """Return whether the loader of aligned caches suits K and V, and the maps that it uses.
+
+    Args:
+        k: keys.
+        v: values.
+        tma_tiles: what the kernels load at a time through TMA, by role; none if they don't.
+    """
+    if not (k.is_vector_aligned and v.is_vector_aligned):
+        return False, None
+    if not tma_tiles:
+        return True, None
+    try:
+        return True, TensorMaps(k, v, tma_tiles)
+    except ValueError:
+        return False, None  # any strides will do for the plain loader

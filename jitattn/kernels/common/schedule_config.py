@@ -1,0 +1,319 @@
+"""The scheduling policy: CTAs of a planned kernel, work slots, and memory for both."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jitattn.device.workspace import SLICE_BYTES, aligned, workspace_bytes
+from jitattn.kernels.common.kernel_loader import PlannedKernel, Role, ScheduleKernel
+from jitattn.kernels.common.params import (
+    BOUNDARY_BYTES,
+    COST_BYTES,
+    HEADER_BYTES,
+    REQUEST_BYTES,
+    UNIT_BEGIN_BYTES,
+    UNIT_BYTES,
+    ScheduleParams,
+    kernel_params,
+)
+from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.layout import Layout
+from jitattn.spec.params import Divisor
+
+# The largest capacity whose plans a planner keeps when they are gone.
+MAX_IDLE_CAPACITY = 4096
+
+_LOG2E = math.log2(math.e)
+
+# The least that a split of a batch-invariant schedule holds.
+MIN_SPLIT_TOKENS = 512
+
+# Waves of work slots: those after the first even out what the first leaves uneven, and are halved.
+MAX_WAVES = 6
+
+
+AttentionArguments = PlannerConfig | MLAConfig
+"""Of either planner."""
+
+
+@dataclass(frozen=True)
+class FamilyTraits:
+    """Properties of a kernel family that schedules and parameters depend on.
+
+    Attributes:
+        is_mla: whether parameters have those of MLA.
+        max_splits: the most splits of a request that a batch-invariant plan makes.
+        tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
+        min_slot_cost: the least work that is worth a CTA, in KV tiles.
+    """
+
+    is_mla: bool
+    max_splits: int
+    tile_visit_cost: int
+    min_slot_cost: int
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleConfig:
+    """What the plans of a planner have in common, of one of its kernels.
+
+    Attributes:
+        role: what the kernel is for.
+        kernel: the kernel.
+        schedule_kernel: the kernel that makes its schedules.
+        max_q_len: the most query tokens of a request that fill one row tile, at least 1.
+        group_size: query heads of a KV head.
+        grid: CTAs.
+        max_slots: work slots of a schedule, of all waves.
+        num_values: floats of partial rows, which their sums follow.
+        num_partials: floats that it needs of a workspace.
+        num_counters: counters that it needs of a workspace.
+        is_ragged: whether K and V have no pages.
+        has_offsets: whether tables say where each request begins.
+        limits_sms: whether the planner leaves multiprocessors to others.
+        params_type: the type of its parameters.
+        params: its parameters as a plan begins with them.
+        schedule_params: likewise of the schedule kernel, a ``ScheduleParams``.
+    """
+
+    role: Role
+    kernel: PlannedKernel
+    schedule_kernel: ScheduleKernel
+    max_q_len: int
+    group_size: int
+    grid: int
+    max_slots: int
+    num_values: int
+    num_partials: int
+    num_counters: int
+    is_ragged: bool
+    has_offsets: bool
+    limits_sms: bool
+    params_type: type[ctypes.Structure]
+    params: bytes
+    schedule_params: bytes
+
+    def capacity_for(self, batch_size: int, max_q_len: int) -> int:
+        """Return for how many requests and query tiles the schedule of a batch has room."""
+        if self.role != "prefill":
+            return _capacity(batch_size)
+        num_rows = max_q_len * self.group_size
+        return _capacity(batch_size * -(-num_rows // self.kernel.row_tile))
+
+    def schedule_bytes(self, batch_size: int, max_q_len: int) -> int:
+        """Return the bytes of the schedule of a batch."""
+        return schedule_offsets(self.capacity_for(batch_size, max_q_len), self.max_slots)[1]
+
+
+ScheduleConfigs = tuple[ScheduleConfig, ...]
+"""Those of the kernels of a plan."""
+
+
+def schedule_config(
+    config: AttentionArguments,
+    traits: FamilyTraits,
+    role: Role,
+    kernel: PlannedKernel,
+    schedule_kernel: ScheduleKernel,
+    *,
+    num_sms: int,
+    decode_rows: int,
+) -> ScheduleConfig:
+    """Return what the plans of a planner have in common, of one of its kernels.
+
+    Args:
+        config: the planner's arguments.
+        traits: those of the kernel's family.
+        role: what the kernel is for.
+        kernel: the kernel.
+        schedule_kernel: the kernel that makes schedules.
+        num_sms: multiprocessors of the device.
+        decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
+            requests with more.
+    """
+    is_prefill = role == "prefill"
+    layout = Layout(config.page_table)
+    blocks = _head_blocks(config, kernel, is_prefill=is_prefill)
+    work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=is_prefill)
+    max_splits = traits.max_splits if config.batch_invariant else 0
+    slots = work.wave_slots * work.max_waves
+    num_rows = slots * 2 * max(max_splits, 1) * blocks.num_head_blocks * kernel.row_tile
+    # The sums of partial rows follow their values, and the counters what CTAs took off the queue.
+    num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
+    params_type = kernel_params(layout, config.variant, is_latent=traits.is_mla)
+    return ScheduleConfig(
+        role=role,
+        kernel=kernel,
+        schedule_kernel=schedule_kernel,
+        max_q_len=max(1, kernel.row_tile // config.group_size),
+        group_size=config.group_size,
+        grid=work.grid,
+        max_slots=slots,
+        num_values=num_values,
+        num_partials=num_values + 2 * num_rows,
+        num_counters=SLICE_BYTES // 4 + slots * blocks.num_head_blocks,
+        is_ragged=not layout.has_pages,
+        has_offsets=layout.has_offsets,
+        limits_sms=config.num_sms is not None,
+        params_type=params_type,
+        params=_kernel_params(params_type, config, blocks, work, max_splits),
+        schedule_params=_schedule_params(
+            config,
+            traits,
+            kernel,
+            blocks,
+            work,
+            decode_rows=decode_rows,
+            prefill_rows=kernel.row_tile if is_prefill else 0,
+            max_splits=max_splits,
+        ),
+    )
+
+
+class _HeadBlocks(NamedTuple):
+    """Blocks of rows and of values that a query tile is split into."""
+
+    num_row_blocks: int
+    num_head_blocks: int
+
+
+def _head_blocks(
+    config: AttentionArguments, kernel: PlannedKernel, *, is_prefill: bool
+) -> _HeadBlocks:
+    num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
+    num_value_blocks = (config.head_dim_vo or config.head_dim) // kernel.tile.value_dim
+    return _HeadBlocks(num_row_blocks, config.num_kv_heads * num_row_blocks * num_value_blocks)
+
+
+class _WorkSlots(NamedTuple):
+    """CTAs, and the work slots that they are dealt."""
+
+    grid: int
+    wave_slots: int
+    max_waves: int
+
+
+def _work_slots(
+    config: AttentionArguments,
+    kernel: PlannedKernel,
+    num_head_blocks: int,
+    num_sms: int,
+    *,
+    is_prefill: bool,
+) -> _WorkSlots:
+    num_ctas = num_sms * kernel.tile.ctas_per_sm
+    if config.num_sms is not None:
+        # The card spreads CTAs over its SMs, so that each is one SM taken from others.
+        num_ctas = min(config.num_sms, num_sms)
+    wave_slots = max(1, num_ctas // num_head_blocks)
+    # Work tiles of whole query tiles, which prefill may have, are dealt to any number of CTAs.
+    grid = num_ctas if is_prefill else wave_slots * num_head_blocks
+    if config.num_sms is not None:
+        grid = min(grid, num_ctas)
+    # A work queue has fixed splits, too: more than a batch-invariant plan has room for.
+    max_waves = 1
+    if isinstance(kernel.tile, DecodeTile) and not config.batch_invariant:
+        # A CTA notes one work tile more than it may do: that there is none.
+        most = (MAX_PIECES - 1) // (wave_slots * num_head_blocks)
+        max_waves = max(1, min(MAX_WAVES, most))
+    return _WorkSlots(grid, wave_slots, max_waves)
+
+
+def _kernel_params(
+    params_type: type[ctypes.Structure],
+    config: AttentionArguments,
+    blocks: _HeadBlocks,
+    work: _WorkSlots,
+    max_splits: int,
+) -> bytes:
+    params = params_type()
+    attention = params.attention
+    attention.num_row_blocks = Divisor.of(blocks.num_row_blocks)
+    attention.num_head_blocks = Divisor.of(blocks.num_head_blocks)
+    attention.claims_pieces = work.max_waves > 1
+    attention.max_splits = max_splits
+    attention.num_qo_heads = config.num_qo_heads
+    attention.group_size = Divisor.of(config.group_size)
+    attention.is_causal = config.causal
+    attention.window_left = config.window_left
+    attention.early_kv = config.early_kv
+    scale, cap = config.score_scale, config.logits_soft_cap
+    attention.score_scale = scale / cap if cap > 0 else scale * _LOG2E
+    attention.cap_log2 = cap * _LOG2E
+    return bytes(params)
+
+
+def _schedule_params(
+    config: AttentionArguments,
+    traits: FamilyTraits,
+    kernel: PlannedKernel,
+    blocks: _HeadBlocks,
+    work: _WorkSlots,
+    *,
+    decode_rows: int,
+    prefill_rows: int,
+    max_splits: int,
+) -> bytes:
+    tile_tokens = kernel.tile.tile_tokens
+    return bytes(
+        ScheduleParams(
+            is_causal=config.causal,
+            window_left=config.window_left,
+            group_size=config.group_size,
+            decode_rows=decode_rows,
+            prefill_rows=prefill_rows,
+            tile_tokens=tile_tokens,
+            unit_cost=traits.tile_visit_cost,
+            min_slot_cost=traits.min_slot_cost,
+            min_split_tiles=max(1, MIN_SPLIT_TOKENS // tile_tokens),
+            entry_tokens=config.page_size or 1,
+            max_splits=max_splits,
+            round_slots=work.wave_slots,
+            max_rounds=work.max_waves,
+            num_ctas=work.grid,
+            num_head_blocks=blocks.num_head_blocks,
+        )
+    )
+
+
+def workspace_size(configs: ScheduleConfigs) -> tuple[int, int]:
+    """Return the floats and the counters of a workspace for the kernels of a plan."""
+    return (
+        max(config.num_partials for config in configs),
+        max(config.num_counters for config in configs),
+    )
+
+
+def plan_bytes(configs: ScheduleConfigs, batch_size: int, max_q_len: int) -> int:
+    """Return the bytes of a workspace for a plan and of its own schedules."""
+    schedules = sum(aligned(config.schedule_bytes(batch_size, max_q_len)) for config in configs)
+    return workspace_bytes(*workspace_size(configs)) + schedules
+
+
+@functools.lru_cache(maxsize=1024)
+def _capacity(count: int) -> int:
+    # In powers of two, so that the next step's batch has the same.
+    return count if count > MAX_IDLE_CAPACITY else 1 << max(count - 1, 15).bit_length()
+
+
+def schedule_offsets(capacity: int, max_slots: int) -> tuple[tuple[int, ...], int]:
+    """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size.
+
+    It has room for ``capacity`` requests and query tiles.
+    """
+    parts = (
+        HEADER_BYTES,
+        REQUEST_BYTES * capacity,
+        UNIT_BYTES * capacity,
+        BOUNDARY_BYTES * (max_slots + 1),
+        UNIT_BEGIN_BYTES * (capacity + 1),
+        COST_BYTES * (capacity + 1),
+    )
+    *offsets, size = itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0)
+    return tuple(offsets), size

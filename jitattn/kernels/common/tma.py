@@ -1,0 +1,179 @@
+"""Tensor maps of a cache, by which TMA loads tiles of K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from jitattn.device.driver import encode_tensor_map
+from jitattn.spec.layout import SEGMENT_BYTES
+from jitattn.tensors.cache_views import CacheView
+
+# Tokens whose segments a grouped tile has one after the other: as many as a swizzle repeats at.
+_GROUP_TOKENS = 8
+
+
+class TmaTile(NamedTuple):
+    """Tile of K or V that one TMA instruction loads."""
+
+    tokens: int
+    key_columns: int
+    value_columns: int
+    # Whether it arrives as groups of eight tokens, of which each has all its segments before the
+    # next, instead of as segments, of which each has all tokens. Of one head only.
+    is_grouped: bool = False
+    # Whether the L2 cache fetches two lines of a row at a time. Who waits for memory alone is 5 %
+    # slower then on an H200, and who computes too is not: docs/perf-log.md.
+    fetches_pairs: bool = False
+
+
+class LoadedTile(Protocol):
+    """What TMA loads for a kernel at a time."""
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens of a page."""
+        ...
+
+    @property
+    def key_box_columns(self) -> int:
+        """Columns of K; 0: all."""
+        ...
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of V."""
+        ...
+
+    @property
+    def fetches_pairs(self) -> bool:
+        """Whether L2 loads segments in pairs."""
+        ...
+
+
+def tma_tile_of(tile: LoadedTile, head_dim: int) -> TmaTile:
+    """Return the TMA tile of a kernel of ``tile``, whose K has ``head_dim`` columns."""
+    key_columns = tile.key_box_columns or head_dim
+    return TmaTile(tile.box_tokens, key_columns, tile.value_dim, fetches_pairs=tile.fetches_pairs)
+
+
+class TensorMaps:
+    """The tensor maps of a cache's K and V, as launches of each kernel take them."""
+
+    __slots__ = ("_encoded", "_first", "_k", "_last", "_tiles", "_v")
+
+    def __init__(self, k: CacheView, v: CacheView, tiles: Mapping[str, TmaTile]) -> None:
+        """Encode those of the first kernel; the others follow when they are needed.
+
+        Args:
+            k: keys.
+            v: values.
+            tiles: of each kernel, by its role.
+
+        Raises:
+            ValueError: the driver has none for these strides.
+        """
+        self._k, self._v, self._tiles = k, v, tiles
+        # By tile: kernels of the same tile have the same maps.
+        self._encoded: dict[TmaTile, tuple[int, int, bytes]] = {}
+        # By what kernels are for, which is soon found.
+        self._last: dict[str, tuple[int, int, bytes]] = {}
+        self._first = next(iter(tiles))
+        self.at(self._first, k.tensor.data_ptr(), v.tensor.data_ptr())
+
+    def at(self, role: str, k_at: int, v_at: int) -> bytes:
+        """Return the bytes of both for a kernel, where K and V are at these addresses now."""
+        last = self._last.get(role)
+        if last is None or k_at != last[0] or v_at != last[1]:
+            # A kernel that uses none gets those of the first.
+            tile = self._tiles.get(role) or self._tiles[self._first]
+            last = self._encoded.get(tile)
+            if last is None or (k_at, v_at) != last[:2]:
+                last = self._encoded[tile] = k_at, v_at, self._encode(tile, k_at, v_at)
+            self._last[role] = last
+        return last[2]
+
+    def _encode(self, tile: TmaTile, k_at: int, v_at: int) -> bytes:
+        k, v = _Rows(self._k, k_at), _Rows(self._v, v_at)
+        encode = _grouped_map if tile.is_grouped else _tensor_map
+        return encode(k, tile, tile.key_columns) + encode(v, tile, tile.value_columns)
+
+
+class _Rows(NamedTuple):
+    """Where K or V is now, as [num_pages, page_size, num_heads, head_dim]."""
+
+    view: CacheView
+    pointer: int
+
+    @property
+    def segment(self) -> int:
+        """Elements of a segment of a row."""
+        return SEGMENT_BYTES // self.view.tensor.element_size()
+
+    @property
+    def byte_strides(self) -> list[int]:
+        """Those of pages, tokens and heads.
+
+        Nobody steps along a dimension of size 1, whose stride is 0 here, which is none to the
+        driver.
+        """
+        item_bytes = self.view.tensor.element_size()
+        return [
+            stride * item_bytes if size > 1 else SEGMENT_BYTES
+            for stride, size in zip(self.view.strides, self.view.tensor.shape[:3], strict=True)
+        ]
+
+    def encode(
+        self, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int], *, in_pairs: bool
+    ) -> bytes:
+        """Return the map of these dimensions, or raise ValueError."""
+        tensor = self.view.tensor
+        # Beside a row of one line may lie another head's, which others read when it suits them.
+        fetch_bytes = 256 if in_pairs and tensor.shape[3] > self.segment else 128
+        encoded = 0 not in strides and encode_tensor_map(
+            self.pointer, tensor.element_size(), sizes, strides, tile, fetch_bytes=fetch_bytes
+        )
+        if not encoded:
+            given = list(tensor.stride())
+            raise ValueError(f"the driver maps no tensor of strides {given} at {self.pointer:#x}")
+        return encoded
+
+
+def _tensor_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
+    """Return the map of K or V, whose tiles have so many columns.
+
+    Dimensions as in struct TensorMap of attention_params.cuh.
+    """
+    num_pages, page_size, num_heads, head_dim = rows.view.tensor.shape
+    page_stride, token_stride, head_stride = rows.byte_strides
+    if tile.tokens > page_size:  # no pages: tokens follow each other
+        num_pages, page_size = 1, num_pages
+        page_stride, token_stride = SEGMENT_BYTES, page_stride
+    # A row that ends inside a segment is cut there, and TMA tiles have one segment each.
+    is_clipped = head_dim % rows.segment != 0
+    num_segments, tile_segments = head_dim // rows.segment, columns // rows.segment
+    row_columns = rows.segment
+    if is_clipped:
+        row_columns, num_segments, tile_segments = head_dim, 1, 1
+    return rows.encode(
+        (row_columns, page_size, num_segments, num_heads, num_pages),
+        (token_stride, SEGMENT_BYTES, head_stride, page_stride),
+        (rows.segment, tile.tokens, tile_segments, 1, 1),
+        in_pairs=tile.fetches_pairs,
+    )
+
+
+def _grouped_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
+    """Return the map of rows of one head, whose tiles are groups of tokens.
+
+    Dimensions {elements of a segment, tokens of a group, segments of a row, groups, pages}.
+    """
+    num_pages, page_size, _, head_dim = rows.view.tensor.shape
+    page_stride, token_stride, _ = rows.byte_strides
+    groups = page_size // _GROUP_TOKENS
+    return rows.encode(
+        (rows.segment, _GROUP_TOKENS, head_dim // rows.segment, groups, num_pages),
+        (token_stride, SEGMENT_BYTES, token_stride * _GROUP_TOKENS, page_stride),
+        (rows.segment, _GROUP_TOKENS, columns // rows.segment, tile.tokens // _GROUP_TOKENS, 1),
+        in_pairs=tile.fetches_pairs,
+    )

@@ -1,0 +1,58 @@
+"""``jitattn demo`` and ``doctor``: the machine, tried and examined."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from jitattn.base import knobs
+from jitattn.version import __version__
+
+if TYPE_CHECKING:
+    from jitattn.tools.doctor import Finding
+from jitattn.tools.console import UsageError, load_knobs, make_console, make_table
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Run the demo; 1 if a result is wrong."""
+    try:
+        from jitattn.tools import demo
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the demo computes, and needs torch: {error}") from error
+    return 0 if demo.run(make_console(), load_knobs()) else 1
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print what the machine has; 1 if something is missing."""
+    from jitattn.tools import doctor
+
+    try:
+        settings = load_knobs()
+    except ModuleNotFoundError:  # of the folder of caches, which is a finding, too
+        settings = knobs.Knobs(cache_dir=None)
+    findings = doctor.examine(settings)
+    try:
+        _print_findings(findings)
+    except ModuleNotFoundError:  # of what draws tables
+        for finding in findings:
+            sys.stdout.write(f"{_MARKS[finding.ok][0]} {finding.what}: {finding.found}\n")
+    for finding in findings:
+        if finding.advice:
+            sys.stdout.write(f"{finding.what}: {finding.advice}\n")
+    return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+_MARKS = {True: ("ok", "green"), False: ("no", "red"), None: ("--", "yellow")}
+
+
+def _print_findings(findings: Iterable[Finding]) -> None:
+    from rich.markup import escape
+
+    console = make_console()
+    table = make_table(console, f"jitattn {__version__}", "", "what", "found")
+    for finding in findings:
+        mark, colour = _MARKS[finding.ok]
+        table.add_row(f"[{colour}]{mark}[/]", finding.what, escape(finding.found))
+    console.print(table)

@@ -1,0 +1,271 @@
+// The warpgroups that bring Q, and K and V of quantised caches, which they convert on the way: half of
+// the warps K, the others V. Vectors of 16 elements land in shared memory a tile ahead; the lane that
+// asked for one converts it. Of NVFP4 that is a block; its scale lands beside that of its row's first
+// in the segment, four together.
+#pragma once
+
+#include "jitattn/dequant_kernel.cuh"
+
+#include "jitattn/attention/barriers.cuh"
+#include "jitattn/attention/query_loader.cuh"
+#include "jitattn/attention/wgmma_tiles.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/nvfp4.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+constexpr int kPartWarps = kProducerThreads / kWarpSize / 2;
+constexpr int kPartThreads = kPartWarps * kWarpSize;
+constexpr int kVectorElements = 16;
+constexpr int kVectorSize = stored_bytes(kVectorElements) / sizeof(KVType::Storage);
+// A warp has eight rows of a tile at a time, four lanes a row: their writes meet no bank twice.
+constexpr int kRowGroups = kTileTokens / 8;
+constexpr int kWarpGroups = (kRowGroups + kPartWarps - 1) / kPartWarps;
+constexpr int kLandingOffset = kQueryOffset + kNumQueryStages * kQueryStageBytes;
+
+static_assert(8 * kWarpGroups <= kWarpSize, "each lane finds one row");
+static_assert(kLandingOffset + kWarpGroups * (kKeySegments + kValueSegments) * kPartThreads * 16 ==
+                  kSmemBytes,
+              "the host asks for exactly the shared memory that is used");
+
+// A tile of a job, whose tables are found once a job.
+struct TilePlace {
+  int32_t job;  // kNoPiece after the last
+  int32_t tile;
+  PageTable::Row page_row;
+};
+
+// Brings K or V, one tile after the other.
+template <bool kIsKey>
+struct TileConverter {
+  const KernelParams& params;
+  Shared& shared;
+  uint32_t smem;
+
+  static constexpr int kSegments = kIsKey ? kKeySegments : kValueSegments;
+
+  // Converts a tile, unless there is none, and asks for the next.
+  __device__ __forceinline__ void bring(const TilePlace& now, const TilePlace& next,
+                                        Ring& ring) const {
+    const int32_t page = find_page(next);  // before it is needed
+    if (now.job != kNoPiece) {
+      mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
+      cp_async_wait_all();
+      if constexpr (kHasBlocks) __syncwarp();  // the scales of a row were asked for by another lane
+      const uint32_t stage = smem + (kIsKey ? kKeyOffset + ring.stage * kKeyStageBytes
+                                            : kValueOffset + ring.stage * kValueStageBytes);
+#pragma unroll 1
+      for (int group = 0; group < kWarpGroups; ++group) convert(stage, group);
+      fence_before_boxes();  // the products read by the same way as boxes are written
+      __syncwarp();
+      if (lane_idx() == 0) {
+        mbarrier_arrive(kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));
+      }
+      ring.next(kNumStages);
+    }
+    // Not before the fence, which would wait for what is asked for.
+    if (next.job != kNoPiece) ask(next, page);
+  }
+
+ private:
+  static __device__ __forceinline__ bool has(int segment) {
+    return (segment * 4 + lane_idx() % 4) * kVectorElements < Source<kIsKey>::kDim;
+  }
+
+  // Row of the tile that is row `row` of the warp's group `group`.
+  static __device__ __forceinline__ int tile_row(int group, int row) {
+    return ((warp_idx() - kNumWarps) % kPartWarps + group * kPartWarps) * 8 + row;
+  }
+
+  // Where a vector of this lane lands.
+  __device__ __forceinline__ uint32_t landing(int group, int segment) const {
+    constexpr int kFirst = kIsKey ? 0 : kWarpGroups * kKeySegments;
+    const int thread = (threadIdx.x - kNumThreads) % kPartThreads;
+    return smem + kLandingOffset +
+           ((kFirst + group * kSegments + segment) * kPartThreads + thread) * 16;
+  }
+
+  // Of this lane's row: each lane has one of the warp's.
+  static __device__ __forceinline__ int lane_row() {
+    return tile_row(lane_idx() / 8, lane_idx() % 8);
+  }
+  __device__ __forceinline__ int32_t find_page(const TilePlace& place) const {
+    if (place.job == kNoPiece) return 0;
+    const TileTokens tokens(shared.jobs[place.job], place.tile);
+    const int row = lane_row();
+    if (row < tokens.first || row >= tokens.last) return 0;
+    return Source<kIsKey>::id(params, place.page_row, tokens.begin + row);
+  }
+
+  // Asks for a tile; zeros where there are no tokens, for a NaN left in a slot that the request does
+  // not own must not meet a probability of zero.
+  __device__ __forceinline__ void ask(const TilePlace& place, int32_t page) const {
+    const AttentionParams& attention = params.attention;
+    const Job& job = shared.jobs[place.job];
+    const TileTokens tokens(job, place.tile);
+    const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
+    base +=
+        job.block(attention).kv_head * (kIsKey ? attention.k_head_stride : attention.v_head_stride);
+    const int row = lane_row();
+    const bool exists = row >= tokens.first && row < tokens.last;
+    const Location at = PageTable::locate(page, tokens.begin + row);
+    const KVType::Storage* source =
+        base + at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
+        at.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride);
+    const auto address = exists ? reinterpret_cast<uint64_t>(source) : 0;
+    if constexpr (kHasBlocks) ask_scales(job.block(attention).kv_head, at, exists);
+#pragma unroll 1
+    for (int group = 0; group < kWarpGroups; ++group) {
+      const uint64_t row_address = __shfl_sync(0xffffffff, address, group * 8 + lane_idx() / 4);
+      const auto* vectors =
+          reinterpret_cast<const KVType::Storage*>(row_address) + lane_idx() % 4 * kVectorSize;
+      for_each<kSegments>([&](int segment) {
+        copy(landing(group, segment), vectors + segment * 4 * kVectorSize,
+             row_address != 0 && has(segment));
+      });
+    }
+  }
+
+  // Where the scales of a lane's row in a segment land, one for each of its four lanes.
+  __device__ __forceinline__ uint32_t scale_landing(int group, int segment) const {
+    return landing(group, segment) - lane_idx() % 4 * 16 + 8;
+  }
+
+  // Asks for the scales of the blocks of a tile; `at` and `exists` are of the row of each lane.
+  __device__ __forceinline__ void ask_scales(int32_t kv_head, const Location& at,
+                                             bool exists) const {
+    constexpr bool kAreFours = kUseVectorLoads && block_bytes(Source<kIsKey>::kDim) % 4 == 0;
+    const BlockScales& blocks = kIsKey ? params.k_blocks : params.v_blocks;
+    const uint8_t* source = blocks.scales + kv_head * blocks.head_stride +
+                            at.page * blocks.page_stride + at.token * blocks.token_stride;
+    const auto address = exists ? reinterpret_cast<uint64_t>(source) : 0;
+    const int part = lane_idx() % 4;
+#pragma unroll 1
+    for (int group = 0; group < kWarpGroups; ++group) {
+      const uint64_t row_address = __shfl_sync(0xffffffff, address, group * 8 + lane_idx() / 4);
+      const auto* scales = reinterpret_cast<const uint8_t*>(row_address);
+      if constexpr (kAreFours) {
+        for_each<kSegments>([&](int segment) {
+          if (part != 0) return;
+          cp_async_few<4>(scale_landing(group, segment), scales + segment * 4, row_address != 0);
+        });
+      } else {
+        uint32_t bytes[kSegments];  // all on their way before the first is stored
+        for_each<kSegments>([&](int segment) {
+          const bool is_there = row_address != 0 && has(segment);
+          bytes[segment] = is_there ? scales[segment * 4 + part] : 0;
+        });
+        for_each<kSegments>([&](int segment) {
+          st_shared_byte(scale_landing(group, segment) + part, bytes[segment]);
+        });
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void copy(uint32_t place, const KVType::Storage* source,
+                                              bool exists) {
+    if constexpr (kHasBlocks) {
+      if constexpr (kUseVectorLoads) {
+        cp_async_few<8>(place, source, exists);
+      } else {
+        uint2 words = {};
+        if (exists) words = load_8(source);
+        st_shared_8(place, words);
+      }
+    } else if constexpr (kUseVectorLoads) {
+      cp_async_16<128>(place, source, exists);
+    } else {
+      uint4 words = {};
+      if (exists) words = load_16(source);
+      st_shared_16(place, words);
+    }
+  }
+
+  __device__ __forceinline__ void convert(uint32_t stage, int group) const {
+    const int row = tile_row(group, lane_idx() / 4);
+    if (kRowGroups % kPartWarps != 0 && row >= kTileTokens) return;
+    for_each<kSegments>([&](int segment) {
+      if (!has(segment)) return;
+      const uint32_t place =
+          Source<kIsKey>::row(stage, segment, row) + (lane_idx() % 4 * 2 ^ row % 8) * 16;
+      if constexpr (kHasBlocks) {
+        const uint2 elements = ld_shared_8(landing(group, segment));
+        const uint32_t byte = ld_shared_byte(scale_landing(group, segment) + lane_idx() % 4);
+        const uint32_t scales = low_twice(block_scale_pair<QType>(byte));
+        st_shared_16(place, block_eight<QType>(elements.x, scales));
+        st_shared_16(place ^ 16, block_eight<QType>(elements.y, scales));
+      } else {
+        const uint4 words = ld_shared_16(landing(group, segment));
+        const uint2 a = unpack_pairs<QType, KVType>(words.x);
+        const uint2 b = unpack_pairs<QType, KVType>(words.y);
+        const uint2 c = unpack_pairs<QType, KVType>(words.z);
+        const uint2 d = unpack_pairs<QType, KVType>(words.w);
+        st_shared_16(place, {a.x, a.y, b.x, b.y});
+        st_shared_16(place ^ 16, {c.x, c.y, d.x, d.y});
+      }
+    });
+  }
+};
+
+// Finds the jobs, and brings their Q, K and V. Empty ones are answered for on the way. A tile is
+// brought when the one after it is known: that of the next job once the last is under way.
+__device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
+  prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
+  JobSource source(params);
+  const TileConverter<true> keys = {params, shared, smem};
+  const TileConverter<false> values = {params, shared, smem};
+  const bool is_key = warp_idx() - kNumWarps < kPartWarps;
+  Ring ring = {0, 1};  // the stages are empty: the phase before their first is over
+  Ring queries = {0, 1};
+  const bool is_first = threadIdx.x % kQueryThreads == 0;
+  int32_t index = 0;
+  TilePlace now = {kNoPiece};
+#pragma unroll 1
+  while (true) {
+    Job& job = shared.jobs[index];
+    // Where Q has one stage, it is free when the scores of the last tile are there.
+    if (kNumQueryStages > 1) mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
+    if (is_first) {
+      source.next(job);
+      job.query_stage = queries.stage;
+    }
+    sync_threads<kQueryThreads>(kQueryBarrier);  // the job is written
+    const bool is_end = job.work == kNoPiece;
+    if (!is_end && job.is_empty()) {
+      write_empty(params.attention, job, threadIdx.x % kQueryThreads, kQueryThreads);
+      sync_threads<kQueryThreads>(kQueryBarrier);  // and read
+      continue;
+    }
+    const auto deliver_query = [&] {
+      const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
+      if (!is_end) bring_query(params.attention, job, stage);
+      mbarrier_arrive(shared.q_full(queries.stage));
+    };
+    if (kNumQueryStages > 1) deliver_query();
+    TilePlace next = {kNoPiece};
+    if (!is_end) next = {index, job.begin, params.pages.row(job.unit.request)};
+    bool is_begun = false;
+#pragma unroll 1
+    while (true) {
+      if (is_key) {
+        keys.bring(now, next, ring);
+      } else {
+        values.bring(now, next, ring);
+      }
+      if (kNumQueryStages == 1 && !is_begun) {
+        mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
+        deliver_query();
+      }
+      is_begun = true;
+      now = next;
+      if (is_end || ++next.tile == job.end) break;
+    }
+    if (is_end) break;
+    queries.next(kNumQueryStages);
+    index = (index + 1) % kNumJobs;
+  }
+}
+
+}  // namespace jitattn

@@ -1,0 +1,229 @@
+// Brings K and V to shared memory ahead of their use, in copies of 16 bytes or less.
+#pragma once
+
+#include "jitattn/attention/tile_iterator.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// Copies the slices that this warp loads of the tile kNumStages ahead of the one that is consumed.
+struct KvLoader {
+  TileIterator walk;
+  uint32_t ring;   // in shared memory: this warp's, or everyone's
+  uint32_t stage;  // byte offset into the ring
+
+  // What issue_v() copies: the step of the last issue_k().
+  int32_t v_issue_work;
+  int32_t v_issue_id;
+  int32_t v_issue_slice;
+  int32_t v_issue_tokens;  // first and last, in one register
+
+  static constexpr int kVectorSize = kVectorBytes / sizeof(KVType::Storage);
+  static constexpr bool kIsOneRunASlice = TileIterator::kIsOneRunASlice;
+
+  __device__ __forceinline__ KvLoader(const KernelParams& params, const Queue& queue, uint32_t smem)
+      : walk(params, queue) {
+    ring = smem + (kSharesTiles ? 0 : warp_idx() * kNumStages * kStageBytes);
+    stage = 0;
+  }
+
+  __device__ __forceinline__ void finish() const {}
+
+  __device__ __forceinline__ uint32_t k_smem() const { return ring + stage; }
+  __device__ __forceinline__ uint32_t v_smem() const {
+    return ring + stage + kStageTokens * kKeyRowBytes;
+  }
+  // The scales of blocks, behind both.
+  __device__ __forceinline__ uint32_t k_scales_smem() const {
+    return v_smem() + kStageTokens * kValueRowBytes;
+  }
+  __device__ __forceinline__ uint32_t v_scales_smem() const {
+    return k_scales_smem() + kStageTokens * block_bytes(kKeyDim);
+  }
+
+  // Waits for the oldest copy, K and V in turn. Every copy is a group, and groups that bring
+  // nothing are committed too, so the count never changes. The first kNumStages steps only fill the
+  // ring: there is nothing to wait for yet.
+  __device__ __forceinline__ void wait_k() { wait(); }
+  __device__ __forceinline__ void wait_v() { wait(); }
+
+  // The K just consumed makes room for the next; every thread has read it.
+  __device__ __forceinline__ void issue_k() {
+    synchronize();
+    copy_next_k();
+  }
+
+  // Likewise V, which ends the step.
+  __device__ __forceinline__ void issue_v() {
+    synchronize();
+    copy_next_v();
+    stage = stage == (kNumStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+  }
+
+ private:
+  static __device__ __forceinline__ void synchronize() {
+    if constexpr (kSharesTiles) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  }
+
+  // The first row of a stage that this warp fills.
+  static __device__ __forceinline__ int first_row() {
+    return kSharesTiles ? warp_idx() * kSliceTokens : 0;
+  }
+
+  __device__ __forceinline__ void wait() {
+    cp_async_wait<2 * kNumStages - 1>();
+    synchronize();  // the other threads' copies have landed as well
+  }
+
+  __device__ __forceinline__ void copy_next_k() {
+    const AttentionParams& params = walk.params.attention;
+    walk.wait_for_tokens();
+    const HeadBlock block(params, walk.work);
+    const auto* k = static_cast<const KVType::Storage*>(params.k);
+    copy_rows<kKeyDim>(k_smem() + first_row() * kKeyRowBytes,
+                       k + block.kv_head * params.k_head_stride, params.k_page_stride,
+                       params.k_token_stride, walk.k_id, walk.slice, walk.first, walk.last);
+    if constexpr (kHasBlocks) {
+      copy_scales<kKeyDim>(k_scales_smem(), walk.params.k_blocks, block.kv_head, 0, walk.k_id,
+                           walk.slice, walk.first, walk.last);
+    }
+    cp_async_commit();
+    v_issue_work = walk.work;
+    v_issue_id = walk.v_id;
+    v_issue_slice = walk.slice;
+    v_issue_tokens = min(walk.first, kSliceTokens) | walk.last << 16;
+    walk.next_step();
+  }
+
+  __device__ __forceinline__ void copy_next_v() {
+    const AttentionParams& params = walk.params.attention;
+    const HeadBlock block(params, Queue::kIsOnePiece ? walk.work : v_issue_work);
+    const auto* v = static_cast<const KVType::Storage*>(params.v);
+    constexpr int kBlockSize = stored_bytes(kValueDim) / sizeof(KVType::Storage);
+    copy_rows<kValueDim>(v_smem() + first_row() * kValueRowBytes,
+                         v + block.kv_head * params.v_head_stride + block.value_block * kBlockSize,
+                         params.v_page_stride, params.v_token_stride, v_issue_id, v_issue_slice,
+                         v_issue_tokens & 0xffff, v_issue_tokens >> 16);
+    if constexpr (kHasBlocks) {
+      copy_scales<kValueDim>(v_scales_smem(), walk.params.v_blocks, block.kv_head,
+                             block.value_block * block_bytes(kValueDim), v_issue_id, v_issue_slice,
+                             v_issue_tokens & 0xffff, v_issue_tokens >> 16);
+    }
+    cp_async_commit();
+  }
+
+  // Copies the tokens [first, last) of a slice, zeros for the others: a NaN left in a slot that
+  // the request does not own must not meet a probability of zero.
+  template <int kDim>
+  __device__ __forceinline__ void copy_rows(uint32_t smem, const KVType::Storage* base,
+                                            int64_t page_stride, int64_t token_stride, int32_t id,
+                                            int32_t slice, int32_t first, int32_t last) {
+    constexpr int kVectors = stored_bytes(kDim) / kVectorBytes;
+    // A tile that all warps read must not keep what it held before.
+    if (!kSharesTiles && first >= last) return;
+    // The token whose entry this lane holds.
+    const int32_t token = slice + (kIsOneRunASlice ? first : lane_idx() % kSliceTokens);
+    const Location place = PageTable::locate(id, token);
+    int64_t offset = place.page * page_stride + place.token * token_stride;
+    if (kIsOneRunASlice) offset -= first * token_stride;  // to row 0 of the slice
+    // A row is copied as pieces of 32, 16, ... vectors, so that every lane's place is a shift away.
+    const SliceRows rows = {smem, base, offset, token_stride, first, last};
+    for_each<kVectors / 32>([&](int i) { copy_columns<kVectors, 32>(rows, i * 32); });
+    if constexpr (kVectors & 16) copy_columns<kVectors, 16>(rows, kVectors & ~31);
+    if constexpr (kVectors & 8) copy_columns<kVectors, 8>(rows, kVectors & ~15);
+    if constexpr (kVectors & 4) copy_columns<kVectors, 4>(rows, kVectors & ~7);
+    if constexpr (kVectors & 2) copy_columns<kVectors, 2>(rows, kVectors & ~3);
+    if constexpr (kVectors & 1) copy_columns<kVectors, 1>(rows, kVectors & ~1);
+  }
+
+  struct SliceRows {
+    uint32_t smem;
+    const KVType::Storage* base;
+    int64_t offset;  // of row 0, or of this lane's token
+    int64_t token_stride;
+    int32_t first;
+    int32_t last;
+  };
+
+  // Copies kWidth columns of vectors from `column` on.
+  template <int kVectors, int kWidth>
+  __device__ __forceinline__ void copy_columns(const SliceRows& rows, int column) {
+    constexpr int kRows = kWarpSize / kWidth;
+    constexpr int kSteps = (kSliceTokens + kRows - 1) / kRows;
+    const int vector = column + lane_idx() % kWidth;
+    // Unrolled as far as copies overlap, where the accumulator leaves registers for it.
+    constexpr bool kIsWide = kSharesTiles || kRowTile * kValueDim > 1024;
+#pragma unroll(!kUseVectorLoads ? 1 : kIsWide ? 2 : 8)
+    for (int i = 0; i < kSteps; ++i) {
+      const int row = i * kRows + lane_idx() / kWidth;
+      const int64_t row_offset = kIsOneRunASlice
+                                     ? rows.offset + row * rows.token_stride
+                                     : __shfl_sync(0xffffffff, rows.offset, row % kSliceTokens);
+      if (kRows > kSliceTokens && row >= kSliceTokens) continue;
+      copy_vector<kVectors>(
+          rows.smem + row * padded_row(kVectorBytes * kVectors) + vector * kVectorBytes,
+          rows.base + row_offset + vector * kVectorSize, row >= rows.first && row < rows.last);
+    }
+  }
+
+  template <int kVectors>
+  __device__ __forceinline__ void copy_vector(uint32_t smem, const KVType::Storage* source,
+                                              bool exists) {
+    if constexpr (kVectorBytes == 8) {
+      copy_8(smem, source, exists);
+    } else if constexpr (kUseVectorLoads) {
+      // Beside a row of half a line lies one that another CTA wants at the same time.
+      cp_async_16<kVectors == 8 ? 256 : 128>(smem, source, exists);
+    } else {
+      uint4 words = {};
+      if (exists) words = load_16(source);
+      st_shared_16(smem, words);
+    }
+  }
+
+  static __device__ __forceinline__ void copy_8(uint32_t smem, const void* source, bool exists) {
+    if constexpr (kUseVectorLoads) {
+      cp_async_few<8>(smem, source, exists);
+    } else {
+      uint2 words = {};
+      if (exists) words = load_8(source);
+      st_shared_8(smem, words);
+    }
+  }
+
+  // Copies the scales of the same tokens, from byte `begin` of a row on; zeros for the others, as
+  // of rows. A lane has one token, and with others its vectors in turn.
+  template <int kDim>
+  __device__ __forceinline__ void copy_scales(uint32_t smem, const BlockScales& blocks,
+                                              int32_t kv_head, int32_t begin, int32_t id,
+                                              int32_t slice, int32_t first, int32_t last) {
+    constexpr int kBytes = block_bytes(kDim), kVector = kUseVectorLoads ? block_vector(kDim) : 1;
+    constexpr int kLanes = kWarpSize / kSliceTokens;
+    if (!kSharesTiles && first >= last) return;
+    const int row = lane_idx() % kSliceTokens;
+    const Location place = PageTable::locate(id, slice + (kIsOneRunASlice ? first : row));
+    int64_t offset = place.page * blocks.page_stride + place.token * blocks.token_stride;
+    if (kIsOneRunASlice) offset += (row - first) * blocks.token_stride;
+    const uint8_t* source = blocks.scales + kv_head * blocks.head_stride + offset + begin;
+    const uint32_t target = smem + (first_row() + row) * kBytes;
+    const bool exists = row >= first && row < last;
+#pragma unroll(kVector == 1 ? 4 : 2)
+    for (int i = lane_idx() / kSliceTokens * kVector; i < kBytes; i += kLanes * kVector) {
+      if constexpr (kVector == 16) {
+        cp_async_16<128>(target + i, source + i, exists);
+      } else if constexpr (kVector > 1) {
+        cp_async_few<kVector>(target + i, source + i, exists);
+      } else {
+        st_shared_byte(target + i, exists ? source[i] : 0);
+      }
+    }
+  }
+};
+
+}  // namespace jitattn

@@ -1,0 +1,80 @@
+// Tiles of NVFP4 in registers: 16 tokens by 32 dims, for two products.
+#pragma once
+
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/nvfp4.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// Numbers of ProductType divided by kBlockFactor. A lane has g = lane / 4 and t = lane % 4.
+struct BlockTile {
+  // Of K: dims 8 t + i and 8 t + i + 4 of token g + 8 h, the order of load_query(). Of V: dim
+  // 4 g + i of tokens 2 t + 8 h and 2 t + 8 h + 1.
+  uint32_t pairs[2][4];  // [h][i]
+
+  __device__ __forceinline__ void set(int h, uint32_t elements, uint32_t scales) {
+    const BlockPairs<ProductType> numbers(elements, scales);
+    for_each<4>([&](int i) { pairs[h][i] = numbers.words[i]; });
+  }
+};
+
+// The scales of a lane's blocks in shared memory, rows one after the other.
+template <int kDim>
+struct BlockScaleRows {
+  static constexpr int kBytes = block_bytes(kDim);
+
+  // Of token `row`; `half` says which of a step's blocks.
+  static __device__ __forceinline__ uint32_t place(uint32_t smem, int row, int half) {
+    return smem + row * kBytes + half;
+  }
+
+  // Of a row and of another, so many further, as bytes. Past the last block there are zeros, for
+  // what lies there may be NaN.
+  static __device__ __forceinline__ uint32_t load(uint32_t place, int rows_apart, int step,
+                                                  int half) {
+    if (kBytes % 2 != 0 && 2 * step + half >= kBytes) return 0;
+    const uint32_t low = ld_shared_byte(place + 2 * step);
+    return low | ld_shared_byte(place + rows_apart * kBytes + 2 * step) << 8;
+  }
+};
+
+// Which block of a step a lane has of K, and of V.
+__device__ __forceinline__ int key_half() { return lane_idx() % 4 / 2; }
+__device__ __forceinline__ int value_half() { return lane_idx() / 16; }
+
+// Where a lane's scales of a tile begin.
+__device__ __forceinline__ uint32_t key_scale_place(uint32_t smem) {
+  return BlockScaleRows<kKeyDim>::place(smem, lane_idx() / 4, key_half());
+}
+__device__ __forceinline__ uint32_t value_scale_place(uint32_t smem) {
+  return BlockScaleRows<kValueDim>::place(smem, lane_idx() % 4 * 2, value_half());
+}
+
+// 16 tokens of K by the 32 dims of a step. A lane names the place of token lane % 16.
+__device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, uint32_t scale_place,
+                                                     int step) {
+  BlockTile tile;
+  const uint2 words = ldmatrix_x2(lane_smem);
+  const uint32_t bytes = BlockScaleRows<kKeyDim>::load(scale_place, 8, step, key_half());
+  const uint32_t scales = block_scale_pair<ProductType>(bytes);
+  tile.set(0, words.x, low_twice(scales));
+  tile.set(1, words.y, high_twice(scales));
+  return tile;
+}
+
+// Likewise of V.
+__device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem, uint32_t scale_place,
+                                                       int step) {
+  using Scales = BlockScaleRows<kValueDim>;
+  BlockTile tile;
+  const uint2 words = ldmatrix_x2_trans(lane_smem);
+  const uint32_t low = Scales::load(scale_place, 1, step, value_half());
+  const uint32_t high = Scales::load(scale_place + 8 * Scales::kBytes, 1, step, value_half());
+  tile.set(0, words.x, block_scale_pair<ProductType>(low));
+  tile.set(1, words.y, block_scale_pair<ProductType>(high));
+  return tile;
+}
+
+}  // namespace jitattn

@@ -1,0 +1,252 @@
+// From the states of warps and splits to out and lse.
+#pragma once
+
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/nvfp4.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// -inf stands for "no token yet"; differences from it must not become NaN.
+__device__ __forceinline__ float finite_maximum(float m) { return m == neg_inf() ? 0.f : m; }
+
+// factor * tanh(scale * x) where |scale * x| <= kLimit: a polynomial, since exponentials are rare.
+// Its relative error is 3e-6.
+struct TanhNear {
+  static constexpr float kLimit = 0.6f;
+  float c[4];
+
+  __device__ __forceinline__ TanhNear(float scale, float factor) {
+    const float square = scale * scale;
+    c[0] = factor * scale;
+    c[1] = -0.33319074f * c[0] * square;
+    c[2] = 0.13086418f * c[0] * square * square;
+    c[3] = -0.04138778f * c[0] * square * square * square;
+  }
+  __device__ __forceinline__ float at(float x) const {
+    const float z = x * x;
+    return x * (c[0] + z * (c[1] + z * (c[2] + z * c[3])));
+  }
+};
+
+// cap * tanh(scale * x), in log2 units. exp2 saturates to 0 or inf, and the quotient with it.
+__device__ __forceinline__ float soft_cap(float x, float scale, const TanhNear& near,
+                                          float cap_log2) {
+  const float power = exp2_approx(2.f * kLog2e * (x * scale));
+  const float far = cap_log2 * (1.f - 2.f * reciprocal_approx(power + 1.f));
+  return fabsf(x) * scale <= TanhNear::kLimit ? near.at(x) : far;
+}
+
+// What the scores of a KV head are multiplied with.
+__device__ __forceinline__ float score_scale_of(const AttentionParams& params, int32_t kv_head) {
+  if constexpr (kHasBlocks)
+    return params.score_scale * params.k_scale.of(kv_head) * kBlockFactor<ProductType>;
+  return kConverts ? params.score_scale * params.k_scale.of(kv_head) : params.score_scale;
+}
+
+// A score in log2 units, the soft cap applied.
+__device__ __forceinline__ float to_logit(float score, float score_scale,
+                                          const AttentionParams& params) {
+  const float scaled = score * score_scale, cap = params.cap_log2;
+  return kUseLogitsSoftCap ? soft_cap(scaled, 1.f, TanhNear(1.f, cap), cap) : scaled;
+}
+
+// What a row's unnormalised output is multiplied with, and its lse. A row without tokens has
+// m = -inf and d = 0. The sink joins the sum here, once. Both are NaN where a length is invalid.
+struct RowResult {
+  float factor;
+  float lse;
+
+  __device__ __forceinline__ RowResult(const AttentionParams& params, const Unit& unit,
+                                       int32_t head, float m, float d) {
+    float sink = neg_inf();
+    if (params.sinks)
+      sink = kLog2e * load_float(params.sinks, head * params.sink_stride, params.sink_code);
+    // The larger of both is the reference, so neither exponential overflows.
+    const float top = fmaxf(m, sink);
+    const float scale = exp2_approx(m - finite_maximum(top));
+    const float sum = d * scale + exp2_approx(sink - finite_maximum(top));
+    // The sum is at least 1 where the maximum is finite, and NaN where a score is.
+    factor = scale * reciprocal_approx(sum);
+    if constexpr (kConverts) factor *= params.v_scale.of(params.group_size.divide(head));
+    if constexpr (kHasBlocks) factor *= kBlockFactor<ProductType>;
+    if (sum == 0.f) factor = 0.f;
+    lse = sum == 0.f ? neg_inf() : kLn2 * (finite_maximum(top) + log2_approx(sum));
+    if (unit.kv_end == kInvalidLength) factor = lse = quiet_nan();
+  }
+};
+
+__device__ __forceinline__ void write_lse(const AttentionParams& params, int32_t token,
+                                          int32_t head, float lse) {
+  if (params.lse) params.lse[token * params.lse_token_stride + head * params.lse_head_stride] = lse;
+}
+
+// Four columns of a row of out.
+__device__ __forceinline__ void store_four(const AttentionParams& params, OutType::Storage* out,
+                                           float4 value) {
+  using Storage = OutType::Storage;
+  struct alignas(4 * sizeof(Storage)) Vector {
+    Storage x, y, z, w;
+  };
+  const Vector v = {OutType::from_float(value.x), OutType::from_float(value.y),
+                    OutType::from_float(value.z), OutType::from_float(value.w)};
+  if (params.out_is_aligned) {
+    *reinterpret_cast<Vector*>(out) = v;
+  } else {
+    out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+  }
+}
+
+__device__ __forceinline__ void write_out(const AttentionParams& params, int32_t token,
+                                          int32_t head, int32_t dim, float4 value) {
+  OutType::Storage* row = static_cast<OutType::Storage*>(params.out) +
+                          token * params.out_token_stride + head * params.out_head_stride;
+  store_four(params, row + dim, value);
+}
+
+__device__ __forceinline__ float4 operator*(float4 v, float s) {
+  return {v.x * s, v.y * s, v.z * s, v.w * s};
+}
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+__device__ __forceinline__ float4 fma(float4 a, float b, float4 c) {
+  return {fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w)};
+}
+
+// Rows of q that no request owns: out 0, lse -inf. Dealt to the CTAs of the grid.
+__device__ __forceinline__ void write_padding(const AttentionParams& params) {
+  constexpr int kVectors = kValueDim * kNumValueBlocks / 4;
+#pragma unroll 1
+  for (int32_t token = params.schedule.header->q_end + blockIdx.x; token < params.num_tokens;
+       token += gridDim.x) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < params.num_qo_heads * kVectors; i += kNumThreads) {
+      const int head = i / kVectors, vector = i % kVectors;
+      write_out(params, token, head, vector * 4, {0.f, 0.f, 0.f, 0.f});
+      if (vector == 0) write_lse(params, token, head, neg_inf());
+    }
+  }
+}
+
+// Where the splits of a unit keep their rows in the partial buffers.
+struct PartialRows {
+  int64_t first;
+  int64_t step;
+  int64_t first_shift;  // what split 0 lies further
+
+  __device__ __forceinline__ PartialRows(const AttentionParams& params, const HeadBlock& block,
+                                         const Unit& unit) {
+    const int64_t place_rows = static_cast<int64_t>(params.num_head_blocks) * kRowTile;
+    if (params.max_splits == 0) {
+      // A slot has at most two split units: the one that began in an earlier slot, and the one
+      // that goes on in the next.
+      first = unit.first_slot * 2;
+      step = 2 * place_rows;
+      first_shift = place_rows;
+    } else {
+      // A unit in several slots uses the room of its first, which no other such unit begins in; one
+      // that a slot has to itself is merged before the slot's next begins.
+      first = (unit.first_slot * 2 + (unit.last_slot > unit.first_slot)) *
+              static_cast<int64_t>(params.max_splits);
+      step = place_rows;
+      first_shift = 0;
+    }
+    first = first * place_rows + block.index * kRowTile;
+  }
+
+  __device__ __forceinline__ int64_t row(int32_t split) const {
+    return first + split * step + (split == 0 ? first_shift : 0);
+  }
+};
+
+// Publishes `count` splits of this CTA, and says whether they were the last of the unit: then all
+// can be merged. A unit that one slot holds needs no counter, and must not touch that of the unit
+// the slot ends with.
+__device__ __forceinline__ bool publish_splits(const AttentionParams& params,
+                                               const HeadBlock& block, const Unit& unit,
+                                               int32_t count) {
+  bool is_last = unit.first_slot == unit.last_slot;
+  __syncthreads();  // every thread's part is written
+  if (threadIdx.x == 0 && !is_last) {
+    int32_t* counter = params.counters + unit.first_slot * params.num_head_blocks + block.index;
+    is_last = atomic_add_acq_rel(counter, count) == unit.num_splits - count;
+    if (is_last) *counter = 0;  // ready for the next launch
+  }
+  return __syncthreads_or(is_last);
+}
+
+// Four columns of a row of a unit, of splits [begin, end) merged in order, kMergeSplits at a time; and
+// their maximum and sum. Past the last split of a block, the last is loaded again and has no weight;
+// with kSkips nothing is.
+template <bool kSkips = false>
+struct MergedSplits {
+  float m;
+  float d;
+  float4 o;
+
+  static constexpr int kBlock = kMergeSplits;
+  // Loads of so many splits overlap: nothing else hides their latency.
+  static constexpr int kLoads = kMergeLoads;
+
+  __device__ __forceinline__ MergedSplits(const AttentionParams& params,
+                                          const PartialRows& partials, int32_t end, int row,
+                                          int dim, int32_t begin = 0) {
+    m = neg_inf();
+    d = 0.f;
+    o = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+    for (int32_t block = begin; block < end; block += kBlock) {
+      float top = m;
+      if constexpr (kLoads < kBlock) {
+        for_each<kBlock>([&](int i) {
+          const int64_t index = partials.row(min(block + i, end - 1)) + row;
+          top = fmaxf(top, __ldcg(&params.partial_sums[index].x));
+        });
+        rescale(top);
+      }
+#pragma unroll 1
+      for (int32_t first = block; first < block + kBlock; first += kLoads) {
+        float2 sums[kLoads];
+        float4 parts[kLoads];
+        for_each<kLoads>([&](int i) {
+          // What other SMs wrote during this launch is read from L2.
+          const int64_t index = partials.row(min(first + i, end - 1)) + row;
+          if (kSkips && first + i >= end) {
+            parts[i] = {0.f, 0.f, 0.f, 0.f};
+            return;
+          }
+          sums[i] = __ldcg(params.partial_sums + index);
+          parts[i] =
+              __ldcg(reinterpret_cast<const float4*>(params.partials + index * kValueDim + dim));
+        });
+        for_each<kLoads>([&](int i) {
+          if (first + i >= end) sums[i] = {neg_inf(), 0.f};
+          if (kLoads == kBlock) top = fmaxf(top, sums[i].x);
+        });
+        if constexpr (kLoads == kBlock) rescale(top);
+        for_each<kLoads>([&](int i) {
+          const float scale = exp2_approx(sums[i].x - finite_maximum(top));
+          o = fma(parts[i], scale, o);
+          d = fmaf(sums[i].y, scale, d);
+        });
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void rescale(float top) {
+    const float old_scale = exp2_approx(m - finite_maximum(top));
+    // Rounded here: the compiler would add some kernels' next split without that, and their rows
+    // have the same bits in all.
+    o = {__fmul_rn(o.x, old_scale), __fmul_rn(o.y, old_scale), __fmul_rn(o.z, old_scale),
+         __fmul_rn(o.w, old_scale)};
+    d = __fmul_rn(d, old_scale);
+    m = top;
+  }
+};
+
+}  // namespace jitattn

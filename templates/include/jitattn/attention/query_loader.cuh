@@ -1,0 +1,80 @@
+// What all ways to bring Q, K and V to shared memory have in common.
+#pragma once
+
+#include "jitattn/attention/barriers.cuh"
+#include "jitattn/attention/output.cuh"
+#include "jitattn/attention/wgmma_tiles.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+template <bool kIsKey>
+struct Source {
+  static constexpr int kDim = kIsKey ? kKeyDim : kValueDim;
+  static constexpr int kVectors = kDim / 8;
+
+  static __device__ __forceinline__ int32_t id(const KernelParams& params, PageTable::Row row,
+                                               int32_t token) {
+    return kIsKey ? params.pages.k_id(row, token) : params.pages.v_id(row, token);
+  }
+  static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
+    return kIsKey ? KeyImage::row(smem, segment, row) : ValueImage::row(smem, segment, row);
+  }
+};
+
+// Copies Q of a job, zeros past its last row. Scores are multiplied with the scale's amount only,
+// so Q takes its sign.
+__device__ __forceinline__ void bring_query(const AttentionParams& params, const Job& job,
+                                            uint32_t smem) {
+  constexpr int kVectors = kKeyDim / 8;
+  const QueryRows rows = job.rows(params);
+  const bool is_negative = score_scale_of(params, rows.kv_head) < 0.f;
+  const uint32_t sign = is_negative ? 0x80008000u : 0u;
+  const bool is_plain = !params.q_is_aligned || is_negative;
+  const int lane = lane_idx(), warp = threadIdx.x % kQueryThreads / kWarpSize;
+  static_assert(kRowTile % kWarpSize == 0, "each lane finds one row");
+#pragma unroll 1
+  for (int first = warp * kWarpSize; first < kRowTile; first += kQueryThreads) {
+    // Of a row, a lane each: the last again where there is none.
+    const int lane_row = min(first + lane, max(rows.num_rows - 1, 0));
+    const uint16_t* lane_source = params.q + rows.token(lane_row) * params.q_token_stride +
+                                  rows.head(lane_row) * params.q_head_stride;
+    struct Vector {
+      uint32_t place;
+      const uint16_t* source;
+      bool exists;
+    };
+    const auto find = [&](int i) {
+      const int index = i * kWarpSize + lane, vector = index % kVectors;
+      const int row = first + index / kVectors;
+      const auto address = reinterpret_cast<uint64_t>(lane_source);
+      const uint64_t source = __shfl_sync(0xffffffff, address, index / kVectors);
+      const uint32_t place = QueryImage::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16;
+      return Vector{place, reinterpret_cast<const uint16_t*>(source) + vector * 8,
+                    row < rows.num_rows};
+    };
+    if (is_plain) {
+#pragma unroll 1
+      for (int i = 0; i < kVectors; ++i) {
+        const Vector vector = find(i);
+        uint4 words = {};
+        if (vector.exists) words = load_16(vector.source);
+        words = {words.x ^ sign, words.y ^ sign, words.z ^ sign, words.w ^ sign};
+        st_shared_16(vector.place, words);
+      }
+    } else {
+#pragma unroll(kConverts ? 2 : 4)
+      for (int i = 0; i < kVectors; ++i) {
+        const Vector vector = find(i);
+        cp_async_16<128>(vector.place, vector.source, vector.exists);
+      }
+    }
+  }
+  cp_async_wait_all();
+  fence_before_boxes();
+}
+
+}  // namespace jitattn

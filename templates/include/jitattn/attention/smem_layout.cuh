@@ -1,0 +1,52 @@
+// How the tokens of a warp's slice lie in shared memory.
+//
+// Copies of 16 bytes leave rows one after the other, padded. Boxes of a tensor map leave segments
+// of kSegmentBytes of kBoxTokens rows each, segment after segment and box after box, with the
+// vectors of a segment's row exchanged by the hardware's 128-byte swizzle: vector v of row r lies
+// at v ^ r % 8. Either way the eight rows that ldmatrix reads together lie in different banks.
+#pragma once
+
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+template <int kDim>
+struct SliceImage {
+  static constexpr int kRowBytes = stored_bytes(kDim);
+  static constexpr int kSegments = kRowBytes / kSegmentBytes;
+  static constexpr int kBoxBytes = kBoxTokens * kRowBytes;
+
+  // Of vector `vector` of row `row`, where rows begin at a multiple of 8 and vectors at 0 or 1.
+  static __device__ __forceinline__ uint32_t place(uint32_t smem, int row, int vector) {
+    if constexpr (!kUsesBoxes) return smem + row * padded_row(kRowBytes) + vector * 16;
+    return smem + row / kBoxTokens * kBoxBytes + row % kBoxTokens * kSegmentBytes +
+           (vector ^ row % 8) * 16;
+  }
+
+  // So many rows, a multiple of 8, and bytes, of whole products, further than a place().
+  static __device__ __forceinline__ uint32_t advance(uint32_t place, int rows, int bytes) {
+    if constexpr (!kUsesBoxes) return place + rows * padded_row(kRowBytes) + bytes;
+    return (place ^ bytes % kSegmentBytes) + rows / kBoxTokens * kBoxBytes +
+           (rows % kBoxTokens + bytes / kSegmentBytes * kBoxTokens) * kSegmentBytes;
+  }
+
+  // Zeros in the rows outside [first, last), where a NaN may lie: one that the request does not
+  // own, or one from before that no box has overwritten. It must not meet a probability of zero.
+  static __device__ __forceinline__ void clear_outside(uint32_t smem, int32_t first, int32_t last) {
+    constexpr int kVectors = (kRowBytes + 15) / 16;
+#pragma unroll 1
+    for (int i = lane_idx(); i < kSliceTokens * kVectors; i += kWarpSize) {
+      const int row = i / kVectors, vector = i % kVectors;
+      if (row >= first && row < last) continue;
+      st_shared_16(advance(place(smem, row, 0), 0, vector * 16), {});
+    }
+    __syncwarp();
+  }
+};
+
+using KeyImage = SliceImage<kKeyDim>;
+using ValueImage = SliceImage<kValueDim>;
+
+}  // namespace jitattn

@@ -1,0 +1,111 @@
+// Which tokens a CTA reads, step by step.
+#pragma once
+
+#include "jitattn/attention/work_queue.cuh"
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// Walks the tiles of a CTA's pieces, across units, one step ahead of what is copied next.
+struct TileIterator {
+  const KernelParams& params;
+  const Queue& queue;
+  int32_t index;  // of the piece
+  int32_t work;
+  bool is_done;       // there is no further piece
+  int32_t last_unit;  // of its slot
+
+  // The step whose page ids are under way.
+  int32_t unit;
+  int32_t tile;
+  int32_t tile_end;
+  int32_t kv_begin;
+  int32_t kv_end;
+  int32_t early_end;  // tokens from here on are not to be read before the previous kernel's end
+  PageTable::Row page_row;
+
+  // Its table entries, and the tokens of its slice that exist: [first, last).
+  int32_t k_id;
+  int32_t v_id;
+  int32_t slice;
+  int32_t first;
+  int32_t last;
+
+  // The prefill kernel waits first thing.
+  static constexpr bool kMayBeEarly = !kSharesTiles;
+  static constexpr bool kIsOneRunASlice = PageTable::kRunTokens % kSliceTokens == 0;
+
+  __device__ __forceinline__ TileIterator(const KernelParams& params, const Queue& queue)
+      : params(params), queue(queue) {
+    index = -1;
+    work = last_unit = unit = 0;
+    is_done = false;
+    tile = tile_end = 0;
+    kv_begin = kv_end = early_end = 0;
+    page_row = {};
+    next_piece();
+    next_step();
+  }
+
+  // Moves to the next step and asks for its page ids; past the last piece, for nothing.
+  __device__ __forceinline__ void next_step() {
+    ++tile;
+#pragma unroll 1
+    while (tile >= tile_end && !is_done) {
+      if (unit < last_unit) {
+        next_unit();
+      } else if (Queue::kIsOnePiece) {
+        break;
+      } else {
+        next_piece();
+      }
+    }
+    slice = tile * kTileTokens + warp_idx() * kSliceTokens;
+    first = max(kv_begin - slice, 0);
+    last = tile < tile_end ? min(kv_end - slice, kSliceTokens) : 0;
+    fetch_page_ids();
+  }
+
+  // To be called before tokens of the step are copied.
+  __device__ __forceinline__ void wait_for_tokens() const {
+    if (kMayBeEarly && first < last && slice + last > early_end) wait_for_previous_kernel();
+  }
+
+ private:
+  __device__ __forceinline__ void next_piece() {
+    const int32_t next = queue.piece(++index);
+    is_done = next == kNoPiece;
+    if (is_done) return;
+    work = next;
+    const SlotRange slot(params.attention, work);
+    last_unit = slot.last_unit;
+    unit = slot.begin.unit - 1;
+  }
+
+  __device__ __forceinline__ void next_unit() {
+    ++unit;
+    const TileRange tiles(params, SlotRange(params.attention, work), unit);
+    if (tiles.begin >= tiles.end) return;
+    tile = tiles.begin;
+    tile_end = tiles.end;
+    kv_begin = tiles.unit.kv_begin;
+    kv_end = tiles.unit.kv_end;
+    if constexpr (kMayBeEarly) early_end = tiles.early_end;
+    page_row = params.pages.row(tiles.unit.request);
+  }
+
+  // Reads only entries of tokens that exist. Where a slice may hold several runs, each lane reads
+  // the entry of its own token, lane % kSliceTokens.
+  __device__ __forceinline__ void fetch_page_ids() {
+    const int token = kIsOneRunASlice ? first : lane_idx() % kSliceTokens;
+    k_id = v_id = 0;
+    if (token < first || token >= last) return;
+    k_id = params.pages.k_id(page_row, slice + token);
+    v_id = PageTable::kSharesPages ? k_id : params.pages.v_id(page_row, slice + token);
+  }
+};
+
+}  // namespace jitattn

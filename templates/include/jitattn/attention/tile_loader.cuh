@@ -1,0 +1,306 @@
+// Producers of Q, K and V: kTileWarps warps for K, as many for V, two for Q.
+#pragma once
+
+#include "jitattn/attention/barriers.cuh"
+#include "jitattn/attention/query_loader.cuh"
+#include "jitattn/attention/wgmma_tiles.cuh"
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// Loaders of a tile of K or V.
+enum class TileLoader { kTma, kGather, kElements };
+constexpr TileLoader kTileLoader = kUsesBoxes        ? TileLoader::kTma
+                                   : kUseVectorLoads ? TileLoader::kGather
+                                                     : TileLoader::kElements;
+template <bool kIsKey, TileLoader kLoader = kTileLoader>
+struct TilePlaces;
+
+// What a tile's boxes are read by, looked up ahead: lane i has the page of box i. Boxes without
+// tokens are left out, for their pages need not exist.
+template <bool kIsKey>
+struct TilePlaces<kIsKey, TileLoader::kTma> {
+  TileTokens tokens;
+  int32_t page;
+
+  static_assert(kNumBoxes <= kWarpSize, "each lane finds one page");
+
+  TilePlaces() = default;
+
+  __device__ __forceinline__ int32_t first_box() const { return tokens.first / kBoxTokens; }
+  __device__ __forceinline__ int32_t end_box() const {
+    return (tokens.last + kBoxTokens - 1) / kBoxTokens;
+  }
+
+  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
+                                        const Job& job, int32_t tile)
+      : tokens(job, tile) {
+    const int32_t lane = lane_idx();
+    page = 0;
+    if (lane >= first_box() && lane < end_box()) {
+      page = Source<kIsKey>::id(params, page_row, tokens.begin + lane * kBoxTokens);
+    }
+  }
+
+  // Copies the boxes, by one lane. The products wait for the last, so that little may stand between
+  // two.
+  __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
+                                        uint32_t smem, uint32_t barrier) const {
+    // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those of
+    // V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
+    constexpr bool kIsClipped = Source<kIsKey>::kDim * 2 % kSegmentBytes != 0;
+    constexpr bool kHasOneSegment = kIsKey || kIsClipped;
+    constexpr int kBoxSegments = kHasOneSegment ? 1 : kValueSegments;
+    constexpr int kSteps = kIsKey ? kKeySegments : kIsClipped ? kValueSegments : 1;
+    constexpr int kSegmentColumns = kSegmentBytes / 2;
+    constexpr int kCopyBytes = kBoxTokens * kBoxSegments * kSegmentBytes;
+    const int begin = first_box(), end = end_box();
+    const int32_t head = block.kv_head, segment = kIsKey ? 0 : block.value_block * kValueSegments;
+    // In registers, not found again from what they are made of.
+    smem = forget(smem);
+    barrier = forget(barrier);
+    const auto copy = [&](int i, int32_t box_page) {
+      for_each<kSteps>([&](int s) {
+        const int32_t token = PageTable::kHasPages ? token_in_page(i) : box_page;
+        copy_box(Source<kIsKey>::row(smem, s, i * kBoxTokens),
+                 kIsKey ? &params.k_map : &params.v_map, barrier, token,
+                 kIsClipped ? 0 : segment + s, head, PageTable::kHasPages ? box_page : 0,
+                 kIsClipped ? s * kSegmentColumns : 0);
+      });
+    };
+    if (lane_idx() == 0) mbarrier_expect(barrier, (end - begin) * kSteps * kCopyBytes);
+    __syncwarp();
+    if (begin == 0 && end == kNumBoxes) {
+      int32_t pages[kNumBoxes];
+      for_each<kNumBoxes>([&](int i) { pages[i] = __shfl_sync(0xffffffff, page, i); });
+      if (!elect_one()) return;
+      for_each<kNumBoxes>([&](int i) { copy(i, pages[i]); });
+      return;
+    }
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      const int32_t box_page = __shfl_sync(0xffffffff, page, i);
+      if (elect_one()) copy(i, box_page);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int32_t token_in_page(int box) const {
+    constexpr uint32_t kPageBoxes = kPageSize / kBoxTokens;
+    return (tokens.begin / uint32_t(kBoxTokens) + box) % kPageBoxes * kBoxTokens;
+  }
+};
+
+// Gathers a tile by asynchronous copies of 16 bytes, zeros where it has no tokens: a NaN left in a
+// slot that the request does not own must not meet a probability of zero. Warps take groups of eight
+// rows in turn, four lanes a row. Where the rows are is found a tile ahead, by one lane each.
+template <bool kIsKey>
+struct TilePlaces<kIsKey, TileLoader::kGather> {
+  static constexpr int kGroups = (kTokenGroups + kTileWarps - 1) / kTileWarps;  // of a warp
+  // Of row lane / 4 of the warp's groups lane % 4 + 4 i, in bytes from the first of the pool;
+  // negative where there is no token.
+  int64_t offsets[(kGroups + 3) / 4];
+
+  using S = Source<kIsKey>;
+
+  TilePlaces() = default;
+
+  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
+                                        const Job& job, int32_t tile) {
+    const TileTokens tokens(job, tile);
+    const AttentionParams& attention = params.attention;
+    for_each<(kGroups + 3) / 4>([&](int i) {
+      const int row = 8 * group(lane_idx() % 4 + 4 * i) + lane_idx() / 4;
+      offsets[i] = -1;
+      if (row < tokens.first || row >= tokens.last) return;
+      const int32_t token = tokens.begin + row;
+      const Location at = PageTable::locate(S::id(params, page_row, token), token);
+      offsets[i] = 2 * (at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
+                        at.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride));
+    });
+  }
+
+  // Asks for the tile; the barrier hears of it when the copies have landed. Who multiplies with it
+  // fences first.
+  __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
+                                        uint32_t smem, uint32_t barrier) const {
+    const AttentionParams& attention = params.attention;
+    const int part = lane_idx() % 4, lane_row = lane_idx() / 4;
+    const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
+    base += block.kv_head * (kIsKey ? attention.k_head_stride : attention.v_head_stride);
+    const auto* first = reinterpret_cast<const uint8_t*>(base) + part * 16;
+    // The two places of a lane's vectors in the swizzle of its rows.
+    const uint32_t places[2] = {lane_row * kSegmentBytes + (part ^ lane_row) * 16,
+                                lane_row * kSegmentBytes + (part ^ lane_row ^ 4) * 16};
+    for_each<kGroups>([&](int i) {
+      const int64_t offset = __shfl_sync(0xffffffff, offsets[i / 4], lane_row * 4 + i % 4);
+      if (kTokenGroups % kTileWarps != 0 && group(i) >= kTokenGroups) return;
+      const uint8_t* source = first + max(offset, 0ll);
+      const uint32_t row = S::row(smem, 0, 8 * group(i));
+      for_each<(S::kVectors + 3) / 4>([&](int quarter) {
+        // Past the end of a row lies nothing that products read.
+        if (quarter * 4 + 4 > S::kVectors && quarter * 4 + part >= S::kVectors) return;
+        cp_async_16<128>(row + S::row(0, quarter / 2, 0) + places[quarter % 2],
+                         source + quarter * 64, offset >= 0);
+      });
+    });
+    mbarrier_arrive_later(barrier);
+  }
+
+ private:
+  // Which group of the tile is group `i` of this warp.
+  static __device__ __forceinline__ int group(int i) {
+    return (warp_idx() - kNumWarps) % kTileWarps + i * kTileWarps;
+  }
+};
+
+// Copies a tile element by element, zeros where it has no tokens: a NaN left in a slot that the
+// request does not own must not meet a probability of zero.
+template <bool kIsKey>
+struct TilePlaces<kIsKey, TileLoader::kElements> {
+  PageTable::Row page_row;
+  TileTokens tokens;
+
+  TilePlaces() = default;
+
+  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
+                                        const Job& job, int32_t tile)
+      : page_row(page_row), tokens(job, tile) {}
+
+  __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
+                                        uint32_t smem, uint32_t barrier) const {
+    using S = Source<kIsKey>;
+    const AttentionParams& attention = params.attention;
+    const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
+    base += block.kv_head * (kIsKey ? attention.k_head_stride : attention.v_head_stride);
+    if (!kIsKey) base += block.value_block * kValueDim;
+#pragma unroll 1
+    for (int first_row = 0; first_row < kTileTokens; first_row += kWarpSize) {
+      const int64_t offset = row_offset(params, first_row + lane_idx());
+#pragma unroll 1
+      for (int i = 0; i < S::kVectors; ++i) {
+        const int index = i * kWarpSize + lane_idx();
+        const int row = index / S::kVectors, vector = index % S::kVectors;
+        const int64_t place = __shfl_sync(0xffffffff, offset, row);
+        // A tile's rows need not be a multiple of a warp.
+        if (first_row + row < kTileTokens) {
+          copy(
+              S::row(smem, vector / 8, first_row + row) + (vector % 8 ^ (first_row + row) % 8) * 16,
+              base + max(place, 0ll) + vector * 8, place >= 0);
+        }
+      }
+    }
+    fence_before_boxes();  // the products read by the same way as boxes are written
+    mbarrier_arrive(barrier);
+  }
+
+ private:
+  // Of a row of the tile, in elements; -1 where it has no token.
+  __device__ __forceinline__ int64_t row_offset(const KernelParams& params, int row) const {
+    if (row < tokens.first || row >= tokens.last) return -1;
+    const AttentionParams& attention = params.attention;
+    const int32_t token = tokens.begin + row;
+    const Location place = PageTable::locate(Source<kIsKey>::id(params, page_row, token), token);
+    return place.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
+           place.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride);
+  }
+
+  static __device__ __forceinline__ void copy(uint32_t smem, const KVType::Storage* source,
+                                              bool exists) {
+    uint4 words = {};
+    if (exists) words = load_16(source);
+    st_shared_16(smem, words);
+  }
+};
+
+// Brings K or V of all jobs.
+template <bool kIsKey>
+__device__ __forceinline__ void bring_tiles(const KernelParams& params, Shared& shared,
+                                            uint32_t smem) {
+  Ring jobs = {0, 0};
+  Ring ring = {0, 1};  // the stages are empty: the phase before their first is over
+#pragma unroll 1
+  while (true) {
+    mbarrier_wait(shared.job_full(jobs.stage), jobs.parity);
+    const Job& job = shared.jobs[jobs.stage];
+    if (job.work == kNoPiece) break;
+    const HeadBlock block = job.block(params.attention);
+    const int32_t begin = job.begin, end = job.end;
+    const PageTable::Row page_row = params.pages.row(job.unit.request);
+    TilePlaces<kIsKey> next;
+#pragma unroll 1
+    for (int32_t tile = begin; tile <= end; ++tile) {
+      const TilePlaces<kIsKey> now = next;
+      // Looked up before the room is there.
+      if (tile < end) next = TilePlaces<kIsKey>(params, page_row, job, tile);
+      if (tile == begin) continue;
+      mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
+      const int bytes = kIsKey ? kKeyStageBytes : kValueStageBytes;
+      now.bring(params, block, smem + ring.stage * bytes,
+                kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));
+      ring.next(kNumStages);
+    }
+    jobs.next(kNumJobs);
+  }
+}
+
+// Finds the jobs and brings their Q. Empty ones are answered for on the way.
+__device__ __forceinline__ void bring_queries(const KernelParams& params, Shared& shared,
+                                              uint32_t smem) {
+  prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
+  JobSource source(params);
+  Ring queries = {0, 1};
+  const bool is_first = threadIdx.x % kQueryThreads == 0;
+  int32_t index = 0;
+#pragma unroll 1
+  while (true) {
+    // Who computes is past the job before the last, so that the oldest can be overwritten.
+    mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
+    Job& job = shared.jobs[index];
+    if (is_first) {
+      source.next(job);
+      job.query_stage = queries.stage;
+    }
+    sync_threads<kQueryThreads>(kQueryBarrier);  // the job is written
+    const bool is_end = job.work == kNoPiece;
+    if (!is_end && job.is_empty()) {
+      write_empty(params.attention, job, threadIdx.x % kQueryThreads, kQueryThreads);
+      sync_threads<kQueryThreads>(kQueryBarrier);  // and read
+      continue;
+    }
+    if (is_first) mbarrier_arrive(shared.job_full(index));
+    if (!is_end) bring_query(params.attention, job, smem + queries.stage * kQueryStageBytes);
+    mbarrier_arrive(shared.q_full(queries.stage));
+    if (is_end) break;
+    queries.next(kNumQueryStages);
+    index = (index + 1) % kNumJobs;
+  }
+}
+
+__device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
+  if constexpr (kTileWarps > 1) {
+    // In this order and by threads: the compiler then gives each role its registers.
+    constexpr int kTileThreads = kTileWarps * kWarpSize;
+    if (threadIdx.x >= kNumThreads + 2 * kTileThreads) {
+      bring_queries(params, shared, smem + kQueryOffset);
+    } else if (threadIdx.x >= kNumThreads + kTileThreads) {
+      bring_tiles<false>(params, shared, smem + kValueOffset);
+    } else {
+      bring_tiles<true>(params, shared, smem + kKeyOffset);
+    }
+    return;
+  }
+  const int warp = warp_idx() - kNumWarps;
+  if (warp == 0) {
+    bring_tiles<true>(params, shared, smem + kKeyOffset);
+  } else if (warp == 1) {
+    bring_tiles<false>(params, shared, smem + kValueOffset);
+  } else {
+    bring_queries(params, shared, smem + kQueryOffset);
+  }
+}
+
+}  // namespace jitattn

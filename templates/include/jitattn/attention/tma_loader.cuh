@@ -1,0 +1,116 @@
+// Brings K and V to shared memory ahead of their use, in boxes of tensor maps: one instruction of
+// one lane copies the rows that a slice has in a page.
+#pragma once
+
+#include "jitattn/attention/smem_layout.cuh"
+#include "jitattn/attention/tile_iterator.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+// Fetches the slices that this warp reads of the tile kNumStages ahead of the one that is consumed.
+struct KvLoader {
+  TileIterator walk;
+  uint32_t ring;      // in shared memory: this warp's
+  uint32_t barriers;  // likewise, of K and V of each stage
+  uint32_t stage;
+  uint32_t parity;  // of the phase that ends when the copy that is waited for has landed
+
+  // What issue_v() copies: the step of the last issue_k().
+  int32_t v_issue_work;
+  int32_t v_issue_id;
+  int32_t v_issue_slice;
+  int32_t v_issue_tokens;  // first and last, in one register
+
+  static constexpr int kBoxes = kSliceTokens / kBoxTokens;
+  static constexpr int kBarrierBytes = 8;
+
+  __device__ __forceinline__ KvLoader(const KernelParams& params, const Queue& queue, uint32_t smem)
+      : walk(params, queue) {
+    __shared__ uint64_t smem_barriers[kNumWarps][kNumStages][2];
+    ring = smem + warp_idx() * kNumStages * kStageBytes;
+    barriers = smem_address(smem_barriers[warp_idx()]);
+    // The first kNumStages steps only fill the ring: the phase before a barrier's first is over.
+    stage = 0, parity = 1;
+    if (lane_idx() < 2 * kNumStages) mbarrier_init(barriers + lane_idx() * kBarrierBytes, 1);
+    fence_mbarrier_init();
+    __syncwarp();
+  }
+
+  // After the last step: whoever counts barriers, as sanitizers do, may forget these.
+  __device__ __forceinline__ void finish() {
+    __syncwarp();
+    if (lane_idx() < 2 * kNumStages) mbarrier_inval(barriers + lane_idx() * kBarrierBytes);
+  }
+
+  __device__ __forceinline__ uint32_t k_smem() const { return ring + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t v_smem() const {
+    return k_smem() + kSliceTokens * KeyImage::kRowBytes;
+  }
+  // Caches whose blocks have scales have no boxes.
+  __device__ __forceinline__ uint32_t k_scales_smem() const { return 0; }
+  __device__ __forceinline__ uint32_t v_scales_smem() const { return 0; }
+
+  // Waits for K of the oldest step.
+  __device__ __forceinline__ void wait_k() { mbarrier_wait(k_barrier(), parity); }
+
+  // Likewise V.
+  __device__ __forceinline__ void wait_v() { mbarrier_wait(v_barrier(), parity); }
+
+  // The K just consumed makes room for the next; every lane has read it.
+  __device__ __forceinline__ void issue_k() {
+    __syncwarp();
+    walk.wait_for_tokens();
+    const HeadBlock block(walk.params.attention, walk.work);
+    fetch<KeyImage>(walk.params.k_map, k_smem(), k_barrier(), block.kv_head, 0, walk.k_id,
+                    walk.slice, walk.first, walk.last);
+    v_issue_work = walk.work;
+    v_issue_id = walk.v_id;
+    v_issue_slice = walk.slice;
+    v_issue_tokens = min(walk.first, kSliceTokens) | max(walk.last, 0) << 16;
+    walk.next_step();
+  }
+
+  // Likewise V, which ends the step.
+  __device__ __forceinline__ void issue_v() {
+    __syncwarp();
+    const HeadBlock block(walk.params.attention, v_issue_work);
+    fetch<ValueImage>(walk.params.v_map, v_smem(), v_barrier(), block.kv_head,
+                      block.value_block * ValueImage::kSegments, v_issue_id, v_issue_slice,
+                      v_issue_tokens & 0xffff, v_issue_tokens >> 16);
+    if (++stage == kNumStages) stage = 0, parity ^= 1;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t k_barrier() const {
+    return barriers + stage * 2 * kBarrierBytes;
+  }
+  __device__ __forceinline__ uint32_t v_barrier() const { return k_barrier() + kBarrierBytes; }
+
+  // The tokens [first, last) of a slice, and what else their boxes hold. Boxes without any are left
+  // out, for their pages need not exist.
+  template <typename Image>
+  __device__ __forceinline__ void fetch(const TensorMap& map, uint32_t smem, uint32_t barrier,
+                                        int32_t kv_head, int32_t segment, int32_t id, int32_t slice,
+                                        int32_t first, int32_t last) {
+    const int32_t begin = first / kBoxTokens, end = (last + kBoxTokens - 1) / kBoxTokens;
+    const int32_t num_boxes = first < last ? end - begin : 0;
+    int32_t pages[kBoxes];
+    for_each<kBoxes>([&](int i) {
+      // Lanes of tokens before the first hold no entry.
+      const int lane = max(i * kBoxTokens, first) % kWarpSize;
+      pages[i] = TileIterator::kIsOneRunASlice ? id : __shfl_sync(0xffffffff, id, lane);
+    });
+    if (!elect_one()) return;
+    mbarrier_expect(barrier, num_boxes * Image::kBoxBytes);
+    for_each<kBoxes>([&](int i) {
+      if (i < begin || i >= begin + num_boxes) return;
+      copy_box(smem + i * Image::kBoxBytes, &map, barrier, (slice + i * kBoxTokens) % kPageSize,
+               segment, kv_head, pages[i]);
+    });
+  }
+};
+
+}  // namespace jitattn

@@ -1,0 +1,130 @@
+// Tiles of Q, K, V and S of a warpgroup's products, in shared memory and in registers.
+//
+// Rows lie in segments of 128 bytes, with the hardware's 128-byte swizzle: vector v of row r of a
+// segment lies at v ^ r % 8. Of K all rows of a tile follow each other, segment after segment; V
+// lies box after box, each of kBoxTokens rows, segment after segment.
+#pragma once
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "jitattn/attention/wgmma_operands.cuh"
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+
+namespace jitattn {
+
+constexpr int kNumGroups = kNumThreads / kGroupThreads;  // of those that compute
+constexpr int kProducerThreads = kNumProducers * kGroupThreads;
+constexpr int kCtaThreads = kNumThreads + kProducerThreads;
+constexpr int kNumBoxes = kTileTokens / kBoxTokens;
+constexpr int kTokenGroups = kTileTokens / 8;
+
+constexpr int kKeySegments = (2 * kKeyDim + kSegmentBytes - 1) / kSegmentBytes;
+constexpr int kValueSegments = (2 * kValueDim + kSegmentBytes - 1) / kSegmentBytes;
+constexpr int kKeyStageBytes = kTileTokens * kKeySegments * kSegmentBytes;
+constexpr int kValueStageBytes = kTileTokens * kValueSegments * kSegmentBytes;
+constexpr int kQueryStageBytes = kRowTile * kKeySegments * kSegmentBytes;
+constexpr int kKeyOffset = 0;
+constexpr int kValueOffset = kKeyOffset + kNumStages * kKeyStageBytes;
+constexpr int kQueryOffset = kValueOffset + kNumStages * kValueStageBytes;
+
+static_assert(kConverts || kQueryOffset + kNumQueryStages * kQueryStageBytes == kSmemBytes,
+              "the host asks for exactly the shared memory that is used");
+
+// The row of the unit that half 0 or 1 of a lane's values belong to.
+__device__ __forceinline__ int row_of(int half, int thread = threadIdx.x) {
+  return thread / kWarpSize * 16 + half * 8 + thread % kWarpSize / 4;
+}
+
+using QueryImage = RowImage<kRowTile>;
+using KeyImage = RowImage<kTileTokens>;
+
+struct ValueImage {
+  static constexpr int kBoxBytes = kBoxTokens * kValueSegments * kSegmentBytes;
+  static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
+    return smem + row / kBoxTokens * kBoxBytes +
+           (segment * kBoxTokens + row % kBoxTokens) * kSegmentBytes;
+  }
+};
+
+// One warpgroup's S = Q K^T: 64 rows, two of each lane. at(j, i) is row i / 2 and token i % 2 of
+// the lane's pair in group j of eight tokens.
+struct ScoreTile {
+  float values[kTileTokens / 2];
+
+  __device__ __forceinline__ float& at(int group, int i) { return values[4 * group + i]; }
+  __device__ __forceinline__ float at(int group, int i) const { return values[4 * group + i]; }
+
+  using Queries = Description<8 * kSegmentBytes, 0>;
+  using Keys = Description<8 * kSegmentBytes, 0>;
+
+  // Begins the products with the warpgroup's rows of Q; wait() says when to look at them.
+  __device__ __forceinline__ void multiply(const Queries& q, const Keys& k) {
+    using namespace cute::SM90::GMMA;
+    cute::warpgroup_arrive();
+    for_each<kKeyTiles>([&](int i) {
+      const int segment = i / 4, bytes = i % 4 * 32;
+      FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
+          values, i ? ScaleOut::One : ScaleOut::Zero, q.at(QueryImage::row(bytes, segment, 0)),
+          k.at(KeyImage::row(bytes, segment, 0)));
+    });
+    cute::warpgroup_commit_batch();
+  }
+
+  // Has the values now: what computes them may not move past a later wait().
+  __device__ __forceinline__ void settle() {
+    for_each<kTileTokens / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
+  }
+
+  // Waits until at most kPending batches of products are under way.
+  template <int kPending>
+  __device__ __forceinline__ void wait() {
+    cute::warpgroup_wait<kPending>();
+    settle();
+  }
+};
+
+// P as the left side of the product with V: 16 tokens a fragment.
+struct ProbabilityTile {
+  uint32_t fragments[kTileTokens / 16][4];
+
+  __device__ __forceinline__ void round(const ScoreTile& s) {
+    for_each<kTileTokens / 16>([&](int j) {
+      for_each<4>([&](int i) {
+        const int group = 2 * j + i / 2, half = i % 2;
+        fragments[j][i] = QType::pack(s.at(group, 2 * half), s.at(group, 2 * half + 1));
+      });
+    });
+  }
+};
+
+// One warpgroup's O: values 4 i to 4 i + 3 are columns 8 i + 2 t and 8 i + 2 t + 1 of both rows of
+// a lane, where t is its number in the row's four.
+struct OutputTile {
+  float values[kValueDim / 2];
+
+  // Boxes of eight tokens are groups themselves.
+  using Values = Description<kBoxTokens == 8 ? ValueImage::kBoxBytes : 8 * kSegmentBytes,
+                             kBoxTokens * kSegmentBytes>;
+
+  // Begins O += P V.
+  __device__ __forceinline__ void multiply(const ProbabilityTile& p, const Values& v) {
+    using namespace cute::SM90::GMMA;
+    for_each<kValueDim / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
+    cute::warpgroup_arrive();
+    for_each<kTileTokens / 16>([&](int j) {
+      const uint32_t (&a)[4] = p.fragments[j];
+      FirstRegisters<kValueDim / 2>::multiply<OutputProduct>(
+          values, ScaleOut::One, a[0], a[1], a[2], a[3], v.at(ValueImage::row(0, 0, j * 16)));
+    });
+    cute::warpgroup_commit_batch();
+  }
+
+  template <int kPending>
+  __device__ __forceinline__ void wait() {
+    cute::warpgroup_wait<kPending>();
+    for_each<kValueDim / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
+  }
+};
+
+}  // namespace jitattn

@@ -1,0 +1,235 @@
+// What a CTA works on: its slot, the units and tiles in it, and the query rows of a unit.
+#pragma once
+
+#include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+constexpr int32_t kNoPiece = -1;  // in the place of a piece's index
+
+// A copy of a number that the compiler can't trace to it: what is computed from the copy need not
+// stay in registers across a long loop.
+__device__ __forceinline__ int32_t forget(int32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The heads of one CTA: a block of query rows of a KV head, and a block of the columns of V.
+struct HeadBlock {
+  int32_t index;
+  int32_t kv_head;
+  int32_t row_block;
+  int32_t value_block;
+
+  __device__ __forceinline__ HeadBlock(const AttentionParams& params, int32_t work) {
+    index = work - params.num_head_blocks.divide(work) * params.num_head_blocks;
+    const int32_t row_index = index / kNumValueBlocks;
+    value_block = index % kNumValueBlocks;
+    kv_head = params.num_row_blocks.divide(row_index);
+    row_block = row_index - kv_head * params.num_row_blocks;
+  }
+};
+
+// The range of tiles that this CTA's slot covers. A kernel that includes this defines
+// kHasWholeUnits: whether its schedule's slots may be whole units.
+struct SlotRange {
+  int32_t slot;
+  SlotBoundary begin;
+  SlotBoundary end;
+  int32_t last_unit;
+
+  __device__ __forceinline__ SlotRange(const AttentionParams& params, int32_t work) {
+    slot = params.num_head_blocks.divide(work);
+    if constexpr (kHasWholeUnits) {
+      if (params.schedule.header->is_whole) {
+        begin = {slot, -1};  // before its first tile, whichever that is
+        end = {slot + 1, 0};
+        last_unit = slot;
+        return;
+      }
+    }
+    begin = params.schedule.boundaries[slot];
+    end = params.schedule.boundaries[slot + 1];
+    last_unit = min(end.unit, params.schedule.header->num_units - 1);
+  }
+};
+
+// The tiles of one unit that lie in a slot.
+struct TileRange {
+  Unit unit;
+  int32_t first;  // first tile of the unit
+  int32_t begin;  // no tiles of a unit that sees no token
+  int32_t end;
+  bool is_skipped;    // nothing of the unit lies in this slot, and another answers for it
+  int32_t early_end;  // tokens from here on belong to this step
+
+  __device__ __forceinline__ TileRange(const KernelParams& params, const SlotRange& slot,
+                                       int32_t index) {
+    const Schedule& schedule = params.attention.schedule;
+    unit = schedule.units[index];
+    const Request request = schedule.requests[unit.request];
+    if (unit.kv_end > 0 && !params.pages.holds(unit.request, request.kv_len)) {
+      unit.kv_end = kInvalidLength;
+    }
+    // What is read after the wait for the previous kernel needs none.
+    early_end = params.attention.early_kv ? request.kv_len - request.q_len : kInt32Max;
+    const bool is_empty = unit.kv_end <= 0;
+    if (is_empty) unit.num_splits = 1;
+    const bool is_begun = index == slot.begin.unit, is_cut = index == slot.end.unit;
+    first = unit.kv_begin / kTileTokens;
+    begin = is_begun ? slot.begin.tile : first;
+    if constexpr (kHasWholeUnits) begin = max(begin, first);
+    end = is_cut ? slot.end.tile : (unit.kv_end + kTileTokens - 1) / kTileTokens;
+    is_skipped = is_empty ? is_cut : begin >= end;
+    if (is_empty) end = begin;
+  }
+
+  // Which split of the unit begins at `tile`, and where it ends in this slot.
+  __device__ __forceinline__ int32_t split(const SlotRange& slot, int32_t tile) const {
+    return unit.split_tiles > 0 ? (tile - first) / unit.split_tiles : slot.slot - unit.first_slot;
+  }
+  __device__ __forceinline__ int32_t split_end(int32_t tile) const {
+    return unit.split_tiles > 0 ? min(tile + unit.split_tiles, end) : end;
+  }
+};
+
+// The query rows of a unit that this CTA has: packed row r of a request is query token
+// r / group_size, and head r % group_size of the KV head's group.
+struct QueryRows {
+  const AttentionParams& params;
+  Request request;
+  int32_t request_index;
+  int32_t first_row;
+  int32_t row_end;  // of the request
+  int32_t num_rows;
+  int32_t kv_head;
+  int32_t first_head;
+  int32_t offset;  // position of query token 0
+
+  __device__ __forceinline__ QueryRows(const AttentionParams& params, const HeadBlock& block,
+                                       const Unit& unit)
+      : QueryRows(params, block, unit, params.schedule.requests[unit.request]) {}
+
+  __device__ __forceinline__ QueryRows(const AttentionParams& params, const HeadBlock& block,
+                                       const Unit& unit, const Request& request)
+      : params(params), request(request) {
+    request_index = unit.request;
+    first_row = unit.first_row + block.row_block * kRowTile;
+    kv_head = block.kv_head;
+    first_head = kv_head * params.group_size;
+    offset = request.kv_len - request.q_len;
+    // Rows that q doesn't have are neither read nor written.
+    row_end = min(request.q_len, params.num_tokens - request.q_begin) * params.group_size;
+    num_rows = max(min(kRowTile, row_end - first_row), 0);
+  }
+
+  // Moves on to later rows of the request; false when there are none.
+  __device__ __forceinline__ bool advance(int32_t count) {
+    first_row += count;
+    num_rows = min(kRowTile, row_end - first_row);
+    return num_rows > 0;
+  }
+
+  __device__ __forceinline__ int32_t query(int row) const {
+    return params.group_size.divide(first_row + row);
+  }
+  __device__ __forceinline__ int32_t token(int row) const { return request.q_begin + query(row); }
+  __device__ __forceinline__ int32_t head(int row) const {
+    return first_head + first_row + row - query(row) * params.group_size;
+  }
+
+  // The keys that a row sees, but for a custom mask: [first_key, last_key).
+  __device__ __forceinline__ int32_t first_key(int row) const {
+    return params.window_left >= 0 ? max(offset + query(row) - params.window_left, 0) : 0;
+  }
+  __device__ __forceinline__ int32_t last_key(int row) const {
+    return params.is_causal ? min(offset + query(row) + 1, request.kv_len) : request.kv_len;
+  }
+  // The keys that every row sees.
+  __device__ __forceinline__ int32_t first_common_key() const { return first_key(num_rows - 1); }
+  __device__ __forceinline__ int32_t last_common_key() const { return last_key(0); }
+
+  __device__ __forceinline__ bool is_masked(int row, int32_t key) const {
+    if constexpr (!kUseCustomMask) return false;
+    if (row >= num_rows) return false;
+    if (params.mask_kind == MaskKind::kRagged) {
+      const int64_t byte = params.mask_indptr[request_index * params.mask_indptr_stride] +
+                           query(row) * static_cast<int64_t>((request.kv_len + 7) / 8) + key / 8;
+      // What the mask is too short to say is not seen.
+      if (byte < 0 || byte >= params.mask_bytes) return true;
+      return !(params.mask[byte] >> key % 8 & 1);
+    }
+    // The mask's last column is the request's last key; keys before its first are not masked.
+    const int32_t column = key - request.kv_len + params.mask_width;
+    if (column < 0) return false;
+    const uint8_t* values = params.mask + token(row) * params.mask_row_stride;
+    if (params.mask_kind == MaskKind::kBool) return !values[column];
+    return !(values[column / 8] >> column % 8 & 1);
+  }
+
+  // Whether a row sees a key.
+  __device__ __forceinline__ bool sees(int row, int32_t key) const {
+    return key >= first_key(row) && key < last_key(row) && !is_masked(row, key);
+  }
+};
+
+// What a CTA does for one unit, found again from two numbers wherever it is needed, so that little
+// of it stays in registers.
+struct Piece {
+  const KernelParams& params;
+  int32_t work;
+  int32_t index;  // of the unit
+
+  __device__ __forceinline__ HeadBlock block() const {
+    return HeadBlock(params.attention, forget(work));
+  }
+  __device__ __forceinline__ SlotRange slot() const {
+    return SlotRange(params.attention, forget(work));
+  }
+  __device__ __forceinline__ TileRange tiles() const {
+    return TileRange(params, slot(), forget(index));
+  }
+  __device__ __forceinline__ QueryRows rows() const {
+    return QueryRows(params.attention, block(), tiles().unit);
+  }
+};
+
+// Q of the rows in shared memory, zeros past the last row and dim. The caller synchronises. Where K
+// has 8 bits, the even ones of each 16 dims come first, since load_keys() brings those of K in that
+// order; where it has 4, dims i and i + 4 of each eight are neighbours, for load_key_blocks().
+__device__ __forceinline__ void load_query(const QueryRows& rows, uint32_t q_smem) {
+  constexpr int kVectors = 2 * kKeyTiles;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRowTile * kVectors; i += kNumThreads) {
+    const int row = i / kVectors, vector = i % kVectors;
+    uint4 words = {};
+    const bool exists = row < rows.num_rows && (!kHasBlocks || vector < kKeyDim / 8);
+    if (exists) {
+      const AttentionParams& params = rows.params;
+      const uint16_t* source = params.q + rows.token(row) * params.q_token_stride +
+                               rows.head(row) * params.q_head_stride + vector * 8;
+      words = params.q_is_aligned ? *reinterpret_cast<const uint4*>(source) : load_16(source);
+    }
+    const uint32_t place = q_smem + row * kQueryRowBytes;
+    if constexpr (kHasBlocks) {
+      // Elements i and i + 4 of a vector are neighbours, two of these pairs in each product.
+      const uint32_t lane = place + vector / 4 * 64 + vector % 4 * 4;
+      st_shared_4(lane, __byte_perm(words.x, words.z, 0x5410));
+      st_shared_4(lane + 16, __byte_perm(words.x, words.z, 0x7632));
+      st_shared_4(lane + 32, __byte_perm(words.y, words.w, 0x5410));
+      st_shared_4(lane + 48, __byte_perm(words.y, words.w, 0x7632));
+    } else if constexpr (kConverts) {
+      const uint32_t half = place + vector / 2 * 32 + vector % 2 * 8;
+      st_shared_8(half,
+                  {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410)});
+      st_shared_8(half + 16,
+                  {__byte_perm(words.x, words.y, 0x7632), __byte_perm(words.z, words.w, 0x7632)});
+    } else {
+      st_shared_16(place + vector * 16, words);
+    }
+  }
+}
+
+}  // namespace jitattn

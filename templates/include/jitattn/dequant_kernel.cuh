@@ -1,0 +1,160 @@
+// Constants, page table and arguments of a kernel of FP8 caches: a sample for editors, by
+// tests/support/kernel_header.py. A rendered kernel defines its own before it includes parts.
+#pragma once
+
+#ifndef JITATTN_KERNEL
+#define JITATTN_KERNEL  // its own jitattn/kernel.cuh follows
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "jitattn/attention_params.cuh"
+#include "jitattn/fp8.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/nvfp4.cuh"
+#include "jitattn/prelude.cuh"
+#include "jitattn/ptx.cuh"
+#include "jitattn/types.cuh"
+
+namespace jitattn {
+
+// The spec and its tile as constants: the only place where numbers are substituted.
+using QType = BFloat16;
+using ProductType = BFloat16;  // of both products
+using KVType = Float8E4M3;
+using OutType = BFloat16;
+constexpr int kKeyDim = 128;
+constexpr int kPageSize = 16;
+constexpr int kRowTile = 128;
+constexpr bool kUseLogitsSoftCap = 0;
+constexpr bool kUseCustomMask = 0;
+constexpr bool kUseVectorLoads = 1;
+constexpr bool kUsesBoxes = 0;
+
+constexpr int kValueDim = 128;  // columns of V and out that a CTA computes
+constexpr int kNumValueBlocks = 128 / kValueDim;
+constexpr int kNumWarps = 8;          // that compute
+constexpr int kNumProducers = 2;  // warpgroups beside them
+constexpr int kTileTokens = 128;
+constexpr int kNumStages = 2;
+constexpr int kCtasPerSm = 1;
+constexpr int kSmemBytes = 229376;
+constexpr int kMergeSplits = 8;  // of a row at a time
+// Of those at a time; 0 in the tile stands for all.
+constexpr int kMergeLoads = 0 > 0 ? 0 : kMergeSplits;
+// Whether a stage is one tile that all warps read, or each warp has a ring of its own slices.
+constexpr bool kSharesTiles = 1;
+
+constexpr int kNumThreads = kNumWarps * kWarpSize;
+constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
+
+// Caches of 8-bit types and of NVFP4 are converted to QType on the way.
+constexpr bool kConverts = sizeof(KVType::Storage) == 1;
+// NVFP4: two elements a byte, and a scale for 16 of them. Where warps convert what they multiply,
+// products take 32 dims in two steps.
+constexpr bool kHasBlocks = 0;
+constexpr int kElementBits = kHasBlocks ? 4 : 8 * sizeof(KVType::Storage);
+constexpr bool kTakesSteps = kHasBlocks && kNumProducers == 0;
+constexpr int kKeyTiles = kTakesSteps ? (kKeyDim + 31) / 32 * 2 : kKeyDim / 16;
+constexpr int kValueTiles = kTakesSteps ? (kValueDim + 31) / 32 * 2 : kValueDim / 16;
+
+// Tensor maps see a row as segments of so many bytes, and bring so many tokens at a time.
+constexpr int kSegmentBytes = 128;
+constexpr int kBoxTokens = 16 > 0 ? 16 : 8;
+
+// A row of K or V as caches store it, but for the scales of its blocks, and these.
+__device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
+__device__ constexpr int block_bytes(int dim) { return kHasBlocks ? dim / 16 : 0; }
+// What is copied at a time of rows, and of their scales: rows that follow each other begin at
+// multiples of it. Twin: jitattn/tensors/block_caches.py.
+constexpr int kVectorBytes = kHasBlocks && (kKeyDim % 32 || kValueDim % 32) ? 8 : 16;
+__device__ constexpr int block_vector(int dim) {
+  const int bytes = dim / 16;
+  return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 1;
+}
+constexpr int kQueryRowBytes = padded_row(2 * 16 * kKeyTiles);
+constexpr int kKeyRowBytes = padded_row(stored_bytes(kKeyDim));
+constexpr int kValueRowBytes = padded_row(stored_bytes(kValueDim));
+// Of a row: what a product takes, or two products of NVFP4.
+constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
+constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
+constexpr int kTokenBytes =
+    kUsesBoxes ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
+               : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
+constexpr int kStageBytes = kStageTokens * kTokenBytes;
+constexpr int kRingBytes = (kSharesTiles ? 1 : kNumWarps) * kNumStages * kStageBytes;
+constexpr int kQueryBytes = kRowTile * kQueryRowBytes;
+
+static_assert(kConverts || 0, "q and 16-bit K/V have one type");
+static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0, "mma.m16n8k16 takes 16 dims at a time");
+static_assert(kValueDim * kNumValueBlocks == 128, "value blocks cover V");
+// Where the tokens of a request lie, one struct per layout with the same methods: the only place
+// where page table layouts differ. Twin: jitattn/spec/params.py.
+//
+//   row(request)          what k_id and v_id need to know of a request
+//   k_id(row, token)      the entry of a token, for K; v_id likewise for V
+//   locate(id, token)     the page and the place in it that the entry stands for
+//   kRunTokens            aligned runs of so many tokens have one entry and lie token by token
+//   kSharesPages          v_id equals k_id
+//   holds(request, n)     whether the request may read n tokens, where run() may bring a table
+//                         that allows less than the planned one
+
+struct Location {
+  int32_t page;
+  int32_t token;  // in the page
+};
+
+// Rows of a table, in the order of the requests or as `rows` says.
+struct TableRows {
+  const int32_t* table;  // [num_rows, width] or [num_rows, 2, width]
+  const void* rows;      // [batch_size], int32 or int64: the row of each request; null: its own
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t rows_stride;
+  int32_t rows_are_int64;
+
+  using Row = const int32_t*;
+
+  __device__ __forceinline__ Row row(int32_t request) const {
+    const int64_t row = rows ? load_integer(rows, request * rows_stride, rows_are_int64) : request;
+    return table + row * row_stride;
+  }
+  static __device__ __forceinline__ bool holds(int32_t, int32_t) { return true; }
+};
+// table [num_rows, width]: one page id for K and V.
+struct PageTable : TableRows {
+  static constexpr int kRunTokens = kPageSize;
+  static constexpr bool kSharesPages = true;
+
+  __device__ __forceinline__ int32_t k_id(Row row, int32_t token) const {
+    return row[token / kPageSize * column_stride];
+  }
+  __device__ __forceinline__ int32_t v_id(Row row, int32_t token) const { return k_id(row, token); }
+  static __device__ __forceinline__ Location locate(int32_t id, int32_t token) {
+    return {id, token % kPageSize};
+  }
+};
+// Arguments of an attention kernel. Twin: jitattn/params.py.
+struct KernelParams {
+  union {
+    TensorMap k_map;  // of caches whose loader uses them
+    BlockScales k_blocks;
+  };
+  union {
+    TensorMap v_map;
+    BlockScales v_blocks;
+  };
+  AttentionParams attention;
+  PageTable pages;
+};
+constexpr bool kHasWholeUnits = true;
+constexpr int kNumQueryStages = 2;
+
+using cute::SM90::GMMA::Major;
+using ScoreProduct =
+    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
+using OutputProduct =
+    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
+
+}  // namespace jitattn
+#endif

@@ -1,0 +1,130 @@
+// Brings latents, rope parts and scales to shared memory ahead of their use, in copies of 16 bytes
+// or less. Each warp loads kSliceTokens tokens of a tile.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/attention/tile_iterator.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+constexpr int kLatentRowBytes = padded_row(sizeof(KVType::Storage) * kLatentDim);
+constexpr int kRopeRowBytes = padded_row(sizeof(RopeType::Storage) * kRopeDim);
+constexpr int kRopeOffset = kTileTokens * kLatentRowBytes;
+constexpr int kScaleOffset = kRopeOffset + kTileTokens * kRopeRowBytes;
+constexpr int kTileBytes = kScaleOffset + kTileTokens * kNumScales * 4;
+
+struct LatentLoader {
+  TileIterator walk;
+  uint32_t ring;
+  int32_t next_stage;  // that is filled next
+  int32_t stage;       // that is read
+
+  // So many calls of advance() only fill the ring.
+  static constexpr int kLead = kNumStages - 1;
+
+  __device__ __forceinline__ LatentLoader(const KernelParams& params, const Queue& queue,
+                                          uint32_t smem)
+      : walk(params, queue), ring(smem), next_stage(0), stage(0) {}
+
+  __device__ __forceinline__ uint32_t tile() const { return ring + stage * kTileBytes; }
+
+  // Moves to the next tile, which is complete then; every thread is done with the one before, whose
+  // room gets the next that isn't under way. Every tile is a group of copies, and those past the
+  // last are too, so that the count never changes.
+  __device__ __forceinline__ void advance() {
+    cp_async_wait<kNumStages - 2>();
+    __syncthreads();
+    stage = following(stage);
+    copy_next();
+  }
+
+ private:
+  static __device__ __forceinline__ int32_t following(int32_t stage) {
+    return stage + 1 == kNumStages ? 0 : stage + 1;
+  }
+
+  __device__ __forceinline__ void copy_next() {
+    const AttentionParams& attention = walk.params.attention;
+    const uint32_t smem = ring + next_stage * kTileBytes;
+    copy_rows<KVType, kLatentDim>(smem, attention.k, attention.k_page_stride,
+                                  attention.k_token_stride, walk.k_id);
+    copy_rows<RopeType, kRopeDim>(smem + kRopeOffset, attention.v, attention.v_page_stride,
+                                  attention.v_token_stride, walk.v_id);
+    if constexpr (kNumScales > 0) copy_scales(smem + kScaleOffset);
+    cp_async_commit();
+    next_stage = following(next_stage);
+    walk.next_step();
+  }
+
+  // Where this lane's token lies, lane % kSliceTokens of the slice: what follows from an entry of
+  // the table and two strides.
+  __device__ __forceinline__ int64_t lane_offset(int64_t page_stride, int64_t token_stride,
+                                                 int32_t id) const {
+    const int row = lane_idx() % kSliceTokens;
+    const int first = TileIterator::kIsOneRunASlice ? walk.first : row;
+    const Location place = PageTable::locate(id, walk.slice + first);
+    return place.page * page_stride + place.token * token_stride + (row - first) * token_stride;
+  }
+
+  __device__ __forceinline__ bool exists(int row) const {
+    return row >= walk.first && row < walk.last;
+  }
+
+  // Zeros for tokens that don't exist: a NaN left in a slot that the request does not own must not
+  // meet a probability of zero.
+  template <typename Type, int kDim>
+  __device__ __forceinline__ void copy_rows(uint32_t smem, const void* base, int64_t page_stride,
+                                            int64_t token_stride, int32_t id) {
+    using Storage = typename Type::Storage;
+    constexpr int kVectorSize = 16 / sizeof(Storage), kVectors = kDim / kVectorSize;
+    const auto* source = static_cast<const Storage*>(base);
+    const int64_t offset = lane_offset(page_stride, token_stride, id);
+#pragma unroll(kUseVectorLoads ? 4 : 1)
+    for (int i = 0; i < (kSliceTokens * kVectors + kWarpSize - 1) / kWarpSize; ++i) {
+      const int index = i * kWarpSize + lane_idx();
+      const int row = index / kVectors % kSliceTokens, vector = index % kVectors;
+      const int64_t row_offset = __shfl_sync(0xffffffff, offset, row);
+      if (index >= kSliceTokens * kVectors) continue;
+      const int tile_row = warp_idx() * kSliceTokens + row;
+      copy_vector(smem + tile_row * padded_row(sizeof(Storage) * kDim) + vector * 16,
+                  source + row_offset + vector * kVectorSize, exists(row));
+    }
+  }
+
+  template <typename Storage>
+  static __device__ __forceinline__ void copy_vector(uint32_t smem, const Storage* source,
+                                                     bool exists) {
+    if constexpr (kUseVectorLoads) {
+      cp_async_16<128>(smem, source, exists);
+    } else {
+      uint4 words = {};
+      if (exists) words = load_vector(source);
+      st_shared_16(smem, words);
+    }
+  }
+
+  template <typename Storage>
+  static __device__ __forceinline__ uint4 load_vector(const Storage* source) {
+    if constexpr (kNumScales == 0) return load_16(source);
+    // Rows that hold float32 scales begin at multiples of their size.
+    const auto* words = reinterpret_cast<const uint32_t*>(source);
+    return {words[0], words[1], words[2], words[3]};
+  }
+
+  __device__ __forceinline__ void copy_scales(uint32_t smem) {
+    const LatentParams& latent = walk.params.latent;
+    const int64_t offset =
+        lane_offset(latent.scale_page_stride, latent.scale_token_stride, walk.k_id);
+    static_assert(kSliceTokens * kNumScales <= kWarpSize, "a lane has a scale at most");
+    const int row = lane_idx() % kSliceTokens, scale = lane_idx() / kSliceTokens;
+    if (scale >= kNumScales) return;
+    const int tile_row = warp_idx() * kSliceTokens + row;
+    cp_async_few<4>(smem + (tile_row * kNumScales + scale) * 4,
+                    latent.latent_scales + offset + scale, exists(row));
+  }
+};
+
+}  // namespace jitattn

@@ -1,0 +1,106 @@
+// Q of a job, brought to shared memory in vectors by two warps.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/attention/work_items.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/mla/wgmma_tiles.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+constexpr int kQueryThreads = 2 * kWarpSize;
+
+// Where a warp puts vectors of Q, kVectors of each of its rows: some vectors of a row, or some rows,
+// at a time.
+template <int kVectors>
+struct QueryVectors {
+  static constexpr int kPasses = kVectors > kWarpSize ? kVectors / kWarpSize : 1;
+  static constexpr int kPassRows = kVectors < kWarpSize ? kWarpSize / kVectors : 1;
+
+  uint32_t smem;  // of Q
+  int segment;    // the first
+
+  // The lane's row of those from `first` on.
+  static __device__ __forceinline__ int row(int first) { return first + lane_idx() / kVectors; }
+  static __device__ __forceinline__ int vector(int pass) {
+    return pass * kWarpSize + lane_idx() % kVectors;
+  }
+  __device__ __forceinline__ uint32_t place(int first, int pass) const {
+    const int warp_row = threadIdx.x % kQueryThreads / kWarpSize * kWarpSize;
+    const int v = vector(pass), r = warp_row + row(first);
+    return QueryImage::row(smem, segment + v / 8, r) + (v % 8 ^ r % 8) * 16;
+  }
+  // Of a row that a lane knows the place of; nullptr where there is none.
+  static __device__ __forceinline__ const uint16_t* source(const uint16_t* lane_source, int first) {
+    const auto address = reinterpret_cast<uint64_t>(lane_source);
+    return reinterpret_cast<const uint16_t*>(
+        static_cast<uint64_t>(__shfl_sync(0xffffffff, address, row(first))));
+  }
+};
+
+// Copies them. The places of several rows are found before the first is copied: one row's copies
+// would wait for its place.
+template <int kVectors>
+__device__ __forceinline__ void copy_part(const QueryVectors<kVectors>& q,
+                                          const uint16_t* lane_source) {
+  using Q = QueryVectors<kVectors>;
+  constexpr int kBatch = Q::kPassRows < 4 ? 8 : 4;
+#pragma unroll 1
+  for (int first = 0; first < kWarpSize; first += kBatch * Q::kPassRows) {
+    const uint16_t* sources[kBatch];
+    for_each<kBatch>([&](int i) { sources[i] = Q::source(lane_source, first + i * Q::kPassRows); });
+    for_each<kBatch>([&](int i) {
+      for_each<Q::kPasses>([&](int pass) {
+        cp_async_16<128>(q.place(first + i * Q::kPassRows, pass), sources[i] + Q::vector(pass) * 8,
+                         sources[i]);
+      });
+    });
+  }
+}
+
+// The same of vectors at any address, with the sign of the scale.
+template <int kVectors>
+__device__ __forceinline__ void copy_plain(const QueryVectors<kVectors>& q,
+                                           const uint16_t* lane_source, uint32_t sign) {
+  using Q = QueryVectors<kVectors>;
+#pragma unroll 1
+  for (int i = 0; i < kWarpSize / Q::kPassRows * Q::kPasses; ++i) {
+    const int first = i / Q::kPasses * Q::kPassRows, pass = i % Q::kPasses;
+    const uint16_t* source = Q::source(lane_source, first);
+    uint4 words = {};
+    if (source) words = load_16(source + Q::vector(pass) * 8);
+    st_shared_16(q.place(first, pass),
+                 {words.x ^ sign, words.y ^ sign, words.z ^ sign, words.w ^ sign});
+  }
+}
+
+// Begins to bring Q of a job: parts of two tensors, zeros past the last row. Scores are multiplied
+// with the scale's amount only, so Q takes its sign.
+__device__ __forceinline__ void bring_query(const KernelParams& params, const Job& job,
+                                            uint32_t smem) {
+  const AttentionParams& attention = params.attention;
+  const LatentParams& latent = params.latent;
+  const QueryRows rows = job.rows(attention);
+  const uint32_t sign = attention.score_scale < 0.f ? 0x80008000u : 0u;
+  static_assert(kRowTile == kQueryThreads, "each lane finds one row");
+  const int row = threadIdx.x % kQueryThreads;
+  const uint16_t *nope = nullptr, *pe = nullptr;
+  if (row < rows.num_rows) {
+    const int64_t token = rows.token(row), head = rows.head(row);
+    nope = attention.q + token * attention.q_token_stride + head * attention.q_head_stride;
+    pe = latent.q_pe + token * latent.q_pe_token_stride + head * latent.q_pe_head_stride;
+  }
+  const QueryVectors<kLatentDim / 8> nope_vectors = {smem, 0};
+  const QueryVectors<kRopeDim / 8> pe_vectors = {smem, kRopeSegment};
+  if (attention.q_is_aligned && latent.q_pe_is_aligned && !sign) {
+    copy_part(nope_vectors, nope);
+    copy_part(pe_vectors, pe);
+  } else {
+    copy_plain(nope_vectors, nope, sign);
+    copy_plain(pe_vectors, pe, sign);
+  }
+}
+
+}  // namespace jitattn

@@ -1,0 +1,176 @@
+// Tiles of latent attention: Q, K, P and S of two warpgroups' products.
+//
+// A tile of tokens lies in segments of 128 bytes with the hardware's swizzle: a half of the latents,
+// the other, and rope parts. In a half, eight tokens have all their segments before the next eight
+// do: that is how a box of many tokens and segments arrives. The two stages take turns; one
+// warpgroup computes the scores and probabilities of the tiles in stage 0, the other of those in
+// stage 1. Each has half of the columns of the output, of all rows. Probabilities lie where the rope
+// parts of their own tile did, which nobody needs any more then.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "jitattn/attention/wgmma_operands.cuh"
+#include "jitattn/attention/work_tile.cuh"
+#include "jitattn/lanes.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+constexpr int kNumGroups = 2;
+constexpr int kProducerThreads = kNumProducers * kGroupThreads;
+constexpr int kCtaThreads = kNumThreads + kProducerThreads;
+constexpr int kTokenGroups = kTileTokens / 8;
+
+// Tiles have the type of products.
+constexpr int kLatentSegments = 2 * kLatentDim / kSegmentBytes;
+constexpr int kHalfSegments = kLatentSegments / 2;
+constexpr int kRopeSegment = kLatentSegments;
+constexpr int kSegments = kLatentSegments + 1;
+constexpr int kHalfDim = kLatentDim / 2;
+constexpr int kTileBytes = kTileTokens * kSegments * kSegmentBytes;
+constexpr int kQueryOffset = 2 * kTileBytes;
+constexpr int kQueryBytesAll = kRowTile * kSegments * kSegmentBytes;
+
+static_assert(kNumThreads == kNumGroups * kGroupThreads, "two warpgroups compute");
+static_assert(kRowTile == 64, "a product has 64 rows");
+static_assert(kTileTokens == 64, "probabilities of a row fill a segment");
+static_assert(2 * kRopeDim <= kSegmentBytes, "a rope part fits a segment");
+static_assert(kNumStages == 2, "one a warpgroup");
+static_assert(kQueryOffset + kQueryBytesAll == kSmemBytes,
+              "the host asks for exactly the shared memory that is used");
+
+using QueryImage = RowImage<kRowTile>;
+
+// Latents of a tile.
+struct TileImage {
+  static constexpr int kGroupBytes = 8 * kHalfSegments * kSegmentBytes;  // of eight tokens
+  static constexpr int kHalfBytes = kTileTokens / 8 * kGroupBytes;
+
+  static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
+    return smem + segment / kHalfSegments * kHalfBytes + row / 8 * kGroupBytes +
+           (segment % kHalfSegments * 8 + row % 8) * kSegmentBytes;
+  }
+};
+
+// Rope parts of a tile, and probabilities after them.
+struct RopeImage {
+  static __device__ __forceinline__ uint32_t row(uint32_t smem, int row) {
+    return smem + 2 * TileImage::kHalfBytes + row * kSegmentBytes;
+  }
+};
+
+// Of Q, of rope parts and of P: rows of a product's columns.
+using Rows = Description<8 * kSegmentBytes, 0>;
+// The same of latents.
+using LatentRows = Description<TileImage::kGroupBytes, 0>;
+// Of V: its columns are those of a product.
+using Columns = Description<TileImage::kGroupBytes, 8 * kSegmentBytes>;
+
+// The row of the block that half 0 or 1 of a lane's values belong to.
+__device__ __forceinline__ int row_of(int half) {
+  return warp_idx() % 4 * 16 + half * 8 + lane_idx() / 4;
+}
+
+// S = Q K^T: two rows of each lane. at(j, i) is row i / 2 and token i % 2 of the lane's pair in
+// group j of eight tokens.
+struct ScoreTile {
+  float values[kTileTokens / 2];
+
+  __device__ __forceinline__ float& at(int group, int i) { return values[4 * group + i]; }
+  __device__ __forceinline__ float at(int group, int i) const { return values[4 * group + i]; }
+
+  // Begins the products with the first half of latents, and the rest when that is there.
+  __device__ __forceinline__ void multiply_first(const Rows& q, const LatentRows& k) {
+    cute::warpgroup_arrive();
+    multiply_half<0>(q, k);
+  }
+  // Scores of latents are multiplied with `scale` before those of rope parts join them, where these
+  // have none.
+  __device__ __forceinline__ void multiply_rest(const Rows& q, const LatentRows& k,
+                                                const Rows& rope, float scale) {
+    multiply_half<1>(q, k);
+    if constexpr (kIsMixed && kNumScales == 0) {
+      cute::warpgroup_commit_batch();
+      wait<0>();
+      for_each<kTileTokens / 2>([&](int i) { values[i] *= scale; });
+      for_each<kTileTokens / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
+      cute::warpgroup_arrive();
+    }
+    for_each<kRopeDim / 16>([&](int i) {
+      multiply(q.at(QueryImage::row(i * 32, kRopeSegment, 0)), rope.at(i * 32), true);
+    });
+    cute::warpgroup_commit_batch();
+  }
+
+  // Waits until at most kPending batches of products are under way.
+  template <int kPending>
+  __device__ __forceinline__ void wait() {
+    cute::warpgroup_wait<kPending>();
+    for_each<kTileTokens / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
+  }
+
+ private:
+  template <int kHalf>
+  __device__ __forceinline__ void multiply_half(const Rows& q, const LatentRows& k) {
+    for_each<4 * kHalfSegments>([&](int i) {
+      const int segment = kHalf * kHalfSegments + i / 4, bytes = i % 4 * 32;
+      multiply(q.at(QueryImage::row(bytes, segment, 0)), k.at(TileImage::row(bytes, segment, 0)),
+               kHalf > 0 || i > 0);
+    });
+  }
+  // Of 16 dims.
+  __device__ __forceinline__ void multiply(uint64_t q, uint64_t k, bool adds) {
+    using namespace cute::SM90::GMMA;
+    FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
+        values, adds ? ScaleOut::One : ScaleOut::Zero, q, k);
+  }
+};
+
+// Writes P, rounded, in the place of rope parts: rows of the product with V.
+__device__ __forceinline__ void write_probabilities(const ScoreTile& s, uint32_t tile_smem) {
+  for_each<2>([&](int half) {
+    const int row = row_of(half);
+    // Found here, and not kept in registers from tile to tile.
+    const uint32_t place =
+        forget(RopeImage::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4);
+    for_each<kTokenGroups>([&](int j) {
+      st_shared_4(place ^ j * 16, ProductType::pack(s.at(j, 2 * half), s.at(j, 2 * half + 1)));
+    });
+  });
+}
+
+// A warpgroup's half of O's columns: values 4 i to 4 i + 3 are columns 8 i + 2 t and 8 i + 2 t + 1
+// of both rows of a lane, where t is its number in the row's four.
+struct OutputTile {
+  float values[kHalfDim / 2];
+
+  // Begins O += P V.
+  __device__ __forceinline__ void multiply(const Rows& p, const Columns& v) {
+    using namespace cute::SM90::GMMA;
+    begin();
+    for_each<kTileTokens / 16>([&](int j) {
+      FirstRegisters<kHalfDim / 2>::multiply<OutputProduct>(
+          values, ScaleOut::One, p.at(j * 32), v.at(TileImage::row(0, 0, j * 16)));
+    });
+    cute::warpgroup_commit_batch();
+  }
+
+  __device__ __forceinline__ void wait() {
+    cute::warpgroup_wait<0>();
+    fence();
+  }
+
+ private:
+  __device__ __forceinline__ void begin() {
+    fence();
+    cute::warpgroup_arrive();
+  }
+  __device__ __forceinline__ void fence() {
+    for_each<kHalfDim / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
+  }
+};
+
+}  // namespace jitattn
