@@ -144,12 +144,12 @@ def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
 @pytest.mark.parametrize(
     ("arguments", "loader"),
     [
-        *(({"head_dim": n}, "vector" if n % 64 else "tensor") for n in HEAD_DIMS if n <= 256),
+        *(({"head_dim": n}, "tensor") for n in HEAD_DIMS if n <= 256),
         *(({"head_dim": 192, "head_dim_vo": n}, "tensor") for n in (64, 128, 256)),
-        ({"head_dim": 192, "head_dim_vo": 48}, "vector"),
+        ({"head_dim": 192, "head_dim_vo": 48}, "tensor"),
         ({"page_size": 12}, "vector"),
         ({"page_size": 1, "page_table": "token"}, "vector"),
-        ({"page_size": None, "page_table": "ragged"}, "vector"),
+        ({"page_size": None, "page_table": "ragged"}, "tensor"),
         ({"page_size": 24, "page_table": "separate"}, "tensor"),
         ({"q_dtype": "float16", "kv_dtype": "float16", "out_dtype": "float32"}, "tensor"),
         ({"use_custom_mask": True, "logits_soft_cap": 30.0}, "tensor"),
