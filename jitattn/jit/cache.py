@@ -141,7 +141,7 @@ class KernelCache:
         """
         self.check()
         try:
-            return self._read(name)
+            return self.read(name)
         except (OSError, ValueError):
             return None
 
@@ -162,7 +162,7 @@ class KernelCache:
                 if attempt == _ATTEMPTS - 1:
                     raise
             else:
-                self._sweep(_STALE_STAGING_S)
+                self.sweep(_STALE_STAGING_S)
                 return
 
     def check(self) -> None:
@@ -210,7 +210,7 @@ class KernelCache:
         Raises:
             CacheError: the cache itself must not be used.
         """
-        return [entry for part in self._parts() for entry in part._own_entries()]
+        return [entry for part in self._parts() for entry in part.own_entries()]
 
     def file_digests(self) -> dict[str, str]:
         """Return the SHA-256 of every file of every entry, by ``<entry>/<file>``.
@@ -246,9 +246,9 @@ class KernelCache:
         """Read every entry; return the damaged ones, with ``damage`` saying what is wrong."""
         damaged = []
         for part in self._parts():
-            for entry in part._own_entries():
+            for entry in part.own_entries():
                 try:
-                    part._read(entry.name)
+                    part.read(entry.name)
                 except (OSError, ValueError) as error:
                     if entry.path.exists():  # nobody has removed it meanwhile
                         damaged.append(replace(entry, damage=str(error)))
@@ -262,11 +262,11 @@ class KernelCache:
         for entry in entries:
             if excess <= 0:
                 break
-            self._discard(entry.path)
+            self.discard(entry.path)
             excess -= entry.size_bytes
             removed.append(entry)
         for part in self._parts():
-            part._sweep(_STALE_STAGING_S)
+            part.sweep(_STALE_STAGING_S)
         return removed
 
     def clear(self) -> list[Entry]:
@@ -275,8 +275,8 @@ class KernelCache:
         for cache in (*self.divisions(), self):
             for entry in removed:
                 if entry.path.parent == cache.root:
-                    cache._discard(entry.path)
-            cache._sweep(_ABANDONED_STAGING_S)
+                    cache.discard(entry.path)
+            cache.sweep(_ABANDONED_STAGING_S)
             for name in ("notes", "locks"):
                 shutil.rmtree(cache.root / name, ignore_errors=True)
             (cache.root / _MANIFEST).unlink(missing_ok=True)
@@ -330,11 +330,12 @@ class KernelCache:
             part.check()
         return parts
 
-    def _own_entries(self) -> list[Entry]:
+    def own_entries(self) -> list[Entry]:
+        """Return the entries of this folder alone, without those of its divisions."""
         names = sorted(path.name for path in self._folders() if _ENTRY.fullmatch(path.name))
         return [_describe(self.root / name) for name in names]
 
-    def _read(self, name: str) -> Stored:
+    def read(self, name: str) -> Stored:
         """Return the entry ``name``, or raise OSError or ValueError saying what is wrong."""
         stored = _read(self.root / name)
         if self.expected is not None:
@@ -372,17 +373,17 @@ class KernelCache:
                 _sync_folder(self.root)
                 return
             try:
-                self._read(name)
+                self.read(name)
                 return  # entries of one name are equal, so theirs is as good
             except (OSError, ValueError):
                 if _exists(target):
-                    self._discard(target)
+                    self.discard(target)
                 else:  # a network file system that has not noticed yet
                     time.sleep(0.02 * 2**attempt)
         raise OSError(errno.EEXIST, "other processes keep replacing a damaged entry", str(target))
 
-    def _discard(self, path: Path) -> None:
-        # Renamed before it is deleted, so that no reader finds half of it.
+    def discard(self, path: Path) -> None:
+        """Delete an entry; no reader finds half of it, since it is renamed before."""
         with suppress(FileNotFoundError), self._staging() as staged:
             path.rename(staged / path.name)
 
@@ -392,7 +393,8 @@ class KernelCache:
         except OSError:
             return []
 
-    def _sweep(self, older_than_s: float) -> None:
+    def sweep(self, older_than_s: float) -> None:
+        """Delete what writers that were killed left behind."""
         for path in self._folders():
             if path.name.startswith(_STAGING) and _age(path) >= older_than_s:
                 shutil.rmtree(path, ignore_errors=True)

@@ -186,7 +186,7 @@ inline uint8_t* written(uint32_t smem, int size) {
   return place;
 }
 // Of what this thread wrote, and of what it has waited for.
-inline void fence_before_boxes() {
+inline void fence_before_tma() {
   for (uint32_t word : current->unfenced) {
     if (writers[word] == threadIdx.x + 1) writers[word] = 0;
   }
@@ -315,7 +315,7 @@ inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, const int (
   now.bytes -= rows * row_bytes;
   now.finish();
 }
-inline void copy_box(uint32_t smem, const void* map, uint32_t barrier, int token, int segment,
+inline void copy_tma(uint32_t smem, const void* map, uint32_t barrier, int token, int segment,
                      int head, int page, int column = 0) {
   Map it;
   std::memcpy(&it, map, sizeof it);

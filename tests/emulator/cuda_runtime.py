@@ -175,7 +175,7 @@ def library_of(text: str, *options: str, standard: str = "c++17") -> ctypes.CDLL
         pytest.skip("needs a C++ compiler, to run kernels on the CPU")
     # Else libraries share the statics of inline functions by name, whose sizes differ by kernel.
     apart = ["-fno-gnu-unique"] if Path(compiler).name == "g++" else []
-    always = [*apart, "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    always = [*apart, "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
     command = [compiler, f"-std={standard}", *always, *options, "-x", "c++", "-"]
 
     def make(library: Path) -> None:

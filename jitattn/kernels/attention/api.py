@@ -220,7 +220,10 @@ class AttentionPlanner(_Arguments):
 
 
 class Plan(PlanBase[Call]):
-    """A batch, split over the card. For one thread at a time, and one stream."""
+    """A batch, split over the card. For one thread at a time, and one stream.
+
+    Defined by: jitattn/kernels/attention/reference.py::attention.
+    """
 
     __slots__ = ()
 
@@ -254,12 +257,11 @@ class Plan(PlanBase[Call]):
             q_scale: for quantised queries, which are not built yet.
             out_scale: for quantised outputs, which are not built yet.
             sinks: [num_qo_heads], any float dtype and stride, with ``use_sinks``.
-            custom_mask: with ``use_custom_mask``, combined with causal and window by AND: bool
-                [num_tokens, width] or packed uint8 [num_tokens, width / 8] (the lowest bit first)
-                over the last ``width`` keys of each request, or (packed, mask_indptr) over all
-                keys, the rows of request b from byte mask_indptr[b] on, each padded to bytes.
-            variant_params: with a ``variant`` that has params: a number or tensor for each. Numbers
-                are read now, tensors when the kernel runs, in a graph at each replay.
+            custom_mask: with ``use_custom_mask``, besides causal and window: bool [tokens, width]
+                or packed uint8 [tokens, width / 8] (lowest bit first) over the last keys of a
+                request; or (packed, mask_indptr) over all keys, each row padded to bytes, those of
+                request b from byte mask_indptr[b] on.
+            variant_params: those of ``variant``: numbers are read now, tensors by the kernel.
 
         Returns:
             out, or (out, lse) with ``return_lse``. lse is the natural logarithm of the sum of
@@ -268,8 +270,6 @@ class Plan(PlanBase[Call]):
 
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
-
-        Defined by: jitattn/kernels/attention/reference.py::attention.
         """
         if is_dynamo_compiling():
             from jitattn.kernels.attention.torch_op import trace_attention
@@ -280,20 +280,23 @@ class Plan(PlanBase[Call]):
         is_plain = return_lse is False and (
             pages is lse is sinks is custom_mask is q_scale is out_scale is variant_params is None  # type: ignore[comparison-overlap]
         )
-        # Most calls of a step are like the one before, but for addresses.
-        if is_plain and self._replay is not None:
-            done = self._replay(q, kv, out)
-            if done is not None:
-                return done
-        self._replay = None
+        if is_plain and self._replay and (done := self._replay(q, kv, out)) is not None:
+            return done
         check_flag("return_lse", return_lse)
         if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
         call = self._checked_call(
             q, kv, pages, out, lse, return_lse, sinks, custom_mask, variant_params
         )
+        return self._run_call(call, return_lse, is_plain=is_plain, has_out=out is not None)
+
+    def _run_call(
+        self, call: Call, return_lse: bool, *, is_plain: bool, has_out: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        # Most calls of a step are like the one before, but for addresses.
+        self._replay = None
         self.backend.run(call)
-        if is_plain and (out is not None or self._out_is_like_q) and self._checked_lens is None:
+        if is_plain and (has_out or self._out_is_like_q) and self._checked_lens is None:
             self._replay = self.backend.replay_of(call)
         return (call.out, call.lse) if return_lse else call.out  # type: ignore[return-value]
 

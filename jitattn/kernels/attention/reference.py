@@ -15,7 +15,7 @@ A row that sees no key has out 0 and lse -inf, or lse = sink with a sink.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -63,35 +63,41 @@ def attention(
         Keys that a row can't see don't reach it, whatever they hold; a visible NaN does.
     """
     q_starts, kv_starts = _to_ints(qo_indptr), _to_ints(kv_indptr)
-    if len(q_starts) != len(kv_starts):
-        raise ValueError(f"qo_indptr has {len(q_starts)} entries, kv_indptr {len(kv_starts)}")
     num_qo_heads = q.shape[1]
     out = q.new_zeros((q.shape[0], num_qo_heads, v.shape[2]), dtype=torch.float64)
     lse = q.new_full((q.shape[0], num_qo_heads), -math.inf, dtype=torch.float64)
     sink = None if sinks is None else sinks.to(q.device, torch.float64)
+    for b, start, stop, kv_start, kv_len in _row_blocks(q_starts, kv_starts, num_qo_heads):
+        # The position of row i is kv_len - q_len + i: the last row sits at kv_len - 1.
+        first_position = kv_len - (q_starts[b + 1] - start)
+        low, high = _visible_span(first_position, stop - start, kv_len, causal, window_left)
+        keys = slice(kv_start + low, kv_start + high)
+        positions = torch.arange(first_position, first_position + stop - start, device=q.device)
+        indices = torch.arange(low, high, device=q.device)
+        visible = _visible(positions, indices, causal, window_left)
+        if masks is not None:
+            visible &= masks[b][start - q_starts[b] : stop - q_starts[b], low:high].to(q.device)
+        scores = _scores(q[start:stop], k[keys], sm_scale, logits_soft_cap)
+        if transform is not None:
+            own = positions[:, None, None]
+            places = torch.where(visible[:, None, :], indices, own.clamp(min=0))
+            scores = transform(b, scores.flatten(1, 2), own, places).reshape(scores.shape)
+        out[start:stop], lse[start:stop] = _softmax(scores, visible, v[keys], sink)
+    return out, lse
+
+
+def _row_blocks(
+    q_starts: list[int], kv_starts: list[int], num_qo_heads: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield rows computed at once: request, rows, where its keys begin, their number."""
+    if len(q_starts) != len(kv_starts):
+        raise ValueError(f"qo_indptr has {len(q_starts)} entries, kv_indptr {len(kv_starts)}")
     for b in range(len(q_starts) - 1):
         q_start, q_stop = q_starts[b], q_starts[b + 1]
         kv_start, kv_len = kv_starts[b], kv_starts[b + 1] - kv_starts[b]
         step = max(1, _MAX_SCORES // max(1, kv_len * num_qo_heads))
         for start in range(q_start, q_stop, step):
-            stop = min(start + step, q_stop)
-            # The position of row i is kv_len - q_len + i: the last row sits at kv_len - 1.
-            first_position = kv_len - (q_stop - start)
-            low, high = _visible_span(first_position, stop - start, kv_len, causal, window_left)
-            keys = slice(kv_start + low, kv_start + high)
-            positions = torch.arange(first_position, first_position + stop - start, device=q.device)
-            indices = torch.arange(low, high, device=q.device)
-            visible = _visible(positions, indices, causal, window_left)
-            if masks is not None:
-                visible &= masks[b][start - q_start : stop - q_start, low:high].to(q.device)
-            scores = _scores(q[start:stop], k[keys], sm_scale, logits_soft_cap)
-            if transform is not None:
-                own = positions[:, None, None]
-                places = torch.where(visible[:, None, :], indices, own.clamp(min=0))
-                changed = transform(b, scores.flatten(1, 2), own, places)
-                scores = changed.reshape(scores.shape)
-            out[start:stop], lse[start:stop] = _softmax(scores, visible, v[keys], sink)
-    return out, lse
+            yield b, start, min(start + step, q_stop), kv_start, kv_len
 
 
 def _to_ints(indptr: Tensor | Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -191,13 +191,13 @@ class _GatherLauncher:
         out = call.out
         if self._checks and not device_kernels.is_capturing(self._device):
             self._verify(call)
-        pointers = [*map(_address, tensors)]
+        pointers = tuple(map(_address, tensors))
         if self._is_all_given:
             assert out is not None
-            image = self._params.images.get(key := tuple(pointers))
+            image = self._params.images.get(pointers)
             if image is None:
-                self._params.keep(key, self._fill(tensors, pointers, out[0].shape[0]))
-                image = self._params.images[key]
+                self._params.keep(pointers, self._fill(tensors, pointers, out[0].shape[0]))
+                image = self._params.images[pointers]
             launch, self._params.image[:] = image
             assert launch is not None
             found = out[0], out[1], out[-1]
@@ -210,7 +210,7 @@ class _GatherLauncher:
         device_kernels.launch_on(self._card, launch)
         return found
 
-    def _fill(self, tensors: list[Tensor], pointers: list[int], num_rows: int) -> Launch:
+    def _fill(self, tensors: list[Tensor], pointers: Sequence[int], num_rows: int) -> Launch:
         """Fill the parameters for these addresses, and return the launch."""
         if not self._apart.holds(pointers):
             named = [*zip(map(_argument_of, self._names), tensors, strict=True)]

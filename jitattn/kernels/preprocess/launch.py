@@ -95,12 +95,12 @@ class PreprocessLauncher:
             check_view(call.pages, view_of(call.kv_cache))
         if self._verifies and not torch.cuda.is_current_stream_capturing():
             verify(call)
-        pointers: list[Any] = [*map(_address, tensors)]
+        pointers = tuple(map(_address, tensors))
         out = call.q_out
         if self._new_shape is not None:
             out = torch.empty(self._new_shape, dtype=self._dtype, device=self._device)
-            pointers.append(out.data_ptr())
-        key = tuple(pointers)
+            pointers = (*pointers, out.data_ptr())
+        key: tuple[Any, ...] = pointers
         if self._numbers:
             key = (*key, *[call[i] for i, _ in self._numbers])
         params = self._params
@@ -113,7 +113,7 @@ class PreprocessLauncher:
             device_kernels.launch_on(self._card, launch)
         return out
 
-    def _fill(self, call: PreprocessCall, pointers: list[int]) -> Launch | None:
+    def _fill(self, call: PreprocessCall, pointers: Sequence[int]) -> Launch | None:
         """Fill the parameters for these addresses and numbers, and return the launch."""
         if not self._apart.holds(pointers):
             check(call)  # which refuses those that share bytes

@@ -29,7 +29,7 @@ constexpr int kRowTile = 128;
 constexpr bool kUseLogitsSoftCap = 0;
 constexpr bool kUseCustomMask = 0;
 constexpr bool kUseVectorLoads = 1;
-constexpr bool kUsesBoxes = 0;
+constexpr bool kUsesTma = 0;
 
 constexpr int kValueDim = 128;  // columns of V and out that a CTA computes
 constexpr int kNumValueBlocks = 128 / kValueDim;
@@ -60,7 +60,7 @@ constexpr int kValueTiles = kTakesSteps ? (kValueDim + 31) / 32 * 2 : kValueDim 
 
 // Tensor maps see a row as segments of so many bytes, and bring so many tokens at a time.
 constexpr int kSegmentBytes = 128;
-constexpr int kBoxTokens = 16 > 0 ? 16 : 8;
+constexpr int kTmaTokens = 16 > 0 ? 16 : 8;
 
 // A row of K or V as caches store it, but for the scales of its blocks, and these.
 __device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
@@ -79,7 +79,7 @@ constexpr int kValueRowBytes = padded_row(stored_bytes(kValueDim));
 constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
 constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
 constexpr int kTokenBytes =
-    kUsesBoxes ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
+    kUsesTma ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
                : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
 constexpr int kStageBytes = kStageTokens * kTokenBytes;
 constexpr int kRingBytes = (kSharesTiles ? 1 : kNumWarps) * kNumStages * kStageBytes;
@@ -134,7 +134,7 @@ struct PageTable : TableRows {
     return {id, token % kPageSize};
   }
 };
-// Arguments of an attention kernel. Twin: jitattn/params.py.
+// Arguments of an attention kernel. Twin: jitattn/kernels/common/params.py.
 struct KernelParams {
   union {
     TensorMap k_map;  // of caches whose loader uses them

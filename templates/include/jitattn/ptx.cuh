@@ -132,7 +132,7 @@ __device__ __forceinline__ void mbarrier_arrive_later(uint32_t barrier) {
 
 // Orders this thread's writes to shared memory, and those that it has waited for, before later
 // copies of boxes to it and products of it.
-__device__ __forceinline__ void fence_before_boxes() {
+__device__ __forceinline__ void fence_before_tma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 
 // Copies the box of a tensor map that begins at these coordinates, and counts its bytes to
 // `barrier`. What lies outside the tensor arrives as zeros.
-__device__ __forceinline__ void copy_box(uint32_t smem, const void* map, uint32_t barrier,
+__device__ __forceinline__ void copy_tma(uint32_t smem, const void* map, uint32_t barrier,
                                          int32_t token, int32_t segment, int32_t head,
                                          int32_t page, int32_t column = 0) {
   asm volatile(

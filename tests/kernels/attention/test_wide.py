@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.tensors.test_tma import Map, maps_of
 from torch import Tensor
 
 import jitattn
@@ -29,6 +28,7 @@ from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Loader
 from tests.emulator import launch_recorder
 from tests.emulator.launch_recorder import LaunchRecorder
+from tests.kernels.common.test_tma import Map, maps_of
 from tests.support.sample_specs import sample_specs
 
 B, HKV = 3, 2

@@ -38,7 +38,7 @@ struct Shared {
   __device__ __forceinline__ void init_barriers() {
     // Boxes are announced by one lane, a warp's conversions too; each lane says when its own copies
     // have landed.
-    constexpr int kLoaders = kConverts ? kNumQueryWarps / 2 : kUsesBoxes ? 1 : kTileWarps * kWarpSize;
+    constexpr int kLoaders = kConverts ? kNumQueryWarps / 2 : kUsesTma ? 1 : kTileWarps * kWarpSize;
     for (int i = 0; i < kNumJobs; ++i) mbarrier_init(job_full(i), 1);
     for (int i = 0; i < kNumQueryStages; ++i) {
       mbarrier_init(q_full(i), kQueryThreads);

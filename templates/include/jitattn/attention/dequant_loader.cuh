@@ -58,7 +58,7 @@ struct TileConverter {
                                             : kValueOffset + ring.stage * kValueStageBytes);
 #pragma unroll 1
       for (int group = 0; group < kWarpGroups; ++group) convert(stage, group);
-      fence_before_boxes();  // the products read by the same way as boxes are written
+      fence_before_tma();  // the products read by the same way as boxes are written
       __syncwarp();
       if (lane_idx() == 0) {
         mbarrier_arrive(kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));

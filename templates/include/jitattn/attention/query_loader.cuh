@@ -74,7 +74,7 @@ __device__ __forceinline__ void bring_query(const AttentionParams& params, const
     }
   }
   cp_async_wait_all();
-  fence_before_boxes();
+  fence_before_tma();
 }
 
 }  // namespace jitattn

@@ -1,7 +1,7 @@
 // How the tokens of a warp's slice lie in shared memory.
 //
 // Copies of 16 bytes leave rows one after the other, padded. Boxes of a tensor map leave segments
-// of kSegmentBytes of kBoxTokens rows each, segment after segment and box after box, with the
+// of kSegmentBytes of kTmaTokens rows each, segment after segment and box after box, with the
 // vectors of a segment's row exchanged by the hardware's 128-byte swizzle: vector v of row r lies
 // at v ^ r % 8. Either way the eight rows that ldmatrix reads together lie in different banks.
 #pragma once
@@ -13,23 +13,23 @@
 namespace jitattn {
 
 template <int kDim>
-struct SliceImage {
+struct SmemLayout {
   static constexpr int kRowBytes = stored_bytes(kDim);
   static constexpr int kSegments = kRowBytes / kSegmentBytes;
-  static constexpr int kBoxBytes = kBoxTokens * kRowBytes;
+  static constexpr int kTmaBytes = kTmaTokens * kRowBytes;
 
   // Of vector `vector` of row `row`, where rows begin at a multiple of 8 and vectors at 0 or 1.
   static __device__ __forceinline__ uint32_t place(uint32_t smem, int row, int vector) {
-    if constexpr (!kUsesBoxes) return smem + row * padded_row(kRowBytes) + vector * 16;
-    return smem + row / kBoxTokens * kBoxBytes + row % kBoxTokens * kSegmentBytes +
+    if constexpr (!kUsesTma) return smem + row * padded_row(kRowBytes) + vector * 16;
+    return smem + row / kTmaTokens * kTmaBytes + row % kTmaTokens * kSegmentBytes +
            (vector ^ row % 8) * 16;
   }
 
   // So many rows, a multiple of 8, and bytes, of whole products, further than a place().
   static __device__ __forceinline__ uint32_t advance(uint32_t place, int rows, int bytes) {
-    if constexpr (!kUsesBoxes) return place + rows * padded_row(kRowBytes) + bytes;
-    return (place ^ bytes % kSegmentBytes) + rows / kBoxTokens * kBoxBytes +
-           (rows % kBoxTokens + bytes / kSegmentBytes * kBoxTokens) * kSegmentBytes;
+    if constexpr (!kUsesTma) return place + rows * padded_row(kRowBytes) + bytes;
+    return (place ^ bytes % kSegmentBytes) + rows / kTmaTokens * kTmaBytes +
+           (rows % kTmaTokens + bytes / kSegmentBytes * kTmaTokens) * kSegmentBytes;
   }
 
   // Zeros in the rows outside [first, last), where a NaN may lie: one that the request does not
@@ -46,7 +46,7 @@ struct SliceImage {
   }
 };
 
-using KeyImage = SliceImage<kKeyDim>;
-using ValueImage = SliceImage<kValueDim>;
+using KeyImage = SmemLayout<kKeyDim>;
+using ValueImage = SmemLayout<kValueDim>;
 
 }  // namespace jitattn

@@ -13,7 +13,7 @@ namespace jitattn {
 
 // Loaders of a tile of K or V.
 enum class TileLoader { kTma, kGather, kElements };
-constexpr TileLoader kTileLoader = kUsesBoxes        ? TileLoader::kTma
+constexpr TileLoader kTileLoader = kUsesTma        ? TileLoader::kTma
                                    : kUseVectorLoads ? TileLoader::kGather
                                                      : TileLoader::kElements;
 template <bool kIsKey, TileLoader kLoader = kTileLoader>
@@ -30,9 +30,9 @@ struct TilePlaces<kIsKey, TileLoader::kTma> {
 
   TilePlaces() = default;
 
-  __device__ __forceinline__ int32_t first_box() const { return tokens.first / kBoxTokens; }
+  __device__ __forceinline__ int32_t first_box() const { return tokens.first / kTmaTokens; }
   __device__ __forceinline__ int32_t end_box() const {
-    return (tokens.last + kBoxTokens - 1) / kBoxTokens;
+    return (tokens.last + kTmaTokens - 1) / kTmaTokens;
   }
 
   __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
@@ -41,7 +41,7 @@ struct TilePlaces<kIsKey, TileLoader::kTma> {
     const int32_t lane = lane_idx();
     page = 0;
     if (lane >= first_box() && lane < end_box()) {
-      page = Source<kIsKey>::id(params, page_row, tokens.begin + lane * kBoxTokens);
+      page = Source<kIsKey>::id(params, page_row, tokens.begin + lane * kTmaTokens);
     }
   }
 
@@ -56,7 +56,7 @@ struct TilePlaces<kIsKey, TileLoader::kTma> {
     constexpr int kBoxSegments = kHasOneSegment ? 1 : kValueSegments;
     constexpr int kSteps = kIsKey ? kKeySegments : kIsClipped ? kValueSegments : 1;
     constexpr int kSegmentColumns = kSegmentBytes / 2;
-    constexpr int kCopyBytes = kBoxTokens * kBoxSegments * kSegmentBytes;
+    constexpr int kCopyBytes = kTmaTokens * kBoxSegments * kSegmentBytes;
     const int begin = first_box(), end = end_box();
     const int32_t head = block.kv_head, segment = kIsKey ? 0 : block.value_block * kValueSegments;
     // In registers, not found again from what they are made of.
@@ -65,7 +65,7 @@ struct TilePlaces<kIsKey, TileLoader::kTma> {
     const auto copy = [&](int i, int32_t box_page) {
       for_each<kSteps>([&](int s) {
         const int32_t token = PageTable::kHasPages ? token_in_page(i) : box_page;
-        copy_box(Source<kIsKey>::row(smem, s, i * kBoxTokens),
+        copy_tma(Source<kIsKey>::row(smem, s, i * kTmaTokens),
                  kIsKey ? &params.k_map : &params.v_map, barrier, token,
                  kIsClipped ? 0 : segment + s, head, PageTable::kHasPages ? box_page : 0,
                  kIsClipped ? s * kSegmentColumns : 0);
@@ -89,8 +89,8 @@ struct TilePlaces<kIsKey, TileLoader::kTma> {
 
  private:
   __device__ __forceinline__ int32_t token_in_page(int box) const {
-    constexpr uint32_t kPageBoxes = kPageSize / kBoxTokens;
-    return (tokens.begin / uint32_t(kBoxTokens) + box) % kPageBoxes * kBoxTokens;
+    constexpr uint32_t kPageBoxes = kPageSize / kTmaTokens;
+    return (tokens.begin / uint32_t(kTmaTokens) + box) % kPageBoxes * kTmaTokens;
   }
 };
 
@@ -193,7 +193,7 @@ struct TilePlaces<kIsKey, TileLoader::kElements> {
         }
       }
     }
-    fence_before_boxes();  // the products read by the same way as boxes are written
+    fence_before_tma();  // the products read by the same way as boxes are written
     mbarrier_arrive(barrier);
   }
 
@@ -218,7 +218,7 @@ struct TilePlaces<kIsKey, TileLoader::kElements> {
 
 // Brings K or V of all jobs.
 template <bool kIsKey>
-__device__ __forceinline__ void bring_tiles(const KernelParams& params, Shared& shared,
+__device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& shared,
                                             uint32_t smem) {
   Ring jobs = {0, 0};
   Ring ring = {0, 1};  // the stages are empty: the phase before their first is over
@@ -248,7 +248,7 @@ __device__ __forceinline__ void bring_tiles(const KernelParams& params, Shared& 
 }
 
 // Finds the jobs and brings their Q. Empty ones are answered for on the way.
-__device__ __forceinline__ void bring_queries(const KernelParams& params, Shared& shared,
+__device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                               uint32_t smem) {
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   JobSource source(params);
@@ -285,21 +285,21 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
     // In this order and by threads: the compiler then gives each role its registers.
     constexpr int kTileThreads = kTileWarps * kWarpSize;
     if (threadIdx.x >= kNumThreads + 2 * kTileThreads) {
-      bring_queries(params, shared, smem + kQueryOffset);
+      load_queries(params, shared, smem + kQueryOffset);
     } else if (threadIdx.x >= kNumThreads + kTileThreads) {
-      bring_tiles<false>(params, shared, smem + kValueOffset);
+      load_tiles<false>(params, shared, smem + kValueOffset);
     } else {
-      bring_tiles<true>(params, shared, smem + kKeyOffset);
+      load_tiles<true>(params, shared, smem + kKeyOffset);
     }
     return;
   }
   const int warp = warp_idx() - kNumWarps;
   if (warp == 0) {
-    bring_tiles<true>(params, shared, smem + kKeyOffset);
+    load_tiles<true>(params, shared, smem + kKeyOffset);
   } else if (warp == 1) {
-    bring_tiles<false>(params, shared, smem + kValueOffset);
+    load_tiles<false>(params, shared, smem + kValueOffset);
   } else {
-    bring_queries(params, shared, smem + kQueryOffset);
+    load_queries(params, shared, smem + kQueryOffset);
   }
 }
 

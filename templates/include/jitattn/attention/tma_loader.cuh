@@ -24,7 +24,7 @@ struct KvLoader {
   int32_t v_issue_slice;
   int32_t v_issue_tokens;  // first and last, in one register
 
-  static constexpr int kBoxes = kSliceTokens / kBoxTokens;
+  static constexpr int kBoxes = kSliceTokens / kTmaTokens;
   static constexpr int kBarrierBytes = 8;
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const Queue& queue, uint32_t smem)
@@ -95,19 +95,19 @@ struct KvLoader {
   __device__ __forceinline__ void fetch(const TensorMap& map, uint32_t smem, uint32_t barrier,
                                         int32_t kv_head, int32_t segment, int32_t id, int32_t slice,
                                         int32_t first, int32_t last) {
-    const int32_t begin = first / kBoxTokens, end = (last + kBoxTokens - 1) / kBoxTokens;
+    const int32_t begin = first / kTmaTokens, end = (last + kTmaTokens - 1) / kTmaTokens;
     const int32_t num_boxes = first < last ? end - begin : 0;
     int32_t pages[kBoxes];
     for_each<kBoxes>([&](int i) {
       // Lanes of tokens before the first hold no entry.
-      const int lane = max(i * kBoxTokens, first) % kWarpSize;
+      const int lane = max(i * kTmaTokens, first) % kWarpSize;
       pages[i] = TileIterator::kIsOneRunASlice ? id : __shfl_sync(0xffffffff, id, lane);
     });
     if (!elect_one()) return;
-    mbarrier_expect(barrier, num_boxes * Image::kBoxBytes);
+    mbarrier_expect(barrier, num_boxes * Image::kTmaBytes);
     for_each<kBoxes>([&](int i) {
       if (i < begin || i >= begin + num_boxes) return;
-      copy_box(smem + i * Image::kBoxBytes, &map, barrier, (slice + i * kBoxTokens) % kPageSize,
+      copy_tma(smem + i * Image::kTmaBytes, &map, barrier, (slice + i * kTmaTokens) % kPageSize,
                segment, kv_head, pages[i]);
     });
   }

@@ -24,11 +24,11 @@ struct RowImage {
 // Describes a matrix in shared memory to products, for the 128-byte swizzle. `kStep` and `kLeap`
 // are strides in bytes: `kStep` between groups of eight rows; `kLeap` between segments, of V only.
 template <int kStep, int kLeap>
-struct Description {
+struct Descriptor {
   uint32_t low;
 
   // Found by one lane for all, so that the parts are found where products read them.
-  __device__ __forceinline__ explicit Description(uint32_t smem) {
+  __device__ __forceinline__ explicit Descriptor(uint32_t smem) {
     low = __shfl_sync(0xffffffff, smem / 16 | kLeap / 16 << 16, 0);
   }
 

@@ -2,7 +2,7 @@
 //
 // Rows lie in segments of 128 bytes, with the hardware's 128-byte swizzle: vector v of row r of a
 // segment lies at v ^ r % 8. Of K all rows of a tile follow each other, segment after segment; V
-// lies box after box, each of kBoxTokens rows, segment after segment.
+// lies box after box, each of kTmaTokens rows, segment after segment.
 #pragma once
 
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -16,7 +16,7 @@ namespace jitattn {
 constexpr int kNumGroups = kNumThreads / kGroupThreads;  // of those that compute
 constexpr int kProducerThreads = kNumProducers * kGroupThreads;
 constexpr int kCtaThreads = kNumThreads + kProducerThreads;
-constexpr int kNumBoxes = kTileTokens / kBoxTokens;
+constexpr int kNumBoxes = kTileTokens / kTmaTokens;
 constexpr int kTokenGroups = kTileTokens / 8;
 
 constexpr int kKeySegments = (2 * kKeyDim + kSegmentBytes - 1) / kSegmentBytes;
@@ -40,10 +40,10 @@ using QueryImage = RowImage<kRowTile>;
 using KeyImage = RowImage<kTileTokens>;
 
 struct ValueImage {
-  static constexpr int kBoxBytes = kBoxTokens * kValueSegments * kSegmentBytes;
+  static constexpr int kTmaBytes = kTmaTokens * kValueSegments * kSegmentBytes;
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
-    return smem + row / kBoxTokens * kBoxBytes +
-           (segment * kBoxTokens + row % kBoxTokens) * kSegmentBytes;
+    return smem + row / kTmaTokens * kTmaBytes +
+           (segment * kTmaTokens + row % kTmaTokens) * kSegmentBytes;
   }
 };
 
@@ -55,8 +55,8 @@ struct ScoreTile {
   __device__ __forceinline__ float& at(int group, int i) { return values[4 * group + i]; }
   __device__ __forceinline__ float at(int group, int i) const { return values[4 * group + i]; }
 
-  using Queries = Description<8 * kSegmentBytes, 0>;
-  using Keys = Description<8 * kSegmentBytes, 0>;
+  using Queries = Descriptor<8 * kSegmentBytes, 0>;
+  using Keys = Descriptor<8 * kSegmentBytes, 0>;
 
   // Begins the products with the warpgroup's rows of Q; wait() says when to look at them.
   __device__ __forceinline__ void multiply(const Queries& q, const Keys& k) {
@@ -104,8 +104,8 @@ struct OutputTile {
   float values[kValueDim / 2];
 
   // Boxes of eight tokens are groups themselves.
-  using Values = Description<kBoxTokens == 8 ? ValueImage::kBoxBytes : 8 * kSegmentBytes,
-                             kBoxTokens * kSegmentBytes>;
+  using Values = Descriptor<kTmaTokens == 8 ? ValueImage::kTmaBytes : 8 * kSegmentBytes,
+                             kTmaTokens * kSegmentBytes>;
 
   // Begins O += P V.
   __device__ __forceinline__ void multiply(const ProbabilityTile& p, const Values& v) {

@@ -22,7 +22,7 @@ constexpr bool kCopiesLater = kUseVectorLoads && !kConverts;
 constexpr bool kScalesRows = QType::kMantissaBits != ProductType::kMantissaBits;
 
 // Boxes of a tile, and who copies them: of two warps each has every second.
-constexpr int kNumBoxes = kTileTokens / kBoxTokens;
+constexpr int kNumBoxes = kTileTokens / kTmaTokens;
 constexpr int kTileWarps = kNumBoxes > 1 ? 2 : 1;
 
 // A half of a stage is the latents that are the values of one warpgroup, which empties it: it has seen
@@ -50,7 +50,7 @@ struct Shared {
     // Boxes are announced by a lane of each warp, and what a warp has stored by one of it; each lane
     // says when its own copies have landed.
     constexpr int kStorers = kCopiesLater ? kProducerThreads : kProducerThreads / kWarpSize;
-    constexpr int kLoaders = kUsesBoxes ? kTileWarps : kStorers;
+    constexpr int kLoaders = kUsesTma ? kTileWarps : kStorers;
     for (int i = 0; i < kNumJobs; ++i) mbarrier_init(job_full(i), 1);
     mbarrier_init(q_full(), kQueryThreads);
     mbarrier_init(q_empty(), kNumWarps);

@@ -27,7 +27,7 @@ struct TilePlaces {
       : tokens(job, tile) {
     latent_page = rope_page = 0;
     if (static_cast<int32_t>(lane_idx()) < num_boxes()) {
-      const int32_t token = tokens.begin + lane_idx() * kBoxTokens;
+      const int32_t token = tokens.begin + lane_idx() * kTmaTokens;
       latent_page = params.pages.k_id(page_row, token);
       rope_page = PageTable::kSharesPages ? latent_page : params.pages.v_id(page_row, token);
     }
@@ -37,7 +37,7 @@ struct TilePlaces {
   // asked for takes time.
   __device__ __forceinline__ void bring(const KernelParams& params, int half, uint32_t smem,
                                         uint32_t barrier) const {
-    constexpr int kLineBytes = kBoxTokens * kSegmentBytes;
+    constexpr int kLineBytes = kTmaTokens * kSegmentBytes;
     const int warp = warp_idx() % kTileWarps, count = num_boxes();
     const int own_boxes = (count - warp + kTileWarps - 1) / kTileWarps;
     if (lane_idx() == 0) mbarrier_expect(barrier, own_boxes * (kHalfSegments + half) * kLineBytes);
@@ -49,26 +49,26 @@ struct TilePlaces {
       const int32_t rope = __shfl_sync(0xffffffff, rope_page, box);
       if (box >= count || !elect_one()) return;
       const int32_t group = group_in_page(box);
-      copy_box(TileImage::row(smem, segment, box * kBoxTokens), &params.k_map, barrier, 0, segment,
+      copy_tma(TileImage::row(smem, segment, box * kTmaTokens), &params.k_map, barrier, 0, segment,
                group, latent);
       if (half == 0) return;
-      copy_box(RopeImage::row(smem, box * kBoxTokens), &params.v_map, barrier, 0, 0, group, rope);
+      copy_tma(RopeImage::row(smem, box * kTmaTokens), &params.v_map, barrier, 0, 0, group, rope);
     });
   }
 
  private:
   __device__ __forceinline__ int32_t num_boxes() const {
-    return (tokens.last + kBoxTokens - 1) / kBoxTokens;
+    return (tokens.last + kTmaTokens - 1) / kTmaTokens;
   }
   // Of eight tokens.
   __device__ __forceinline__ int32_t group_in_page(int box) const {
-    constexpr uint32_t kPageBoxes = kPageSize / kBoxTokens;
-    return (tokens.begin / uint32_t(kBoxTokens) + box) % kPageBoxes * (kBoxTokens / 8);
+    constexpr uint32_t kPageBoxes = kPageSize / kTmaTokens;
+    return (tokens.begin / uint32_t(kTmaTokens) + box) % kPageBoxes * (kTmaTokens / 8);
   }
 };
 
 // Brings the tiles of all jobs.
-__device__ __forceinline__ void bring_tiles(const KernelParams& params, Shared& shared,
+__device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& shared,
                                             uint32_t smem) {
   Ring jobs = {0, 0};
   uint32_t parities = 3;  // a bit a stage: they are empty, the phases before their first are over
@@ -101,7 +101,7 @@ __device__ __forceinline__ void bring_tiles(const KernelParams& params, Shared& 
 }
 
 // Finds the jobs and brings their Q. Empty ones are answered for on the way.
-__device__ __forceinline__ void bring_queries(const KernelParams& params, Shared& shared,
+__device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                               uint32_t smem) {
   const int thread = threadIdx.x % kQueryThreads;
   prefetch_schedule(params.attention.schedule, thread);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void bring_queries(const KernelParams& params, Shared
     if (thread == 0 && is_first) mbarrier_arrive(shared.job_full(index));
     is_first = false;
     cp_async_wait_all();
-    fence_before_boxes();
+    fence_before_tma();
     mbarrier_arrive(shared.q_full());
     if (is_end) break;
     parity ^= 1;
@@ -139,9 +139,9 @@ __device__ __forceinline__ void bring_queries(const KernelParams& params, Shared
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   const int warp = warp_idx() - kNumWarps;
   if (warp >= 2) {
-    bring_queries(params, shared, smem + kQueryOffset);
+    load_queries(params, shared, smem + kQueryOffset);
   } else if (warp < kTileWarps) {
-    bring_tiles(params, shared, smem);
+    load_tiles(params, shared, smem);
   }
 }
 

@@ -63,11 +63,11 @@ struct RopeImage {
 };
 
 // Of Q, of rope parts and of P: rows of a product's columns.
-using Rows = Description<8 * kSegmentBytes, 0>;
+using Rows = Descriptor<8 * kSegmentBytes, 0>;
 // The same of latents.
-using LatentRows = Description<TileImage::kGroupBytes, 0>;
+using LatentRows = Descriptor<TileImage::kGroupBytes, 0>;
 // Of V: its columns are those of a product.
-using Columns = Description<TileImage::kGroupBytes, 8 * kSegmentBytes>;
+using Columns = Descriptor<TileImage::kGroupBytes, 8 * kSegmentBytes>;
 
 // The row of the block that half 0 or 1 of a lane's values belong to.
 __device__ __forceinline__ int row_of(int half) {
