@@ -39,12 +39,12 @@ def _why_no_gpu() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         for folder, marker in _FOLDERS.items():
             if item.path.is_relative_to(_ROOT / folder):
                 item.add_marker(marker)
-        if item.path.stem.endswith("_emulated"):
+        if item.path.stem.endswith("_emulated") or "emulated_kernels" in item.fixturenames:
             item.add_marker("emulator")
         if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -18,7 +18,7 @@ from jitattn.compat.flashinfer.arguments import (
     refuse_unbuilt,
 )
 from jitattn.compat.flashinfer.batch import check_offsets
-from jitattn.compat.flashinfer.latents import check_dims, latent_planner
+from jitattn.compat.flashinfer.mla import check_dims, latent_planner
 from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.common.planner_base import plan_for_call

@@ -66,7 +66,7 @@ constexpr int kTmaTokens = 16 > 0 ? 16 : 8;
 __device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
 __device__ constexpr int block_bytes(int dim) { return kHasBlocks ? dim / 16 : 0; }
 // What is copied at a time of rows, and of their scales: rows that follow each other begin at
-// multiples of it. Twin: jitattn/tensors/block_caches.py.
+// multiples of it. Twin: jitattn/tensors/cache_views.py.
 constexpr int kVectorBytes = kHasBlocks && (kKeyDim % 32 || kValueDim % 32) ? 8 : 16;
 __device__ constexpr int block_vector(int dim) {
   const int bytes = dim / 16;

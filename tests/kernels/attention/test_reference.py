@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from jitattn.kernels.attention import reference
+from jitattn.kernels.common import reference_plan
 
 PLAIN = {"causal": True, "window_left": -1, "logits_soft_cap": 0.0, "sm_scale": 0.25}
 
@@ -174,25 +175,25 @@ def test_indptr_must_agree() -> None:
 def test_gather_reads_live_pages_in_order() -> None:
     cache = normal(6, 4, 2, 8)
     ids = torch.tensor([5, 0, 3, -1, 99], dtype=torch.int32)
-    tokens = reference.gather(cache, ids, 10)
+    tokens = reference_plan.gather(cache, ids, 10)
     assert torch.equal(tokens, torch.cat((cache[5], cache[0], cache[3]))[:10])
 
 
 def test_gather_skips_pages_before_start() -> None:
     cache = normal(6, 4, 2, 8)
-    tokens = reference.gather(cache, torch.tensor([-1, 2**31 - 1, 3]), 10, start=9)
+    tokens = reference_plan.gather(cache, torch.tensor([-1, 2**31 - 1, 3]), 10, start=9)
     assert bool(torch.isnan(tokens[:8]).all())
     assert torch.equal(tokens[8:], cache[3, :2])
 
 
 @pytest.mark.parametrize("kv_len", [0, -1, -(2**31)])
 def test_gather_of_nothing(kv_len: int) -> None:
-    assert reference.gather(normal(1, 4, 2, 8), torch.tensor([7]), kv_len).shape == (0, 2, 8)
+    assert reference_plan.gather(normal(1, 4, 2, 8), torch.tensor([7]), kv_len).shape == (0, 2, 8)
 
 
 def test_gather_refuses_lengths_beyond_the_table() -> None:
     with pytest.raises(ValueError, match="kv_len 9 needs 3 pages of 4, got 2 ids"):
-        reference.gather(normal(6, 4, 2, 8), torch.tensor([1, 2]), 9)
+        reference_plan.gather(normal(6, 4, 2, 8), torch.tensor([1, 2]), 9)
 
 
 @pytest.mark.parametrize("stride", [0, 3, 2**40])
@@ -200,4 +201,4 @@ def test_gather_with_a_meaningless_head_stride(stride: int) -> None:
     cache = normal(6, 4, 1, 8)
     strange = cache.as_strided(cache.shape, (32, 8, stride, 1))
     ids = torch.tensor([2, 4])
-    assert torch.equal(reference.gather(strange, ids, 7), reference.gather(cache, ids, 7))
+    assert torch.equal(reference_plan.gather(strange, ids, 7), reference_plan.gather(cache, ids, 7))
