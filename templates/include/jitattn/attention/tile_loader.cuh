@@ -193,6 +193,7 @@ struct TilePlaces<kIsKey, TileLoader::kElements> {
         }
       }
     }
+    cp_async_wait_all();
     fence_before_tma();  // the products read by the same way as boxes are written
     mbarrier_arrive(barrier);
   }
