@@ -242,6 +242,8 @@ def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
             "sm_90a", head_dim=head_dim, page_size=page_size, page_table=page_table.value
         )
         # Registers go by who brings what, and have no say in the bits.
-        same = {"box_tokens": 0, "producer_registers": 0, "consumer_registers": 0}
+        same = dict.fromkeys(
+            ("box_tokens", "num_producers", "producer_registers", "consumer_registers"), 0
+        )
         tiles.add(warpgroup_tile(spec)._replace(**same))
     assert len(tiles) == 1
