@@ -24,6 +24,7 @@ from jitattn.base.knobs import Knobs
 from jitattn.base.record import Value
 from jitattn.jit import bundle_discovery, nvrtc
 from jitattn.jit.cache import KernelCache, Meta, digest, entry_name
+from jitattn.jit.files import why_unreadable
 from jitattn.jit.sources import headers, inputs
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.variant import READY
@@ -441,20 +442,25 @@ def _not_found_message(target: Target, knobs: Knobs, hint: str) -> str:
         if bundle.root not in knobs.precompiled
     ]
     places = [*knobs.precompiled, *found, *([knobs.cache_dir] if knobs.cache_dir else [])]
-    searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
+    searched = ", ".join(_searched(place) for place in places) or "nowhere"
     if target.lineinfo:
         return (
             f"{target.spec.symbol} for {target.arch} with source lines (JITATTN_LINEINFO=1) is not "
             f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
             "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
         )
-    stale = "".join(_stale_entry(target, place) for place in places)
+    unusable = "".join(_unusable_entry(target, KernelCache(place)) for place in places)
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
     return (
         f"{target.spec.symbol} for {target.arch} is not precompiled, and JITATTN_JIT=0 forbids "
-        f"compiling it. Searched: {searched}.{stale} Make it {_advice(target, hint, folder)}\n"
+        f"compiling it. Searched: {searched}.{unusable} Make it {_advice(target, hint, folder)}\n"
         f"and set JITATTN_PRECOMPILED={folder}"
     )
+
+
+def _searched(place: Path) -> str:
+    reason = why_unreadable(place)
+    return f"{place} ({reason})" if reason else f"{place}"
 
 
 def _advice(target: Target, hint: str, folder: str) -> str:
@@ -470,17 +476,21 @@ def _advice(target: Target, hint: str, folder: str) -> str:
     return f"with\n    jitattn precompile --arch {target.arch} --config {config} -o {folder}"
 
 
-def _stale_entry(target: Target, place: Path) -> str:
-    """Say what of the kernel a bundle has that can't be taken."""
-    found = {
-        path.parent.name
-        for path in place.glob(f"{target.arch}-{target.spec.symbol}-*/kernel.cubin")
-    }
-    if not found:
+def _unusable_entry(target: Target, place: KernelCache) -> str:
+    """Say what of the kernel a bundle or cache has that can't be taken."""
+    entry, _ = target.render()
+    if place.names(entry):
+        try:
+            place.read(entry)
+        except (OSError, ValueError) as error:
+            return f" {place.root} has it damaged ({error}): fill that bundle again."
         return ""
-    if target.render()[0] in found:
-        return f" {place} has it damaged (jitattn cache verify says how): fill that bundle again."
-    return f" {place} has it as another version of jitattn renders it: fill that bundle again."
+    if place.names(f"{target.arch}-{target.spec.symbol}-"):
+        return (
+            f" {place.root} has it as another version of jitattn renders it: fill that bundle "
+            "again."
+        )
+    return ""
 
 
 def _warn_once(reason: str) -> None:
