@@ -139,7 +139,7 @@ def test_an_old_driver_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine()
     assert found["driver"].found == "knows CUDA up to 12.8"
     assert found["NVRTC"].ok is False
-    assert "pip install 'jitattn[cu12]'" in found["NVRTC"].advice
+    assert "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'" in found["NVRTC"].advice
     monkeypatch.setattr(nvrtc, "toolchain", lambda: "V12.9.86 CL-1")
     assert examine()["NVRTC"].ok is True
 
