@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jitattn.base import knobs
 from jitattn.base.errors import JitAttnError
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.dtype import Q_DTYPES
@@ -48,10 +49,12 @@ _DEFAULT_ARCH = "sm_90a"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 for a failure, 2 for wrong usage."""
-    args = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # paths are bytes, and need not be text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        args = _parser().parse_args(arguments)
+        if told := knobs.tell_unknown():
+            sys.stderr.write(f"jitattn: note: {told}\n")
         status: int = args.command(args)
         sys.stdout.flush()
         return status
