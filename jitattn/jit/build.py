@@ -25,7 +25,7 @@ from jitattn.base.record import Value
 from jitattn.jit import bundle_discovery, nvrtc
 from jitattn.jit.cache import KernelCache, Meta, digest, entry_name
 from jitattn.jit.files import why_unreadable
-from jitattn.jit.sources import headers, inputs
+from jitattn.jit.sources import headers, inputs, templates_digest
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.variant import READY
 from jitattn.version import __version__
@@ -76,17 +76,20 @@ class Target(NamedTuple):
         )
 
         source = render(self.spec, self.arch)
-        fields = {"source": source.encode(), "options": "\0".join(self.options).encode()}
-        # Not the headers of nvidia-cutlass: each wrapper is one asm statement, so their version
-        # cannot change what a kernel computes. Who reads an entry need not have them, nor hash a
-        # megabyte.
-        fields |= {f"header {name}": text.encode() for name, text in headers()}
-        return entry_name(self.arch, self.spec.symbol, fields), source
+        return _entry_of(self.arch, self.spec.symbol, source, self.options), source
 
     def note_key(self) -> str:
         """Return what the entry's name is noted under: a digest of all that it depends on."""
         options = "\0".join(self.options).encode()
         return digest({"options": options, **inputs(self.spec, self.arch)})
+
+
+def _entry_of(arch: str, symbol: str, source: str, options: Sequence[str]) -> str:
+    fields = {"source": source.encode(), "options": "\0".join(options).encode()}
+    # Not the headers of nvidia-cutlass: each wrapper is one asm statement, so their version cannot
+    # change what a kernel computes. Who reads an entry need not have them, nor hash a megabyte.
+    fields |= {f"header {name}": text.encode() for name, text in headers()}
+    return entry_name(arch, symbol, fields)
 
 
 class _Memory:
@@ -206,6 +209,35 @@ def build_all(
 ) -> tuple[Kernel, ...]:
     """Build several kernels, those to compile at the same time; see ``build``."""
     return tuple(pending.result() for pending in start(specs, arch, knobs, hint=hint))
+
+
+def is_there(spec: KernelSpec, arch: str, knobs: Knobs) -> bool:
+    """Say whether ``build`` finds the kernel and would compile nothing.
+
+    Raises:
+        CacheError: a bundle or the user's cache must not be used.
+    """
+    return _from_caches(Target(spec, arch, knobs.lineinfo), knobs) is not None
+
+
+def is_of_these_sources(bundle: KernelCache, entry: str) -> bool:
+    """Say whether an entry was made from the headers and templates that this jitattn has.
+
+    Its name is that of the source that it holds and of today's headers, else this jitattn asks for
+    others. What the source was rendered from, its record says.
+    """
+    try:
+        stored = bundle.read(entry)
+    except (OSError, ValueError):
+        return False
+    arch, symbol, _ = entry.split("-")
+    options = stored.meta.get("options")
+    if not isinstance(options, list):
+        return False
+    return (
+        entry == _entry_of(arch, symbol, stored.source, [str(option) for option in options])
+        and stored.meta.get("templates") == templates_digest()
+    )
 
 
 def read_bundle(spec: KernelSpec, arch: str, folder: Path) -> Kernel | None:
@@ -407,6 +439,7 @@ def _compile(target: Target, source: str) -> tuple[bytes, Meta]:
         "compiler": nvrtc.toolchain(),
         "outside_headers": list(wrapper_package(source)),
         "jitattn": __version__,
+        "templates": templates_digest(),
         **asdict(resources),
     }
     return compiled.cubin, meta
