@@ -287,8 +287,9 @@ struct Map {
   uint64_t pointer, item_bytes, sizes[5], strides[4];
   uint32_t box[5];
 };
-// `from` counts in the map's dimensions but the first, of which a box has all elements.
-inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, const int (&from)[4]) {
+// `from` counts in the map's dimensions but the first, of which a box has 128 bytes from `column` on.
+inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, const int (&from)[4],
+                     int column) {
   const int row_bytes = it.box[0] * it.item_bytes;
   if (row_bytes != 128 || smem % 1024 || it.box[4] != 1) std::abort();
   const int rows = it.box[1] * it.box[2] * it.box[3];
@@ -305,7 +306,8 @@ inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, const int (
     const uint32_t place = smem + r * 128;
     for (int v = 0; v < 8; ++v) {
       uint8_t* vector = at(place + (v ^ place / 128 % 8) * 16, 16);
-      if (exists) std::memcpy(vector, row + v * 16, 16);
+      const uint64_t begin = column * it.item_bytes + v * 16;
+      if (exists && begin < it.sizes[0] * it.item_bytes) std::memcpy(vector, row + begin, 16);
       else std::memset(vector, 0, 16);
     }
   }
@@ -314,10 +316,10 @@ inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, const int (
   now.finish();
 }
 inline void copy_tma(uint32_t smem, const void* map, uint32_t barrier, int token, int segment,
-                     int head, int page) {
+                     int head, int page, int column = 0) {
   Map it;
   std::memcpy(&it, map, sizeof it);
-  const auto land = [=] { land_box(smem, it, barrier, {token, segment, head, page}); };
+  const auto land = [=] { land_box(smem, it, barrier, {token, segment, head, page}, column); };
   if (!seed) return land();
   const int size = it.box[1] * it.box[2] * it.box[3] * 128;
   for (uint32_t word = smem / 4; word < (smem + size) / 4; ++word) {

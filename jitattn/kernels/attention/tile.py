@@ -104,8 +104,12 @@ def decode_uses_tma(spec: AttentionSpec, arch: str) -> bool:
 
 def prefill_uses_tma(spec: AttentionSpec, arch: str) -> bool:
     """Return whether TMA loads K and V of caches whose strides allow it."""
+    # Of any head dim: the hardware fills the last segment of a row up with zeros. Tokens without
+    # pages follow each other, as those of one page do.
     has_tile = has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
-    return has_tile and decode_uses_tma(spec, arch)
+    layout = Layout(spec.page_table)
+    has_pages = layout.lists_pages and spec.page_size % 8 == 0
+    return has_tile and (has_pages or layout is Layout.RAGGED)
 
 
 def has_warpgroup_tile(spec: AttentionSpec, arch: str) -> bool:
@@ -142,6 +146,9 @@ _CONVERT_TILES = (
     (192, 128, 2, 2, 96, 96, 96, 2, 1),
     (256, 256, 2, 1, 64, 64, 48, 2, 1),
 )
+# Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
+# warpgroup of producers, where pages are too small for TMA.
+_GATHERED_BYTES = (192 + 128) * 2
 # Registers of a thread that brings and of one that computes, by the warpgroups of either kind.
 _WARPGROUP_REGISTERS = {(2, 1): (72, 216), (2, 2): (64, 192), (3, 1): (56, 152)}
 
@@ -286,14 +293,13 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
     )
     smem_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
     smem_bytes += 64 * groups * num_query_stages * key_bytes
+    gathers = spec.loader is Loader.VECTOR and not converts
+    if gathers and groups == 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
+        num_producers = 2
     producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups, num_producers]
     if converts:  # half of the warps that bring take eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers
         smem_bytes += -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
-    # Pages of other sizes are not brought in boxes.
-    box_tokens = next(
-        (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0), 16
-    )
     return WarpgroupTile(
         num_warps=4 * groups,
         tile_tokens=tile_tokens,
@@ -307,7 +313,7 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
         merge_rows=2 if spec.changes_scores or spec.head_dim_vo > 192 else 4,
         merge_splits=8,
         merge_loads=0,
-        box_tokens=box_tokens,
+        box_tokens=_prefill_tma_tokens(spec, tile_tokens),
         # A segment: that puts all rows of a tile one after the other.
         key_box_columns=0 if converts else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         num_producers=num_producers,
@@ -316,6 +322,14 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
         product_dtype=spec.q_dtype.value,
         output_columns=spec.head_dim_vo,
     )
+
+
+def _prefill_tma_tokens(spec: AttentionSpec, tile_tokens: int) -> int:
+    if spec.page_table is Layout.RAGGED:  # several, which arrive sooner than one
+        return next(n for n in (64, 48, 32, 16) if tile_tokens % n == 0)
+    # TMA does not load pages of other sizes.
+    sizes = (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0)
+    return next(sizes, 16)
 
 
 def _decode_merge_splits(spec: DecodeSpec, value_dim: int) -> int:

@@ -146,10 +146,19 @@ def _tensor_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
     """
     num_pages, page_size, num_heads, head_dim = rows.view.tensor.shape
     page_stride, token_stride, head_stride = rows.byte_strides
+    if tile.tokens > page_size:  # no pages: tokens follow each other
+        num_pages, page_size = 1, num_pages
+        page_stride, token_stride = SEGMENT_BYTES, page_stride
+    # A row that ends inside a segment is cut there, and TMA tiles have one segment each.
+    is_clipped = head_dim % rows.segment != 0
+    num_segments, tile_segments = head_dim // rows.segment, columns // rows.segment
+    row_columns = rows.segment
+    if is_clipped:
+        row_columns, num_segments, tile_segments = head_dim, 1, 1
     return rows.encode(
-        (rows.segment, page_size, head_dim // rows.segment, num_heads, num_pages),
+        (row_columns, page_size, num_segments, num_heads, num_pages),
         (token_stride, SEGMENT_BYTES, head_stride, page_stride),
-        (rows.segment, tile.tokens, columns // rows.segment, 1, 1),
+        (rows.segment, tile.tokens, tile_segments, 1, 1),
         in_pairs=tile.fetches_pairs,
     )
 

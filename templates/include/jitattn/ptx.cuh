@@ -159,11 +159,11 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 // `barrier`. What lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_tma(uint32_t smem, const void* map, uint32_t barrier,
                                          int32_t token, int32_t segment, int32_t head,
-                                         int32_t page) {
+                                         int32_t page, int32_t column = 0) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(smem),
-      "l"(map), "r"(0), "r"(token), "r"(segment), "r"(head), "r"(page), "r"(barrier)
+      "l"(map), "r"(column), "r"(token), "r"(segment), "r"(head), "r"(page), "r"(barrier)
       : "memory");
 }
 

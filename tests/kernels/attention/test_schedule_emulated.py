@@ -42,6 +42,7 @@ LATER = 8  # the part of the cost that later rounds have
 SPARE = 8  # the part of the slots that even units may cost
 NUM_BUCKETS = 6
 MANY_PIECES = 8
+MERGE_COST = 4
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,12 @@ def suits_whole_units(costs: list[int], num_ctas: int, num_head_blocks: int) -> 
     if not costs:
         return False
     total, longest, pieces = sum(costs), max(costs), len(costs) * num_head_blocks
+    even = total * num_head_blocks + MERGE_COST * num_ctas
     if 4 * total >= 3 * longest * len(costs):
         passes = -(-pieces // num_ctas)
-        return 100 * pieces >= 93 * passes * num_ctas or pieces >= MANY_PIECES * num_ctas
-    return longest * num_ctas <= total * num_head_blocks
+        many = 100 * pieces >= 93 * passes * num_ctas or pieces >= MANY_PIECES * num_ctas
+        return many or passes * longest * num_ctas <= even
+    return longest * num_ctas <= even
 
 
 def bucket_of(cost: int, longest: int) -> int:

@@ -11,6 +11,8 @@ namespace jitattn {
 // All that bring, where they convert as well.
 constexpr int kNumQueryWarps = kConverts ? kProducerThreads / kWarpSize : 2;
 constexpr int kQueryThreads = kNumQueryWarps * kWarpSize;
+// Likewise K, and V.
+constexpr int kTileWarps = (kProducerThreads / kWarpSize - 2) / 2;
 
 // Numbers of barriers of the hardware; 0 is that of the whole CTA.
 constexpr int kTurnBarrier = 1;  // and the next, one a warpgroup
@@ -36,7 +38,7 @@ struct Shared {
   __device__ __forceinline__ void init_barriers() {
     // Boxes are announced by one lane, a warp's conversions too; each lane says when its own copies
     // have landed.
-    constexpr int kLoaders = kConverts ? kNumQueryWarps / 2 : kUsesTma ? 1 : kWarpSize;
+    constexpr int kLoaders = kConverts ? kNumQueryWarps / 2 : kUsesTma ? 1 : kTileWarps * kWarpSize;
     for (int i = 0; i < kNumJobs; ++i) mbarrier_init(job_full(i), 1);
     for (int i = 0; i < kNumQueryStages; ++i) {
       mbarrier_init(q_full(i), kQueryThreads);

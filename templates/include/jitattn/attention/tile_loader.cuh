@@ -1,4 +1,4 @@
-// The warpgroup that brings Q, K and V to shared memory: a warp for K, one for V, two for Q.
+// Producers of Q, K and V: kTileWarps warps for K, as many for V, two for Q.
 #pragma once
 
 #include "jitattn/attention/barriers.cuh"
@@ -11,14 +11,18 @@
 
 namespace jitattn {
 
-// Of a tile of K or V, as TMA tiles or as vectors.
-template <bool kIsKey, bool kIsTma = kUsesTma>
+// Loaders of a tile of K or V.
+enum class TileLoader { kTma, kGather, kElements };
+constexpr TileLoader kTileLoader = kUsesTma        ? TileLoader::kTma
+                                   : kUseVectorLoads ? TileLoader::kGather
+                                                     : TileLoader::kElements;
+template <bool kIsKey, TileLoader kLoader = kTileLoader>
 struct TilePlaces;
 
 // What a tile's boxes are read by, looked up ahead: lane i has the page of box i. Boxes without
 // tokens are left out, for their pages need not exist.
 template <bool kIsKey>
-struct TilePlaces<kIsKey, true> {
+struct TilePlaces<kIsKey, TileLoader::kTma> {
   TileTokens tokens;
   int32_t page;
 
@@ -45,9 +49,13 @@ struct TilePlaces<kIsKey, true> {
   // two.
   __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
                                         uint32_t smem, uint32_t barrier) const {
-    // Boxes of K have one segment each, so that a tile's rows follow each other.
-    constexpr int kBoxSegments = kIsKey ? 1 : kValueSegments;
-    constexpr int kSteps = kIsKey ? kKeySegments : 1;
+    // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those of
+    // V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
+    constexpr bool kIsClipped = Source<kIsKey>::kDim * 2 % kSegmentBytes != 0;
+    constexpr bool kHasOneSegment = kIsKey || kIsClipped;
+    constexpr int kBoxSegments = kHasOneSegment ? 1 : kValueSegments;
+    constexpr int kSteps = kIsKey ? kKeySegments : kIsClipped ? kValueSegments : 1;
+    constexpr int kSegmentColumns = kSegmentBytes / 2;
     constexpr int kCopyBytes = kTmaTokens * kBoxSegments * kSegmentBytes;
     const int begin = first_box(), end = end_box();
     const int32_t head = block.kv_head, segment = kIsKey ? 0 : block.value_block * kValueSegments;
@@ -56,9 +64,11 @@ struct TilePlaces<kIsKey, true> {
     barrier = forget(barrier);
     const auto copy = [&](int i, int32_t box_page) {
       for_each<kSteps>([&](int s) {
+        const int32_t token = PageTable::kHasPages ? token_in_page(i) : box_page;
         copy_tma(Source<kIsKey>::row(smem, s, i * kTmaTokens),
-                 kIsKey ? &params.k_map : &params.v_map, barrier, token_in_page(i), segment + s,
-                 head, box_page);
+                 kIsKey ? &params.k_map : &params.v_map, barrier, token,
+                 kIsClipped ? 0 : segment + s, head, PageTable::kHasPages ? box_page : 0,
+                 kIsClipped ? s * kSegmentColumns : 0);
       });
     };
     if (lane_idx() == 0) mbarrier_expect(barrier, (end - begin) * kSteps * kCopyBytes);
@@ -84,10 +94,73 @@ struct TilePlaces<kIsKey, true> {
   }
 };
 
-// Copies a tile in vectors of 16 bytes, zeros where it has no tokens: a NaN left in a slot that the
+// Gathers a tile by asynchronous copies of 16 bytes, zeros where it has no tokens: a NaN left in a
+// slot that the request does not own must not meet a probability of zero. Warps take groups of eight
+// rows in turn, four lanes a row. Where the rows are is found a tile ahead, by one lane each.
+template <bool kIsKey>
+struct TilePlaces<kIsKey, TileLoader::kGather> {
+  static constexpr int kGroups = (kTokenGroups + kTileWarps - 1) / kTileWarps;  // of a warp
+  // Of row lane / 4 of the warp's groups lane % 4 + 4 i, in bytes from the first of the pool;
+  // negative where there is no token.
+  int64_t offsets[(kGroups + 3) / 4];
+
+  using S = Source<kIsKey>;
+
+  TilePlaces() = default;
+
+  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
+                                        const Job& job, int32_t tile) {
+    const TileTokens tokens(job, tile);
+    const AttentionParams& attention = params.attention;
+    for_each<(kGroups + 3) / 4>([&](int i) {
+      const int row = 8 * group(lane_idx() % 4 + 4 * i) + lane_idx() / 4;
+      offsets[i] = -1;
+      if (row < tokens.first || row >= tokens.last) return;
+      const int32_t token = tokens.begin + row;
+      const Location at = PageTable::locate(S::id(params, page_row, token), token);
+      offsets[i] = 2 * (at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
+                        at.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride));
+    });
+  }
+
+  // Asks for the tile; the barrier hears of it when the copies have landed. Who multiplies with it
+  // fences first.
+  __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
+                                        uint32_t smem, uint32_t barrier) const {
+    const AttentionParams& attention = params.attention;
+    const int part = lane_idx() % 4, lane_row = lane_idx() / 4;
+    const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
+    base += block.kv_head * (kIsKey ? attention.k_head_stride : attention.v_head_stride);
+    const auto* first = reinterpret_cast<const uint8_t*>(base) + part * 16;
+    // The two places of a lane's vectors in the swizzle of its rows.
+    const uint32_t places[2] = {lane_row * kSegmentBytes + (part ^ lane_row) * 16,
+                                lane_row * kSegmentBytes + (part ^ lane_row ^ 4) * 16};
+    for_each<kGroups>([&](int i) {
+      const int64_t offset = __shfl_sync(0xffffffff, offsets[i / 4], lane_row * 4 + i % 4);
+      if (kTokenGroups % kTileWarps != 0 && group(i) >= kTokenGroups) return;
+      const uint8_t* source = first + max(offset, 0ll);
+      const uint32_t row = S::row(smem, 0, 8 * group(i));
+      for_each<(S::kVectors + 3) / 4>([&](int quarter) {
+        // Past the end of a row lies nothing that products read.
+        if (quarter * 4 + 4 > S::kVectors && quarter * 4 + part >= S::kVectors) return;
+        cp_async_16<128>(row + S::row(0, quarter / 2, 0) + places[quarter % 2],
+                         source + quarter * 64, offset >= 0);
+      });
+    });
+    mbarrier_arrive_later(barrier);
+  }
+
+ private:
+  // Which group of the tile is group `i` of this warp.
+  static __device__ __forceinline__ int group(int i) {
+    return (warp_idx() - kNumWarps) % kTileWarps + i * kTileWarps;
+  }
+};
+
+// Copies a tile element by element, zeros where it has no tokens: a NaN left in a slot that the
 // request does not own must not meet a probability of zero.
 template <bool kIsKey>
-struct TilePlaces<kIsKey, false> {
+struct TilePlaces<kIsKey, TileLoader::kElements> {
   PageTable::Row page_row;
   TileTokens tokens;
 
@@ -138,13 +211,9 @@ struct TilePlaces<kIsKey, false> {
 
   static __device__ __forceinline__ void copy(uint32_t smem, const KVType::Storage* source,
                                               bool exists) {
-    if constexpr (kUseVectorLoads) {
-      cp_async_16<128>(smem, source, exists);
-    } else {
-      uint4 words = {};
-      if (exists) words = load_16(source);
-      st_shared_16(smem, words);
-    }
+    uint4 words = {};
+    if (exists) words = load_16(source);
+    st_shared_16(smem, words);
   }
 };
 
@@ -213,6 +282,18 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
 }
 
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
+  if constexpr (kTileWarps > 1) {
+    // In this order and by threads: the compiler then gives each role its registers.
+    constexpr int kTileThreads = kTileWarps * kWarpSize;
+    if (threadIdx.x >= kNumThreads + 2 * kTileThreads) {
+      load_queries(params, shared, smem + kQueryOffset);
+    } else if (threadIdx.x >= kNumThreads + kTileThreads) {
+      load_tiles<false>(params, shared, smem + kValueOffset);
+    } else {
+      load_tiles<true>(params, shared, smem + kKeyOffset);
+    }
+    return;
+  }
   const int warp = warp_idx() - kNumWarps;
   if (warp == 0) {
     load_tiles<true>(params, shared, smem + kKeyOffset);

@@ -21,6 +21,7 @@ struct Job {
   int32_t end;
   int32_t first_common;  // keys [first_common, last_common) are seen by all rows
   int32_t last_common;
+  int32_t num_rows;   // of Q
   float score_scale;  // positive: Q has its sign
   Unit unit;
   Request request;
@@ -108,6 +109,7 @@ struct JobSource {
       const QueryRows rows = job.rows(params.attention);
       job.first_common = rows.first_common_key();
       job.last_common = rows.last_common_key();
+      job.num_rows = rows.num_rows;
       // Not zero, so that -inf stays what it is.
       job.score_scale = fmaxf(fabsf(score_scale_of(params.attention, rows.kv_head)), 1e-30f);
       return;

@@ -97,6 +97,7 @@ static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
 //   locate(id, token)     the page and the place in it that the entry stands for
 //   kRunTokens            aligned runs of so many tokens have one entry and lie token by token
 //   kSharesPages          v_id equals k_id
+//   kHasPages             tokens lie in pages; else their entries are their places in K and V
 //   holds(request, n)     whether the request may read n tokens, where run() may bring a table
 //                         that allows less than the planned one
 
@@ -126,6 +127,7 @@ struct TableRows {
 struct PageTable : TableRows {
   static constexpr int kRunTokens = kPageSize;
   static constexpr bool kSharesPages = true;
+  static constexpr bool kHasPages = true;
 
   __device__ __forceinline__ int32_t k_id(Row row, int32_t token) const {
     return row[token / kPageSize * column_stride];
