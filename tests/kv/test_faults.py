@@ -238,7 +238,7 @@ def test_a_change_that_ends_halfway_closes_the_manager(
             return take(pool, count)
 
         monkeypatch.setattr(PagePool, "take", failing)
-        manager = make(9, 4, (-1, 3))
+        manager = make(26, 10, (-1, 3))
         *steps, (_, all_of) = script(manager, seed)
         seqs = all_of()
         assert isinstance(seqs, list)
