@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import (
-    MAX_PIECES,
+    MAX_WORK_TILES,
     DecodeTile,
     PrefillTile,
     WarpgroupTile,
@@ -30,7 +30,7 @@ _TMA_RING_BYTES = 128 * 1024
 # Dims of a product, and of a block of NVFP4.
 _BLOCK_DIMS = 16
 # Static shared memory of the attention kernels, with room to spare.
-STATIC_BYTES = 2 * 1024 + 4 * MAX_PIECES
+STATIC_BYTES = 2 * 1024 + 4 * MAX_WORK_TILES
 # What two CTAs of an SM of sm_90 or sm_100 may use each.
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA, 16 a warp.
@@ -213,7 +213,7 @@ def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         merge_splits=merge_splits,
         product_dtype=_decode_product_dtype(spec),
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
-        box_tokens=_tma_tokens(spec, warp_tokens),
+        tma_tokens=_tma_tokens(spec, warp_tokens),
     )
 
 
@@ -313,9 +313,9 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
         merge_rows=2 if spec.changes_scores or spec.head_dim_vo > 192 else 4,
         merge_splits=8,
         merge_loads=0,
-        box_tokens=_prefill_tma_tokens(spec, tile_tokens),
+        tma_tokens=_prefill_tma_tokens(spec, tile_tokens),
         # A segment: that puts all rows of a tile one after the other.
-        key_box_columns=0 if converts else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        key_tma_columns=0 if converts else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         num_producers=num_producers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,

@@ -19,14 +19,14 @@ class MLASpec(AttentionSpec):
     kernel: ClassVar[str] = "mla"
 
     row_tile: int  # query rows that a CTA handles
-    rope_dtype: DType
+    k_pe_dtype: DType
     has_scales: bool  # rows hold a float32 scale for each 128 elements of their latent
 
     @property
     def symbol(self) -> str:
         """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
         parts = [f"jitattn_mla_r{self.row_tile}_{self._suffix}"]
-        parts += [f"rope{self.rope_dtype.short}"] * (self.rope_dtype is not self.kv_dtype)
+        parts += [f"rope{self.k_pe_dtype.short}"] * (self.k_pe_dtype is not self.kv_dtype)
         parts += ["scales"] * self.has_scales
         return "_".join(parts)
 

@@ -81,8 +81,8 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         merge_splits=8,
         merge_loads=0,
         # Pages of other sizes are not brought in boxes.
-        box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
-        key_box_columns=spec.head_dim_vo // 2,
+        tma_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
+        key_tma_columns=spec.head_dim_vo // 2,
         num_producers=1,
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
@@ -92,7 +92,7 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
 def _product_dtype(spec: MLASpec) -> str:
     # FP8 becomes float16 in fewer steps than bfloat16. A k_pe of 16 bits may exceed float16, and a
     # variant reads scores in the type of q.
-    is_narrow = spec.rope_dtype is spec.kv_dtype is not spec.q_dtype and spec.variant is None
+    is_narrow = spec.k_pe_dtype is spec.kv_dtype is not spec.q_dtype and spec.variant is None
     return (DType.FLOAT16 if is_narrow else spec.q_dtype).value
 
 
@@ -103,7 +103,7 @@ def _warp_tile(spec: MLASpec, arch: str) -> PrefillTile:
     scale_bytes = 4 * spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
     token_bytes = (
         row_bytes(spec.kv_dtype.num_bytes * spec.head_dim_vo)
-        + row_bytes(spec.rope_dtype.num_bytes * rope_dim)
+        + row_bytes(spec.k_pe_dtype.num_bytes * rope_dim)
         + scale_bytes
     )
     score_bytes = 4 * 4 * spec.row_tile * (tile_tokens + 8)

@@ -49,7 +49,7 @@ constexpr int kNumThreads = kNumWarps * kWarpSize;
 constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 
 // Caches of 8-bit types and of NVFP4 are converted to QType on the way.
-constexpr bool kConverts = sizeof(KVType::Storage) == 1;
+constexpr bool kDequantises = sizeof(KVType::Storage) == 1;
 // NVFP4: two elements a byte, and a scale for 16 of them. Where warps convert what they multiply,
 // products take 32 dims in two steps.
 constexpr bool kHasBlocks = 0;
@@ -58,7 +58,7 @@ constexpr bool kTakesSteps = kHasBlocks && kNumProducers == 0;
 constexpr int kKeyTiles = kTakesSteps ? (kKeyDim + 31) / 32 * 2 : kKeyDim / 16;
 constexpr int kValueTiles = kTakesSteps ? (kValueDim + 31) / 32 * 2 : kValueDim / 16;
 
-// Tensor maps see a row as segments of so many bytes, and bring so many tokens at a time.
+// Tensor maps see a row as segments of so many bytes, and load so many tokens at a time.
 constexpr int kSegmentBytes = 128;
 constexpr int kTmaTokens = 16 > 0 ? 16 : 8;
 
@@ -80,12 +80,12 @@ constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
 constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
 constexpr int kTokenBytes =
     kUsesTma ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
-               : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
+             : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
 constexpr int kStageBytes = kStageTokens * kTokenBytes;
 constexpr int kRingBytes = (kSharesTiles ? 1 : kNumWarps) * kNumStages * kStageBytes;
 constexpr int kQueryBytes = kRowTile * kQueryRowBytes;
 
-static_assert(kConverts || 1, "q and 16-bit K/V have one type");
+static_assert(kDequantises || 1, "q and 16-bit K/V have one type");
 static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0, "mma.m16n8k16 takes 16 dims at a time");
 static_assert(kValueDim * kNumValueBlocks == 128, "value blocks cover V");
 // Where the tokens of a request lie, one struct per layout with the same methods: the only place
@@ -94,10 +94,10 @@ static_assert(kValueDim * kNumValueBlocks == 128, "value blocks cover V");
 //   row(request)          what k_id and v_id need to know of a request
 //   k_id(row, token)      the entry of a token, for K; v_id likewise for V
 //   locate(id, token)     the page and the place in it that the entry stands for
-//   kRunTokens            aligned runs of so many tokens have one entry and lie token by token
+//   kContiguousTokens            aligned runs of so many tokens have one entry and lie token by token
 //   kSharesPages          v_id equals k_id
 //   kHasPages             tokens lie in pages; else their entries are their places in K and V
-//   holds(request, n)     whether the request may read n tokens, where run() may bring a table
+//   holds(request, n)     whether the request may read n tokens, where run() may load a table
 //                         that allows less than the planned one
 
 struct Location {
@@ -124,7 +124,7 @@ struct TableRows {
 };
 // table [num_rows, width]: one page id for K and V.
 struct PageTable : TableRows {
-  static constexpr int kRunTokens = kPageSize;
+  static constexpr int kContiguousTokens = kPageSize;
   static constexpr bool kSharesPages = true;
   static constexpr bool kHasPages = true;
 
@@ -149,14 +149,12 @@ struct KernelParams {
   AttentionParams attention;
   PageTable pages;
 };
-constexpr bool kHasWholeUnits = true;
+constexpr bool kHasWholeQueryTiles = true;
 constexpr int kNumQueryStages = 2;
 
 using cute::SM90::GMMA::Major;
-using ScoreProduct =
-    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
-using OutputProduct =
-    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
+using ScoreProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
+using OutputProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
 
 }  // namespace jitattn
 #endif

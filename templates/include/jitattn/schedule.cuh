@@ -1,21 +1,21 @@
 // What the schedule kernel writes and the attention kernels read.
 // Twin: jitattn/kernels/common/params.py.
 //
-// Work comes in units: the query rows of a request for the decode kernel, a block of them for the
-// prefill kernel, packed token by token, head by head of a KV head's group. The KV that a unit sees
-// is cut into tiles; the tiles of all units, one unit after the other, are dealt to `num_slots`
+// Work comes in query tiles: the query rows of a request for the decode kernel, a block of them for the
+// prefill kernel, packed token by token, head by head of a KV head's group. The KV that a query tile sees
+// is cut into tiles; the tiles of all query tiles, one query tile after the other, are dealt to `num_slots`
 // slots as contiguous ranges. A slot is served by one CTA for each head block, so neighbouring CTAs
-// read the same tokens at the same time. What a slot holds of a unit is one split of it; the splits
+// read the same tokens at the same time. What a slot holds of a query tile is one split of it; the splits
 // are merged in order.
 //
-// Slots come in rounds; those of a round have equal cost, and those of later rounds less. Each CTA
-// does a slot of the first round, and claims others as it gets ready, so that all end together
+// Slots come in waves; those of a wave have equal cost, and those of later waves less. Each CTA
+// does a slot of the first wave, and claims others as it gets ready, so that all end together
 // however unequally memory serves them.
 //
-// Where that leaves few CTAs idle, slots of the prefill kernel are whole units instead: slot s is
-// unit s, the long ones come first, and nothing is cut or merged.
+// Where that leaves few CTAs idle, slots of the prefill kernel are whole query tiles instead: slot s is
+// query tile s, the long ones come first, and nothing is cut or merged.
 //
-// A batch-invariant schedule cuts each unit into splits whose length depends on that unit alone,
+// A batch-invariant schedule cuts each query tile into splits whose length depends on that query tile alone,
 // and deals whole splits to slots.
 #pragma once
 
@@ -32,7 +32,7 @@ struct alignas(16) Request {
 
 // A block of query rows. Tokens [kv_begin, kv_end) are visible to one of them at least; kv_end = 0
 // means none are.
-struct alignas(16) Unit {
+struct alignas(16) QueryTile {
   int32_t request;
   int32_t first_row;  // packed row of the request
   int32_t kv_begin;
@@ -44,27 +44,27 @@ struct alignas(16) Unit {
 };
 constexpr int32_t kInvalidLength = -1;
 
-// Where a slot begins, and where its predecessor ends: at tile `tile` of unit `unit`.
+// Where a slot begins, and where its predecessor ends: at tile `tile` of query tile `query tile`.
 struct alignas(8) SlotBoundary {
-  int32_t unit;
+  int32_t query_tile;
   int32_t tile;
 };
 
 struct alignas(16) ScheduleHeader {
-  int32_t num_slots;  // with is_whole as many as units, and maybe more than max_slots
-  int32_t num_units;
+  int32_t num_slots;  // with is_whole as many as query tiles, and maybe more than max_slots
+  int32_t num_query_tiles;
   int32_t q_end;     // rows of q that requests own; the others are padding
-  int32_t is_whole;  // slot s is unit s: then the boundaries are not written
+  int32_t is_whole;  // slot s is query tile s: then the boundaries are not written
 };
 
 // Pointers into one allocation, in this order; each part is 16-byte aligned.
 struct Schedule {
-  ScheduleHeader* header;    // [1]
-  Request* requests;         // [batch_size]
-  Unit* units;               // [max_units]
-  SlotBoundary* boundaries;  // [max_slots + 1]
-  int32_t* unit_begin;       // [batch_size + 1]; this and the next only the schedule kernel reads
-  int64_t* cost_begin;       // [max_units + 1]
+  ScheduleHeader* header;     // [1]
+  Request* requests;          // [batch_size]
+  QueryTile* query_tiles;     // [max_query_tiles]
+  SlotBoundary* boundaries;   // [max_slots + 1]
+  int32_t* query_tile_begin;  // [batch_size + 1]; this and the next only the schedule kernel reads
+  int64_t* cost_begin;        // [max_query_tiles + 1]
 };
 
 }  // namespace jitattn

@@ -31,14 +31,14 @@ struct OutputRow {
   float factor;
 
   // Finds those of a row with this maximum and sum, and writes its lse.
-  __device__ __forceinline__ OutputRow(const AttentionParams& params, const Job& job,
+  __device__ __forceinline__ OutputRow(const AttentionParams& params, const WorkItem& item,
                                        const QueryRows& rows, int row, float m, float d,
                                        bool writes_lse) {
     columns = 0;
     factor = 0.f;
     if (row >= rows.num_rows) return;
     const int32_t token = rows.token(row), head = rows.head(row);
-    const RowResult result(params, job.unit, head, m, d);
+    const RowResult result(params, item.query_tile, head, m, d);
     if (writes_lse) write_lse(params, token, head, result.lse);
     factor = result.factor;
     columns =

@@ -1,4 +1,4 @@
-// What all ways to bring Q, K and V to shared memory have in common.
+// What all ways to load Q, K and V to shared memory have in common.
 #pragma once
 
 #include "jitattn/attention/barriers.cuh"
@@ -21,16 +21,16 @@ struct Source {
     return kIsKey ? params.pages.k_id(row, token) : params.pages.v_id(row, token);
   }
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
-    return kIsKey ? KeyImage::row(smem, segment, row) : ValueImage::row(smem, segment, row);
+    return kIsKey ? KeyLayout::row(smem, segment, row) : ValueLayout::row(smem, segment, row);
   }
 };
 
-// Copies Q of a job, zeros past its last row. Scores are multiplied with the scale's amount only,
+// Copies Q of a work item, zeros past its last row. Scores are multiplied with the scale's amount only,
 // so Q takes its sign.
-__device__ __forceinline__ void bring_query(const AttentionParams& params, const Job& job,
-                                            uint32_t smem) {
+__device__ __forceinline__ void copy_query(const AttentionParams& params, const WorkItem& item,
+                                           uint32_t smem) {
   constexpr int kVectors = kKeyDim / 8;
-  const QueryRows rows = job.rows(params);
+  const QueryRows rows = item.rows(params);
   const bool is_negative = score_scale_of(params, rows.kv_head) < 0.f;
   const uint32_t sign = is_negative ? 0x80008000u : 0u;
   const bool is_plain = !params.q_is_aligned || is_negative;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void bring_query(const AttentionParams& params, const
       const int row = first + index / kVectors;
       const auto address = reinterpret_cast<uint64_t>(lane_source);
       const uint64_t source = __shfl_sync(0xffffffff, address, index / kVectors);
-      const uint32_t place = QueryImage::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16;
+      const uint32_t place = QueryLayout::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16;
       return Vector{place, reinterpret_cast<const uint16_t*>(source) + vector * 8,
                     row < rows.num_rows};
     };
@@ -66,7 +66,7 @@ __device__ __forceinline__ void bring_query(const AttentionParams& params, const
         st_shared_16(vector.place, words);
       }
     } else {
-#pragma unroll(kConverts ? 2 : 4)
+#pragma unroll(kDequantises ? 2 : 4)
       for (int i = 0; i < kVectors; ++i) {
         const Vector vector = find(i);
         cp_async_16<128>(vector.place, vector.source, vector.exists);

@@ -1,7 +1,7 @@
 // How the tokens of a warp's slice lie in shared memory.
 //
-// Copies of 16 bytes leave rows one after the other, padded. Boxes of a tensor map leave segments
-// of kSegmentBytes of kTmaTokens rows each, segment after segment and box after box, with the
+// Copies of 16 bytes leave rows one after the other, padded. TMA tiles of a tensor map leave segments
+// of kSegmentBytes of kTmaTokens rows each, segment after segment and TMA tile after TMA tile, with the
 // vectors of a segment's row exchanged by the hardware's 128-byte swizzle: vector v of row r lies
 // at v ^ r % 8. Either way the eight rows that ldmatrix reads together lie in different banks.
 #pragma once
@@ -33,7 +33,7 @@ struct SmemLayout {
   }
 
   // Zeros in the rows outside [first, last), where a NaN may lie: one that the request does not
-  // own, or one from before that no box has overwritten. It must not meet a probability of zero.
+  // own, or one from before that no TMA tile has overwritten. It must not meet a probability of zero.
   static __device__ __forceinline__ void clear_outside(uint32_t smem, int32_t first, int32_t last) {
     constexpr int kVectors = (kRowBytes + 15) / 16;
 #pragma unroll 1
@@ -46,7 +46,7 @@ struct SmemLayout {
   }
 };
 
-using KeyImage = SmemLayout<kKeyDim>;
-using ValueImage = SmemLayout<kValueDim>;
+using KeyLayout = SmemLayout<kKeyDim>;
+using ValueLayout = SmemLayout<kValueDim>;
 
 }  // namespace jitattn

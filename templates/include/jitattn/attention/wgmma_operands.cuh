@@ -15,7 +15,7 @@ __device__ __forceinline__ int group_idx() {
 
 // Rows that lie one after the other, kRows to a segment: Q and K.
 template <int kRows>
-struct RowImage {
+struct RowLayout {
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
     return smem + (segment * kRows + row) * kSegmentBytes;
   }

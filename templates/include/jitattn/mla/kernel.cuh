@@ -50,7 +50,7 @@ constexpr int kNumThreads = kNumWarps * kWarpSize;
 constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 
 // Caches of 8-bit types and of NVFP4 are converted to QType on the way.
-constexpr bool kConverts = sizeof(KVType::Storage) == 1;
+constexpr bool kDequantises = sizeof(KVType::Storage) == 1;
 // NVFP4: two elements a byte, and a scale for 16 of them. Where warps convert what they multiply,
 // products take 32 dims in two steps.
 constexpr bool kHasBlocks = 0;
@@ -59,7 +59,7 @@ constexpr bool kTakesSteps = kHasBlocks && kNumProducers == 0;
 constexpr int kKeyTiles = kTakesSteps ? (kKeyDim + 31) / 32 * 2 : kKeyDim / 16;
 constexpr int kValueTiles = kTakesSteps ? (kValueDim + 31) / 32 * 2 : kValueDim / 16;
 
-// Tensor maps see a row as segments of so many bytes, and bring so many tokens at a time.
+// Tensor maps see a row as segments of so many bytes, and load so many tokens at a time.
 constexpr int kSegmentBytes = 128;
 constexpr int kTmaTokens = 64 > 0 ? 64 : 8;
 
@@ -81,12 +81,12 @@ constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
 constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
 constexpr int kTokenBytes =
     kUsesTma ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
-               : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
+             : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
 constexpr int kStageBytes = kStageTokens * kTokenBytes;
 constexpr int kRingBytes = (kSharesTiles ? 1 : kNumWarps) * kNumStages * kStageBytes;
 constexpr int kQueryBytes = kRowTile * kQueryRowBytes;
 
-static_assert(kConverts || 1, "q and 16-bit K/V have one type");
+static_assert(kDequantises || 1, "q and 16-bit K/V have one type");
 static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0, "mma.m16n8k16 takes 16 dims at a time");
 static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
 // Where the tokens of a request lie, one struct per layout with the same methods: the only place
@@ -95,10 +95,10 @@ static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
 //   row(request)          what k_id and v_id need to know of a request
 //   k_id(row, token)      the entry of a token, for K; v_id likewise for V
 //   locate(id, token)     the page and the place in it that the entry stands for
-//   kRunTokens            aligned runs of so many tokens have one entry and lie token by token
+//   kContiguousTokens            aligned runs of so many tokens have one entry and lie token by token
 //   kSharesPages          v_id equals k_id
 //   kHasPages             tokens lie in pages; else their entries are their places in K and V
-//   holds(request, n)     whether the request may read n tokens, where run() may bring a table
+//   holds(request, n)     whether the request may read n tokens, where run() may load a table
 //                         that allows less than the planned one
 
 struct Location {
@@ -125,7 +125,7 @@ struct TableRows {
 };
 // table [num_rows, width]: one page id for K and V.
 struct PageTable : TableRows {
-  static constexpr int kRunTokens = kPageSize;
+  static constexpr int kContiguousTokens = kPageSize;
   static constexpr bool kSharesPages = true;
   static constexpr bool kHasPages = true;
 
@@ -138,34 +138,32 @@ struct PageTable : TableRows {
   }
 };
 // Names of what kernels of multi-head latent attention have: a token's latent, which is key and
-// value of all heads, and its rope part, which is key only.
-using RopeType = BFloat16;
+// value of all heads, and its k_pe, which is key only.
+using KpeType = BFloat16;
 
 constexpr int kLatentDim = kValueDim;
-constexpr int kRopeDim = kKeyDim - kLatentDim;
+constexpr int kKpeDim = kKeyDim - kLatentDim;
 // Elements of a latent that share a float32 scale, where rows hold theirs, and how many there are.
 constexpr int kScaleDims = 128;
 constexpr int kNumScales = 0 * kLatentDim / kScaleDims;
-// Whether rope parts have another type than latents, and the scale of these is none of theirs.
+// Whether k_pe have another type than latents, and the scale of these is none of theirs.
 constexpr bool kIsMixed = 0;
 
 struct KernelParams {
   TensorMap k_map;  // of latents in groups of eight tokens, where the loader uses maps
-  TensorMap v_map;  // of rope parts
+  TensorMap v_map;  // of k_pe
   AttentionParams attention;
   PageTable pages;
-  LatentParams latent;
+  MLAParams mla;
 };
 
 static_assert(kNumValueBlocks == 1, "a CTA has all columns");
-static_assert(kRopeDim % 16 == 0 && kLatentDim % kScaleDims == 0, "whole products and scales");
-constexpr bool kHasWholeUnits = true;
+static_assert(kKpeDim % 16 == 0 && kLatentDim % kScaleDims == 0, "whole products and scales");
+constexpr bool kHasWholeQueryTiles = true;
 
 using cute::SM90::GMMA::Major;
-using ScoreProduct =
-    cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
-using OutputProduct =
-    cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<Major::K, Major::MN>;
+using ScoreProduct = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
+using OutputProduct = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<Major::K, Major::MN>;
 
 }  // namespace jitattn
 #endif

@@ -1,4 +1,4 @@
-// Q of a job, brought to shared memory in vectors by two warps.
+// Q of a work item, loaded to shared memory in vectors by two warps.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -30,7 +30,7 @@ struct QueryVectors {
   __device__ __forceinline__ uint32_t place(int first, int pass) const {
     const int warp_row = threadIdx.x % kQueryThreads / kWarpSize * kWarpSize;
     const int v = vector(pass), r = warp_row + row(first);
-    return QueryImage::row(smem, segment + v / 8, r) + (v % 8 ^ r % 8) * 16;
+    return QueryLayout::row(smem, segment + v / 8, r) + (v % 8 ^ r % 8) * 16;
   }
   // Of a row that a lane knows the place of; nullptr where there is none.
   static __device__ __forceinline__ const uint16_t* source(const uint16_t* lane_source, int first) {
@@ -76,13 +76,13 @@ __device__ __forceinline__ void copy_plain(const QueryVectors<kVectors>& q,
   }
 }
 
-// Begins to bring Q of a job: parts of two tensors, zeros past the last row. Scores are multiplied
+// Begins to load Q of a work item: parts of two tensors, zeros past the last row. Scores are multiplied
 // with the scale's amount only, so Q takes its sign.
-__device__ __forceinline__ void bring_query(const KernelParams& params, const Job& job,
-                                            uint32_t smem) {
+__device__ __forceinline__ void copy_query(const KernelParams& params, const WorkItem& item,
+                                           uint32_t smem) {
   const AttentionParams& attention = params.attention;
-  const LatentParams& latent = params.latent;
-  const QueryRows rows = job.rows(attention);
+  const MLAParams& mla = params.mla;
+  const QueryRows rows = item.rows(attention);
   const uint32_t sign = attention.score_scale < 0.f ? 0x80008000u : 0u;
   static_assert(kRowTile == kQueryThreads, "each lane finds one row");
   const int row = threadIdx.x % kQueryThreads;
@@ -90,11 +90,11 @@ __device__ __forceinline__ void bring_query(const KernelParams& params, const Jo
   if (row < rows.num_rows) {
     const int64_t token = rows.token(row), head = rows.head(row);
     nope = attention.q + token * attention.q_token_stride + head * attention.q_head_stride;
-    pe = latent.q_pe + token * latent.q_pe_token_stride + head * latent.q_pe_head_stride;
+    pe = mla.q_pe + token * mla.q_pe_token_stride + head * mla.q_pe_head_stride;
   }
   const QueryVectors<kLatentDim / 8> nope_vectors = {smem, 0};
-  const QueryVectors<kRopeDim / 8> pe_vectors = {smem, kRopeSegment};
-  if (attention.q_is_aligned && latent.q_pe_is_aligned && !sign) {
+  const QueryVectors<kKpeDim / 8> pe_vectors = {smem, kKpeSegment};
+  if (attention.q_is_aligned && mla.q_pe_is_aligned && !sign) {
     copy_part(nope_vectors, nope);
     copy_part(pe_vectors, pe);
   } else {
