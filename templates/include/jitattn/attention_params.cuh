@@ -15,8 +15,8 @@ enum class MaskKind : int32_t {
   kRagged = 2,  // one bit a key, over all keys; rows of whole bytes from mask_indptr[request] on
 };
 
-// K or V to the hardware that copies TMA tiles of it: {elements of a segment, tokens, segments of
-// a row, heads, pages}. Encoded by the driver.
+// Tensor map of K or V, as the driver encodes it, with dimensions {elements of a segment, tokens,
+// segments of a row, heads, pages}.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };

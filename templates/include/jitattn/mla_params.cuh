@@ -1,5 +1,5 @@
-// What kernels of multi-head latent attention get besides AttentionParams, whose q is q_nope, whose
-// k is the latents and whose v is the k_pe. Twin: jitattn/kernels/common/params.py.
+// Arguments of MLA kernels besides AttentionParams, whose q is q_nope, k the latents and v the
+// k_pe. Twin: jitattn/kernels/common/params.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"

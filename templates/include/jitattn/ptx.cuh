@@ -167,8 +167,8 @@ __device__ __forceinline__ void copy_tma(uint32_t smem, const void* map, uint32_
       : "memory");
 }
 
-// Loads 16 bytes, or zeros where they don't exist, straight to where they are needed: of a load under
-// a condition the compiler would wait for the outcome.
+// Loads 16 bytes, or zeros where they don't exist, straight to where they are needed: of a load
+// under a condition the compiler would wait for the outcome.
 __device__ __forceinline__ uint4 ld_global_16(const void* global, bool exists) {
   uint4 words;
   asm volatile(

@@ -1,22 +1,22 @@
-// What the schedule kernel writes and the attention kernels read.
-// Twin: jitattn/kernels/common/params.py.
+// Schedule that attention kernels read. Written by attention/schedule.cu.jinja. Twin:
+// jitattn/kernels/common/params.py.
 //
-// Work comes in query tiles: the query rows of a request for the decode kernel, a block of them for the
-// prefill kernel, packed token by token, head by head of a KV head's group. The KV that a query tile sees
-// is cut into tiles; the tiles of all query tiles, one query tile after the other, are dealt to `num_slots`
-// slots as contiguous ranges. A slot is served by one CTA for each head block, so neighbouring CTAs
-// read the same tokens at the same time. What a slot holds of a query tile is one split of it; the splits
-// are merged in order.
+// Query tiles are the query rows of a request for the decode kernel, a block of them for the
+// prefill kernel, packed token by token, head by head of a KV head's group. The KV that a query
+// tile sees is cut into tiles; the tiles of all query tiles, one query tile after the other, are
+// dealt to `num_slots` slots as contiguous ranges. One CTA for each head block computes a slot, so
+// neighbouring CTAs read the same tokens at the same time. A slot's KV tiles of a query tile are
+// one split of it; the splits are merged in order.
 //
 // Slots come in waves; those of a wave have equal cost, and those of later waves less. Each CTA
-// does a slot of the first wave, and claims others as it gets ready, so that all end together
-// however unequally memory serves them.
+// computes a slot of the first wave and claims others when it is done, so that all end together
+// however unequal their memory speed.
 //
-// Where that leaves few CTAs idle, slots of the prefill kernel are whole query tiles instead: slot s is
-// query tile s, the long ones come first, and nothing is cut or merged.
+// If that leaves few CTAs idle, slots of the prefill kernel are whole query tiles instead: slot s
+// is query tile s, the long ones come first, and nothing is cut or merged.
 //
-// A batch-invariant schedule cuts each query tile into splits whose length depends on that query tile alone,
-// and deals whole splits to slots.
+// A batch-invariant schedule cuts each query tile into splits whose length depends on that query
+// tile alone, and deals whole splits to slots.
 #pragma once
 
 #include "jitattn/prelude.cuh"
@@ -25,9 +25,9 @@ namespace jitattn {
 
 struct alignas(16) Request {
   int32_t q_begin;  // first row of q
-  int32_t q_len;    // 0 when the other kernel serves the request
+  int32_t q_len;    // 0 when the other kernel computes the request
   int32_t kv_len;
-  int32_t is_invalid;  // a length exceeds what was planned
+  int32_t is_invalid;  // a length exceeds the plan
 };
 
 // A block of query rows. Tokens [kv_begin, kv_end) are visible to one of them at least; kv_end = 0
@@ -36,7 +36,7 @@ struct alignas(16) QueryTile {
   int32_t request;
   int32_t first_row;  // packed row of the request
   int32_t kv_begin;
-  int32_t kv_end;      // kInvalidLength: a length exceeds what was planned: to be answered with NaN
+  int32_t kv_end;      // kInvalidLength: a length exceeds the plan: rows become NaN
   int32_t first_slot;  // the slots of its first and last split
   int32_t last_slot;
   int32_t num_splits;
@@ -44,7 +44,7 @@ struct alignas(16) QueryTile {
 };
 constexpr int32_t kInvalidLength = -1;
 
-// Where a slot begins, and where its predecessor ends: at tile `tile` of query tile `query tile`.
+// Begin of a slot and end of its predecessor: at KV tile `tile` of query tile `query_tile`.
 struct alignas(8) SlotBoundary {
   int32_t query_tile;
   int32_t tile;

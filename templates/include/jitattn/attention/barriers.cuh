@@ -1,4 +1,4 @@
-// Where those who load and the consumers meet.
+// Barriers between producers and consumers.
 #pragma once
 
 #include "jitattn/attention/wgmma_tiles.cuh"
@@ -8,13 +8,13 @@
 
 namespace jitattn {
 
-// All that load, where they convert as well.
+// All producer warps, where they dequantise.
 constexpr int kNumQueryWarps = kDequantises ? kProducerThreads / kWarpSize : 2;
 constexpr int kQueryThreads = kNumQueryWarps * kWarpSize;
-// Likewise K, and V.
+// Producer warps of K, and of V.
 constexpr int kTileWarps = (kProducerThreads / kWarpSize - 2) / 2;
 
-// Numbers of barriers of the hardware; 0 is that of the whole CTA.
+// Hardware barriers; 0 is the whole CTA's.
 constexpr int kTurnBarrier = 1;  // and the next, one a warpgroup
 constexpr int kConsumerBarrier = kTurnBarrier + kNumGroups;
 constexpr int kQueryBarrier = kConsumerBarrier + 1;
@@ -36,8 +36,8 @@ struct Shared {
   __device__ __forceinline__ uint32_t v_empty(int i) { return smem_address(value_barriers[1] + i); }
 
   __device__ __forceinline__ void init_barriers() {
-    // TMA tiles are announced by one lane, a warp's conversions too; each lane says when its own copies
-    // have landed.
+    // Arrivals: one lane for TMA tiles, one a warp for dequantised tiles, each lane for its own
+    // asynchronous copies.
     constexpr int kLoaders = kDequantises ? kNumQueryWarps / 2
                              : kUsesTma   ? 1
                                           : kTileWarps * kWarpSize;

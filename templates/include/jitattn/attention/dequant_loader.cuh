@@ -1,7 +1,7 @@
-// The warpgroups that load Q, and K and V of quantised caches, which they convert on the way: half of
-// the warps K, the others V. Vectors of 16 elements land in shared memory a tile ahead; the lane that
-// asked for one converts it. Of NVFP4 that is a block; its scale lands beside that of its row's first
-// in the segment, four together.
+// Producers of Q, and of K and V of quantised caches, with dequantisation: half of the warps load
+// K, the others V. Vectors of 16 elements land in shared memory a tile ahead, and the lane that
+// issued the copy dequantises them. With NVFP4 a vector is a block, whose scale lands beside the
+// scale of its row's first block in the segment, four together.
 #pragma once
 
 #include "jitattn/dequant_kernel.cuh"
@@ -31,14 +31,14 @@ static_assert(kLandingOffset +
                   kSmemBytes,
               "the host asks for exactly the shared memory that is used");
 
-// A tile of a work item, whose tables are found once a work item.
+// KV tile of a work item, with the page row of its request.
 struct ItemTile {
   int32_t item;  // kNoWork after the last
   int32_t tile;
   PageTable::Row page_row;
 };
 
-// Loads K or V, one tile after the other.
+// Dequantising loader of K or V, tile by tile.
 template <bool kIsKey>
 struct TileDequantiser {
   const KernelParams& params;
@@ -47,14 +47,14 @@ struct TileDequantiser {
 
   static constexpr int kSegments = kIsKey ? kKeySegments : kValueSegments;
 
-  // Converts a tile, unless there is none, and asks for the next.
+  // Dequantises a tile, if there is one, and issues the copies of the next.
   __device__ __forceinline__ void load(const ItemTile& now, const ItemTile& next,
                                        Ring& ring) const {
     const int32_t page = find_page(next);  // before it is needed
     if (now.item != kNoWork) {
       mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
       cp_async_wait_all();
-      if constexpr (kHasBlocks) __syncwarp();  // the scales of a row were asked for by another lane
+      if constexpr (kHasBlocks) __syncwarp();  // another lane copied the scales of a row
       const uint32_t stage = smem + (kIsKey ? kKeyOffset + ring.stage * kKeyStageBytes
                                             : kValueOffset + ring.stage * kValueStageBytes);
 #pragma unroll 1
@@ -66,7 +66,7 @@ struct TileDequantiser {
       }
       ring.next(kNumStages);
     }
-    // Not before the fence, which would wait for what is asked for.
+    // After the fence, which would wait for these copies.
     if (next.item != kNoWork) ask(next, page);
   }
 
@@ -80,7 +80,7 @@ struct TileDequantiser {
     return ((warp_idx() - kNumWarps) % kOperandWarps + group * kOperandWarps) * 8 + row;
   }
 
-  // Where a vector of this lane lands.
+  // Landing place of a vector of this lane.
   __device__ __forceinline__ uint32_t landing(int group, int segment) const {
     constexpr int kFirst = kIsKey ? 0 : kWarpGroups * kKeySegments;
     const int thread = (threadIdx.x - kNumThreads) % kOperandThreads;
@@ -88,7 +88,7 @@ struct TileDequantiser {
            ((kFirst + group * kSegments + segment) * kOperandThreads + thread) * 16;
   }
 
-  // Of this lane's row: each lane has one of the warp's.
+  // Tile row of this lane, one of the warp's rows.
   static __device__ __forceinline__ int lane_row() {
     return tile_row(lane_idx() / 8, lane_idx() % 8);
   }
@@ -100,8 +100,8 @@ struct TileDequantiser {
     return Source<kIsKey>::id(params, place.page_row, tokens.begin + row);
   }
 
-  // Asks for a tile; zeros where there are no tokens, for a NaN left in a slot that the request does
-  // not own must not meet a probability of zero.
+  // Issues the copies of a tile, zeros where it has no tokens: a NaN left in a slot that the
+  // request does not own must not meet a probability of zero.
   __device__ __forceinline__ void ask(const ItemTile& place, int32_t page) const {
     const AttentionParams& attention = params.attention;
     const WorkItem& item = shared.work_items[place.item];
@@ -129,12 +129,12 @@ struct TileDequantiser {
     }
   }
 
-  // Where the scales of a lane's row in a segment land, one for each of its four lanes.
+  // Landing place of the scales of a lane's row in a segment, one for each of its four lanes.
   __device__ __forceinline__ uint32_t scale_landing(int group, int segment) const {
     return landing(group, segment) - lane_idx() % 4 * 16 + 8;
   }
 
-  // Asks for the scales of the blocks of a tile; `at` and `exists` are of the row of each lane.
+  // Issues the copies of a tile's block scales; `at` and `exists` are of the row of each lane.
   __device__ __forceinline__ void ask_scales(int32_t kv_head, const Location& at,
                                              bool exists) const {
     constexpr bool kAreFours = kUseVectorLoads && block_bytes(Source<kIsKey>::kDim) % 4 == 0;
@@ -210,8 +210,8 @@ struct TileDequantiser {
   }
 };
 
-// Finds the work items, and loads their Q, K and V. Empty ones are answered for on the way. A tile is
-// loaded when the one after it is known: that of the next work item once the last is under way.
+// Producer loop: finds the work items, loads their Q, K and V, and writes the rows of empty ones. A
+// tile is loaded when the next one is known, across work items.
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   WorkItemIterator source(params);
@@ -226,7 +226,7 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
 #pragma unroll 1
   while (true) {
     WorkItem& item = shared.work_items[index];
-    // Where Q has one stage, it is free when the scores of the last tile are there.
+    // With one stage, Q is free when the scores of the last tile are complete.
     if (kNumQueryStages > 1) mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     if (is_first) {
       source.next(item);

@@ -14,7 +14,7 @@ struct KvLoader {
   uint32_t ring;   // in shared memory: this warp's, or everyone's
   uint32_t stage;  // byte offset into the ring
 
-  // What issue_v() copies: the step of the last issue_k().
+  // Source of issue_v(): the step of the last issue_k().
   int32_t v_issue_work;
   int32_t v_issue_id;
   int32_t v_issue_slice;
@@ -55,7 +55,7 @@ struct KvLoader {
     copy_next_k();
   }
 
-  // Likewise V, which ends the step.
+  // The same for V, which ends the step.
   __device__ __forceinline__ void issue_v() {
     synchronize();
     copy_next_v();

@@ -1,4 +1,4 @@
-// What all ways to load Q, K and V to shared memory have in common.
+// Copies of Q, and sources of K and V, of all warpgroup loaders.
 #pragma once
 
 #include "jitattn/attention/barriers.cuh"
@@ -25,8 +25,8 @@ struct Source {
   }
 };
 
-// Copies Q of a work item, zeros past its last row. Scores are multiplied with the scale's amount only,
-// so Q takes its sign.
+// Copies Q of a work item, zeros past its last row. Scores are multiplied with the scale's amount
+// only, so Q takes its sign.
 __device__ __forceinline__ void copy_query(const AttentionParams& params, const WorkItem& item,
                                            uint32_t smem) {
   constexpr int kVectors = kKeyDim / 8;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
   static_assert(kRowTile % kWarpSize == 0, "each lane finds one row");
 #pragma unroll 1
   for (int first = warp * kWarpSize; first < kRowTile; first += kQueryThreads) {
-    // Of a row, a lane each: the last again where there is none.
+    // Source row of each lane; past the end, the last row again.
     const int lane_row = min(first + lane, max(rows.num_rows - 1, 0));
     const uint16_t* lane_source = params.q + rows.token(lane_row) * params.q_token_stride +
                                   rows.head(lane_row) * params.q_head_stride;

@@ -1,4 +1,4 @@
-// Which tokens a CTA reads, step by step.
+// Iterator over the KV tiles of a CTA's work tiles.
 #pragma once
 
 #include "jitattn/attention/work_queue.cuh"
@@ -9,7 +9,8 @@
 
 namespace jitattn {
 
-// Walks the tiles of a CTA's work tiles, across query tiles, one step ahead of what is copied next.
+// Steps through the KV tiles of a CTA's work tiles, across query tiles, one step ahead of the
+// copies.
 struct TileIterator {
   const KernelParams& params;
   const Queue& queue;
@@ -50,7 +51,7 @@ struct TileIterator {
     next_step();
   }
 
-  // Moves to the next step and asks for its page ids; past the last work tile, for nothing.
+  // Moves to the next step and loads its page ids; none past the last work tile.
   __device__ __forceinline__ void next_step() {
     ++tile;
 #pragma unroll 1
@@ -97,8 +98,8 @@ struct TileIterator {
     page_row = params.pages.row(tiles.query_tile.request);
   }
 
-  // Reads only entries of tokens that exist. Where a slice may hold several runs, each lane reads
-  // the entry of its own token, lane % kSliceTokens.
+  // Reads only entries of tokens that exist. If a slice may not be contiguous, each lane reads the
+  // entry of its own token, lane % kSliceTokens.
   __device__ __forceinline__ void fetch_page_ids() {
     const int token = kIsContiguousSlice ? first : lane_idx() % kSliceTokens;
     k_id = v_id = 0;

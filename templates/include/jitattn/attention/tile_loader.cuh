@@ -19,8 +19,8 @@ constexpr TileLoader kTileLoader = kUsesTma          ? TileLoader::kTma
 template <bool kIsKey, TileLoader kLoader = kTileLoader>
 struct TileAddresses;
 
-// What a tile's TMA tiles are read by, looked up ahead: lane i has the page of TMA tile i. TMA tiles without
-// tokens are left out, for their pages need not exist.
+// Pages of a KV tile's TMA tiles, looked up ahead: lane i has the page of TMA tile i. TMA tiles
+// without tokens are skipped, since their pages need not exist.
 template <bool kIsKey>
 struct TileAddresses<kIsKey, TileLoader::kTma> {
   TileTokens tokens;
@@ -45,12 +45,11 @@ struct TileAddresses<kIsKey, TileLoader::kTma> {
     }
   }
 
-  // Copies the TMA tiles, by one lane. The products wait for the last, so that little may stand between
-  // two.
+  // One lane issues the copies back to back, since the products wait for the last.
   __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
                                        uint32_t smem, uint32_t barrier) const {
-    // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those of
-    // V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
+    // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those
+    // of V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
     constexpr bool kIsClipped = Source<kIsKey>::kDim * 2 % kSegmentBytes != 0;
     constexpr bool kHasOneSegment = kIsKey || kIsClipped;
     constexpr int kTmaTileSegments = kHasOneSegment ? 1 : kValueSegments;
@@ -59,7 +58,7 @@ struct TileAddresses<kIsKey, TileLoader::kTma> {
     constexpr int kCopyBytes = kTmaTokens * kTmaTileSegments * kSegmentBytes;
     const int begin = first_tma_tile(), end = end_tma_tile();
     const int32_t head = block.kv_head, segment = kIsKey ? 0 : block.value_block * kValueSegments;
-    // In registers, not found again from what they are made of.
+    // Kept in registers, not recomputed.
     smem = forget(smem);
     barrier = forget(barrier);
     const auto copy = [&](int i, int32_t tile_page) {
@@ -95,13 +94,13 @@ struct TileAddresses<kIsKey, TileLoader::kTma> {
 };
 
 // Gathers a tile by asynchronous copies of 16 bytes, zeros where it has no tokens: a NaN left in a
-// slot that the request does not own must not meet a probability of zero. Warps take groups of eight
-// rows in turn, four lanes a row. Where the rows are is found a tile ahead, by one lane each.
+// slot that the request does not own must not meet a probability of zero. Warps take groups of
+// eight rows in turn, four lanes a row. Row addresses are found a tile ahead, by one lane each.
 template <bool kIsKey>
 struct TileAddresses<kIsKey, TileLoader::kGather> {
   static constexpr int kGroups = (kTokenGroups + kTileWarps - 1) / kTileWarps;  // of a warp
-  // Of row lane / 4 of the warp's groups lane % 4 + 4 i, in bytes from the first of the pool;
-  // negative where there is no token.
+  // Offsets of row lane / 4 of the warp's groups lane % 4 + 4 i, in bytes from the pool's begin;
+  // negative without a token.
   int64_t offsets[(kGroups + 3) / 4];
 
   using S = Source<kIsKey>;
@@ -123,8 +122,8 @@ struct TileAddresses<kIsKey, TileLoader::kGather> {
     });
   }
 
-  // Asks for the tile; the barrier hears of it when the copies have landed. Who multiplies with it
-  // fences first.
+  // Issues the copies, which arrive at the barrier when they have landed. Consumers fence before
+  // their products.
   __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
                                        uint32_t smem, uint32_t barrier) const {
     const AttentionParams& attention = params.attention;
@@ -151,7 +150,7 @@ struct TileAddresses<kIsKey, TileLoader::kGather> {
   }
 
  private:
-  // Which group of the tile is group `i` of this warp.
+  // Row group of the tile that is group `i` of this warp.
   static __device__ __forceinline__ int group(int i) {
     return (warp_idx() - kNumWarps) % kTileWarps + i * kTileWarps;
   }
@@ -199,7 +198,7 @@ struct TileAddresses<kIsKey, TileLoader::kElements> {
   }
 
  private:
-  // Of a row of the tile, in elements; -1 where it has no token.
+  // Offset of a row of the tile, in elements; -1 without a token.
   __device__ __forceinline__ int64_t row_offset(const KernelParams& params, int row) const {
     if (row < tokens.first || row >= tokens.last) return -1;
     const AttentionParams& attention = params.attention;
@@ -235,7 +234,7 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
 #pragma unroll 1
     for (int32_t tile = begin; tile <= end; ++tile) {
       const TileAddresses<kIsKey> now = next;
-      // Looked up before the room is there.
+      // Looked up before the stage is empty.
       if (tile < end) next = TileAddresses<kIsKey>(params, page_row, item, tile);
       if (tile == begin) continue;
       mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
@@ -248,7 +247,7 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
   }
 }
 
-// Finds the work items and loads their Q. Empty ones are answered for on the way.
+// Finds the work items, loads their Q and writes the rows of empty ones.
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                              uint32_t smem) {
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);

@@ -1,5 +1,5 @@
-// Loads K and V to shared memory ahead of their use, in TMA tiles of tensor maps: one instruction of
-// one lane copies the rows that a slice has in a page.
+// Loads K and V to shared memory ahead of their use, in TMA tiles of tensor maps: one instruction
+// of one lane copies the rows that a slice has in a page.
 #pragma once
 
 #include "jitattn/attention/smem_layout.cuh"
@@ -18,7 +18,7 @@ struct KvLoader {
   uint32_t stage;
   uint32_t parity;  // of the phase that ends when the copy that is waited for has landed
 
-  // What issue_v() copies: the step of the last issue_k().
+  // Source of issue_v(): the step of the last issue_k().
   int32_t v_issue_work;
   int32_t v_issue_id;
   int32_t v_issue_slice;
@@ -39,7 +39,7 @@ struct KvLoader {
     __syncwarp();
   }
 
-  // After the last step: whoever counts barriers, as sanitizers do, may forget these.
+  // Ends the barriers after the last step, for sanitizers that count them.
   __device__ __forceinline__ void finish() {
     __syncwarp();
     if (lane_idx() < 2 * kNumStages) mbarrier_inval(barriers + lane_idx() * kBarrierBytes);
@@ -56,7 +56,7 @@ struct KvLoader {
   // Waits for K of the oldest step.
   __device__ __forceinline__ void wait_k() { mbarrier_wait(k_barrier(), parity); }
 
-  // Likewise V.
+  // The same for V.
   __device__ __forceinline__ void wait_v() { mbarrier_wait(v_barrier(), parity); }
 
   // The K just consumed makes room for the next; every lane has read it.
@@ -73,7 +73,7 @@ struct KvLoader {
     iterator.next_step();
   }
 
-  // Likewise V, which ends the step.
+  // The same for V, which ends the step.
   __device__ __forceinline__ void issue_v() {
     __syncwarp();
     const HeadBlock block(iterator.params.attention, v_issue_work);
@@ -89,8 +89,8 @@ struct KvLoader {
   }
   __device__ __forceinline__ uint32_t v_barrier() const { return k_barrier() + kBarrierBytes; }
 
-  // The tokens [first, last) of a slice, and what else their TMA tiles hold. TMA tiles without any are left
-  // out, for their pages need not exist.
+  // The tokens [first, last) of a slice, and what else their TMA tiles hold. TMA tiles without any
+  // are left out, for their pages need not exist.
   template <typename Layout>
   __device__ __forceinline__ void fetch(const TensorMap& map, uint32_t smem, uint32_t barrier,
                                         int32_t kv_head, int32_t segment, int32_t id, int32_t slice,

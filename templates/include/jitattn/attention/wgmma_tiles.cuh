@@ -13,7 +13,7 @@
 
 namespace jitattn {
 
-constexpr int kNumGroups = kNumThreads / kGroupThreads;  // of those that compute
+constexpr int kNumGroups = kNumThreads / kGroupThreads;  // of consumers
 constexpr int kProducerThreads = kNumProducers * kGroupThreads;
 constexpr int kCtaThreads = kNumThreads + kProducerThreads;
 constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
@@ -71,7 +71,7 @@ struct ScoreTile {
     cute::warpgroup_commit_batch();
   }
 
-  // Has the values now: what computes them may not move past a later wait().
+  // Requires the values now: their computation may not move past a later wait().
   __device__ __forceinline__ void settle() {
     for_each<kTileTokens / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
   }

@@ -1,4 +1,4 @@
-// What a CTA does, work item by work item.
+// Work items of a warpgroup CTA.
 #pragma once
 
 #include "jitattn/attention/output.cuh"
@@ -8,7 +8,7 @@
 
 namespace jitattn {
 
-// Work items are written while those before are still being served.
+// Ring of work items, written ahead of the consumers.
 constexpr int kNumWorkItems = 4;
 
 // Tiles [begin, end) of a query tile, for one block of heads: one at least.
@@ -31,7 +31,7 @@ struct WorkItem {
   __device__ __forceinline__ QueryRows rows(const AttentionParams& params) const {
     return QueryRows(params, block(params), query_tile, request);
   }
-  // Of what the soft cap leaves.
+  // Scale that the soft cap leaves.
   __device__ __forceinline__ float scale() const { return kUseLogitsSoftCap ? 1.f : score_scale; }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
@@ -53,23 +53,23 @@ struct Ring {
   }
 };
 
-// K and V of so many tokens of a head are read by many CTAs at a time without leaving the L2 cache.
+// Tokens of a head whose K and V stay in the L2 cache while many CTAs read them.
 constexpr int32_t kSectionTokens = (16 << 20) / (2 * (kKeyDim + kValueDim));
 
-// Has the begin of the schedule in the SM's own cache: one thread looks all up that is there, one
-// thing after the other.
+// Prefetches the begin of the schedule to L1, since one thread looks entries up one after the
+// other.
 __device__ __forceinline__ void prefetch_schedule(const Schedule& schedule, int thread) {
   constexpr int kLineBytes = 128;
   const auto* line = reinterpret_cast<const char*>(schedule.header) + thread * kLineBytes;
   if (line < reinterpret_cast<const char*>(schedule.boundaries)) prefetch_line(line);
 }
 
-// Finds the work items of this CTA: the query tiles of one work tile after the other. The first work tile
-// of a CTA is that of its index; where there are more work tiles than CTAs the others are claimed, so
-// that all end together.
+// Work items of this CTA: the query tiles of its work tiles. The first work tile is that of the
+// CTA's index; if there are more work tiles than CTAs, the others are claimed, so that all CTAs end
+// together.
 //
-// WorkItemRef x is head block x % num_head_blocks of slot x / num_head_blocks. Whole query tiles are dealt some
-// heads at a time, so that CTAs that run together read the same K and V.
+// Work tile x is head block x % num_head_blocks of slot x / num_head_blocks. Whole query tiles are
+// dealt one head section at a time, so that CTAs that run together read the same K and V.
 struct WorkItemIterator {
   static constexpr int32_t kNotBegun = -2;  // in the place of the work
 
@@ -117,7 +117,7 @@ struct WorkItemIterator {
   }
 
  private:
-  // How many heads are dealt together: a divisor of their number.
+  // Heads of a head section: a divisor of their number.
   __device__ __forceinline__ int32_t find_section_heads() const {
     const Schedule& schedule = params.attention.schedule;
     const int32_t num_heads = params.attention.num_head_blocks;
@@ -151,7 +151,7 @@ struct WorkItemIterator {
     if (work == kNotBegun) return own < num_work_tiles ? own : kNoWork;
     if (num_work_tiles <= num_ctas) return kNoWork;
     const int32_t claimed = atomicAdd(params.attention.num_claimed, 1);
-    // Every CTA asks once in vain: the last of them leaves the counter ready for the next launch.
+    // Every CTA claims once in vain, and the last of them resets the counter for the next launch.
     if (claimed == num_work_tiles - 1) *params.attention.num_claimed = 0;
     return claimed + num_ctas < num_work_tiles ? claimed + num_ctas : kNoWork;
   }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void write_empty(const AttentionParams& params, const
       write_out(params, token, head, block.value_block * kValueDim + dim, zeros * result.factor);
       if (dim == 0) write_lse(params, token, head, result.lse);
     }
-    // Where a length is invalid, all rows of the request are answered for.
+    // An invalid length has one query tile, which answers for all rows of the request.
   } while (item.query_tile.kv_end == kInvalidLength &&
            rows.advance(params.num_row_blocks * kRowTile));
 }

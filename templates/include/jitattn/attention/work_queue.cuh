@@ -1,5 +1,5 @@
-// In which order a CTA does work tiles: head block x % num_head_blocks of slot
-// x / num_head_blocks (schedule.cuh) is work tile x.
+// Order of a CTA's work tiles: head block x % num_head_blocks of slot x / num_head_blocks
+// (schedule.cuh) is work tile x.
 #pragma once
 
 #include "jitattn/attention/work_tile.cuh"
@@ -9,9 +9,8 @@
 
 namespace jitattn {
 
-// The first work tile of a CTA is that of its index. The others lie a grid apart, or are claimed one by
-// one, so that CTAs that memory serves better do more of them. What a work tile is does not depend on
-// who does it.
+// The first work tile of a CTA is that of its index. The others are a grid apart, or are claimed
+// one by one, so that CTAs with faster memory do more of them. Results do not depend on the CTA.
 struct WorkQueue {
   static constexpr bool kHasOneWorkTile = false;
   static constexpr int kMaxWorkTiles = 1024;  // of launches whose CTAs claim them
@@ -31,7 +30,7 @@ struct WorkQueue {
     if (threadIdx.x == 0) claims[1] = kFree;
   }
 
-  // WorkItemRef `index` of this CTA, or kNoWork past its last. For whole warps, at any time.
+  // Work tile `index` of this CTA, or kNoWork past its last. For whole warps, at any time.
   __device__ __forceinline__ int32_t work_tile(int32_t index) const {
     if (!is_claimed(index)) return unclaimed_work_tile(index);
     int32_t next = 0;
@@ -43,7 +42,7 @@ struct WorkQueue {
     return __shfl_sync(0xffffffff, next, 0);
   }
 
-  // The same of a work tile that this warp has asked for before.
+  // The same for a work tile that this warp already knows.
   __device__ __forceinline__ int32_t known_work_tile(int32_t index) const {
     return is_claimed(index) ? noted(index) : unclaimed_work_tile(index);
   }
@@ -66,7 +65,7 @@ struct WorkQueue {
   __device__ __forceinline__ int32_t claim(int32_t index) const {
     wait_for_previous_kernel();  // which may use the same counter
     const int32_t claimed = atomicAdd(params.num_claimed, 1);
-    // Every CTA asks once in vain: the last of them leaves the counter ready for the next launch.
+    // Every CTA claims once in vain, and the last of them resets the counter for the next launch.
     if (claimed == num_work_tiles - 1) *params.num_claimed = 0;
     const int32_t next = claimed + gridDim.x;
     const int32_t work_tile = next < num_work_tiles ? next : kNoWork;

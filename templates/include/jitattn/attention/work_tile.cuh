@@ -1,4 +1,4 @@
-// What a CTA works on: its slot, the query tiles and tiles in it, and the query rows of a query tile.
+// Coordinates of a work tile: slot, query tiles, KV tiles and query rows.
 #pragma once
 
 #include "jitattn/kernel.cuh"
@@ -62,7 +62,7 @@ struct TileRange {
   int32_t first;  // first tile of the query tile
   int32_t begin;  // no tiles of a query tile that sees no token
   int32_t end;
-  bool is_skipped;    // nothing of the query tile lies in this slot, and another answers for it
+  bool is_skipped;    // no KV tile in this slot, and another slot writes the rows
   int32_t early_end;  // tokens from here on belong to this step
 
   __device__ __forceinline__ TileRange(const KernelParams& params, const SlotRange& slot,
@@ -73,7 +73,7 @@ struct TileRange {
     if (query_tile.kv_end > 0 && !params.pages.holds(query_tile.request, request.kv_len)) {
       query_tile.kv_end = kInvalidLength;
     }
-    // What is read after the wait for the previous kernel needs none.
+    // Reads after the wait for the previous kernel need no limit.
     early_end = params.attention.early_kv ? request.kv_len - request.q_len : kInt32Max;
     const bool is_empty = query_tile.kv_end <= 0;
     if (is_empty) query_tile.num_splits = 1;
@@ -86,7 +86,7 @@ struct TileRange {
     if (is_empty) end = begin;
   }
 
-  // Which split of the query tile begins at `tile`, and where it ends in this slot.
+  // Split that begins at `tile`, and its end in this slot.
   __device__ __forceinline__ int32_t split(const SlotRange& slot, int32_t tile) const {
     return query_tile.split_tiles > 0 ? (tile - first) / query_tile.split_tiles
                                       : slot.slot - query_tile.first_slot;
@@ -158,7 +158,7 @@ struct QueryRows {
     if (params.mask_kind == MaskKind::kRagged) {
       const int64_t byte = params.mask_indptr[request_index * params.mask_indptr_stride] +
                            query(row) * static_cast<int64_t>((request.kv_len + 7) / 8) + key / 8;
-      // What the mask is too short to say is not seen.
+      // Keys beyond the mask are masked.
       if (byte < 0 || byte >= params.mask_bytes) return true;
       return !(params.mask[byte] >> key % 8 & 1);
     }
@@ -176,8 +176,8 @@ struct QueryRows {
   }
 };
 
-// What a CTA does for one query tile, found again from two numbers wherever it is needed, so that little
-// of it stays in registers.
+// Work item as two indices, from which its coordinates are recomputed where they are needed, so
+// that few registers are live.
 struct WorkItemRef {
   const KernelParams& params;
   int32_t work;

@@ -1,4 +1,4 @@
-// Where those who load latents and the consumers meet.
+// Barriers between producers and consumers of MLA.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -10,23 +10,23 @@
 
 namespace jitattn {
 
-// Numbers of barriers of the hardware; 0 is that of the whole CTA.
+// Hardware barriers; 0 is the whole CTA's.
 constexpr int kProbabilityBarrier = 1;  // and the next: those of a warpgroup are there
 constexpr int kGroupBarrier = 3;        // and the next: of a warpgroup
 constexpr int kConsumerBarrier = 5;
 constexpr int kQueryBarrier = 6;
 
-// Whether tokens are copied by instructions that end later, by themselves.
+// Whether tokens arrive by asynchronous copies.
 constexpr bool kCopiesLater = kUseVectorLoads && !kDequantises;
-// Whether Q is converted too, each row with a scale of its own.
+// Whether Q is converted to another product type, with a scale for each row.
 constexpr bool kScalesRows = QType::kMantissaBits != ProductType::kMantissaBits;
 
-// TMA tiles of a tile, and who copies them: of two warps each has every second.
+// TMA tiles of a KV tile, and warps that copy them in turn.
 constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
 constexpr int kTileWarps = kNumTmaTiles > 1 ? 2 : 1;
 
-// A half of a stage is the latents that are the values of one warpgroup, which empties it: it has seen
-// the probabilities then, and they were made after the scores.
+// Each half of a stage holds the values of one warpgroup, which empties it after the probabilities,
+// hence after the scores.
 struct Shared {
   WorkItem work_items[kNumWorkItems];
   float2 tops[kNumGroups][kRowTile];    // of a warpgroup's last tile: maximum, old scale
@@ -47,8 +47,8 @@ struct Shared {
   }
 
   __device__ __forceinline__ void init_barriers() {
-    // TMA tiles are announced by a lane of each warp, and what a warp has stored by one of it; each lane
-    // says when its own copies have landed.
+    // Arrivals: one lane a warp for TMA tiles and for stored tiles, each lane for its own
+    // asynchronous copies.
     constexpr int kStorers = kCopiesLater ? kProducerThreads : kProducerThreads / kWarpSize;
     constexpr int kLoaders = kUsesTma ? kTileWarps : kStorers;
     for (int i = 0; i < kNumWorkItems; ++i) mbarrier_init(item_full(i), 1);

@@ -1,5 +1,5 @@
-// Loads latents, k_pe and scales to shared memory ahead of their use, in copies of 16 bytes
-// or less. Each warp loads kSliceTokens tokens of a tile.
+// Loader of latents, k_pe and scales into a ring in shared memory, in copies of 16 bytes or less.
+// Each warp loads kSliceTokens tokens of a tile.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -22,7 +22,7 @@ struct MLAKvLoader {
   int32_t next_stage;  // that is filled next
   int32_t stage;       // that is read
 
-  // So many calls of advance() only fill the ring.
+  // Calls of advance() that only fill the ring.
   static constexpr int kLead = kNumStages - 1;
 
   __device__ __forceinline__ MLAKvLoader(const KernelParams& params, const Queue& queue,
@@ -31,9 +31,9 @@ struct MLAKvLoader {
 
   __device__ __forceinline__ uint32_t tile() const { return ring + stage * kTileBytes; }
 
-  // Moves to the next tile, which is complete then; every thread is done with the one before, whose
-  // room gets the next that isn't under way. Every tile is a group of copies, and those past the
-  // last are too, so that the count never changes.
+  // Moves to the next tile, which is complete then. Every thread is done with the last one, whose
+  // stage is refilled. Every tile is a group of copies, and those past the last are too, so that
+  // the count never changes.
   __device__ __forceinline__ void advance() {
     cp_async_wait<kNumStages - 2>();
     __syncthreads();
@@ -59,8 +59,8 @@ struct MLAKvLoader {
     iterator.next_step();
   }
 
-  // Where this lane's token lies, lane % kSliceTokens of the slice: what follows from an entry of
-  // the table and two strides.
+  // Offset of this lane's token, lane % kSliceTokens of the slice, by its table entry and two
+  // strides.
   __device__ __forceinline__ int64_t lane_offset(int64_t page_stride, int64_t token_stride,
                                                  int32_t id) const {
     const int row = lane_idx() % kSliceTokens;

@@ -1,6 +1,6 @@
-// What the splits of a query tile hold together. Where they lie in one slot, its CTA merges them; where
-// in several, a kernel of its own does, whose CTAs have a row each: one CTA alone would take longer
-// for the wide rows of a query tile than all took to make them.
+// Merge of a query tile's splits. Splits in one slot are merged by its CTA, splits in several slots
+// by a second kernel with a row for each CTA: one CTA would take longer to merge the wide rows than
+// all CTAs to compute them.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void merge_row(const PartialRows& partials, const Que
 constexpr int kMergeThreads = kLatentDim / 4;
 constexpr int kMergeWarps = kMergeThreads / kWarpSize;
 
-// Query tiles whose splits lie in several slots, of those that the threads look at together.
+// Query tiles with splits in several slots, among those that the threads of a CTA look at together.
 struct SplitQueryTiles {
   int32_t most_rows;
   int32_t most_splits;
@@ -40,7 +40,7 @@ struct SplitQueryTiles {
   Request requests[kMergeThreads];
 
   // To be called by all threads. Returns how many there are. All CTAs list them in the same order,
-  // since each has its share of the rows of this list.
+  // since each merges its part of the list's rows.
   __device__ __forceinline__ int32_t find(const KernelParams& params, int32_t first,
                                           int32_t num_query_tiles) {
     if (threadIdx.x == 0) most_rows = most_splits = 0;
@@ -75,21 +75,21 @@ struct SplitQueryTiles {
   }
 
  private:
-  // Of a query tile from its first on, if its splits are to be merged.
+  // Rows of a query tile whose splits this kernel merges; else 0.
   static __device__ __forceinline__ int32_t rows_of(const KernelParams& params,
                                                     const QueryTile& query_tile,
                                                     const Request& request) {
     if (query_tile.kv_end <= 0 || query_tile.num_splits <= 1 ||
         query_tile.first_slot >= query_tile.last_slot)
       return 0;
-    // Whose table allows less than the planned one has its answer, and no splits.
+    // A request whose table allows less than planned has its NaN rows already.
     if (!params.pages.holds(query_tile.request, request.kv_len)) return 0;
     return request.q_len * params.attention.group_size - query_tile.first_row;
   }
 };
 
-// What a thread merges of a row: splits [begin, end) of four columns. Where there are many splits,
-// the warps share them, each for the same columns.
+// Splits [begin, end) of four columns that a thread merges. Warps share many splits of the same
+// columns.
 struct SplitRange {
   bool is_shared;
   int32_t begin;
@@ -115,12 +115,12 @@ struct SplitRange {
   }
 };
 
-// What the warps of a CTA have of a row.
+// Per-warp softmax states of a row.
 struct WarpStates {
   float2 sums[kMergeWarps];
   float4 o[kMergeWarps][kWarpSize];
 
-  // To be called by all threads: puts together what they have, in every warp.
+  // Merges the states of all warps, in every warp. For all threads.
   __device__ __forceinline__ void combine(float2& own_sums, float4& own_o) {
     const int warp = threadIdx.x / kWarpSize, lane = lane_idx();
     o[warp][lane] = own_o;
@@ -138,9 +138,9 @@ struct WarpStates {
   }
 };
 
-// Rows of the query tiles that lie in several slots, a CTA each, or some where there are many splits. The
-// kernel before began this one when the schedule was there, so that the first query tiles are found beside
-// it.
+// Merges the query tiles that lie in several slots, a row for each CTA, or for several with many
+// splits. The attention kernel launches this one once the schedule is complete, so that the first
+// query tiles are found beside it.
 __device__ __forceinline__ void merge_query_tiles(const KernelParams& params) {
   __shared__ SplitQueryTiles split;
   __shared__ WarpStates states;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void merge_query_tiles(const KernelParams& params) {
   for (int32_t first = 0; first == 0 || first < num_query_tiles; first += kMergeThreads) {
     const int32_t count = split.find(params, first, num_query_tiles);
     const int32_t num_rows = min(split.most_rows, block_rows);
-    // Column blocks of a row, of which but the first are for rows of many splits.
+    // Column blocks of a row; only rows of many splits use more than the first.
     const int32_t num_blocks = SplitRange::has_many(split.most_splits) ? kMergeWarps : 1;
     if (first == 0) wait_for_previous_kernel();
 #pragma unroll 1

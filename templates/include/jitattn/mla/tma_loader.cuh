@@ -1,5 +1,4 @@
-// The warpgroup that loads Q and tiles of tokens to shared memory: two warps copy TMA tiles, where a tile
-// has several, and two load Q.
+// Producer warpgroup of Q and KV tiles: up to two warps copy TMA tiles, and two load Q.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -13,8 +12,8 @@
 
 namespace jitattn {
 
-// What a tile's TMA tiles are read by, looked up ahead: lane i has the pages of TMA tile i. TMA tiles without
-// tokens are left out, for their pages need not exist.
+// Pages of a KV tile's TMA tiles, looked up ahead: lane i has the pages of TMA tile i. TMA tiles
+// without tokens are skipped, since their pages need not exist.
 struct TileAddresses {
   TileTokens tokens;
   int32_t latent_page;
@@ -33,8 +32,8 @@ struct TileAddresses {
     }
   }
 
-  // Copies a half of the latents, and with the second the k_pe: one TMA tile for each page, for each that is
-  // asked for takes time.
+  // Copies a half of the latents, and k_pe with the second: one TMA tile for each page, since each
+  // copy takes time to issue.
   __device__ __forceinline__ void load(const KernelParams& params, int half, uint32_t smem,
                                        uint32_t barrier) const {
     constexpr int kLineBytes = kTmaTokens * kSegmentBytes;
@@ -43,7 +42,7 @@ struct TileAddresses {
     if (lane_idx() == 0)
       mbarrier_expect(barrier, own_tma_tiles * (kHalfSegments + half) * kLineBytes);
     __syncwarp();
-    // Unrolled, so that what TMA tiles are asked for with is found at once.
+    // Unrolled, so that the operands of all copies are found at once.
     for_each<kNumTmaTiles / kTileWarps>([&](int i) {
       const int tma_tile = i * kTileWarps + warp, segment = half * kHalfSegments;
       const int32_t latent = __shfl_sync(0xffffffff, latent_page, tma_tile);
@@ -62,7 +61,7 @@ struct TileAddresses {
   __device__ __forceinline__ int32_t num_tma_tiles() const {
     return (tokens.last + kTmaTokens - 1) / kTmaTokens;
   }
-  // Of eight tokens.
+  // Group of eight tokens in its page.
   __device__ __forceinline__ int32_t group_in_page(int tma_tile) const {
     constexpr uint32_t kPageTmaTiles = kPageSize / kTmaTokens;
     return (tokens.begin / uint32_t(kTmaTokens) + tma_tile) % kPageTmaTiles * (kTmaTokens / 8);
@@ -87,7 +86,7 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
     while (true) {
       const TileAddresses now = addresses;
       const int stage = (tile - split_begin) % 2;
-      // Looked up before the room is there.
+      // Looked up before the stage is empty.
       if (tile + 1 < end) addresses = TileAddresses(params, page_row, item, tile + 1);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
@@ -102,7 +101,7 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
   }
 }
 
-// Finds the work items and loads their Q. Empty ones are answered for on the way.
+// Finds the work items, loads their Q and writes the rows of empty ones.
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                              uint32_t smem) {
   const int thread = threadIdx.x % kQueryThreads;
@@ -126,7 +125,7 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
     }
     if (thread == 0 && !is_first) mbarrier_arrive(shared.item_full(index));
     if (!is_end) copy_query(params, item, smem);
-    // The first work item's Q is asked for before its tokens, behind which it would come late.
+    // Q of the first work item is issued before its tokens, behind which it would arrive late.
     if (thread == 0 && is_first) mbarrier_arrive(shared.item_full(index));
     is_first = false;
     cp_async_wait_all();

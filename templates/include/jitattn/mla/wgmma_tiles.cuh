@@ -1,11 +1,11 @@
 // Tiles of latent attention: Q, K, P and S of two warpgroups' products.
 //
-// A tile of tokens lies in segments of 128 bytes with the hardware's swizzle: a half of the latents,
-// the other, and k_pe. In a half, eight tokens have all their segments before the next eight
-// do: that is how a TMA tile of many tokens and segments arrives. The two stages take turns; one
-// warpgroup computes the scores and probabilities of the tiles in stage 0, the other of those in
-// stage 1. Each has half of the columns of the output, of all rows. Probabilities lie where the rope
-// parts of their own tile did, which nobody needs any more then.
+// A tile of tokens lies in segments of 128 bytes with the hardware's swizzle: two halves of the
+// latents, then k_pe. In a half, eight tokens have all their segments before the next eight, as TMA
+// tiles of many tokens and segments arrive. The two stages take turns; one warpgroup computes the
+// scores and probabilities of the tiles in stage 0, the other of those in stage 1. Each has half of
+// the columns of the output, of all rows. Probabilities replace the k_pe of their own tile, which is
+// no longer needed then.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -62,11 +62,11 @@ struct KpeLayout {
   }
 };
 
-// Of Q, of k_pe and of P: rows of a product's columns.
+// Operands Q, k_pe and P: rows of a product's columns.
 using Rows = Descriptor<8 * kSegmentBytes, 0>;
 // The same of latents.
 using KvRows = Descriptor<TileLayout::kGroupBytes, 0>;
-// Of V: its columns are those of a product.
+// Operand V: its columns are those of a product.
 using Columns = Descriptor<TileLayout::kGroupBytes, 8 * kSegmentBytes>;
 
 // The row of the block that half 0 or 1 of a lane's values belong to.
@@ -121,7 +121,7 @@ struct ScoreTile {
                kHalf > 0 || i > 0);
     });
   }
-  // Of 16 dims.
+  // A product of 16 dims.
   __device__ __forceinline__ void multiply(uint64_t q, uint64_t k, bool adds) {
     using namespace cute::SM90::GMMA;
     FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
