@@ -17,7 +17,7 @@ from jitattn.spec.variant import AttentionVariant
 
 # Custom masks: MaskKind in attention_params.cuh.
 MASK_BOOL, MASK_PACKED, MASK_RAGGED = 0, 1, 2
-# Bytes of the entries of a schedule: ScheduleHeader, Request, Unit, SlotBoundary, and the scans.
+# Bytes of the entries of a schedule: ScheduleHeader, Request, QueryTile, SlotBoundary, and the scans.
 HEADER_BYTES, REQUEST_BYTES, QUERY_TILE_BYTES, BOUNDARY_BYTES = 16, 16, 32, 8
 QUERY_TILE_BEGIN_BYTES, COST_BYTES = 4, 8
 
@@ -150,7 +150,7 @@ KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in Layout}
 
 
 class MLAParams(ctypes.Structure):
-    """What kernels of multi-head latent attention get besides ``AttentionParams``."""
+    """Arguments of MLA kernels besides ``AttentionParams``."""
 
     _fields_ = (
         ("q_pe", c_void_p),
@@ -164,7 +164,7 @@ class MLAParams(ctypes.Structure):
     )
 
 
-# The same of mla/constants.cuh.jinja, whose maps are those of latents and rope parts.
+# The same of mla/constants.cuh.jinja, with tensor maps of latents and of k_pe.
 MLA_PARAMS = {layout: _kernel_params(layout, ("mla", MLAParams)) for layout in Layout}
 
 

@@ -13,7 +13,7 @@ from jitattn.spec.dtype import DType
 class MLASpec(AttentionSpec):
     """The kernel of multi-head latent attention, for requests of any number of query rows.
 
-    ``head_dim`` is that of a latent and a rope part together, ``head_dim_vo`` of a latent.
+    ``head_dim`` counts a latent and its ``k_pe``, ``head_dim_vo`` the latent.
     """
 
     kernel: ClassVar[str] = "mla"
