@@ -17,7 +17,7 @@ from jitattn.spec.variant import AttentionVariant
 
 # Custom masks: MaskKind in attention_params.cuh.
 MASK_BOOL, MASK_PACKED, MASK_RAGGED = 0, 1, 2
-# Bytes of the entries of a schedule: ScheduleHeader, Request, QueryTile, SlotBoundary, and the scans.
+# Bytes of the entries of a schedule: ScheduleHeader, Request, QueryTile, SlotBoundary, scans.
 HEADER_BYTES, REQUEST_BYTES, QUERY_TILE_BYTES, BOUNDARY_BYTES = 16, 16, 32, 8
 QUERY_TILE_BEGIN_BYTES, COST_BYTES = 4, 8
 

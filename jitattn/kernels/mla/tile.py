@@ -58,8 +58,8 @@ _SM_REGISTERS = 3 * 168
 
 def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     tile_tokens, num_stages, row_tile = 64, 2, 64
-    # TMA needs few registers, vector loads hold addresses, dequantisation half a tile. Consumers get
-    # the rest, which variants need.
+    # TMA needs few registers, vector loads hold addresses, dequantisation half a tile. Consumers
+    # get the rest, which variants need.
     producer_registers = 72 if spec.loader is Loader.TENSOR else 104
     if spec.kv_dtype is not spec.q_dtype:
         producer_registers = 120 if spec.variant is None else 72
