@@ -210,8 +210,8 @@ def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
     if spec.loader is Loader.TENSOR:
         assert spec.page_table is Layout.RAGGED or spec.page_size % tile.tma_tokens == 0
         assert tile.tile_tokens // tile.tma_tokens <= 32, "each lane finds one page"
-        # A TMA tile of V has all columns of the product, and one of K a segment. Products read V 16 rows
-        # at a time, which lie in one TMA tile, or in two of eight.
+        # A TMA tile of V has all columns of the product, and one of K a segment. Products read V 16
+        # rows at a time, which lie in one TMA tile, or in two of eight.
         assert tile.value_dim == spec.head_dim_vo
         assert tile.tma_tokens == 8 or tile.tma_tokens % 16 == 0
         assert tile.key_tma_columns == 64
