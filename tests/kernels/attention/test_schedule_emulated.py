@@ -42,6 +42,7 @@ LATER = 8  # the part of the cost that later waves have
 SPARE = 8  # the part of the slots that even query tiles may cost
 NUM_BUCKETS = 6
 MANY_WORK_TILES = 8
+MERGE_COST = 4
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,14 @@ def suits_whole_query_tiles(costs: list[int], num_ctas: int, num_head_blocks: in
     if not costs:
         return False
     total, longest, work_tiles = sum(costs), max(costs), len(costs) * num_head_blocks
+    even = total * num_head_blocks + MERGE_COST * num_ctas
     if 4 * total >= 3 * longest * len(costs):
         passes = -(-work_tiles // num_ctas)
-        return (
+        many = (
             100 * work_tiles >= 93 * passes * num_ctas or work_tiles >= MANY_WORK_TILES * num_ctas
         )
-    return longest * num_ctas <= total * num_head_blocks
+        return many or passes * longest * num_ctas <= even
+    return longest * num_ctas <= even
 
 
 def bucket_of(cost: int, longest: int) -> int:

@@ -4,8 +4,8 @@
 // latents, then k_pe. In a half, eight tokens have all their segments before the next eight, as TMA
 // tiles of many tokens and segments arrive. The two stages take turns; one warpgroup computes the
 // scores and probabilities of the tiles in stage 0, the other of those in stage 1. Each has half of
-// the columns of the output, of all rows. Probabilities replace the k_pe of their own tile, which is
-// no longer needed then.
+// the columns of the output, of all rows. Probabilities replace the k_pe of their own tile, which
+// is no longer needed then.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
