@@ -1,8 +1,17 @@
-"""``python -m jitattn``: the same as the ``jitattn`` script."""
+"""``python -m jitattn``, and the ``jitattn`` script: the command line, which may be interrupted."""
 
 import sys
 
-from jitattn.tools.cli import main
+
+def main() -> int:
+    """Run one command; return the exit status, 130 after Ctrl-C, also while modules are loaded."""
+    try:
+        from jitattn.tools import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         DriverError,
         JitAttnError,
         KernelNotFoundError,
+        PrecompileError,
     )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "DriverError",
     "JitAttnError",
     "KernelNotFoundError",
+    "PrecompileError",
 ]
 
 __getattr__ = lazy_names(
@@ -37,5 +39,6 @@ __getattr__ = lazy_names(
         "DriverError": "jitattn.base.errors",
         "JitAttnError": "jitattn.base.errors",
         "KernelNotFoundError": "jitattn.base.errors",
+        "PrecompileError": "jitattn.base.errors",
     },
 )

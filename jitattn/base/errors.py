@@ -5,6 +5,7 @@ JitAttnError
   + TemplateError             a template failed to render: a bug in templates/
   + CompileError              NVRTC rejected the rendered source                 (also RuntimeError)
   |   + CompilerMissingError  NVRTC cannot be loaded here, or a kernel needs nvidia-cutlass
+  + PrecompileError           some kernels of a bundle could not be made
   + KernelNotFoundError       JIT is off and no cache holds the kernel         (also LookupError)
   + CacheError                a cache or bundle that must not be used            (also OSError)
   + DriverError               the CUDA driver refused a call                     (also RuntimeError)
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _LOG_LINES_SHOWN = 40
 
@@ -70,6 +72,10 @@ class CompileError(JitAttnError, RuntimeError):
         lines = [line.strip() for line in self.log.splitlines() if line.strip()]
         return next((line for line in lines if "error" in line), lines[0] if lines else "no log")
 
+    def __repr__(self) -> str:
+        """Leave out the log and the source."""
+        return f"{type(self).__name__}({self.name!r}, {self.first_error!r})"
+
     def __str__(self) -> str:
         """Show the log, shortened; the last line is the first error."""
         where = self.source_path or "not saved (no writable temporary folder)"
@@ -91,6 +97,23 @@ class CompilerMissingError(CompileError):
     def __str__(self) -> str:
         """Return the reason; there is no log and no source."""
         return self.log
+
+
+class PrecompileError(JitAttnError):
+    """Some kernels could not be put into a bundle; the message has the first error, and how many.
+
+    Attributes:
+        report: what ``precompile`` with ``strict=False`` returns: kernels made, and all failures.
+    """
+
+    def __init__(self, message: str, report: Any) -> None:
+        """Describe a bundle that lacks kernels."""
+        super().__init__(message, report)
+        self.report = report
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return str(self.args[0])
 
 
 class KernelNotFoundError(JitAttnError, LookupError):

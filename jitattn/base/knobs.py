@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from jitattn.base.record import Value
@@ -39,8 +41,20 @@ class Knobs(Value):
     """JITATTN_CHECK: ``1`` verifies page ids, lengths and offsets on the device."""
 
 
+_PREFIX = "JITATTN_"
+# Of the benchmarks and tests, which are none of the package's.
+_OTHERS = ("JITATTN_BENCH_", "JITATTN_TEST_")
+
+_named: set[str] = set()
+
+
 def load(environ: Mapping[str, str] = os.environ) -> Knobs:
-    """Read the settings, or raise ValueError with the variable and its accepted values."""
+    """Read the settings, or raise ValueError with the variable and its accepted values.
+
+    Variables of our prefix that nobody reads are named in a RuntimeWarning, each once.
+    """
+    if told := tell_unknown(environ):
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
     folder = environ.get("JITATTN_CACHE_DIR", "")
     bundles = environ.get("JITATTN_PRECOMPILED", "").split(":")
     return Knobs(
@@ -52,6 +66,27 @@ def load(environ: Mapping[str, str] = os.environ) -> Knobs:
         lineinfo=_flag(environ, "JITATTN_LINEINFO", default=False),
         check=_flag(environ, "JITATTN_CHECK", default=False),
     )
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the variables that look like settings and are none, such as ``JITATTN_JTI``."""
+    known = {f"{_PREFIX}{field.name.upper()}" for field in fields(Knobs)}
+    return sorted(
+        name
+        for name in environ
+        if name.startswith(_PREFIX) and name not in known and not name.startswith(_OTHERS)
+    )
+
+
+def tell_unknown(environ: Mapping[str, str] = os.environ) -> str:
+    """Return a sentence that names ``unknown_variables``, each once in a process; or nothing."""
+    names = [name for name in unknown_variables(environ) if name not in _named]
+    if not names:
+        return ""
+    _named.update(names)
+    known = ", ".join(f"{_PREFIX}{field.name.upper()}" for field in fields(Knobs))
+    shown = ", ".join(f"{name:.80}" for name in names[:10])
+    return f"jitattn does not know {shown}: it reads {known}"
 
 
 def _path(name: str, text: str) -> Path:
@@ -80,10 +115,13 @@ def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
 
 
 def _digest(environ: Mapping[str, str], name: str) -> str | None:
-    value = environ.get(name, "").lower()
-    if value and not (len(value) == 64 and set(value) <= set("0123456789abcdef")):
+    if name not in environ:
+        return None
+    value = environ[name].lower()
+    if not (len(value) == 64 and set(value) <= set("0123456789abcdef")):
+        # Empty, too: a command that fails gives nothing, and must not take the pin away.
         raise ValueError(f"{name}={value!r}: expected the 64 hexadecimal digits of a SHA-256")
-    return value or None
+    return value
 
 
 def _seconds(environ: Mapping[str, str], name: str, *, default: float) -> float:

@@ -11,17 +11,25 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from jitattn.base.errors import CompilerMissingError, ConfigError, JitAttnError
+from jitattn.base.errors import (
+    CompileError,
+    CompilerMissingError,
+    ConfigError,
+    JitAttnError,
+    PrecompileError,
+)
 from jitattn.base.validate import check_count, check_flag
+from jitattn.bundles.progress import Advance, show_progress
 from jitattn.jit.cache import KernelCache
 from jitattn.kernels.registry import AnyConfig, config_of, parse_config, specs_of
 from jitattn.spec.family import KernelSpec
@@ -85,11 +93,17 @@ class Failure:
     error: Exception
 
     def __str__(self) -> str:
-        """Name the kernel and say what happened."""
-        return f"{self.symbol} for {self.arch}: {self.error}"
+        """Name the kernel and say what happened, in a line."""
+        if type(self.error) is not CompileError:
+            return f"{self.symbol} for {self.arch}: {self.error}"
+        where = f" (rendered source: {path})" if (path := self.error.source_path) else ""
+        return (
+            f"{self.symbol} for {self.arch}: {self.error.name} does not compile: "
+            f"{self.error.first_error}{where}"
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
     """What ``precompile`` did."""
 
@@ -107,6 +121,13 @@ class Report:
     def reused(self) -> int:
         """How many entries the bundle held already."""
         return len(self.entries) - self.compiled
+
+    def __repr__(self) -> str:
+        """Count; entries and failures are many."""
+        return (
+            f"Report({self.compiled} kernels compiled, {self.reused} there before, "
+            f"{len(self.failures)} failed, in {self.seconds:.1f} s)"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +147,8 @@ def precompile(
     out: str | os.PathLike[str],
     jobs: int | None = None,
     progress: bool = True,
+    *,
+    strict: bool = True,
 ) -> Report:
     """Put every kernel that planners of ``configs`` may need into the bundle ``out``.
 
@@ -138,13 +161,14 @@ def precompile(
         out: the folder; created, readable by everyone, if it does not exist. Kernels that it holds
             already are not compiled again.
         jobs: worker processes; None: one for each CPU this process may use.
-        progress: show progress on stderr.
+        progress: show progress on stderr; without a terminal that is a line every few seconds.
+        strict: raise when a kernel could not be made. One does not stop the others, either way.
 
     Returns:
-        What is in the bundle now, and what failed: one kernel that does not compile does not stop
-        the others.
+        What is in the bundle now and, with ``strict=False``, what failed.
 
     Raises:
+        PrecompileError: with ``strict``, some kernels could not be made; the others are there.
         ConfigError: some arguments have no kernel; nothing has been compiled then.
         CompilerMissingError: NVRTC, its binding or nvidia-cutlass is not installed.
         CacheError: ``out`` is owned by someone else, or others may write to it.
@@ -153,6 +177,7 @@ def precompile(
     started = time.perf_counter()
     jobs = len(os.sched_getaffinity(0)) if jobs is None else check_count("jobs", jobs)
     check_flag("progress", progress)
+    check_flag("strict", strict)
     folder = Path(out).absolute()
     work = [_Job(spec, name, folder) for spec, name in kernels_of(configs, arch)]
     bundle = KernelCache(folder, mode=0o755)
@@ -162,11 +187,23 @@ def precompile(
         if isinstance(outcome, Failure) and isinstance(outcome.error, CompilerMissingError):
             raise outcome.error
     bundle.write_manifest()
-    return Report(
+    report = Report(
         entries=tuple(outcome for outcome in outcomes if isinstance(outcome, Precompiled)),
         failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
         seconds=time.perf_counter() - started,
     )
+    if strict:
+        _refuse_failures(report)
+    return report
+
+
+def _refuse_failures(report: Report) -> None:
+    if report.failures:
+        first, count = report.failures[0], len(report.failures)
+        total = count + len(report.entries)
+        raise PrecompileError(
+            f"{count} of {total} kernels could not be made; the first is {first}", report
+        ) from first.error
 
 
 def kernels_of(
@@ -181,17 +218,27 @@ def kernels_of(
 
 
 def serve() -> None:
-    """Be a worker: read pickled jobs from stdin until it ends, answer each on stdout."""
+    """Be a worker: read pickled jobs from stdin until it ends, answer each on stdout.
+
+    It ends without a word when nobody reads its answers: then the one who asked has ended.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Whatever else prints must not get between the answers.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    while True:
-        try:
-            job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump(_fill(job), answers)
-        answers.flush()
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                job = pickle.load(sys.stdin.buffer)
+                answer = _fill(job)
+            except (EOFError, pickle.UnpicklingError):
+                return
+            try:
+                pickle.dump(answer, answers)
+                answers.flush()
+            except BrokenPipeError:
+                # What is left in the buffer is written once more at the end.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), answers.fileno())
+                return
 
 
 class _Worker:
@@ -220,6 +267,10 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """End the worker at once, which leaves no half of an entry."""
+        self._process.kill()
+
     def close(self) -> None:
         """Let the worker finish what it does, and end."""
         for pipe in (self._process.stdin, self._process.stdout):
@@ -234,39 +285,55 @@ def _run(work: Sequence[_Job], jobs: int, progress: bool) -> list[_Outcome]:
     outcomes = {job: outcome for job in work if (outcome := _look_up(job)) is not None}
     missing = [job for job in work if job not in outcomes]
     if missing:
-        with _progress_bar(len(missing), progress) as advance:
+        with show_progress(len(missing), progress) as advance:
             made = _make(missing, jobs, advance)
         outcomes |= zip(missing, made, strict=True)
     return [outcomes[job] for job in work]
 
 
-def _make(
-    work: Sequence[_Job], jobs: int, advance: Callable[[_Outcome], _Outcome]
-) -> list[_Outcome]:
+def _make(work: Sequence[_Job], jobs: int, advance: Advance) -> list[_Outcome]:
     count = min(jobs, len(work))
     if count < 2:
-        return [advance(_fill(job)) for job in work]
+        return [_counted(_fill(job), advance) for job in work]
     idle: SimpleQueue[_Worker] = SimpleQueue()
+    everyone: list[_Worker] = []
+    is_ending = threading.Event()
+
+    def add_worker() -> None:
+        everyone.append(_Worker())
+        idle.put(everyone[-1])
 
     def run(job: _Job) -> _Outcome:
         worker = idle.get()
         outcome = worker.run(job)
-        if not worker.alive:
-            worker.close()
-            worker = _Worker()
-        idle.put(worker)
-        return advance(outcome)
+        if worker.alive or is_ending.is_set():
+            idle.put(worker)
+        else:
+            add_worker()
+        return _counted(outcome, advance)
 
     # One thread waits for each process.
     pool = ThreadPoolExecutor(count, thread_name_prefix="jitattn-precompile")
     try:
         for _ in range(count):
-            idle.put(_Worker())
+            add_worker()
         return list(pool.map(run, work))
     finally:
-        pool.shutdown(cancel_futures=True)
-        while not idle.empty():
-            idle.get().close()
+        is_ending.set()
+        try:
+            pool.shutdown(cancel_futures=True)
+        except KeyboardInterrupt:  # once more: they need not finish what they do
+            for worker in everyone:
+                worker.kill()
+            raise
+        finally:
+            for worker in everyone:
+                worker.close()
+
+
+def _counted(outcome: _Outcome, advance: Advance) -> _Outcome:
+    advance(f"{outcome.arch} {outcome.symbol}", isinstance(outcome, Failure))
+    return outcome
 
 
 def _look_up(job: _Job) -> _Outcome | None:
@@ -298,42 +365,6 @@ def _precompiled(kernel: Kernel, folder: Path) -> Precompiled:
         smem_bytes=kernel.smem_bytes, cubin_bytes=len(kernel.cubin),
         stored_bytes=sum(file.stat().st_size for file in (folder / kernel.entry).iterdir()),
     )  # fmt: skip
-
-
-@contextmanager
-def _progress_bar(total: int, show: bool) -> Iterator[Callable[[_Outcome], _Outcome]]:
-    """Yield a function that counts an outcome and returns it."""
-    if not show:
-        yield lambda outcome: outcome
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.table import Column
-
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # names of kernels are long
-    columns = (
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}", table_column=rest),
-    )
-    with Progress(*columns, console=Console(stderr=True), expand=True) as bar:
-        task = bar.add_task("kernels", total=total, now="")
-
-        def advance(outcome: _Outcome) -> _Outcome:
-            bar.update(task, advance=1, now=f"{outcome.arch} {outcome.symbol}")
-            return outcome
-
-        yield advance
 
 
 def _configs(configs: Config | Iterable[Config]) -> list[AnyConfig]:

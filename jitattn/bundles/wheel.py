@@ -84,7 +84,7 @@ def whole_entries(bundle: KernelCache) -> list[Entry]:
     if not entries:
         raise CacheError(f"{bundle.root} holds no kernels: fill it with jitattn precompile")
     if damaged := bundle.verify():
-        found = "; ".join(f"{entry.name}: {entry.damage}" for entry in damaged)
+        found = "; ".join(f"{one.name}: {one.damage}" for one in damaged)
         raise CacheError(f"{bundle.root} has damaged kernels, compile them again: {found}")
     return entries
 
@@ -92,7 +92,7 @@ def whole_entries(bundle: KernelCache) -> list[Entry]:
 def _files(bundle: KernelCache) -> dict[str, bytes]:
     """Return the bytes of every entry's files by their paths, all of them verified."""
     return {
-        f"{entry.name}/{file}": (entry.path / file).read_bytes()
+        f"{entry.name}/{file}": bundle.read_part(entry.name, file)
         for entry in whole_entries(bundle)
         for file in ENTRY_FILES
     }

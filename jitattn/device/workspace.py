@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import NoReturn
 
 import torch
 
@@ -31,6 +32,9 @@ class Workspace:
         self.partials = torch.empty(0, dtype=torch.float32, device=self.device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a workspace can't be copied or pickled: make another Workspace(device)")
 
     @property
     def num_bytes(self) -> int:

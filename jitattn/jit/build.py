@@ -24,7 +24,8 @@ from jitattn.base.knobs import Knobs
 from jitattn.base.record import Value
 from jitattn.jit import bundle_discovery, nvrtc
 from jitattn.jit.cache import KernelCache, Meta, digest, entry_name
-from jitattn.jit.sources import headers, inputs
+from jitattn.jit.files import why_unreadable
+from jitattn.jit.sources import headers, inputs, templates_digest
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.variant import READY
 from jitattn.version import __version__
@@ -75,17 +76,20 @@ class Target(NamedTuple):
         )
 
         source = render(self.spec, self.arch)
-        fields = {"source": source.encode(), "options": "\0".join(self.options).encode()}
-        # Not the headers of nvidia-cutlass: each wrapper is one asm statement, so their version
-        # cannot change what a kernel computes. Who reads an entry need not have them, nor hash a
-        # megabyte.
-        fields |= {f"header {name}": text.encode() for name, text in headers()}
-        return entry_name(self.arch, self.spec.symbol, fields), source
+        return _entry_of(self.arch, self.spec.symbol, source, self.options), source
 
     def note_key(self) -> str:
         """Return what the entry's name is noted under: a digest of all that it depends on."""
         options = "\0".join(self.options).encode()
         return digest({"options": options, **inputs(self.spec, self.arch)})
+
+
+def _entry_of(arch: str, symbol: str, source: str, options: Sequence[str]) -> str:
+    fields = {"source": source.encode(), "options": "\0".join(options).encode()}
+    # Not the headers of nvidia-cutlass: each wrapper is one asm statement, so their version cannot
+    # change what a kernel computes. Who reads an entry need not have them, nor hash a megabyte.
+    fields |= {f"header {name}": text.encode() for name, text in headers()}
+    return entry_name(arch, symbol, fields)
 
 
 class _Memory:
@@ -205,6 +209,35 @@ def build_all(
 ) -> tuple[Kernel, ...]:
     """Build several kernels, those to compile at the same time; see ``build``."""
     return tuple(pending.result() for pending in start(specs, arch, knobs, hint=hint))
+
+
+def is_there(spec: KernelSpec, arch: str, knobs: Knobs) -> bool:
+    """Say whether ``build`` finds the kernel and would compile nothing.
+
+    Raises:
+        CacheError: a bundle or the user's cache must not be used.
+    """
+    return _from_caches(Target(spec, arch, knobs.lineinfo), knobs) is not None
+
+
+def is_of_these_sources(bundle: KernelCache, entry: str) -> bool:
+    """Say whether an entry was made from the headers and templates that this jitattn has.
+
+    Its name is that of the source that it holds and of today's headers, else this jitattn asks for
+    others. What the source was rendered from, its record says.
+    """
+    try:
+        stored = bundle.read(entry)
+    except (OSError, ValueError):
+        return False
+    arch, symbol, _ = entry.split("-")
+    options = stored.meta.get("options")
+    if not isinstance(options, list):
+        return False
+    return (
+        entry == _entry_of(arch, symbol, stored.source, [str(option) for option in options])
+        and stored.meta.get("templates") == templates_digest()
+    )
 
 
 def read_bundle(spec: KernelSpec, arch: str, folder: Path) -> Kernel | None:
@@ -406,6 +439,7 @@ def _compile(target: Target, source: str) -> tuple[bytes, Meta]:
         "compiler": nvrtc.toolchain(),
         "outside_headers": list(wrapper_package(source)),
         "jitattn": __version__,
+        "templates": templates_digest(),
         **asdict(resources),
     }
     return compiled.cubin, meta
@@ -441,20 +475,25 @@ def _not_found_message(target: Target, knobs: Knobs, hint: str) -> str:
         if bundle.root not in knobs.precompiled
     ]
     places = [*knobs.precompiled, *found, *([knobs.cache_dir] if knobs.cache_dir else [])]
-    searched = ", ".join(f"{p}{'' if p.is_dir() else ' (missing)'}" for p in places) or "nowhere"
+    searched = ", ".join(_searched(place) for place in places) or "nowhere"
     if target.lineinfo:
         return (
             f"{target.spec.symbol} for {target.arch} with source lines (JITATTN_LINEINFO=1) is not "
             f"there, and JITATTN_JIT=0 forbids compiling it. Searched: {searched}. Bundles have no "
             "source lines: unset JITATTN_LINEINFO, or unset JITATTN_JIT"
         )
-    stale = "".join(_stale_entry(target, place) for place in places)
+    unusable = "".join(_unusable_entry(target, KernelCache(place)) for place in places)
     folder = quote(str(knobs.precompiled[0])) if knobs.precompiled else "DIR"
     return (
         f"{target.spec.symbol} for {target.arch} is not precompiled, and JITATTN_JIT=0 forbids "
-        f"compiling it. Searched: {searched}.{stale} Make it {_advice(target, hint, folder)}\n"
+        f"compiling it. Searched: {searched}.{unusable} Make it {_advice(target, hint, folder)}\n"
         f"and set JITATTN_PRECOMPILED={folder}"
     )
+
+
+def _searched(place: Path) -> str:
+    reason = why_unreadable(place)
+    return f"{place} ({reason})" if reason else f"{place}"
 
 
 def _advice(target: Target, hint: str, folder: str) -> str:
@@ -470,17 +509,21 @@ def _advice(target: Target, hint: str, folder: str) -> str:
     return f"with\n    jitattn precompile --arch {target.arch} --config {config} -o {folder}"
 
 
-def _stale_entry(target: Target, place: Path) -> str:
-    """Say what of the kernel a bundle has that can't be taken."""
-    found = {
-        path.parent.name
-        for path in place.glob(f"{target.arch}-{target.spec.symbol}-*/kernel.cubin")
-    }
-    if not found:
+def _unusable_entry(target: Target, place: KernelCache) -> str:
+    """Say what of the kernel a bundle or cache has that can't be taken."""
+    entry, _ = target.render()
+    if place.names(entry):
+        try:
+            place.read(entry)
+        except (OSError, ValueError) as error:
+            return f" {place.root} has it damaged ({error}): fill that bundle again."
         return ""
-    if target.render()[0] in found:
-        return f" {place} has it damaged (jitattn cache verify says how): fill that bundle again."
-    return f" {place} has it as another version of jitattn renders it: fill that bundle again."
+    if place.names(f"{target.arch}-{target.spec.symbol}-"):
+        return (
+            f" {place.root} has it as another version of jitattn renders it: fill that bundle "
+            "again."
+        )
+    return ""
 
 
 def _warn_once(reason: str) -> None:

@@ -23,15 +23,24 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from jitattn.base.errors import CacheError
 from jitattn.base.record import Value
-from jitattn.jit.locks import hold
+from jitattn.jit.files import (
+    check_folder,
+    distrust,
+    excess_as_damage,
+    names_in,
+    read_file,
+    read_object,
+    why_unreadable,
+    write_file,
+)
+from jitattn.jit.locks import check_lock, hold
 
 # Part of every entry's name: bump it when the layout, or the meaning of a label, changes.
 FORMAT = 1
@@ -47,7 +56,9 @@ _STAGING = ".staging-"
 # Younger ones may be somebody's work. Who removes a whole cache knows better what is abandoned.
 _STALE_STAGING_S, _ABANDONED_STAGING_S = 3600.0, 60.0
 _ATTEMPTS = 8
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# What is larger was not written here: the largest kernel has half a megabyte.
+_LIMITS = {"kernel.cubin": 2**28, "kernel.cu": 2**26, "meta.json": 2**20}
+_MANIFEST_LIMIT, _NOTE_LIMIT = 2**22, 2**16
 
 
 class Stored(NamedTuple):
@@ -71,8 +82,16 @@ class Entry(Value):
     """Seconds since the entry was stored."""
     idle_s: float
     """Seconds since it was last read, as exactly as the file system keeps that."""
-    damage: str | None = None
-    """Why the entry counts as missing, or None; only ``verify`` looks."""
+
+
+class Damaged(NamedTuple):
+    """Something that counts as missing: an entry, note, lock or manifest, or the folder of one."""
+
+    name: str
+    """Its name in the cache, or in its part."""
+    path: Path
+    damage: str
+    """What is wrong."""
 
 
 def digest(fields: Mapping[str, bytes]) -> str:
@@ -170,12 +189,13 @@ class KernelCache:
         if self.parent is not None:
             self.parent.check()
         try:
-            info = self.root.stat()
+            # The user may choose a link; those inside the cache are none of ours.
+            info = self.root.stat() if self.parent is None else self.root.lstat()
         except OSError:
             return  # missing or out of reach: nothing there can be read by mistake
         if not stat.S_ISDIR(info.st_mode):
             raise CacheError(f"{self.root} is not a folder: remove it or choose another path")
-        if reason := _distrust(info):
+        if reason := distrust(info):
             raise CacheError(f"{self.root} is refused as a kernel cache: it is {reason}")
 
     def create(self) -> None:
@@ -196,13 +216,13 @@ class KernelCache:
         headers = {str(header) for meta in metas for header in _list(meta, "outside_headers")}
         manifest = {
             "format": FORMAT,
-            "architectures": sorted({str(meta.get("arch")) for meta in metas}),
-            "compilers": sorted({str(meta.get("compiler")) for meta in metas}),
+            "architectures": sorted({_text(meta, "arch") for meta in metas}),
+            "compilers": sorted({_text(meta, "compiler") for meta in metas}),
             "outside_headers": sorted(headers),
         }
         with self._staging() as staged:
-            _write(staged / _MANIFEST, json.dumps(manifest, indent=2).encode())
-            (staged / _MANIFEST).rename(self.root / _MANIFEST)
+            write_file(staged / _MANIFEST, json.dumps(manifest, indent=2).encode())
+            self._replace(staged / _MANIFEST, self.root / _MANIFEST)
 
     def entries(self) -> list[Entry]:
         """Return what is stored here and in the divisions, in the order of names.
@@ -216,43 +236,58 @@ class KernelCache:
         """Return the SHA-256 of every file of every entry, by ``<entry>/<file>``.
 
         Raises:
-            CacheError: the folder, or one of the files, must not be used.
-            OSError: a file cannot be read.
+            CacheError: the folder, or one of the files, cannot be read or must not be used.
         """
         self.check()
+        if (reason := why_unreadable(self.root)) and reason != "missing":
+            raise CacheError(f"{self.root} {reason}")
         found = {}
         for folder in self._folders():
             for name in ENTRY_FILES if _ENTRY.fullmatch(folder.name) else ():
                 try:
-                    found[f"{folder.name}/{name}"] = _sha256(_read_file(folder / name))
+                    found[f"{folder.name}/{name}"] = _sha256(_read_part(folder, name))
                 except FileNotFoundError:
                     pass  # then there is no such line
-                except ValueError as error:
-                    raise CacheError(f"{folder}: {error}") from error
+                except (OSError, ValueError) as error:
+                    raise CacheError(f"{folder / name} must not be used: {error}") from error
         return found
 
     def sha256(self) -> str:
         """Return the digest of the bundle, which is that of its files: ``digest_of_files``.
 
         Raises:
-            CacheError: there are no entries, or the folder must not be used.
-            OSError: a file cannot be read.
+            CacheError: there are no entries, or the folder or a file must not be used.
         """
         if files := self.file_digests():
             return digest_of_files(files)
         raise CacheError(f"{self.root} holds no kernels: it is no bundle of jitattn precompile")
 
-    def verify(self) -> list[Entry]:
-        """Read every entry; return the damaged ones, with ``damage`` saying what is wrong."""
-        damaged = []
-        for part in self._parts():
-            for entry in part.own_entries():
-                try:
-                    part.read(entry.name)
-                except (OSError, ValueError) as error:
-                    if entry.path.exists():  # nobody has removed it meanwhile
-                        damaged.append(replace(entry, damage=str(error)))
-        return damaged
+    def verify(self) -> list[Damaged]:
+        """Read everything that is kept here; return what is damaged and so counts as missing.
+
+        Raises:
+            CacheError: the cache itself must not be used.
+        """
+        return [damaged for part in self._parts() for damaged in part.own_damage()]
+
+    def own_damage(self) -> Iterator[Damaged]:
+        """Yield what is damaged in this folder alone, without its divisions."""
+        for name in names_in(self.root):
+            if _ENTRY.fullmatch(name):
+                yield from self._damage(name, self.root / name, lambda path: self.read(path.name))
+        yield from self._damage(_MANIFEST, self.root / _MANIFEST, _check_manifest)
+        for folder, check in (("notes", _read_note), ("locks", check_lock)):
+            found = [*self._damage(folder, self.root / folder, check_folder)]
+            yield from found
+            for name in () if found else names_in(self.root / folder):
+                yield from self._damage(f"{folder}/{name}", self.root / folder / name, check)
+
+    def _damage(self, name: str, path: Path, check: Callable[[Path], object]) -> Iterator[Damaged]:
+        try:
+            check(path)
+        except (OSError, ValueError) as error:
+            if _exists(path):  # and nobody has removed it meanwhile
+                yield Damaged(name, path, str(error))
 
     def prune(self, max_bytes: int) -> list[Entry]:
         """Remove the entries idle for longest until at most ``max_bytes`` remain; return them."""
@@ -277,9 +312,9 @@ class KernelCache:
                 if entry.path.parent == cache.root:
                     cache.discard(entry.path)
             cache.sweep(_ABANDONED_STAGING_S)
-            for name in ("notes", "locks"):
-                shutil.rmtree(cache.root / name, ignore_errors=True)
-            (cache.root / _MANIFEST).unlink(missing_ok=True)
+            for name in ("notes", "locks", _MANIFEST):
+                if _exists(cache.root / name):
+                    cache.discard(cache.root / name)
             if cache is not self:
                 with suppress(OSError):  # not empty: something that is not ours
                     cache.root.rmdir()
@@ -293,20 +328,27 @@ class KernelCache:
         """
         self.check()
         try:
-            proof, _, note = _read_file(self.root / "notes" / key).decode().partition("\n")
+            self._check_own_folder("notes")
+            return _read_note(self.root / "notes" / key)
+        except CacheError:
+            raise
         except (OSError, ValueError):
             return None
-        return note if proof == _note_proof(key, note) else None
 
     def remember(self, key: str, note: str) -> None:
         """Note something for a later ``recall``, if the cache can be written."""
         self.check()
-        with suppress(OSError):
+        try:
             self.create()
-            _make_folder(self.root / "notes", 0o755)
+            folder = self._make_own_folder("notes")
             with self._staging() as staged:
-                _write(staged / key, f"{_note_proof(key, note)}\n{note}".encode(), sync=False)
-                (staged / key).rename(self.root / "notes" / key)
+                text = f"{_note_proof(key, note)}\n{note}"
+                write_file(staged / key, text.encode(), sync=False)
+                self._replace(staged / key, folder / key)
+        except CacheError:
+            raise
+        except OSError:
+            pass
 
     def locked(self, name: str, timeout_s: float) -> AbstractContextManager[bool]:
         """Hold the right to build the entry ``name``; the value says whether it was obtained.
@@ -316,13 +358,40 @@ class KernelCache:
         caller builds all the same, and renaming keeps the entry whole.
         """
         self.check()
-        folder = self.root / "locks"
         try:
             self.create()
-            _make_folder(folder, 0o755)
+            folder = self._make_own_folder("locks")
+        except CacheError:
+            raise
         except OSError:
             return nullcontext(False)
         return hold(folder / f"{name}.lock", timeout_s)
+
+    def _check_own_folder(self, name: str) -> Path:
+        """Return notes/ or locks/.
+
+        Raises:
+            CacheError: it must not be trusted.
+            OSError: it is missing, or no folder.
+        """
+        folder = self.root / name
+        info = folder.lstat()
+        if not stat.S_ISDIR(info.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        if reason := distrust(info):
+            raise CacheError(f"{folder} is refused as part of a kernel cache: it is {reason}")
+        return folder
+
+    def _make_own_folder(self, name: str) -> Path:
+        """Return notes/ or locks/ and make it, also in place of what is no folder."""
+        try:
+            return self._check_own_folder(name)
+        except NotADirectoryError:
+            self.discard(self.root / name)
+        except FileNotFoundError:
+            pass
+        _make_folder(self.root / name, 0o755)
+        return self._check_own_folder(name)
 
     def _parts(self) -> list[KernelCache]:
         parts = [self, *self.divisions()]
@@ -335,6 +404,19 @@ class KernelCache:
         names = sorted(path.name for path in self._folders() if _ENTRY.fullmatch(path.name))
         return [_describe(self.root / name) for name in names]
 
+    def read_part(self, name: str, file: str) -> bytes:
+        """Return a file of the entry ``name``, or raise OSError or ValueError."""
+        check_folder(self.root / name)
+        return _read_part(self.root / name, file)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of entries that begin with ``prefix``, damaged ones among them."""
+        return [
+            name
+            for name in names_in(self.root)
+            if name.startswith(prefix) and _ENTRY.fullmatch(name)
+        ]
+
     def read(self, name: str) -> Stored:
         """Return the entry ``name``, or raise OSError or ValueError saying what is wrong."""
         stored = _read(self.root / name)
@@ -346,7 +428,7 @@ class KernelCache:
                 if self.expected.get(f"{name}/{file}") != _sha256(data):
                     raise ValueError(f"{file} is not what it was when the bundle was pinned")
         if self.parent is not None:
-            compiler = str(stored.meta.get("compiler"))
+            compiler = _text(stored.meta, "compiler")
             if _division_name(compiler) != self.root.name:
                 raise ValueError(f"it was made by another compiler, {compiler}")
         return stored
@@ -387,11 +469,21 @@ class KernelCache:
         with suppress(FileNotFoundError), self._staging() as staged:
             path.rename(staged / path.name)
 
+    def _replace(self, staged: Path, target: Path) -> None:
+        """Put a file in its place, whatever is there."""
+        try:
+            staged.rename(target)
+        except IsADirectoryError:
+            self.discard(target)
+            staged.rename(target)
+
     def _folders(self) -> list[Path]:
         try:
-            return [path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink()]
+            with os.scandir(self.root) as found:
+                names = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
         except OSError:
             return []
+        return [self.root / name for name in names]
 
     def sweep(self, older_than_s: float) -> None:
         """Delete what writers that were killed left behind."""
@@ -402,41 +494,50 @@ class KernelCache:
 
 def _read(path: Path) -> Stored:
     """Return the entry at ``path``, or raise OSError or ValueError saying what is wrong."""
-    info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode):
-        raise ValueError("not a folder")
-    if reason := _distrust(info):
-        raise ValueError(f"the folder is {reason}")
-    meta = json.loads(_read_file(path / "meta.json"))
-    if not isinstance(meta, dict):
-        raise ValueError("meta.json is not an object")
-    claimed = meta.pop("meta_sha256", None)
-    if claimed != _sha256(_canonical(meta)):
-        raise ValueError("meta.json was altered")
-    if meta.get("entry") != path.name or meta.get("format") != FORMAT:
-        raise ValueError("meta.json belongs to another entry")
-    cubin = _read_file(path / "kernel.cubin")
-    if meta.get("cubin_sha256") != _sha256(cubin):
-        raise ValueError("kernel.cubin was altered")
-    source = _read_file(path / "kernel.cu")
+    check_folder(path)
+    try:
+        with excess_as_damage("meta.json"):
+            meta = _verified_meta(path)
+        cubin = _read_part(path, "kernel.cubin")
+        if meta.get("cubin_sha256") != _sha256(cubin):
+            raise ValueError("kernel.cubin was altered")
+        source = _read_part(path, "kernel.cu")
+    except FileNotFoundError as error:
+        raise ValueError(f"{Path(error.filename).name} is missing") from error
     if meta.get("source_sha256") != _sha256(source):
         raise ValueError("kernel.cu was altered")
     return Stored(cubin, source.decode(), meta)
 
 
-def _read_file(path: Path) -> bytes:
-    # A link would lead out of the entry, and opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise ValueError(f"{path.name} is not a file")
-        if reason := _distrust(info):
-            raise ValueError(f"{path.name} is {reason}")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(descriptor)
+def _verified_meta(path: Path) -> Meta:
+    meta = read_object(path / "meta.json", _LIMITS["meta.json"])
+    written = meta.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        raise ValueError(
+            f"it has format {written} of a newer jitattn, and this one reads format {FORMAT}"
+        )
+    claimed = meta.pop("meta_sha256", None)
+    if claimed != _sha256(_canonical(meta)):
+        raise ValueError("meta.json was altered")
+    if meta.get("entry") != path.name or written != FORMAT:
+        raise ValueError("meta.json belongs to another entry")
+    return meta
+
+
+def _read_part(folder: Path, name: str) -> bytes:
+    return read_file(folder / name, _LIMITS[name])
+
+
+def _read_note(path: Path) -> str:
+    """Return a note, or raise OSError or ValueError saying what is wrong."""
+    proof, _, note = read_file(path, _NOTE_LIMIT).decode().partition("\n")
+    if proof != _note_proof(path.name, note):
+        raise ValueError("the note was altered, or is another's")
+    return note
+
+
+def _check_manifest(path: Path) -> None:
+    read_object(path, _MANIFEST_LIMIT)
 
 
 def _describe(path: Path) -> Entry:
@@ -446,7 +547,7 @@ def _describe(path: Path) -> Entry:
         path=path,
         arch=arch,
         symbol=symbol,
-        compiler=str(_meta(path).get("compiler", "unknown")),
+        compiler=_text(_meta(path), "compiler"),
         size_bytes=sum(size for _, size in _files(path)),
         age_s=_age(path),
         idle_s=_idle(path),
@@ -456,10 +557,13 @@ def _describe(path: Path) -> Entry:
 def _meta(path: Path) -> Meta:
     """Return what an entry says of itself, unverified; nothing when it cannot be read."""
     with suppress(OSError, ValueError):
-        meta = json.loads(_read_file(path / "meta.json"))
-        if isinstance(meta, dict):
-            return meta
+        return read_object(path / "meta.json", _LIMITS["meta.json"])
     return {}
+
+
+def _text(meta: Meta, name: str) -> str:
+    value = meta.get(name)
+    return value if isinstance(value, str) else "unknown"
 
 
 def _list(meta: Meta, name: str) -> list[object]:
@@ -503,18 +607,6 @@ def _version_key(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
-def _distrust(info: os.stat_result) -> str | None:
-    if info.st_uid not in (os.geteuid(), 0):
-        return f"owned by user {info.st_uid}, neither by this user ({os.geteuid()}) nor by root"
-    if info.st_mode & _OTHERS_WRITE:
-        mode = stat.S_IMODE(info.st_mode)
-        return (
-            f"writable by group or others (mode {mode:04o}); chmod go-w (-R for all of it) makes "
-            "it acceptable"
-        )
-    return None
-
-
 def _make_folder(path: Path, mode: int) -> None:
     """Create ``path`` with exactly ``mode``; leave an existing folder as it is."""
     if path.is_dir():
@@ -536,20 +628,11 @@ def _write_entry(folder: Path, name: str, cubin: bytes, source: bytes, meta: Met
         "source_sha256": _sha256(source),
     }
     record["meta_sha256"] = _sha256(_canonical(record))
-    _write(folder / "kernel.cubin", cubin)
-    _write(folder / "kernel.cu", source)
-    _write(folder / "meta.json", json.dumps(record, indent=2, sort_keys=True).encode())
+    write_file(folder / "kernel.cubin", cubin)
+    write_file(folder / "kernel.cu", source)
+    write_file(folder / "meta.json", json.dumps(record, indent=2, sort_keys=True).encode())
     folder.chmod(0o755)  # whatever the umask says: a bundle is for others to read
     _sync_folder(folder)
-
-
-def _write(path: Path, data: bytes, *, sync: bool = True) -> None:
-    with path.open("wb") as file:
-        os.fchmod(file.fileno(), 0o644)
-        file.write(data)
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

@@ -25,7 +25,7 @@ from jitattn.base import knobs
 from jitattn.base.errors import CompileError, CompilerMissingError
 
 _INSTALL = 'pip install cuda-python "nvidia-cuda-nvrtc>=13,<14"'
-_INSTALL_12 = "pip install 'jitattn[cu12]'"
+_INSTALL_12 = "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
 
 # Where the wheels put the library, below a folder on sys.path, and the binding that chooses.
 _WHEEL_OF_12 = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
@@ -40,35 +40,51 @@ class Compiled(NamedTuple):
     log: str
 
 
-# A child that is forked while a thread compiles finds NVRTC's locks held by nobody, and hangs when
-# it compiles. So a fork waits for those at work, and those who come meanwhile wait for the fork.
-_entry = threading.Lock()
-_idle = threading.Condition()
-_num_inside = 0
+class _ForkGate:
+    """Keeps the process from forking while other threads are in the compiler.
+
+    A child that is forked meanwhile finds NVRTC's locks held by nobody, and hangs when it compiles.
+    So a fork waits for those at work, and those who come meanwhile wait for the fork. A thread that
+    forks in a signal handler does not wait for the call that the signal interrupted: the handler
+    runs between two calls of NVRTC, and the child goes on with what it holds.
+    """
+
+    def __init__(self) -> None:
+        self._entry = threading.RLock()
+        self._changed = threading.Condition()
+        # How many calls each thread is in.
+        self._inside: dict[int, int] = {}
+
+    @contextmanager
+    def no_fork(self) -> Iterator[None]:
+        """Keep other threads from forking."""
+        thread = threading.get_ident()
+        with self._entry, self._changed:
+            self._inside[thread] = self._inside.get(thread, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                left = self._inside.pop(thread) - 1
+                if left:
+                    self._inside[thread] = left
+                self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Wait until no other thread is inside, and let none in."""
+        self._entry.acquire()
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside.keys() - {thread})
+
+    def after_fork(self) -> None:
+        """Let threads in again, in the parent and in the child."""
+        self._entry.release()
 
 
-@contextmanager
-def _no_fork() -> Iterator[None]:
-    """Keep the process from forking. Not to be nested."""
-    global _num_inside
-    with _entry, _idle:
-        _num_inside += 1
-    try:
-        yield
-    finally:
-        with _idle:
-            _num_inside -= 1
-            _idle.notify_all()
-
-
-def _before_fork() -> None:
-    _entry.acquire()
-    with _idle:
-        _idle.wait_for(lambda: _num_inside == 0)
-
-
+_gate = _ForkGate()
 os.register_at_fork(
-    before=_before_fork, after_in_parent=_entry.release, after_in_child=_entry.release
+    before=_gate.before_fork, after_in_parent=_gate.after_fork, after_in_child=_gate.after_fork
 )
 
 
@@ -82,7 +98,7 @@ def options(arch: str, *, lineinfo: bool = False) -> tuple[str, ...]:
     return (*always, "-lineinfo") if lineinfo else always
 
 
-@_no_fork()
+@_gate.no_fork()
 def compile_cubin(
     source: str, *, name: str, headers: Mapping[str, str], options: Sequence[str]
 ) -> Compiled:
@@ -128,7 +144,7 @@ def _dialect() -> tuple[str, ...]:
 
 
 @functools.cache
-@_no_fork()
+@_gate.no_fork()
 def toolchain() -> str:
     """Identify the compiler build, for example ``"V13.5.37 CL-39125733"``.
 

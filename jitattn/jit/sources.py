@@ -7,6 +7,7 @@ to recognise an earlier rendering asks here.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 from pathlib import Path
 
@@ -41,9 +42,25 @@ def inputs(spec: KernelSpec, arch: str) -> dict[str, bytes]:
 
 
 @functools.cache
-def _texts() -> dict[str, bytes]:
+def templates_digest() -> str:
+    """Return the SHA-256 of all templates and headers, the same on every machine."""
+    hasher = hashlib.sha256()
+    for name, text in _template_texts().items():
+        hasher.update(f"{name}\0{len(text)}\0".encode() + text)
+    return hasher.hexdigest()
+
+
+@functools.cache
+def _template_texts() -> dict[str, bytes]:
     files = sorted(path for path in TEMPLATES.rglob("*") if path.is_file())
-    texts = {f"template {path.relative_to(TEMPLATES)}": path.read_bytes() for path in files}
+    return {
+        f"template {path.relative_to(TEMPLATES).as_posix()}": path.read_bytes() for path in files
+    }
+
+
+@functools.cache
+def _texts() -> dict[str, bytes]:
+    texts = dict(_template_texts())
     for module in ("jitattn.jit.render", "jinja2"):
         texts[f"module {module}"] = _module_fact(module).encode()
     return texts

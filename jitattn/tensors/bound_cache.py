@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,9 @@ class BoundCache:
         self.layout_key = layout_key
         # These say where K and V are now: the memory of a tensor may move.
         self.k_at, self.v_at = k.tensor.data_ptr, v.tensor.data_ptr
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a bound cache can't be copied or pickled: bind the tensors it is made of")
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jitattn.base.errors import ConfigError
 from jitattn.kernels import registry
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jitattn.bundles.precompile import Report
-from jitattn.tools.configs_command import needs_of_model, serving_of
+from jitattn.tools.configs_command import configs_of_model, serving_of
 from jitattn.tools.console import UsageError, make_console, make_table
 
 
@@ -25,7 +24,7 @@ def run_precompile(args: argparse.Namespace) -> int:
 
     configs = _configs_to_precompile(args)
     try:
-        report = precompile(configs, arch=args.arch, out=args.out, jobs=args.jobs)
+        report = precompile(configs, arch=args.arch, out=args.out, jobs=args.jobs, strict=False)
     except KeyboardInterrupt:
         sys.stderr.write(
             f"jitattn: interrupted: {args.out} keeps what was compiled, and the same command goes "
@@ -42,6 +41,9 @@ def run_precompile(args: argparse.Namespace) -> int:
     )
     for failure in report.failures:
         sys.stderr.write(f"jitattn: {failure}\n")
+    if report.failures:
+        total = len(report.entries) + len(report.failures)
+        sys.stderr.write(f"jitattn: {len(report.failures)} of {total} kernels could not be made\n")
     return 1 if report.failures else 0
 
 
@@ -52,10 +54,7 @@ def _configs_to_precompile(
 
     serving = serving_of(args)
     if args.model is not None:
-        needs = needs_of_model(args.model, serving)
-        if reasons := [reason for need in needs for reason in need.reasons]:
-            raise ConfigError(list(dict.fromkeys(reasons)))
-        return [need.config for need in needs]
+        return configs_of_model(args.model, serving)
     if args.preset is not None and args.preset not in PRESETS:
         known = ", ".join(PRESETS)
         raise UsageError(f"--preset {args.preset}: known presets are {known}")

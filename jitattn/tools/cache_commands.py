@@ -45,9 +45,7 @@ def run_cache_list(args: argparse.Namespace) -> int:
 
 def _entry_record(entry: Entry) -> dict[str, object]:
     unknown = entry.idle_s == float("inf")  # which JSON cannot say
-    record = asdict(entry) | {"path": str(entry.path), "idle_s": None if unknown else entry.idle_s}
-    del record["damage"]  # `cache verify` looks for it
-    return record
+    return asdict(entry) | {"path": str(entry.path), "idle_s": None if unknown else entry.idle_s}
 
 
 def _days(seconds: float) -> str:
@@ -58,8 +56,8 @@ def run_cache_verify(args: argparse.Namespace) -> int:
     """Check every digest; 1 if an entry is damaged."""
     cache = _existing_cache(args)
     damaged = cache.verify()
-    for entry in damaged:
-        sys.stderr.write(f"jitattn: {entry.path}: {entry.damage}\n")
+    for found in damaged:
+        sys.stderr.write(f"jitattn: {found.path}: {found.damage}\n")
     sys.stdout.write(f"{len(cache.entries())} kernels, {len(damaged)} damaged\n")
     return 1 if damaged else 0
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jitattn.base import knobs
 from jitattn.base.errors import JitAttnError
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.dtype import Q_DTYPES
@@ -48,10 +49,12 @@ _DEFAULT_ARCH = "sm_90a"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 for a failure, 2 for wrong usage."""
-    args = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # paths are bytes, and need not be text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        args = _parser().parse_args(arguments)
+        if told := knobs.tell_unknown():
+            sys.stderr.write(f"jitattn: note: {told}\n")
         status: int = args.command(args)
         sys.stdout.flush()
         return status
@@ -111,7 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(command=run_explain)
 
     _add_precompile(commands)
-    doctor = add_command(commands, "doctor", "what this machine has, and what is missing")
+    doctor = add_command(
+        commands, "doctor", "what this machine has, and what is missing: 1 if it can't serve"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.add_argument("--model", type=Path, metavar="config.json", help=_DOCTOR_MODEL_HELP)
+    doctor.add_argument(
+        "--arch",
+        type=arch_list,
+        action="extend",
+        help="of --model's kernels (default: this machine's cards, or what its bundles are for)",
+    )
+    _add_serving(doctor)
     doctor.set_defaults(command=run_doctor)
     _add_cache(commands)
     _add_bundle(commands)
@@ -130,6 +144,7 @@ def _add_arch(parser: argparse.ArgumentParser) -> None:
 
 _ARCH_HELP = f"comma-separated or repeated: {', '.join(ARCHITECTURES)}"
 _MODEL_HELP = "the config.json that Hugging Face has of a model, or its folder"
+_DOCTOR_MODEL_HELP = f"{_MODEL_HELP}: whether all of its kernels are there"
 _CONFIG_HELP = (
     "planner arguments, such as head_dim=128,page_size=16,page_table=separate; with planner=mla "
     "those of MLAPlanner, such as planner=mla,num_heads=16,kv_dtype=float8_e4m3fn; or kernels of "

@@ -90,6 +90,18 @@ def needs_of_model(model: Path, serving: Serving) -> list[Need]:
     return needs_of(read, serving)
 
 
+def configs_of_model(model: Path, serving: Serving) -> list[registry.AnyConfig]:
+    """Return the configurations of a model's step; notes go to stderr.
+
+    Raises:
+        ConfigError: it needs something that there is no kernel for.
+    """
+    needs = needs_of_model(model, serving)
+    if reasons := [reason for need in needs for reason in need.reasons]:
+        raise ConfigError(list(dict.fromkeys(reasons)))
+    return [need.config for need in needs]
+
+
 def _model_configs(model: Path, serving: Serving, archs: Sequence[str], *, as_json: bool) -> int:
     rows = []
     for need in needs_of_model(model, serving):

@@ -7,17 +7,22 @@ has is of no use.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from jitattn.base.errors import CompileError, JitAttnError
-from jitattn.base.knobs import Knobs
+from jitattn.base.knobs import Knobs, unknown_variables
 from jitattn.jit import bundle_discovery, nvrtc
-from jitattn.jit.cache import KernelCache
+from jitattn.jit.build import is_of_these_sources, is_there
+from jitattn.jit.cache import Entry, KernelCache
+from jitattn.jit.files import why_unreadable
 from jitattn.spec.arch import arch_for
+from jitattn.spec.family import KernelSpec
 from jitattn.version import __version__
 
 _PACKAGES = (
@@ -52,6 +57,7 @@ _PURPOSES = {
 }
 # Of no use where nothing may be compiled.
 _COMPILER = {"nvidia-cuda-nvrtc", "nvidia-cutlass"}
+_NAMED = 5  # of the kernels that are missing
 # Worth a line only where it is installed, since most machines do without.
 _SILENT = {"nvidia-cuda-nvrtc-cu12"}
 
@@ -77,6 +83,7 @@ def examine(knobs: Knobs) -> list[Finding]:
         *_devices(),
         *_caches(knobs),
         *_settings(knobs),
+        *_kernels_without_compiler(knobs),
     ]
 
 
@@ -162,11 +169,11 @@ def _caches(knobs: Knobs) -> Iterator[Finding]:
             "cache", "none: kernels stay in memory", None, "set JITATTN_CACHE_DIR to keep them"
         )
     else:
-        yield _cache("cache", knobs.cache_dir, writable=True)
+        yield _user_cache(knobs.cache_dir)
     for bundle in knobs.precompiled:
-        yield _cache("bundle", bundle, writable=False)
+        yield _bundle("bundle", bundle, knobs)
     for bundle in bundle_discovery.installed_bundles():
-        yield _cache("installed bundle", bundle, writable=False)
+        yield _bundle("installed bundle", bundle, knobs)
     if knobs.bundle_sha256:
         yield _pin(knobs)
 
@@ -179,20 +186,107 @@ def _pin(knobs: Knobs) -> Finding:
     return Finding("pinned bundle", f"{bundle.root}")
 
 
-def _cache(what: str, folder: Path, *, writable: bool) -> Finding:
+def _user_cache(folder: Path) -> Finding:
     try:
         entries = KernelCache(folder).entries()
     except JitAttnError as error:
-        return Finding(what, "refused", False, str(error))
-    num_bytes = sum(entry.size_bytes for entry in entries)
-    found = f"{folder}: {len(entries)} kernels, {num_bytes:,} bytes"
-    if not writable:
-        empty = "" if entries else "JITATTN_PRECOMPILED names a folder without kernels"
-        return Finding(what, found, None if empty else True, empty)
+        return Finding("cache", "refused", False, str(error))
+    found = f"{folder}: {_sizes(entries)}"
+    if (reason := why_unreadable(folder)) and reason != "missing":
+        return Finding("cache", f"{folder} {reason}", False, "set JITATTN_CACHE_DIR to another one")
     if reason := _why_not_writable(_nearest(folder)):
         advice = "kernels stay in memory: set JITATTN_CACHE_DIR to a folder that can be written"
-        return Finding(what, f"{found}; cannot be written ({reason})", None, advice)
+        return Finding("cache", f"{found}; cannot be written ({reason})", None, advice)
+    return Finding("cache", found)
+
+
+def _bundle(what: str, folder: Path, knobs: Knobs) -> Finding:
+    """Look at a bundle: whether processes of this jitattn would take kernels from it."""
+    if reason := why_unreadable(folder):
+        return Finding(what, f"{folder} ({reason})", False, "JITATTN_PRECOMPILED names no bundle")
+    bundle = KernelCache(folder)
+    try:
+        entries = bundle.own_entries()
+        damaged = {one.name for one in bundle.own_damage()}
+        bundle.check()
+    except JitAttnError as error:
+        return Finding(what, "refused", False, str(error))
+    found = f"{folder}: {_sizes(entries)}"
+    if not entries:
+        ok = None if knobs.jit else False
+        return Finding(what, found, ok, "JITATTN_PRECOMPILED names a folder without kernels")
+    if damaged:
+        advice = "fill the bundle again: jitattn cache verify says what is wrong"
+        return Finding(what, f"{found}, {len(damaged)} damaged", False, advice)
+    if others := sum(not is_of_these_sources(bundle, entry.name) for entry in entries):
+        # Those of earlier versions may stay in a bundle that was filled again.
+        ok = None if others < len(entries) else False
+        advice = f"fill the bundle again: jitattn {__version__} makes other kernels than these"
+        return Finding(what, f"{found}, {others} of other sources", ok, advice)
     return Finding(what, found)
+
+
+def _sizes(entries: Sequence[Entry]) -> str:
+    num_bytes = sum(entry.size_bytes for entry in entries)
+    return f"{len(entries)} kernels, {num_bytes:,} bytes"
+
+
+def _kernels_without_compiler(knobs: Knobs) -> Iterator[Finding]:
+    """Refuse a deployment that may not compile and has nothing to run."""
+    if knobs.jit:
+        return
+    try:
+        bundles = bundle_discovery.bundles(knobs)
+        places = [*bundles, *([KernelCache(knobs.cache_dir)] if knobs.cache_dir else [])]
+        count = sum(len(place.entries()) for place in places)
+    except JitAttnError as error:
+        yield Finding("kernels", "refused", False, str(error))
+        return
+    advice = (
+        "JITATTN_JIT=0 forbids compiling, and there is no bundle: make one with jitattn precompile "
+        "and name it in JITATTN_PRECOMPILED, or install its wheel"
+    )
+    ok = count > 0
+    yield Finding("kernels", f"{count} that need no compiler", ok, "" if ok else advice)
+
+
+def examine_model(kernels: Sequence[tuple[KernelSpec, str]], knobs: Knobs, command: str) -> Finding:
+    """Look for all kernels of a model, which are found without compiling anything.
+
+    Args:
+        kernels: what its steps launch, each with an architecture.
+        knobs: where to look.
+        command: what makes a bundle of them, for the advice.
+    """
+    try:
+        missing = [
+            f"{spec.symbol} for {arch}" for spec, arch in kernels if not is_there(spec, arch, knobs)
+        ]
+    except JitAttnError as error:
+        return Finding("model", "kernels are refused", False, str(error))
+    found = f"{len(kernels) - len(missing)} of its {len(kernels)} kernels are there"
+    if not missing:
+        return Finding("model", found)
+    more = f", and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    return Finding(
+        "model", f"{found}; missing: {', '.join(missing[:_NAMED])}{more}", False, command
+    )
+
+
+def archs_here(knobs: Knobs) -> tuple[str, ...]:
+    """Return the architectures of this machine's cards; without cards those of its bundles."""
+    found: dict[str, None] = {}
+    with suppress(ImportError, JitAttnError, RuntimeError):
+        from jitattn.device import driver
+
+        for index in itertools.count():
+            if arch := arch_for(*driver.device_facts(index).compute_capability):
+                found[arch] = None
+    if not found:
+        with suppress(JitAttnError):
+            for bundle in bundle_discovery.bundles(knobs):
+                found |= dict.fromkeys(entry.arch for entry in bundle.entries())
+    return tuple(found)
 
 
 def _why_not_writable(folder: Path) -> str:
@@ -212,6 +306,9 @@ def _nearest(folder: Path) -> Path:
 
 
 def _settings(knobs: Knobs) -> Iterator[Finding]:
+    for name in unknown_variables():
+        advice = "jitattn does not read it: see docs/environment.md"
+        yield Finding(f"{name:.80}", "unknown", False, advice)
     for field in fields(knobs):
         if field.name not in ("cache_dir", "precompiled"):
             value = getattr(knobs, field.name)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from jitattn.base import knobs
+from jitattn.tools.configs_command import configs_of_model, serving_of
+from jitattn.tools.console import UsageError, load_knobs, make_console, make_table, print_json
 from jitattn.version import __version__
 
 if TYPE_CHECKING:
+    from jitattn.bundles.model_kernels import Serving
     from jitattn.tools.doctor import Finding
-from jitattn.tools.console import UsageError, load_knobs, make_console, make_table
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -28,11 +31,20 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Print what the machine has; 1 if something is missing."""
     from jitattn.tools import doctor
 
+    serving = serving_of(args)
+    if args.arch and args.model is None:
+        raise UsageError("--arch is about --model, which is not given")
     try:
         settings = load_knobs()
     except ModuleNotFoundError:  # of the folder of caches, which is a finding, too
         settings = knobs.Knobs(cache_dir=None)
     findings = doctor.examine(settings)
+    if args.model is not None:
+        findings.append(_model_finding(args, serving, settings))
+    ok = all(finding.ok is not False for finding in findings)
+    if args.json:
+        print_json({"ok": ok, "findings": [asdict(finding) for finding in findings]})
+        return 0 if ok else 1
     try:
         _print_findings(findings)
     except ModuleNotFoundError:  # of what draws tables
@@ -41,7 +53,21 @@ def run_doctor(args: argparse.Namespace) -> int:
     for finding in findings:
         if finding.advice:
             sys.stdout.write(f"{finding.what}: {finding.advice}\n")
-    return 1 if any(finding.ok is False for finding in findings) else 0
+    return 0 if ok else 1
+
+
+def _model_finding(args: argparse.Namespace, serving: Serving, settings: knobs.Knobs) -> Finding:
+    from jitattn.bundles.precompile import kernels_of
+    from jitattn.tools import doctor
+
+    archs = tuple(dict.fromkeys(args.arch or doctor.archs_here(settings)))
+    if not archs:
+        return doctor.Finding(
+            "model", "not looked for", False, "no card and no bundle: give --arch"
+        )
+    configs = configs_of_model(args.model, serving)
+    command = f"jitattn precompile --arch {','.join(archs)} --model {args.model} -o DIR"
+    return doctor.examine_model(kernels_of(configs, archs), settings, command)
 
 
 _MARKS = {True: ("ok", "green"), False: ("no", "red"), None: ("--", "yellow")}

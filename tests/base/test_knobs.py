@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import platformdirs
@@ -48,8 +48,23 @@ def test_every_variable_is_read() -> None:
 
 
 def test_empty_means_default() -> None:
-    names = re.findall(r"JITATTN_\w+", Path(knobs.__file__).read_text())
+    names = [f"JITATTN_{field.name.upper()}" for field in fields(knobs.Knobs)]
+    names.remove("JITATTN_BUNDLE_SHA256")
     assert knobs.load(dict.fromkeys(names, "")) == knobs.load({})
+
+
+def test_an_empty_pin_is_none_that_a_failed_command_may_take_away() -> None:
+    with pytest.raises(ValueError, match="JITATTN_BUNDLE_SHA256='': expected the 64 hex"):
+        knobs.load({"JITATTN_BUNDLE_SHA256": ""})
+
+
+def test_what_nobody_reads_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "_named", set())
+    mistyped = {"JITATTN_JTI": "0", "JITATTN_BENCH_FA3": "x", "JIT": "0", "JITATTN_JIT": "0"}
+    with pytest.warns(RuntimeWarning, match=r"does not know JITATTN_JTI: it reads .*JITATTN_JIT,"):
+        assert not knobs.load(mistyped).jit
+    assert not knobs.load(mistyped).jit
+    assert knobs.unknown_variables(mistyped) == ["JITATTN_JTI"]
 
 
 @pytest.mark.parametrize("name", ["JITATTN_JIT", "JITATTN_LINEINFO", "JITATTN_CHECK"])

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ from jitattn.base.errors import (
     CompilerMissingError,
     ConfigError,
     JitAttnError,
+    PrecompileError,
 )
 from jitattn.base.knobs import Knobs
+from jitattn.bundles import progress
 from jitattn.bundles.precompile import PRESETS, Failure, Precompiled, Report
 from jitattn.jit import build
 from jitattn.jit.cache import KernelCache
@@ -43,11 +46,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         specs_of(config, arch)
         return (ScheduleSpec(),)
 
-    monkeypatch.setattr(precompile, "resolve", only_schedule)
+    monkeypatch.setattr(precompile, "specs_of", only_schedule)
 
 
 def run(out: Path, arch: str = "sm_90a", jobs: int | None = 1, config: str = "") -> Report:
-    return precompile.precompile(config, arch=arch, out=out, jobs=jobs, progress=False)
+    return precompile.precompile(
+        config, arch=arch, out=out, jobs=jobs, progress=False, strict=False
+    )
 
 
 # ---------------------------------------------------------------------------- bundles
@@ -93,9 +98,43 @@ def test_progress_is_shown_on_stderr(tmp_path: Path, capfd: pytest.CaptureFixtur
     precompile.precompile("", arch="sm_90a", out=tmp_path, jobs=1, progress=True)
     out, err = capfd.readouterr()
     assert out == ""
-    assert "1/1" in err
+    assert err.startswith("jitattn: 1/1 kernels, ")
+    assert err.count("\n") == 1
     run(tmp_path)
     assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_terminal_a_line_comes_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.01)
+    with progress.show_progress(3, show=True) as advance:
+        advance("sm_80 one", False)
+        advance("sm_80 two", True)
+        while "2/3" not in (told := capsys.readouterr().err):
+            time.sleep(0.01)
+    assert "jitattn: 2/3 kernels, 0 s, 1 failed, sm_80 two\n" in told
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("ending", ["closes", "ends"])
+def test_a_worker_that_nobody_listens_to_ends_quietly(tmp_path: Path, ending: str) -> None:
+    """As after the SIGTERM, or the second Ctrl-C, that ended who asked."""
+    job = pickle.dumps(precompile._Job(ScheduleSpec(), "sm_80", tmp_path / "bundle"))
+    with subprocess.Popen(
+        [sys.executable, "-c", precompile._WORKER.format(path=sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.write(job if ending == "closes" else job[:20])
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_a_real_planner_finds_all_its_kernels(tmp_path: Path) -> None:
@@ -116,7 +155,7 @@ sys.modules["torch"] = None
 import importlib
 from jitattn.kernels.common.spec import ScheduleSpec
 module = importlib.import_module("jitattn.bundles.precompile")
-module.resolve = lambda config, arch: (ScheduleSpec(),)
+module.specs_of = lambda config, arch: (ScheduleSpec(),)
 report = module.precompile("", arch="sm_80,sm_90a", out=sys.argv[1], jobs=2, progress=False)
 print(report.compiled, [str(failure) for failure in report.failures])
 """
@@ -215,7 +254,16 @@ def test_one_failure_does_not_stop_the_others(
     assert [entry.arch for entry in report.entries] == ["sm_90a"]
     (failure,) = report.failures
     assert (failure.symbol, failure.arch) == ("jitattn_schedule", "sm_80")
-    assert str(failure).startswith("jitattn_schedule for sm_80: k.cu does not compile")
+    told = "jitattn_schedule for sm_80: k.cu does not compile: k.cu(1): error: bad"
+    assert str(failure) == told
+    assert repr(report).startswith("Report(1 kernels compiled, 0 there before, 1 failed, in ")
+    assert len(repr(failure)) < 200
+    with pytest.raises(
+        PrecompileError, match="1 of 2 kernels could not be made; the first is jit"
+    ) as caught:
+        precompile.precompile("", arch="sm_80,sm_90a", out=tmp_path, jobs=1, progress=False)
+    assert caught.value.report.failures[0].error is caught.value.__cause__
+    assert told in str(caught.value)
 
 
 @pytest.mark.usefixtures("quick")

@@ -360,7 +360,7 @@ def test_an_old_driver_is_told_what_to_install(
     monkeypatch.setattr(nvrtc, "driver_version", lambda: (12, 8))
     # What NVRTC 13 made is there, and of no use to this driver.
     for cache_dir in (settings.cache_dir, None):
-        with pytest.raises(CompilerMissingError, match=r"CUDA up to 12\.8.*jitattn\[cu12\]"):
+        with pytest.raises(CompilerMissingError, match=r"CUDA up to 12\.8.*nvidia-cuda-nvrtc-cu12"):
             fresh(replace(settings, cache_dir=cache_dir))
     with pytest.raises(KernelNotFoundError):
         fresh(off(settings))

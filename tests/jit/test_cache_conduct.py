@@ -514,7 +514,8 @@ def test_a_file_system_that_loses_handles(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ESTALE, "stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jitattn.jit.cache._read_file", stale)
+        patch.setattr("jitattn.jit.cache.read_file", stale)
+        patch.setattr("jitattn.jit.cache.read_object", stale)
         assert kernels.get(NAME) is None
     kernels.put(NAME, b"cubin", "source", {})
     assert kernels.get(NAME) is not None

@@ -141,7 +141,7 @@ def test_the_search_digest_sees_variables_and_wheels(
         ((13, 0), "V13.5.37 CL-1", ""),
         ((13, 0), "V12.9.86 CL-1", ""),
         ((12, 2), "V12.9.86 CL-1", ""),
-        ((12, 8), "V13.0.88 CL-1", "pip install 'jitattn[cu12]'"),
+        ((12, 8), "V13.0.88 CL-1", "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"),
         ((12, 8), "V13.0.88-CL-1", "knows CUDA up to 12.8"),
         ((11, 8), "V12.9.86 CL-1", "update the driver"),
         ((13, 0), "V14.0.1 CL-1", "V14.0.1"),
@@ -342,14 +342,54 @@ def test_a_fork_waits_for_those_who_compile_and_the_child_can_compile() -> None:
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     forking = threading.Thread(target=fork)
-    with nvrtc._no_fork():
+    with nvrtc._gate.no_fork():
         forking.start()
         forking.join(0.2)
-        assert nvrtc._entry.locked()
+        assert forking.is_alive()
         assert not codes
     forking.join(60)
     assert codes == [0]
     nvrtc.compile_cubin(kernel("*x = 4.f;"), name="k", headers={}, options=OPTIONS)
+
+
+HANDLER = """
+import os, signal
+from jitattn.jit import nvrtc
+from tests.jit.test_nvrtc import OPTIONS, kernel
+
+def compiles(text):
+    nvrtc.compile_cubin(kernel(text), name="k", headers={}, options=OPTIONS)
+    return True
+
+children = []
+def fork(*signal):
+    child = os.fork()
+    if child == 0:
+        os._exit(not compiles("*x = 5.f;"))
+    children.append(child)
+
+signal.signal(signal.SIGALRM, fork)
+compiles("*x = 1.f;")
+with nvrtc._gate.no_fork():
+    signal.raise_signal(signal.SIGALRM)
+signal.setitimer(signal.ITIMER_REAL, 0.001)
+number = 0
+while len(children) < 2:
+    number += 1
+    compiles(f"*x = {number}.f + 7.f;")
+print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+
+
+def test_a_signal_handler_may_fork_while_its_thread_compiles() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HANDLER],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.stdout == "0 0\n", done.stderr
 
 
 def test_importing_does_not_load_the_compiler() -> None:

@@ -24,7 +24,7 @@ from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
 
 print(TEMPLATES)
-sys.stdout.write("".join(render(s, "sm_90a") for s in resolve(PlannerConfig(), "sm_90a")))
+sys.stdout.write("".join(render(s, "sm_90a") for s in specs_of(PlannerConfig(), "sm_90a")))
 sys.stdout.write("".join(name + text for name, text in headers()))
 """
 

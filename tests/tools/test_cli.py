@@ -513,19 +513,52 @@ def test_a_bundle_becomes_a_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "is no version" in capsys.readouterr().err
 
 
-def test_an_interruption_leaves_whole_entries(tmp_path: Path) -> None:
-    folder = tmp_path / "bundle"
-    command = [sys.executable, "-m", "jitattn", "precompile", "--arch", "sm_80,sm_90a", "-j", "1"]
-    command += ["--config", CONFIG, "-o", str(folder)]
+# The first kernel is made as ever. The next one takes for ever, after a word.
+SLOW = """
+import sys, time
+from pathlib import Path
+from jitattn.bundles import precompile
+from jitattn.jit import build
+
+real = build.fill_bundle
+
+def fill(spec, arch, folder):
+    if list(folder.glob("[!.]*/kernel.cubin")):
+        (folder.parent / ("waits-" + arch)).touch()
+        time.sleep(1000)
+    return real(spec, arch, folder)
+
+build.fill_bundle = fill
+"""
+MAIN = """
+from jitattn.__main__ import main
+precompile._WORKER = sys.argv.pop(1)
+sys.exit(main())
+"""
+WORKER = "import sys; sys.path[:] = {path!r}\n" + SLOW + "precompile.serve()"
+
+
+def interrupted(folder: Path, jobs: int, *signals: signal.Signals) -> subprocess.Popen[bytes]:
+    """Interrupt a command that has made a kernel and will never make the next one."""
+    command = [sys.executable, "-c", SLOW + MAIN, WORKER, "precompile", "-j", str(jobs)]
+    command += ["--arch", "sm_80,sm_90a", "--config", CONFIG, "-o", str(folder)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # In a group of its own, all of which a terminal's Ctrl-C would reach.
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
     )
-    while not list(folder.glob("[!.]*/kernel.cubin")):  # not those being written
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    while not list(folder.parent.glob("waits-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    for number in signals:
+        os.killpg(process.pid, number)
+        time.sleep(0.5)  # a second one that comes at once is the same one
+    return process
+
+
+def test_an_interruption_leaves_whole_entries(tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    process = interrupted(folder, 1, signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
     assert b"the same command goes on" in err
@@ -535,3 +568,32 @@ def test_an_interruption_leaves_whole_entries(tmp_path: Path) -> None:
     assert 0 < len(kept) < 2 * NUM_KERNELS
     assert not cache.verify()
     assert {path.name for path in folder.iterdir()} == kept
+
+
+def test_a_second_interruption_waits_for_no_worker(tmp_path: Path) -> None:
+    process = interrupted(tmp_path / "bundle", 2, signal.SIGINT, signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert not KernelCache(tmp_path / "bundle").verify()
+
+
+WHILE_IMPORTING = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Finder())
+from jitattn.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["argparse", "jitattn.tools.cli", "jitattn.kernels.registry"])
+def test_an_interruption_while_it_imports(module: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WHILE_IMPORTING, module, "configs", "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"")

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import json
 import os
 import re
+import shutil
 import sys
 import tomllib
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from jitattn.base import knobs
 from jitattn.base.errors import CompilerMissingError, DriverError
 from jitattn.base.knobs import Knobs
 from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
-from jitattn.jit import nvrtc
+from jitattn.jit import build, nvrtc
+from jitattn.jit.cache import KernelCache
+from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.pages.spec import LayerTablesSpec
 from jitattn.tools import cli, doctor
 from jitattn.tools.doctor import Finding
+from tests.support.model_configs import write_config
 
 
 def examine(**settings: object) -> dict[str, Finding]:
-    knobs = Knobs(**{"cache_dir": None, **settings})  # type: ignore[arg-type]
-    return {finding.what: finding for finding in doctor.examine(knobs)}
+    chosen = Knobs(**{"cache_dir": None, **settings})  # type: ignore[arg-type]
+    return {finding.what: finding for finding in doctor.examine(chosen)}
 
 
 def test_prints_a_report_and_is_content_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +149,7 @@ def test_an_old_driver_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine()
     assert found["driver"].found == "knows CUDA up to 12.8"
     assert found["NVRTC"].ok is False
-    assert "pip install 'jitattn[cu12]'" in found["NVRTC"].advice
+    assert "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'" in found["NVRTC"].advice
     monkeypatch.setattr(nvrtc, "toolchain", lambda: "V12.9.86 CL-1")
     assert examine()["NVRTC"].ok is True
 
@@ -196,6 +206,118 @@ def test_an_unsafe_cache_is_a_fault(tmp_path: Path) -> None:
     finding = examine(cache_dir=tmp_path)["cache"]
     assert finding.ok is False
     assert "chmod" in finding.advice
+
+
+def doctor_says(
+    capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, dict[str, dict[str, object]]]:
+    """Return the exit status, and the findings by what they are about."""
+    status = cli.main(["doctor", "--json", *options])
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is (status == 0)
+    return status, {finding["what"]: finding for finding in report["findings"]}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Iterator[Path]:
+    build.forget()
+    build.fill_bundle(LayerTablesSpec(), "sm_90a", tmp_path / "bundle")
+    yield tmp_path / "bundle"
+    build.forget()
+
+
+def test_a_deployment_with_a_bundle_may_do_without_a_compiler(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JITATTN_PRECOMPILED", str(bundle))
+    monkeypatch.setenv("JITATTN_JIT", "0")
+    status, found = doctor_says(capsys)
+    assert status == 0
+    assert found["kernels"]["found"] == "1 that need no compiler"
+
+
+def spoil_nothing(bundle: Path) -> None: ...
+
+
+def remove(bundle: Path) -> None:
+    shutil.rmtree(bundle)
+
+
+def damage(bundle: Path) -> None:
+    (next(bundle.glob("sm_*")) / "kernel.cubin").unlink()
+
+
+def rename(bundle: Path) -> None:
+    (entry,) = bundle.glob("sm_*")
+    stored = KernelCache(bundle).read(entry.name)
+    shutil.rmtree(entry)
+    other = f"{entry.name[:-32]}{'0' * 32}"
+    KernelCache(bundle).put(other, stored.cubin, stored.source, stored.meta)
+
+
+def made_from_other_templates(bundle: Path) -> None:
+    (entry,) = bundle.glob("sm_*")
+    stored = KernelCache(bundle).read(entry.name)
+    shutil.rmtree(entry)
+    meta = {**stored.meta, "templates": "0" * 64}
+    KernelCache(bundle).put(entry.name, stored.cubin, stored.source, meta)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "variables", "what", "words"),
+    [
+        (remove, {}, "bundle", "(missing)"),
+        (remove, {"JITATTN_JIT": "0"}, "kernels", "0 that need no compiler"),
+        (spoil_nothing, {"JITATTN_JIT": "0", "JITATTN_PRECOMPILED": ""}, "kernels", "0 that"),
+        (damage, {}, "bundle", "1 damaged"),
+        (rename, {}, "bundle", "1 of other sources"),
+        (made_from_other_templates, {}, "bundle", "1 of other sources"),
+        (spoil_nothing, {"JITATTN_JTI": "0"}, "JITATTN_JTI", "unknown"),
+        (spoil_nothing, {"JITATTN_BUNDLE_SHA256": "0" * 64}, "pinned bundle", "refused"),
+    ],
+)
+def test_what_cannot_serve_is_a_fault(
+    bundle: Path,
+    spoil: Callable[[Path], None],
+    variables: dict[str, str],
+    what: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(bundle)
+    monkeypatch.setattr(knobs, "_named", set())
+    monkeypatch.setattr(warnings, "warn", lambda *arguments, **options: None)
+    for name, value in {"JITATTN_PRECOMPILED": str(bundle), **variables}.items():
+        monkeypatch.setenv(name, value)
+    status, found = doctor_says(capsys)
+    assert status == 1
+    assert found[what]["ok"] is False
+    assert words in str(found[what]["found"])
+    assert found[what]["advice"]
+
+
+def test_all_kernels_of_a_model_are_looked_for(
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    precompile = importlib.import_module("jitattn.bundles.precompile")
+    specs = [LayerTablesSpec(), ScheduleSpec()]
+    monkeypatch.setattr(precompile, "specs_of", lambda config, arch: tuple(specs))
+    monkeypatch.setenv("JITATTN_PRECOMPILED", str(bundle))
+    monkeypatch.setenv("JITATTN_JIT", "0")
+    model = write_config(tmp_path, "qwen3-8b")
+    status, found = doctor_says(capsys, "--model", str(model))  # for what the bundle is for
+    assert status == 1
+    told = "1 of its 2 kernels are there; missing: jitattn_schedule for sm_90a"
+    assert found["model"]["found"] == told
+    assert "jitattn precompile --arch sm_90a --model" in str(found["model"]["advice"])
+    del specs[1]
+    assert doctor_says(capsys, "--model", str(model))[0] == 0
+    assert doctor_says(capsys, "--model", str(model), "--arch", "sm_80")[0] == 1
+    assert cli.main(["doctor", "--arch", "sm_80", "--dtype", "float16"]) == 2
 
 
 def test_a_bundle_without_kernels_is_worth_a_word(tmp_path: Path) -> None:

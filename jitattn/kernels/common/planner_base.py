@@ -150,6 +150,12 @@ class PlannerBase(Generic[PlanT]):
         self.make_plan = make_plan
         self.batch_layout = NO_BATCH
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a planner can't be copied or pickled: make another one with the same arguments, which "
+            "planner.config holds"
+        )
+
     def workspace_bytes(self, batch_size: int, *, max_q_len: int = 1) -> int:
         """Return the device memory that a plan takes, before there is one.
 
@@ -363,7 +369,7 @@ class PlanBase(Generic[CallT]):
         self.backend.give_back()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a plan can't be copied or pickled: make another one")
+        raise TypeError("a plan can't be copied or pickled: make another one with planner.plan")
 
     def refresh(self) -> None:
         """Recompute the schedule from the tensors the plan was given, on the current stream.

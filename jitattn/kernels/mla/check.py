@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -118,6 +118,9 @@ class BoundMLACache:
         )
         # These say where the tensors are now: the memory of one may move.
         self.k_at, self.v_at = latent.tensor.data_ptr, rope.tensor.data_ptr
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a bound cache can't be copied or pickled: bind the tensors it is made of")
 
     @property
     def k(self) -> RowsView:
