@@ -184,7 +184,7 @@ def test_boxes_lie_in_one_page(
 
 
 def test_kernels_without_boxes_get_no_maps(cuda: LaunchRecorder) -> None:
-    for arguments in ({"page_size": 4}, {"head_dim": 32}, {"page_table": "token"}):
+    for arguments in ({"page_size": 4}, {"page_size": 12}, {"page_table": "token"}):
         planner = cuda.planner(
             **{"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": 128, "page_size": 16}
             | arguments
