@@ -1,9 +1,9 @@
 """Generate the documents that are derived from code: ``python docs/generate.py``.
 
 The support table of README.md and docs/support.md comes from the registry, docs/environment.md from
-knobs.py, docs/models.md from the table of model types, docs/api/ from the docstrings of the public names. All are committed: they read without a
-build, and a change of the public surface shows in review. With ``--check`` nothing is written and
-the exit status is 1 when something is out of date.
+knobs.py, docs/models.md from the table of model types, docs/api/ from the docstrings of the public
+names. All are committed: they read without a build, and a change of the public surface shows in
+review. With ``--check`` nothing is written and the exit status is 1 when something is out of date.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ amplitude, pairing and rotated vectors of every row are compared with transforme
 does not have: they are rows of the models whose code theirs is.
 
 * A file's `rope_interleave` decides over its `model_type`.
-* Other model types are refused by `Rope.from_hf_config`: pass `interleaved=True` if the model's code
-  rotates the elements 2 i and 2 i + 1, `interleaved=False` if i and i + rotary_dim / 2.
+* Other model types are refused by `Rope.from_hf_config`: pass `interleaved=True` if the model's
+  code rotates the elements 2 i and 2 i + 1, `interleaved=False` if i and i + rotary_dim / 2.
   `precompile --model` makes kernels for both.
 * "only rotation": windows, biases and norms are read from fields alone, and a field that may change
   attention and is not understood is refused.
