@@ -164,8 +164,8 @@ def models_page() -> str:
 
 What `Rope.from_hf_config` and `precompile --model` know of models beyond their files. Frequencies,
 amplitude, pairing and rotated vectors of every row are compared with transformers' own modules
-(`nox -s models`, transformers 5.24), but those of `kimi_k2` and `bailing_moe_v2_5`, which transformers
-does not have: they are rows of the models whose code theirs is.
+(`nox -s models`, transformers 5.24), but those of `kimi_k2` and `bailing_moe_v2_5`, which it
+does not have and whose code is that of other rows: DeepSeek-V3 and `bailing_hybrid`.
 
 * A file's `rope_interleave` decides over its `model_type`.
 * Other model types are refused by `Rope.from_hf_config`: pass `interleaved=True` if the model's
