@@ -51,6 +51,8 @@ def rewrite(bundle: Path, **fields: object) -> None:
 
 def swap_two(bundle: Path) -> None:
     one, other, *_ = sorted(bundle.glob("sm_*"))
+    if (one / "kernel.cubin").stat().st_size >= 2**29:
+        return
     data = (one / "kernel.cubin").read_bytes()
     (one / "kernel.cubin").write_bytes((other / "kernel.cubin").read_bytes())
     (other / "kernel.cubin").write_bytes(data)
@@ -81,8 +83,8 @@ def link_a_file_out(bundle: Path) -> None:
 
 
 def bomb(bundle: Path) -> None:
-    for name in ("kernel.cubin", "kernel.cu", "meta.json"):
-        os.truncate(entry_of(bundle) / name, 2**42)
+    for name, size in {"kernel.cubin": 2**29, "kernel.cu": 2**27, "meta.json": 2**21}.items():
+        os.truncate(entry_of(bundle) / name, size)
 
 
 def nest(bundle: Path) -> None:
@@ -213,13 +215,11 @@ def test_names_of_entry_points_may_be_anything(site: Path, name: str) -> None:
     assert bundle_discovery.installed_bundles() == (site / "good_bundle",)
 
 
-@pytest.mark.parametrize(
-    "kind", ["pipe", "link", "terabyte", "folder", "bytes", "no value", "deep"]
-)
+@pytest.mark.parametrize("kind", ["pipe", "link", "huge", "folder", "bytes", "no value", "deep"])
 def test_a_broken_list_of_entry_points_is_passed_over(site: Path, kind: str) -> None:
     path = install(site, "[jitattn.bundles]\nbad = good_bundle\n")
-    if kind == "terabyte":
-        os.truncate(path, 2**40)
+    if kind == "huge":
+        os.truncate(path, 2**29)
     elif kind in ("bytes", "no value", "deep"):
         texts = {"bytes": b"\xff", "no value": b"[jitattn.bundles]\nbad", "deep": b"[" * 10**5}
         path.write_bytes(texts[kind])

@@ -65,6 +65,9 @@ def expected(spec: KernelSpec, arch: str = ARCH, compiler: str = COMPILER) -> by
 # ---------------------------------------------------------------------------- corruption
 
 
+HUGE = 2**29  # more than is read of any file
+
+
 class Damage:
     """Random damage to a cache; every method returns what it did."""
 
@@ -75,7 +78,7 @@ class Damage:
     def files(self) -> list[Path]:
         """Files that can be read whole; links to one are among them."""
         found = (path for path in self.root.rglob("*") if path.is_file())
-        return sorted(path for path in found if path.stat().st_size < 2**24)
+        return sorted(path for path in found if path.stat().st_size < HUGE)
 
     def entries(self) -> list[Path]:
         return sorted(path.parent for path in self.files() if path.name == "meta.json")
@@ -130,7 +133,8 @@ class Damage:
 
     @staticmethod
     def copy(source: str, target: str) -> None:
-        if Path(source).is_file():  # a pipe would wait
+        # A pipe would wait, and a huge file fill the disk.
+        if Path(source).is_file() and Path(source).stat().st_size < HUGE:
             shutil.copyfile(source, target)
 
     def stale_manifest(self) -> None:
@@ -142,7 +146,7 @@ class Damage:
             meta = json.loads(path.read_bytes())
             meta[field] = "old"
             path.write_text(json.dumps(meta))
-        except ValueError:
+        except (ValueError, RecursionError):
             path.write_text("{}")
 
     def stale_bundle(self) -> None:
@@ -164,7 +168,7 @@ class Damage:
             path.symlink_to(self.chance.choice(self.files()))
 
     def grow(self) -> None:
-        os.truncate(self.chance.choice(self.files()), 2**40)
+        os.truncate(self.chance.choice(self.files()), HUGE)
 
     def nest(self) -> None:
         bracket = self.chance.choice([b"[", b'{"a":'])

@@ -72,8 +72,8 @@ def device(path: Path) -> None:
         pytest.skip(f"no device can be made here: {error}")
 
 
-def terabyte(path: Path) -> None:
-    os.truncate(path, 2**40)
+def huge(path: Path) -> None:
+    os.truncate(path, 2**29)
 
 
 def empty(path: Path) -> None:
@@ -108,7 +108,7 @@ def another_users(path: Path) -> None:
 
 NO_FILES = (link, dangling_link, link_to_itself, pipe, folder, socket, device)
 UNTRUSTED = (others_write, another_users)
-DAMAGES = (*NO_FILES, *UNTRUSTED, terabyte, empty, nested, deep_object, long_number, surrogate)
+DAMAGES = (*NO_FILES, *UNTRUSTED, huge, empty, nested, deep_object, long_number, surrogate)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def kernels(tmp_path: Path) -> KernelCache:
 # ---------------------------------------------------------------------------- the door
 
 
-@pytest.mark.parametrize("damage", [*NO_FILES, *UNTRUSTED, terabyte, nested, long_number])
+@pytest.mark.parametrize("damage", [*NO_FILES, *UNTRUSTED, huge, nested, long_number])
 def test_what_is_wrong_is_an_error_and_neither_followed_nor_waited_for(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -341,7 +341,7 @@ def test_who_waits_says_for_whom_before_the_end(
     assert f"which compiles {NAME}" in caplog.text
 
 
-@pytest.mark.parametrize("damage", [no_file, pipe, terabyte, link_to_itself, empty])
+@pytest.mark.parametrize("damage", [no_file, pipe, huge, link_to_itself, empty])
 def test_an_owner_that_cannot_be_read_is_unknown(
     kernels: KernelCache, holder: subprocess.Popen[str], damage: Callable[[Path], None]
 ) -> None:
