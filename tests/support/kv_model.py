@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jitattn.kv import (
-    KVCacheConfig,
-    KVCacheError,
-    KVCacheManager,
-    KVSequence,
-    LayerConfig,
-    PageIndexMode,
-)
+from jitattn import kv
 
 SEED = 1
 
@@ -33,7 +26,7 @@ def chain(before: int, token: int) -> int:
 class Twin:
     """What a sequence should be."""
 
-    seq: KVSequence
+    seq: kv.KVSequence
     tokens: list[int]  # of the whole history
     committed: int
     capacity: int
@@ -55,9 +48,9 @@ class Twin:
         return found
 
 
-def shapes(windows: list[int], heads: list[int]) -> list[LayerConfig]:
+def shapes(windows: list[int], heads: list[int]) -> list[kv.LayerConfig]:
     return [
-        LayerConfig(layer_id=i, num_kv_heads=h, head_dim=1, dtype="float32", window_left=window)
+        kv.LayerConfig(layer_id=i, num_kv_heads=h, head_dim=1, dtype="float32", window_left=window)
         for i, (window, h) in enumerate(zip(windows, heads, strict=True))
     ]
 
@@ -67,7 +60,7 @@ class Model:
 
     def __init__(
         self,
-        layers: list[LayerConfig],
+        layers: list[kv.LayerConfig],
         *,
         page_size: int,
         slots: int,
@@ -77,7 +70,7 @@ class Model:
         kv_layout: str = "NHD",
     ) -> None:
         slot_bytes = sum(2 * 4 * page_size * layer.num_kv_heads for layer in layers)
-        self.config = KVCacheConfig(
+        self.config = kv.KVCacheConfig(
             page_size=page_size,
             gpu_bytes=slots * slot_bytes,
             host_bytes=host_slots * slot_bytes,
@@ -87,7 +80,7 @@ class Model:
             kv_layout=kv_layout,
             typical_len=4 * page_size,
         )
-        self.manager = KVCacheManager(self.config, device="cpu")
+        self.manager = kv.KVCacheManager(self.config, device="cpu")
         self.twins: list[Twin] = []
         self.closed: list[Twin] = []  # with pins
         self.reusable: list[list[int]] = []  # all that was ever committed
@@ -95,7 +88,7 @@ class Model:
         self.caches = {
             (layer.layer_id, mode): self.manager.layer_view(layer.layer_id, mode).kv_cache.numpy()
             for layer in layers
-            for mode in PageIndexMode
+            for mode in kv.PageIndexMode
         }
         self.group_of = {i: g for g in self.manager.layer_groups for i in g.layer_ids}
         for cache in self.caches.values():
@@ -192,7 +185,7 @@ class Model:
         room = [pool.free + pool.reusable for pool in stats.pools]
         try:
             grown = twin.seq.resize(capacity, history)
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert self.snapshot(twin) == before
             return False
@@ -231,9 +224,9 @@ class Model:
         twin.inputs = inputs
         if any(map(twin.seq.scratch, self.manager.layer_groups)):
             self.counts["scratch"] = self.counts.get("scratch", 0) + 1
-        mode = PageIndexMode.PER_LAYER
-        if twin.seq.supports_index_mode(PageIndexMode.SHARED) and len(inputs) % 2:
-            mode = PageIndexMode.SHARED
+        mode = kv.PageIndexMode.PER_LAYER
+        if twin.seq.supports_index_mode(kv.PageIndexMode.SHARED) and len(inputs) % 2:
+            mode = kv.PageIndexMode.SHARED
         sums = twin.sums(twin.capacity)
         for layer in self.config.layers:
             self.write(twin, layer, mode, sums)
@@ -251,7 +244,7 @@ class Model:
             else:
                 twin.seq.commit(new)
                 twin.committed += count
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert count < len(twin.inputs)
             assert self.snapshot(twin) == before
@@ -272,7 +265,7 @@ class Model:
         before = self.snapshot(twin)
         try:
             assert twin.seq.resize(None, twin.history + len(twin.inputs))
-        except KVCacheError:
+        except kv.KVCacheError:
             assert self.snapshot(twin) == before
             return False
         twin.tokens += twin.inputs
@@ -299,7 +292,7 @@ class Model:
                 if twin.capacity == twin.history:
                     twin.capacity += 1
                     twin.inputs = []
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert self.snapshot(twin) == before
             return False
@@ -372,7 +365,7 @@ class Model:
         before = self.snapshot(twin)
         try:
             twin.seq.rewind(count)
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert count > self.config.max_rewind_len
             assert self.snapshot(twin) == before
@@ -413,7 +406,7 @@ class Model:
             i for i, b in zip(ids, blocks, strict=True) if (b + 1) * self.page_size <= twin.history
         ]
         layer = group.layer_ids[0]
-        cache = self.caches[layer, PageIndexMode.SHARED]
+        cache = self.caches[layer, kv.PageIndexMode.SHARED]
         twin.pins[group.index] = [(int(i), cache[i].copy()) for i in full]
         return True
 
@@ -428,7 +421,7 @@ class Model:
         index, pages = twin.pins.popitem()
         layer = self.manager.layer_groups[index].layer_ids[0]
         for i, content in pages:
-            np.testing.assert_array_equal(self.caches[layer, PageIndexMode.SHARED][i], content)
+            np.testing.assert_array_equal(self.caches[layer, kv.PageIndexMode.SHARED][i], content)
         twin.seq.unpin(index)
         if not twin.pins and twin in self.closed:
             self.closed.remove(twin)
@@ -461,7 +454,7 @@ class Model:
         wrongs.append(seq.resume if twin.is_active else seq.suspend)
         try:
             rng.choice(wrongs)()
-        except KVCacheError as error:
+        except kv.KVCacheError as error:
             assert str(seq.id) in str(error) or "twice" in str(error)
         else:
             raise AssertionError("not refused")
@@ -470,11 +463,11 @@ class Model:
 
     # --- contents
 
-    def table(self, twin: Twin, layer: int, mode: PageIndexMode) -> np.ndarray:
+    def table(self, twin: Twin, layer: int, mode: kv.PageIndexMode) -> np.ndarray:
         view = self.manager.layer_view(layer, mode)
         return view.block_table([twin.seq]).table.numpy()[0]
 
-    def values(self, layer: LayerConfig, sums: list[int], first: int, end: int) -> np.ndarray:
+    def values(self, layer: kv.LayerConfig, sums: list[int], first: int, end: int) -> np.ndarray:
         heads = np.arange(layer.num_kv_heads)
         base = np.array(sums[first:end], np.float32) * 32 + layer.layer_id * 4
         return base[:, None] + heads[None] / 4  # [tokens, heads]
@@ -490,7 +483,9 @@ class Model:
             return (pages, which, places, slice(None), 0)
         return (pages, which, slice(None), places, 0)
 
-    def write(self, twin: Twin, layer: LayerConfig, mode: PageIndexMode, sums: list[int]) -> None:
+    def write(
+        self, twin: Twin, layer: kv.LayerConfig, mode: kv.PageIndexMode, sums: list[int]
+    ) -> None:
         table = self.table(twin, layer.layer_id, mode)
         pages, places = self.where(table, twin.history, twin.capacity)
         values = self.values(layer, sums, twin.history, twin.capacity)
@@ -499,7 +494,7 @@ class Model:
             cache[self.cells(cache, which, pages, places)] = values + which
 
     def read_layer(
-        self, twin: Twin, layer: LayerConfig, mode: PageIndexMode, sums: list[int]
+        self, twin: Twin, layer: kv.LayerConfig, mode: kv.PageIndexMode, sums: list[int]
     ) -> None:
         """Read all that a query at the end of history or later can see of what is written."""
         first = 0
@@ -518,7 +513,7 @@ class Model:
     def read(self, twin: Twin, end: int) -> None:
         sums = twin.sums(end)
         for layer in self.config.layers:
-            self.read_layer(twin, layer, PageIndexMode.PER_LAYER, sums)
+            self.read_layer(twin, layer, kv.PageIndexMode.PER_LAYER, sums)
 
     # --- what holds always
 
