@@ -139,14 +139,7 @@ def test_c07_few_pages_far_apart(large_pool: Tensor) -> None:
     case = large_case(4)
     targets = [1, 15, 16, 30]
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    stride = 2**29 + 64
-    shape, strides = (8, 16, 8, 128), (stride, 8 * 128, 128, 1)
-    flat = large_pool.flatten()
-    k, v = flat.as_strided(shape, strides), flat[2**20 :].as_strided(shape, strides)
-    ids = torch.tensor([[7, 0], [5, 4], [3, 6], [2, 1]], dtype=torch.int32, device=DEVICE)
-    for dense, cache in ((inputs.k, k), (inputs.v, v)):
-        cache[ids.flatten().long()] = dense.view(8, 16, 8, 128)
-    inputs.table, inputs.cache = ids, (k, v)
+    inputs.spread(large_pool, 2**29 + 64)
     out, _ = harness.attend(inputs)
     assert torch.equal(out, harness.target_rows(inputs, targets))
 
@@ -272,14 +265,7 @@ def test_c15_every_score_is_minus_200(window_left: int, num_sms: int | None) -> 
         num_kv_heads=2,
         sinks="float32",
     )
-    q, k, v = random_tokens(case, DEVICE)
-    inputs = make_inputs(case, DEVICE, (torch.full_like(q, 5), torch.full_like(k, -5), v))
-    inputs.sinks = torch.tensor([-100, -5, 0, 5, 50, 80, -torch.inf, 5], device=DEVICE)
-    out, lse = harness.attend(inputs, harness.planner_for(case, DEVICE, num_sms=num_sms))
-    harness.check(case, out, lse, harness.expected(inputs))
-    assert bool(torch.isfinite(out).all())
-    assert float(out[:, 3].abs().max()) < 1e-30
-    torch.testing.assert_close(lse[:, 3], torch.full_like(lse[:, 3], 5.0), rtol=0, atol=1e-5)
+    lse = harness.check_scores_of_minus_200(case, DEVICE, num_sms)
     counts = [n if window_left < 0 else min(n, window_left + 1) for n in lengths]
     without_sink = torch.tensor([math.log(n) - 200 for n in counts], device=DEVICE)
     torch.testing.assert_close(lse[:, 6], without_sink, rtol=0, atol=1e-3)

@@ -56,14 +56,12 @@ class Layer:
 
 def captured(*layers: Layer) -> torch.cuda.CUDAGraph:
     """Capture refresh and run of each layer; warmed up once, so that nothing is left to load."""
-    for layer in layers:
-        layer.step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> None:
         for layer in layers:
             layer.step()
-    return graph
+
+    return harness.captured(step)
 
 
 def roomy(case: Case, batch_size: int, longest: int) -> Inputs:

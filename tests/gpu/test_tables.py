@@ -409,14 +409,8 @@ def test_c07_few_pages_far_apart(large_pool: Tensor, table: str) -> None:
     case = replace(D128, num_kv_heads=8, lengths=(32,) * 4)
     targets = [1, 15, 16, 30]
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    shape, strides = (8, 16, 8, 128), (2**29 + 64, 8 * 128, 128, 1)
-    flat = large_pool.flatten()
-    k, v = flat.as_strided(shape, strides), flat[2**20 :].as_strided(shape, strides)
-    ids = torch.tensor([[7, 0], [5, 4], [3, 6], [2, 1]], dtype=torch.int32, device=DEVICE)
-    for dense, cache in ((inputs.k, k), (inputs.v, v)):
-        cache[ids.flatten().long()] = dense.view(8, 16, 8, 128)
-    inputs.table, inputs.cache = ids, (k, v)
-    inputs.garbage = torch.zeros_like(ids, dtype=torch.bool)
+    inputs.spread(large_pool, 2**29 + 64)
+    inputs.garbage = torch.zeros_like(inputs.table, dtype=torch.bool)
     planner = harness.planner_for(replace(case, page_table=table), DEVICE)
     out, _ = attend_through(inputs, planner, same_pages(inputs, table))
     assert torch.equal(out, harness.target_rows(inputs, targets))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -749,24 +747,3 @@ def test_sglangs_pools_are_taken_as_they_lie(
     assert [tuple(b.shape) for b in pool.get_kv_buffer(FULL)] == [
         tuple(b.shape) for b in run.buffers
     ]
-
-
-def test_an_older_sglang_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its servers start all the same."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.4.1"))
-    with caplog.at_level("WARNING", logger="jitattn"):
-        integration.register()
-    assert "SGLang 0.4.1 takes no attention backend" in caplog.text
-
-
-def test_sglang_is_not_imported_before_it_is_asked_for() -> None:
-    script = (
-        "import sys, jitattn, jitattn.integrations.sglang as s\n"
-        "assert callable(s.register) and s.NAME\n"
-        "assert not {'sglang', 'torch'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -731,24 +729,3 @@ def test_vllm_captures_uniform_batches(backend: Any) -> None:
     assert impl.can_return_lse_for_decode
     assert impl.lse_base_on_e
     assert not impl.supports_quant_query_input
-
-
-def test_an_older_vllm_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its servers start all the same."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.8.5"))
-    with caplog.at_level("WARNING", logger="jitattn"):
-        integration.register()
-    assert "vLLM 0.8.5 takes no attention backend" in caplog.text
-
-
-def test_vllm_is_not_imported_before_it_is_asked_for() -> None:
-    script = (
-        "import sys, jitattn, jitattn.integrations.vllm as v\n"
-        "assert callable(v.register) and v.PATH\n"
-        "assert not {'vllm', 'torch'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

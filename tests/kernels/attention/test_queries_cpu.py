@@ -289,7 +289,7 @@ def test_mixed_cases(case: Case) -> None:
 
 
 def test_random_mixed_batches() -> None:
-    """A few of the examples of tests/gpu/test_random_mixed.py, on the reference backend."""
+    """A few of the examples of tests/gpu/test_random.py, "mixed", on the reference backend."""
     pytest.importorskip("hypothesis")
     from tests.support.mixed_strategies import VARIANTS, examples
     from tests.support.strategies import NUM_SHARDS, Shards
