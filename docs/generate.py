@@ -26,7 +26,7 @@ from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import sglang, transformers, vllm
 from jitattn.kernels import registry, torch_ops
 from jitattn.spec.arch import ARCHITECTURES
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tools import configs_command
 
 ROOT = Path(__file__).resolve().parents[1]
