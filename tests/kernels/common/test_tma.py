@@ -183,8 +183,36 @@ def test_boxes_lie_in_one_page(
         assert (found.dims[1], found.box[1]) == (page_size, tma_tokens)
 
 
+@pytest.mark.parametrize("head_dim", [32, 96, 160])
+def test_prefill_cuts_rows_that_end_inside_a_segment(cuda: LaunchRecorder, head_dim: int) -> None:
+    """The first dimension is the whole row, of which a tile has 64 columns."""
+    planner = cuda.planner(num_qo_heads=4, num_kv_heads=4, head_dim=head_dim, page_size=PAGE)
+    plan = planner.plan(table(), LENS, OFFSETS, max_q_len=64)
+    q = zeros(int(OFFSETS[-1]), 4, head_dim)
+    plan.run(q, planner.bind(zeros(PAGES, 2, PAGE, 4, head_dim)))
+    launch = next(found for found in cuda.launches if "_prefill_" in found.symbol)
+    for found in maps_of(launch):
+        assert found.dims == (head_dim, PAGE, 1, 4, PAGES)
+        assert found.box == (64, PAGE, 1, 1, 1)
+
+
+def test_tokens_without_pages_are_one_page(cuda: LaunchRecorder) -> None:
+    planner = cuda.planner(
+        num_qo_heads=4, num_kv_heads=4, head_dim=128, page_size=None, page_table="ragged"
+    )
+    starts = torch.tensor([0, 5, 14, 14], dtype=torch.int32)
+    plan = planner.plan(jitattn.RaggedKV(starts), LENS, OFFSETS, max_q_len=64)
+    k, v = zeros(20, 4, 128), zeros(20, 4, 128)
+    plan.run(zeros(int(OFFSETS[-1]), 4, 128), planner.bind((k, v)))
+    launch = next(found for found in cuda.launches if "_prefill_" in found.symbol)
+    for found, columns in zip(maps_of(launch), (1, 2), strict=True):
+        assert found.dims == (64, 20, 2, 4, 1)
+        assert found.strides[0] == 4 * 128 * 2
+        assert found.box == (64, 64, columns, 1, 1)
+
+
 def test_kernels_without_boxes_get_no_maps(cuda: LaunchRecorder) -> None:
-    for arguments in ({"page_size": 4}, {"head_dim": 32}, {"page_table": "token"}):
+    for arguments in ({"page_size": 4}, {"page_size": 12}, {"page_table": "token"}):
         planner = cuda.planner(
             **{"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": 128, "page_size": 16}
             | arguments
