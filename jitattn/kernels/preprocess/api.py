@@ -26,7 +26,8 @@ def preprocess_qkv(
     rope: Rope | None = None, positions: Tensor | None = None, position_delta: Tensor | None = None,
     bias: Tensor | QkvParts | None = None, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, norm_eps: float = 1e-6, q_out: Tensor | None = None,
-    q_scale: ScaleLike | None = None, k_scale: ScaleLike | None = None, v_scale: ScaleLike | None = None,
+    q_scale: ScaleLike | None = None, k_scale: ScaleLike | None = None,
+    v_scale: ScaleLike | None = None,
     kv_layout: str = "NHD", kv_dtype: torch.dtype | str | None = None, zero_tail: bool = False,
 ) -> Tensor:
     """Write K and V of new tokens into the cache and return their q, in one launch.
