@@ -19,7 +19,7 @@ from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
 from jitattn.device.workspace import Workspace
 from jitattn.jit.build import Kernel
-from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.attention.kernels import AttentionKernels
 from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.spec.family import KernelSpec

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.kernels.attention import reference
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from tests.support.cases import Case
 from tests.support.inputs import (
     CANARY,

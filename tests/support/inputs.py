@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.quantization import _to_e2m1
 from tests.support.cases import Case
 from tests.support.queries import MaskOf, make_mask, offsets_of

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.spec.config import MLAConfig
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from tests.support.harness import Expected, check_rounded
 from tests.support.inputs import given_table
 from tests.support.variant_values import Params, changed, params_of

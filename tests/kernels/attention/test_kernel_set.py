@@ -14,7 +14,7 @@ import torch
 from jitattn.base.errors import CompileError, KernelNotFoundError
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.build import Kernel
-from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.attention.kernels import AttentionKernels
 from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
