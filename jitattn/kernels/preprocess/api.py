@@ -32,8 +32,7 @@ def preprocess_qkv(
 ) -> Tensor:
     """Write K and V of new tokens into the cache and return their q, in one launch.
 
-    Token i of a request has the position seq_len - q_len + i and is written there. What a row goes
-    through, what is skipped and what is undefined: docs/preprocessing.md.
+    Token i of a request is written at position seq_len - q_len + i. Details: docs/preprocessing.md.
 
     Args:
         qkv: [num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16, any
