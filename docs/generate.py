@@ -28,7 +28,7 @@ from jitattn.kernels import registry, torch_ops
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.model_types import MODEL_TYPES, ROTATED_OTHERWISE, Attention, ModelType
 from jitattn.spec.rotary_fields import ROPE_TYPES
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tools import configs_command
 
 ROOT = Path(__file__).resolve().parents[1]
