@@ -20,6 +20,7 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {{ return value; }}
 inline int64_t __shfl_up_sync(unsigned, int64_t value, int) {{ return value; }}
 namespace jitattn {{
 constexpr int kWarpSize = 1;
+constexpr int32_t kInt32Max = 0x7fffffff;
 inline void wait_for_previous_kernel() {{}}
 """
 CALL = """
@@ -37,7 +38,6 @@ extern "C" void call(const jitattn::ScheduleParams* params) {
 WORK = """
 namespace jitattn {
 constexpr bool kHasWholeQueryTiles = true;
-constexpr int32_t kInt32Max = 0x7fffffff;
 int32_t kTileTokens;
 struct Divisor { int32_t divide(int32_t x) const { return x; } };
 struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv; };

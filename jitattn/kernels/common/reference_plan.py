@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jitattn.spec.config import PagedConfig
 from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.tensor_checks import check_indptr
 from jitattn.tensors.tensor_layouts import Batch
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class ReferencePlan(Generic[ConfigT, CallT]):
         """Read the lengths and offsets; on the CPU, refuse those beyond the table or the maxima.
 
         Raises:
-            ValueError: a length on the CPU that is too long.
+            ValueError: on the CPU, a length that is too long, or offsets that don't rise from 0.
         """
         batch = self._batch
+        if batch.qo_indptr is not None:
+            check_indptr("qo_indptr", batch.qo_indptr)
         lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
         starts = list(range(len(lens) + 1))
         if batch.qo_indptr is not None:

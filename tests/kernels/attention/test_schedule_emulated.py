@@ -666,3 +666,45 @@ def test_what_is_run_in_rounds_has_them(
     found = schedule(on_host, batch)
     check(batch, found)
     assert found.num_slots == at_least * params.wave_slots
+
+
+# Offsets as a caller may overwrite them, and of each request its rows, and whether they are NaN.
+OUT_OF_ORDER = {
+    (5, 2, 3, 6): [(range(2), True), (range(2, 3), True), (range(3, 6), False)],
+    (1, 2, 3, 6): [(range(2), True), (range(2, 3), False), (range(3, 6), False)],
+    (-1, 2, 3, 6): [(range(2), True), (range(2, 3), False), (range(3, 6), False)],
+    (0, 3, 2, 5): [(range(3), False), (range(0), False), (range(2, 5), True)],
+    (0, -3, 2, 5): [(range(0), False), (range(2), True), (range(2, 5), False)],
+    (0, 2, 4, -6): [(range(2), False), (range(2, 4), False), (range(0), False)],
+    (-(2**31), 2**31 - 1, -(2**31), 2**31 - 1): [
+        (range(2**31 - 1), True), (range(0), False), (range(2**31 - 1), True)
+    ],
+    (0, 2**30, 2**30 + 2, 2**30 + 3): [
+        (range(2**30), True), (range(0), False), (range(0), False)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("offsets", OUT_OF_ORDER, ids=str)
+def test_offsets_out_of_order(on_host: EmulatedSchedule, offsets: tuple[int, ...]) -> None:
+    """Rows of requests that begin before the one before are NaN, and none lies outside of q."""
+    batch = Batch(lengths=(5, 9, 7), q_lens=(2, 2, 2), decode_rows=12)
+    parts = [
+        torch.full(shape, UNWRITTEN, dtype=dtype)
+        for shape, dtype in (
+            ((4,), torch.int32), ((3, 4), torch.int32), ((4, 8), torch.int32),
+            ((batch.wave_slots * batch.max_waves + 1, 2), torch.int32), ((4,), torch.int32),
+            ((4,), torch.int64),
+        )
+    ]  # fmt: skip
+    starts = torch.tensor(offsets, dtype=torch.int32)
+    seq_lens = torch.tensor(batch.lengths)
+    on_host(params_of(batch, seq_lens, starts, parts, 3))
+    assert parts[0][2] == max(offsets[-1], 0)
+    for (begin, count, _, is_invalid), (rows, is_nan) in zip(
+        parts[1].tolist(), OUT_OF_ORDER[offsets], strict=True
+    ):
+        assert begin >= 0
+        assert count == len(rows)
+        if count:
+            assert (begin, bool(is_invalid)) == (rows.start, is_nan)
