@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from jitattn.base.validate import shown, type_name
 
 INTEGERS = (torch.int32, torch.int64)
+_MOST_BYTES = 2**32  # of a result that is numbers of tokens: a billion of them
 
 
 class _HasDevice(Protocol):
@@ -17,16 +22,62 @@ class _HasDevice(Protocol):
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise TypeError unless ``value`` is a strided tensor of one of ``dtypes``."""
+    """Raise TypeError unless ``value`` is a tensor of one of ``dtypes`` that has plain memory.
+
+    Raises:
+        TypeError: no tensor, another dtype, or a form that ``check_memory`` refuses.
+        ValueError: likewise.
+    """
     if isinstance(value, Tensor) and value.dtype in dtypes:
-        if value.layout is not torch.strided:
-            raise TypeError(f"{name} has the layout {value.layout}: expected torch.strided")
+        check_memory(name, value)
         return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a tensor of {wanted}")
+        raise TypeError(f"{name} is a {type_name(value)}: expected a tensor of {wanted}")
     given = str(value.dtype).removeprefix("torch.")
     raise TypeError(f"{name} has dtype {given}: expected {wanted}")
+
+
+def check_memory(name: str, value: Tensor) -> None:
+    """Raise unless the elements of ``value`` are what its memory holds.
+
+    Raises:
+        TypeError: a sparse, quantised or nested tensor.
+        ValueError: a meta tensor, or one whose sign or conjugation is a bit beside its memory.
+    """
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} has the layout {value.layout}: expected torch.strided")
+    if is_dynamo_compiling():
+        return
+    if value.is_nested:
+        raise TypeError(f"{name} is a nested tensor: expected one of a single shape")
+    if value.is_neg() or value.is_conj():
+        bit = "negative" if value.is_neg() else "conjugate"
+        raise ValueError(
+            f"{name} has the {bit} bit, which kernels don't read: give {name}.resolve_"
+            f"{'neg' if value.is_neg() else 'conj'}()"
+        )
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on meta: expected cpu or cuda, where it has memory")
+
+
+def new_tensor(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return memory for a result whose size ``name`` decides.
+
+    Raises:
+        ValueError: there is not so much, or nobody needs it; with the number of bytes.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > _MOST_BYTES:
+        raise ValueError(f"{name} asks for {num_bytes} bytes: at most {_MOST_BYTES}")
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:  # torch.cuda.OutOfMemoryError among them
+        raise ValueError(
+            f"{name} asks for {num_bytes} bytes on {device}: there is no room"
+        ) from error
 
 
 def check_vector(name: str, value: Tensor, *, device: torch.device) -> None:
@@ -67,6 +118,26 @@ def check_supported(device: torch.device) -> None:
         raise ValueError(f"the tensors are on {device}: expected a CUDA device or the CPU")
 
 
+def as_device(name: str, value: object) -> torch.device:
+    """Return the device that an argument stands for, one that this process can use.
+
+    Raises:
+        TypeError: no device and no name of one.
+        ValueError: neither the CPU nor a CUDA device that is here.
+    """
+    try:
+        device: torch.device = torch.device(value)  # type: ignore[call-overload]
+    except Exception as error:  # of a class of the caller's, too
+        raise TypeError(f"{name} is {shown(value)}: expected a device or its name") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is {device}: expected a CUDA device or the CPU")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"{name} is {device}: this process sees {count} CUDA devices")
+    return device
+
+
 def check_device(name: str, value: _HasDevice, device: torch.device) -> None:
     """Raise ValueError unless ``value`` is on ``device``."""
     if value.device != device:
@@ -92,7 +163,13 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """Raise ValueError when elements of an output share memory, as after ``expand``."""
+    """Raise ValueError for an output that can't be written.
+
+    Raises:
+        ValueError: its elements share memory, as after ``expand``, or autograd follows it.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad, so it can't be written: give {name}.detach()")
     reach = 0  # the farthest element of the dimensions so far
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     for stride, size in dims:

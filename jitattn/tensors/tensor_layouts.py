@@ -30,7 +30,7 @@ class RowLayout:
         span: bytes from its first element to its last.
     """
 
-    __slots__ = ("_device", "_dtype", "alignment", "shape", "span", "strides")
+    __slots__ = ("_device", "_dtype", "_recognises", "alignment", "shape", "span", "strides")
 
     def __init__(self, tensor: Tensor | None, *, vector: int = 1) -> None:
         """Describe ``tensor``, with vectors of ``vector`` elements; None is like no tensor."""
@@ -40,6 +40,7 @@ class RowLayout:
         self.span = 0
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
+        self._recognises: Callable[..., bool] | None = None
         if tensor is not None:
             self.shape, self.strides = tensor.shape, tensor.stride()
             self._dtype, self._device = tensor.dtype, tensor.device
@@ -49,13 +50,21 @@ class RowLayout:
 
     def fits(self, tensor: object) -> bool:
         """Whether ``tensor`` is a tensor that lies like this one."""
-        return (
-            type(tensor) is Tensor
-            and tensor.dtype is self._dtype
+        # A guard that meets a nested tensor ends the process.
+        if type(tensor) is not Tensor or tensor.is_nested:
+            return False
+        if self._recognises is not None and self._recognises(tensor):
+            return True
+        fits = (
+            tensor.dtype is self._dtype
             and tensor.shape == self.shape
             and tensor.stride() == self.strides
             and tensor.device == self._device
+            and not tensor.is_neg()
         )
+        if fits and self._recognises is None and _TensorGuards is not None:
+            self._recognises = recogniser((tensor,))
+        return fits
 
     def is_aligned(self, pointer: int) -> bool:
         """Whether the rows of a tensor at ``pointer`` begin at multiples of a vector."""
@@ -122,6 +131,7 @@ class BatchLayout:
         return (
             type(pages) is self._table
             and len(pages.tensors) == self._num_tensors
+            and not getattr(seq_lens, "is_nested", True)  # which would end the process
             and self._lie_alike(seq_lens, *pages.tensors)
         )
 
