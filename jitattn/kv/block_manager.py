@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from numbers import Integral
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jitattn.base.errors import KVCacheError
+from jitattn.base.validate import as_int, shown
 from jitattn.kv.config import KVCacheConfig
 from jitattn.kv.layout import LayerGroup, Layout, scratch_range, stale_end
 from jitattn.kv.ledger import NEVER, Ledger
@@ -128,11 +128,9 @@ class BlockManager:
         if isinstance(group, LayerGroup):
             if group.index < len(groups) and groups[group.index] == group:
                 return group.index
-        elif (
-            isinstance(group, Integral) and not isinstance(group, bool) and 0 <= group < len(groups)
-        ):
-            return int(group)
-        raise ValueError(f"group is {group!r}: the manager has {len(groups)} groups")
+        elif (index := as_int(group)) is not None and 0 <= index < len(groups):
+            return index
+        raise ValueError(f"group is {shown(group)}: the manager has {len(groups)} groups")
 
     # --- beginning and ending
 
@@ -761,20 +759,34 @@ def _may_write(state: State, page: Page | None) -> bool:
     return True
 
 
-def as_int64(values: object) -> Tokens:
+def with_plain_memory(values: Any) -> Any:
+    """Return a tensor without autograd and with its sign in its memory, anything else as it is."""
+    return values.detach().resolve_neg() if hasattr(values, "resolve_neg") else values
+
+
+def as_int64(name: str, values: object, *, least_dims: int = 1) -> Tokens:
     """Return int64 [n] of integers in any container, tensors included.
+
+    With ``least_dims`` 0 a number is one of them.
 
     Raises:
         TypeError: no integers.
         ValueError: not one dimension, or beyond int64.
     """
-    array = np.asarray(values)
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name} is {shown(values)}: expected integers")
+    try:
+        array = np.asarray(with_plain_memory(values))
+    except Exception as error:  # ragged lists, tensors without numbers, classes of the caller's
+        raise TypeError(f"{name} is {shown(values)}: expected integers") from error
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name} is {shown(values)}: expected integers")
+    if array.ndim == 0 and least_dims == 0:
+        array = array.reshape(1)
     if array.size == 0:
         return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"tokens are {array.dtype}: expected integers")
     if array.ndim != 1:
-        raise ValueError(f"tokens have shape {list(array.shape)}: expected one dimension")
+        raise ValueError(f"{name} has shape {list(array.shape)}: expected one dimension")
     if array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"tokens have {int(array.max())}: expected numbers of 64 bits with a sign")
+        raise ValueError(f"{name} has {int(array.max())}: expected numbers of 64 bits with a sign")
     return array.astype(np.int64, copy=False)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jitattn.base.validate import check_count
+from jitattn.base.validate import INT32_MAX, MAX_DIM, check_count, check_name, shown, type_name
+from jitattn.spec.config import MAX_KV_LEN, MAX_PAGE_SIZE
 from jitattn.spec.dtype import DType, dtype_name
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 DEFAULT_PRIORITY = 35
 MAX_PRIORITY = 100
 _NVFP4_BLOCK = 16
+_LAYOUTS = ("NHD", "HND")
 _DTYPES = tuple(dtype.value for dtype in DType if dtype is not DType.FLOAT64)
 
 
@@ -45,13 +47,21 @@ class LayerConfig:
         Raises:
             TypeError, ValueError: a field that doesn't fit.
         """
-        name = f"layer {self.layer_id}: "
-        check_count("layer_id", self.layer_id, least=0)
-        check_count(f"{name}num_kv_heads", self.num_kv_heads, least=1)
-        check_count(f"{name}head_dim", self.head_dim, least=1)
-        check_count(f"{name}head_dim_vo", self.dim_vo, least=1)
-        check_count(f"{name}window_left", self.window_left, least=-1)
-        dtype = dtype_name(self.dtype)
+        layer_id = check_count("layer_id", self.layer_id, least=0, most=INT32_MAX)
+        name = f"layer {layer_id}: "
+        counts = {
+            "layer_id": layer_id,
+            "num_kv_heads": check_count(f"{name}num_kv_heads", self.num_kv_heads, most=MAX_DIM),
+            "head_dim": check_count(f"{name}head_dim", self.head_dim, most=MAX_DIM),
+            "window_left": check_count(f"{name}window_left", self.window_left, least=-1),
+        }
+        if self.head_dim_vo is not None:
+            counts["head_dim_vo"] = check_count(
+                f"{name}head_dim_vo", self.head_dim_vo, most=MAX_DIM
+            )
+        for field, count in counts.items():  # as plain integers
+            object.__setattr__(self, field, count)
+        dtype = dtype_name(self.dtype, f"{name}dtype")
         if dtype not in _DTYPES:
             raise ValueError(f"{name}dtype is {dtype}: expected one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", dtype)
@@ -116,15 +126,22 @@ class KVCacheConfig:
         Raises:
             TypeError, ValueError: a field that doesn't fit.
         """
-        check_count("page_size", self.page_size, least=1)
-        check_count("gpu_bytes", self.gpu_bytes, least=1)
-        check_count("host_bytes", self.host_bytes, least=0)
-        check_count("max_rewind_len", self.max_rewind_len, least=0)
-        check_count("typical_len", self.typical_len, least=1)
+        counts = {
+            "page_size": check_count("page_size", self.page_size, most=MAX_PAGE_SIZE),
+            "gpu_bytes": check_count("gpu_bytes", self.gpu_bytes),
+            "host_bytes": check_count("host_bytes", self.host_bytes, least=0),
+            "max_rewind_len": check_count(
+                "max_rewind_len", self.max_rewind_len, least=0, most=MAX_KV_LEN
+            ),
+            "typical_len": check_count("typical_len", self.typical_len, most=MAX_KV_LEN),
+        }
+        for field, count in counts.items():  # as plain integers
+            object.__setattr__(self, field, count)
         if not isinstance(self.reuse_scratch, bool):
-            raise TypeError(f"reuse_scratch is {self.reuse_scratch!r}: expected True or False")
-        if self.kv_layout not in ("NHD", "HND"):
-            raise ValueError(f"kv_layout is {self.kv_layout!r}: expected 'NHD' or 'HND'")
+            raise TypeError(f"reuse_scratch is {shown(self.reuse_scratch)}: expected True or False")
+        object.__setattr__(self, "kv_layout", check_name("kv_layout", self.kv_layout, _LAYOUTS))
+        if not isinstance(self.layers, list | tuple):
+            raise TypeError(f"layers is {shown(self.layers)}: expected a list of LayerConfig")
         layers = tuple(self.layers)
         object.__setattr__(self, "layers", layers)
         if not layers:
@@ -132,7 +149,7 @@ class KVCacheConfig:
         seen: set[int] = set()
         for layer in layers:
             if not isinstance(layer, LayerConfig):
-                raise TypeError(f"layers has a {type(layer).__name__}: expected LayerConfig")
+                raise TypeError(f"layers has a {type_name(layer)}: expected LayerConfig")
             if layer.layer_id in seen:
                 raise ValueError(f"layers has layer_id {layer.layer_id} twice")
             seen.add(layer.layer_id)

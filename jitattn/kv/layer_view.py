@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.errors import KVCacheError
-from jitattn.base.validate import check_count
+from jitattn.base.validate import check_count, type_name
 from jitattn.kernels.pages.layer_tables import has_kernel
 from jitattn.kv.block_manager import BlockManager
 from jitattn.kv.device_block_tables import DeviceBlockTables
@@ -201,18 +201,20 @@ class BlockTableMaker:
         check_tensor("rows", given, _INTEGERS)
         if given.shape != (count,):
             raise ValueError(f"rows has shape {list(given.shape)}: expected [{count}]")
-        if given.is_meta:
-            raise ValueError("rows is on meta: expected numbers")
         listed = given.tolist()
         least, most = min(listed, default=0), max(listed, default=0)
         if len(set(listed)) < count or least < 0 or most > _LAST_ROW:
-            raise ValueError(f"rows is {listed}: expected different rows, from 0 to {_LAST_ROW}")
+            raise ValueError(
+                f"rows is {listed[:8]}: expected different rows, from 0 to {_LAST_ROW}"
+            )
         return given
 
 
 def _listed_rows(rows: object) -> Tensor:
-    if isinstance(rows, str) or not isinstance(rows, Sequence | np.ndarray):
-        raise TypeError(f"rows is a {type(rows).__name__}: expected integers, or a tensor")
+    is_listed = isinstance(rows, Sequence) and not isinstance(rows, str)
+    if not is_listed and not (isinstance(rows, np.ndarray) and rows.ndim):
+        raise TypeError(f"rows is a {type_name(rows)}: expected integers, or a tensor")
+    assert isinstance(rows, Sequence | np.ndarray)
     counts = [check_count("rows", row, least=0, most=_LAST_ROW) for row in rows]
     return torch.tensor(counts, dtype=torch.int64, device="cpu")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jitattn.kv.config import KVCacheConfig, LayerConfig
 
+_MAX_SLOTS = 2**25
 _INT32_MAX = 2**31 - 1
 
 
@@ -136,8 +137,14 @@ def split_bytes(layout: Layout, num_bytes: int, typical_len: int, *, least: int)
     ]
 
 
-def check_slots(layout: Layout, counts: Sequence[int], gpu_bytes: int) -> None:
-    """Raise ValueError unless every set has a slot, and the ids of pages fit 32 bits."""
+def check_slots(
+    layout: Layout, counts: Sequence[int], host_counts: Sequence[int], gpu_bytes: int
+) -> None:
+    """Raise ValueError unless every set has a slot, not too many, and page ids fit 32 bits."""
+    for name, numbers in (("gpu_bytes", counts), ("host_bytes", host_counts)):
+        for count in numbers:
+            if count > _MAX_SLOTS:
+                raise ValueError(f"{name} has room for {count} slots: at most {_MAX_SLOTS}")
     for count in counts:
         if count < 1:
             raise ValueError(

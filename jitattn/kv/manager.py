@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jitattn.base.errors import KVCacheError
-from jitattn.base.validate import check_count
-from jitattn.kv.block_manager import BlockManager, as_int64
+from jitattn.base.validate import check_count, shown, type_name
+from jitattn.kv.block_manager import BlockManager, as_int64, with_plain_memory
 from jitattn.kv.config import DEFAULT_PRIORITY, MAX_PRIORITY, KVCacheConfig
 from jitattn.kv.layout import LayerGroup, check_slots, make_layout, split_bytes
-from jitattn.kv.mode import PageIndexMode
+from jitattn.kv.mode import PageIndexMode, mode_of
 from jitattn.kv.sequence import KVSequence, active_states
 from jitattn.kv.state import State
 from jitattn.spec.config import MAX_KV_LEN
@@ -131,23 +131,20 @@ class KVCacheManager:
             TypeError, ValueError: ``config`` is something else, or ``gpu_bytes`` is too little.
         """
         if not isinstance(config, KVCacheConfig):
-            raise TypeError(f"config is a {type(config).__name__}: expected a KVCacheConfig")
+            raise TypeError(f"config is a {type_name(config)}: expected a KVCacheConfig")
         layout = make_layout(config)
         counts = split_bytes(layout, config.gpu_bytes, config.typical_len, least=1)
         host_counts = split_bytes(layout, config.host_bytes, config.typical_len, least=0)
-        check_slots(layout, counts, config.gpu_bytes)
+        check_slots(layout, counts, host_counts, config.gpu_bytes)
         self.config = config
         self.layer_groups = layout.groups
         self._layout = layout
         self._storage: Storage | None = None
         if device is not None:
-            import torch
-
             from jitattn.kv.storage import Storage
-            from jitattn.tensors.tensor_checks import check_supported
+            from jitattn.tensors.tensor_checks import as_device
 
-            where = _with_index(torch.device(device))
-            check_supported(where)
+            where = _with_index(as_device("device", device))
             self._storage = Storage(layout, counts, host_counts, where)
         self._blocks = BlockManager(config, layout, counts, host_counts, self._storage)
         self._views: dict[tuple[int, PageIndexMode], LayerView] = {}
@@ -180,14 +177,19 @@ class KVCacheManager:
                 the configuration has none.
         """
         self._blocks.check_open()
-        tokens = _NO_TOKENS if prompt is None else as_int64(prompt)
+        tokens = _NO_TOKENS if prompt is None else as_int64("prompt", prompt)
         priority = check_count("priority", priority, least=0, most=MAX_PRIORITY)
         if reuse_scratch is not None and not isinstance(reuse_scratch, bool):
-            raise TypeError(f"reuse_scratch is {reuse_scratch!r}: expected True, False or None")
+            raise TypeError(
+                f"reuse_scratch is {shown(reuse_scratch)}: expected True, False or None"
+            )
         if reuse_scratch and not self.config.reuse_scratch:
             raise ValueError("reuse_scratch=True: the manager was made with reuse_scratch=False")
         if not isinstance(reuse_scope, str):
-            raise TypeError(f"reuse_scope is {reuse_scope!r}: expected a string")
+            raise TypeError(f"reuse_scope is {shown(reuse_scope)}: expected a string")
+        reuse_scope = str.__str__(reuse_scope)
+        if any("\ud800" <= letter <= "\udfff" for letter in reuse_scope):
+            raise ValueError("reuse_scope holds half of a surrogate pair")
         has_scratch = self.config.reuse_scratch if reuse_scratch is None else reuse_scratch
         state = self._blocks.create(tokens, priority, has_scratch, reuse_scope)
         return KVSequence(self._blocks, state)
@@ -274,8 +276,8 @@ class KVCacheManager:
         self._blocks.check_open()
         layer_id = check_count("layer_id", layer_id, least=0)
         if layer_id not in self._layout.places:
-            raise ValueError(f"layer_id is {layer_id!r}: the manager has no such layer")
-        mode = PageIndexMode(mode)
+            raise ValueError(f"layer_id is {shown(layer_id)}: the manager has no such layer")
+        mode = mode_of(mode)
         key = layer_id, mode
         if key not in self._views:
             self._views[key] = self._make_view(layer_id, mode)
@@ -329,7 +331,7 @@ class KVCacheManager:
     def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
         """Say whether tables of ``mode`` can list all sequences; None: each has to be asked."""
         self._blocks.check_open()
-        if PageIndexMode(mode) is PageIndexMode.SHARED and self.config.reuse_scratch:
+        if mode_of(mode) is PageIndexMode.SHARED and self.config.reuse_scratch:
             return None
         return True
 
@@ -425,19 +427,22 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _as_lists(new_tokens: object, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return all tokens, one sequence after the other, and how many each has."""
+    array: NDArray[Any] | None
     try:
-        array = np.asarray(new_tokens)
-    except ValueError:  # rows of different lengths
+        if isinstance(new_tokens, str):
+            raise TypeError(f"new_tokens is a {type_name(new_tokens)}: expected lists")
+        array = np.asarray(with_plain_memory(new_tokens))
+    except Exception:  # rows of different lengths, or a tensor without numbers
         array = None
     if array is None or array.dtype == object:
         if not isinstance(new_tokens, (list, tuple)):
-            raise TypeError(f"new_tokens is a {type(new_tokens).__name__}: expected lists")
-        lists = [as_int64(np.atleast_1d(np.asarray(tokens))) for tokens in new_tokens]
+            raise TypeError(f"new_tokens is a {type_name(new_tokens)}: expected lists")
+        lists = [as_int64("new_tokens", tokens, least_dims=0) for tokens in new_tokens]
         counts = np.array([len(tokens) for tokens in lists], np.int64)
         flat = np.concatenate([*lists, _NO_TOKENS])
     elif array.ndim in (1, 2):
         counts = np.full(len(array), 1 if array.ndim == 1 else array.shape[1], np.int64)
-        flat = as_int64(array.reshape(-1))
+        flat = as_int64("new_tokens", array.reshape(-1))
     else:
         raise ValueError(f"new_tokens has shape {list(array.shape)}: expected a row a sequence")
     if len(counts) != count:

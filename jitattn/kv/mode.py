@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from jitattn.base.validate import check_name
+
 
 class PageIndexMode(StrEnum):
     """What page 0 of a layer's cache is.
@@ -15,3 +17,12 @@ class PageIndexMode(StrEnum):
 
     SHARED = "shared"
     PER_LAYER = "per_layer"
+
+
+def mode_of(mode: object) -> PageIndexMode:
+    """Return a mode, given itself or its name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return PageIndexMode(check_name("mode", mode, tuple(PageIndexMode)))

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jitattn.base.errors import KVCacheError
-from jitattn.base.validate import check_count
+from jitattn.base.validate import check_count, type_name
 from jitattn.kv.block_manager import BlockManager, as_int64
 from jitattn.kv.layout import LayerGroup
-from jitattn.kv.mode import PageIndexMode
+from jitattn.kv.mode import PageIndexMode, mode_of
 from jitattn.kv.state import Scratch, State, Status
 from jitattn.spec.config import MAX_KV_LEN
 
@@ -96,7 +96,7 @@ class KVSequence:
     def supports_index_mode(self, mode: PageIndexMode) -> bool:
         """Say whether tables of ``mode`` can list its pages as they are now."""
         state = self._open()
-        if PageIndexMode(mode) is PageIndexMode.PER_LAYER:
+        if mode_of(mode) is PageIndexMode.PER_LAYER:
             return True
         return not (state.status is Status.ACTIVE and state.has_scratch)
 
@@ -192,7 +192,7 @@ class KVSequence:
             TypeError, ValueError: ``tokens`` is something else.
         """
         state = self._active("commit to")
-        array = as_int64(tokens)
+        array = as_int64("tokens", tokens)
         committed, capacity = self.num_committed_tokens, self.capacity
         if state.is_stopped:
             raise KVCacheError(f"sequence {state.id} has stopped committing at {committed} tokens")
@@ -287,9 +287,11 @@ def active_states(seqs: Sequence[KVSequence], blocks: BlockManager) -> list[Stat
     blocks.make_copies()
     states: list[State] = []
     append, active = states.append, Status.ACTIVE
+    if not isinstance(seqs, Sequence) or isinstance(seqs, str):
+        raise TypeError(f"seqs is a {type_name(seqs)}: expected a list of KVSequence")
     for seq in seqs:
         if not isinstance(seq, KVSequence):
-            raise TypeError(f"seqs has a {type(seq).__name__}: expected KVSequence")
+            raise TypeError(f"seqs has a {type_name(seq)}: expected KVSequence")
         state = seq.state
         append(state)
         if state.status is not active or seq.blocks is not blocks:
