@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX, check_count, check_flag
+from jitattn.base.validate import INT32_MAX, check_count, check_flag, shown
 from jitattn.spec.dtype import dtype_name
 from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
@@ -339,8 +339,8 @@ def _check_scales(
         raise ValueError("scale_pool is None: NVFP4 has scales of blocks")
     if scale_layout != "linear":
         raise ValueError(
-            f"scale_layout is {scale_layout!r}: TensorRT-LLM's kernels interleave the scales of V "
-            "by 4 tokens, which is not built; a pool that jitattn writes is 'linear'"
+            f"scale_layout is {shown(scale_layout)}: TensorRT-LLM's kernels interleave the scales "
+            "of V by 4 tokens, which is not built; a pool that jitattn writes is 'linear'"
         )
     if head_dim % NVFP4_BLOCK:
         raise ValueError(f"head_dim is {head_dim}: NVFP4 has multiples of {NVFP4_BLOCK}")

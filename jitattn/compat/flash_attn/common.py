@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX, check_count, check_number
+from jitattn.base.validate import INT32_MAX, check_count, check_number, shown
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.tensors.page_table_base import PageTable
@@ -32,7 +32,7 @@ class Window(NamedTuple):
             TypeError, ValueError: naming the argument.
         """
         if not isinstance(window_size, Sequence) or len(window_size) != 2:
-            raise TypeError(f"window_size is {window_size!r}: expected a pair (left, right)")
+            raise TypeError(f"window_size is {shown(window_size)}: expected a pair (left, right)")
         left, right = (check_count("window_size", n, least=-INT32_MAX) for n in window_size)
         # The last query's own key is the last one.
         is_limit = not causal and 0 < right < max_q_len - 1

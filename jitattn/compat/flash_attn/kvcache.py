@@ -18,6 +18,7 @@ from jitattn.compat.flash_attn.common import (
 )
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.common.planner_base import plan_for_call
+from jitattn.tensors.tensor_checks import check_last_stride, check_memory
 
 
 def flash_attn_with_kvcache(
@@ -126,3 +127,5 @@ def _check_given(given: CachedCall) -> None:
     check_flag("rotary_interleaved", given.rotary_interleaved)
     check_flag("return_softmax_lse", given.return_softmax_lse)
     check_caches(given.q, given.k_cache, given.v_cache)
+    check_memory("q", given.q)
+    check_last_stride("q", given.q)  # before new tokens are written

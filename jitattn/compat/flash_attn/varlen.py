@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag, check_number
+from jitattn.base.validate import as_float, check_count, check_flag, check_number, shown
 from jitattn.compat.flash_attn.common import (
     Q_DTYPES,
     Window,
@@ -65,8 +65,8 @@ def flash_attn_varlen_func(
     """
     refuse_gradients({"q": q, "k": k, "v": v})
     refuse_alibi(alibi_slopes)
-    if dropout_p != 0:
-        raise ValueError(f"dropout_p is {dropout_p}: there is no dropout here, expected 0")
+    if as_float(dropout_p) != 0:
+        raise ValueError(f"dropout_p is {shown(dropout_p)}: there is no dropout here, expected 0")
     check_flag("causal", causal)
     check_flag("deterministic", deterministic)
     check_flag("return_attn_probs", return_attn_probs)

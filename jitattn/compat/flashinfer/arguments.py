@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_flag
+from jitattn.base.validate import check_flag, check_name, shown, type_name
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.spec.dtype import FP8_DTYPES, dtype_name
 from jitattn.tensors.quantization import KVCache, QuantizedKV
 from jitattn.tensors.scales import ScaleLike
-from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
+from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_memory, check_tensor
 
 Pair = Tensor | tuple[Tensor, Tensor]  # both of K and V in one, or one tensor each
 
@@ -109,9 +109,9 @@ def refuse_unbuilt(given: Mapping[str, object], *, but: tuple[str, ...] = ()) ->
         if name in _CHOICES and not _is_among(value, _CHOICES[name]):
             wanted = ", ".join(map(repr, _CHOICES[name]))
             raise ValueError(f"{name} is {_shown(value)}: expected one of {wanted}")
-        if name == "backend" and value not in BACKENDS:
+        if name == "backend" and not (isinstance(value, str) and value in BACKENDS):
             raise ValueError(
-                f"backend is {value!r}: expected one of {', '.join(sorted(BACKENDS))}, all of "
+                f"backend is {shown(value)}: expected one of {', '.join(sorted(BACKENDS))}, all of "
                 "which mean jitattn's kernels"
             )
 
@@ -127,7 +127,7 @@ def _is_among(value: object, allowed: tuple[object, ...]) -> bool:
 
 
 def _shown(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
 
 
 def check_layout(kv_layout: str) -> str:
@@ -136,9 +136,7 @@ def check_layout(kv_layout: str) -> str:
     Raises:
         ValueError: it is neither.
     """
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")
-    return kv_layout
+    return check_name("kv_layout", kv_layout, ("NHD", "HND"))
 
 
 def check_workspace(name: str, workspace: Tensor, device: torch.device | None = None) -> None:
@@ -183,10 +181,12 @@ def check_dtype(name: str, value: object) -> str:
     Raises:
         TypeError: it is neither.
     """
-    if isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
-        return value
+    if isinstance(value, str):
+        value = str.__str__(value)
+        if isinstance(getattr(torch, value, None), torch.dtype):
+            return value
     if not isinstance(value, torch.dtype):
-        raise TypeError(f"{name} is {value!r}: expected a torch.dtype or its name")
+        raise TypeError(f"{name} is {shown(value)}: expected a torch.dtype or its name")
     return dtype_name(value)
 
 
@@ -228,7 +228,8 @@ def check_queries(name: str, q: Tensor) -> None:
         TypeError, ValueError: naming it.
     """
     if not isinstance(q, Tensor):
-        raise TypeError(f"{name} is a {type(q).__name__}: expected a tensor")
+        raise TypeError(f"{name} is a {type_name(q)}: expected a tensor")
+    check_memory(name, q)
     if q.dim() != 3:
         raise ValueError(
             f"{name} has shape {list(q.shape)}: expected [num_tokens, num_qo_heads, head_dim]"
@@ -359,9 +360,9 @@ class LseForm:
             ValueError: naming the one that is unknown.
         """
         if lse_base not in ("log2", "ln"):
-            raise ValueError(f"lse_base is {lse_base!r}: expected 'log2' or 'ln'")
+            raise ValueError(f"lse_base is {shown(lse_base)}: expected 'log2' or 'ln'")
         if lse_layout not in ("NH", "HN"):
-            raise ValueError(f"lse_layout is {lse_layout!r}: expected 'NH' or 'HN'")
+            raise ValueError(f"lse_layout is {shown(lse_layout)}: expected 'NH' or 'HN'")
         self._is_base_2 = lse_base == "log2"
         self._is_turned = lse_layout == "HN"
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import shown
 from jitattn.compat.flashinfer.arguments import as_lengths
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.attention.functional import planner_of
@@ -140,9 +141,9 @@ def refuse_changes(planned: Mapping[str, object], given: Mapping[str, object]) -
         if planned[name] != value:
             called = _CALLED.get(name, name)
             raise ValueError(
-                f"{called} is {value!r}: this wrapper with use_cuda_graph=True was planned with "
-                f"{planned[name]!r}, and runs captured since would not see another; use another "
-                "wrapper"
+                f"{called} is {shown(value)}: this wrapper with use_cuda_graph=True was planned "
+                f"with {shown(planned[name])}, and runs captured since would not see another; use "
+                "another wrapper"
             )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jitattn.compat.flashinfer.arguments import LOG2_E
 from jitattn.kernels.merge import api as merge_api
-from jitattn.tensors.tensor_checks import check_device, check_tensor
+from jitattn.tensors.tensor_checks import check_device, check_tensor, check_writable
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -53,6 +53,8 @@ def merge_state_in_place(
     check_tensor("s", s, (torch.float32,))
     _check_state("v", v, "s", s, v)
     _check_state("v_other", v_other, "s_other", s_other, v)
+    check_writable("v", v)
+    check_writable("s", s)
     if mask is not None:
         check_tensor("mask", mask, (torch.bool, torch.uint8))
         if tuple(mask.shape) != (v.shape[0],):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag
+from jitattn.base.validate import as_int, check_count, check_flag, shown
 from jitattn.compat.flashinfer.arguments import check_dtype, refuse_unbuilt
 from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_buffers
 from jitattn.compat.flashinfer.calls import (
@@ -226,9 +226,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             TypeError, ValueError, ConfigError: naming the argument, before any launch.
         """
         refuse_unbuilt(locals(), but=("kv_cache_sf",))
-        if q_len_per_req not in (None, self._batch().max_q_len):
+        if q_len_per_req is not None and as_int(q_len_per_req) != self._batch().max_q_len:
             raise ValueError(
-                f"q_len_per_req is {q_len_per_req}: plan was given {self._batch().max_q_len}"
+                f"q_len_per_req is {shown(q_len_per_req)}: plan was given {self._batch().max_q_len}"
             )
         call = RunArguments(q, q_scale, k_scale, v_scale, out, lse, return_lse, sinks, kv_cache_sf)
         return self._attend_pages(paged_kv_cache, call, window_change(window_left))
@@ -290,7 +290,8 @@ def _data_types(
 ) -> tuple[str | torch.dtype, str | torch.dtype | None]:
     """Return the types of q and of the cache, for which ``data_type`` may stand."""
     both = None if both is None else check_dtype("data_type", both)
-    return q or both or "float16", both if kv is None else kv
+    q = None if isinstance(q, str) and q == "" else q
+    return (both or "float16") if q is None else q, both if kv is None else kv
 
 
 def _check_causal(q_len_per_req: int, is_causal: bool | None) -> int:
@@ -298,6 +299,6 @@ def _check_causal(q_len_per_req: int, is_causal: bool | None) -> int:
     q_len = check_count("q_len_per_req", q_len_per_req)
     if is_causal is not None and is_causal is not (q_len > 1):
         raise ValueError(
-            f"is_causal is {is_causal!r}: with q_len_per_req={q_len} it is {q_len > 1}"
+            f"is_causal is {shown(is_causal)}: with q_len_per_req={q_len} it is {q_len > 1}"
         )
     return q_len

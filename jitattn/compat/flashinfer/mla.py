@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag, check_number
+from jitattn.base.validate import check_count, check_flag, check_number, shown
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
@@ -230,10 +230,12 @@ class _Contract(NamedTuple):
     def of(cls, given: Mapping[str, Any], *, is_open: bool) -> _Contract:
         for name in ("query_layout", "kv_cache_layout"):
             if given[name] not in (None, "packed", "split"):
-                raise ValueError(f"{name} is {given[name]!r}: expected 'packed', 'split' or None")
+                raise ValueError(
+                    f"{name} is {shown(given[name])}: expected 'packed', 'split' or None"
+                )
         if given["lse_mode"] not in ("none", "base2", "basee"):
             raise ValueError(
-                f"lse_mode is {given['lse_mode']!r}: expected 'none', 'base2' or 'basee'"
+                f"lse_mode is {shown(given['lse_mode'])}: expected 'none', 'base2' or 'basee'"
             )
         return cls(given["query_layout"], given["kv_cache_layout"], given["lse_mode"], is_open)
 
@@ -245,7 +247,7 @@ class _Contract(NamedTuple):
         if asked != self.lse_mode and not (self.lse_mode == "none" and self.is_open):
             name = "return_lse_base_on_e" if {asked, self.lse_mode} > {"none"} else "return_lse"
             raise ValueError(
-                f"{name} asks for lse {asked!r}: plan was given lse_mode={self.lse_mode!r}"
+                f"{name} asks for lse {shown(asked)}: plan was given lse_mode={self.lse_mode!r}"
             )
         return LseForm("ln" if natural else "log2")
 
@@ -375,7 +377,7 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, object]:
         raise ValueError(f"use_sinks is True: {_NO_SINKS}")
     if given["scale_mode"] not in ("default", "kv-per-tensor"):
         raise ValueError(
-            f"scale_mode is {given['scale_mode']!r}: expected 'default' or 'kv-per-tensor'"
+            f"scale_mode is {shown(given['scale_mode'])}: expected 'default' or 'kv-per-tensor'"
         )
     check_dims("head_dim_ckv", given["head_dim_ckv"], KV_LORA_RANKS)
     check_dims("head_dim_kpe", given["head_dim_kpe"], QK_ROPE_HEAD_DIMS)
@@ -392,7 +394,7 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, object]:
         "sm_scale": check_number("sm_scale", given["sm_scale"]),
         "q_dtype": q_dtype,
         "kv_dtype": kv_dtype,
-        "out_dtype": q_dtype if out_dtype is None else dtype_name(out_dtype),
+        "out_dtype": q_dtype if out_dtype is None else dtype_name(out_dtype, "output_dtype"),
     }
 
 
@@ -400,7 +402,7 @@ def _dtypes(q_name: str, kv_name: str, given: Mapping[str, Any]) -> tuple[str, s
     q, kv = given[q_name], given[kv_name]
     for name, value in ((q_name, q), (kv_name, kv)):
         if not isinstance(value, torch.dtype):
-            raise TypeError(f"{name} is {value!r}: expected a torch.dtype")
+            raise TypeError(f"{name} is {shown(value)}: expected a torch.dtype")
     if dtype_name(q) not in Q_DTYPES:
         raise ValueError(f"{q_name} is {dtype_name(q)}: expected float16 or bfloat16")
     if kv not in (q, _FP8):

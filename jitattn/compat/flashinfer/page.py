@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count
+from jitattn.base.validate import INT32_MAX, check_count
 from jitattn.compat.flashinfer.arguments import Q_DTYPES, check_layout, paged_cache
 from jitattn.compat.flashinfer.batch import (
     check_indices,
@@ -15,8 +15,16 @@ from jitattn.compat.flashinfer.batch import (
 )
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.preprocess.api import append_kv
+from jitattn.spec.config import HEAD_DIMS
 from jitattn.tensors.quantization import KVCache, QuantizedKV
-from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
+from jitattn.tensors.tensor_checks import (
+    INTEGERS,
+    check_device,
+    check_last_stride,
+    check_tensor,
+    check_writable,
+    new_tensor,
+)
 
 _TOKENS = tuple(getattr(torch, name) for name in Q_DTYPES)
 _CACHES = (*_TOKENS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -64,6 +72,11 @@ def append_paged_kv_cache(
     page_size = k.shape[1 if kv_layout == "NHD" else 2]
     heads = k.shape[2 if kv_layout == "NHD" else 1]
     for name, tensor in (("append_key", append_key), ("append_value", append_value)):
+        if tensor.shape[2] not in HEAD_DIMS:
+            raise ValueError(
+                f"{name} has a head_dim of {tensor.shape[2]}: expected a multiple of 16 up to 256, "
+                "or 512"
+            )
         if tensor.shape[0] != append_key.shape[0] or tensor.shape[1] != heads:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}: expected [{append_key.shape[0]}, {heads}, "
@@ -112,6 +125,18 @@ def append_paged_mla_kv_cache(
             raise ValueError(
                 f"{name} has shape {list(cache.shape)}: expected [num_pages, page_size, dim]"
             )
+        check_last_stride(name, cache)
+        check_writable(name, cache)
+    pairs = (("append_ckv", append_ckv, ckv_cache), ("append_kpe", append_kpe, kpe_cache))
+    for name, tensor, cache in pairs:
+        assert cache is not None
+        if tensor.shape[1] not in HEAD_DIMS or tensor.shape[1] != cache.shape[2]:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [num_tokens, {cache.shape[2]}], "
+                "a multiple of 16 up to 256, or 512"
+            )
+        if tensor.shape[0] != append_ckv.shape[0]:
+            raise ValueError(f"{name} has {tensor.shape[0]} rows: append_ckv has others")
     assert ckv_cache is not None
     assert kpe_cache is not None
     tables = kv_indices, kv_indptr, kv_last_page_len
@@ -136,7 +161,7 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     """
     check_offsets("kv_indptr", kv_indptr)
     check_last_pages("kv_last_page_len", kv_last_page_len, None, kv_indptr.shape[0] - 1, page_size)
-    check_count("page_size", page_size)
+    page_size = check_count("page_size", page_size, most=INT32_MAX)
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 
 
@@ -158,19 +183,20 @@ def get_batch_indices_positions(
     """
     offsets = check_offsets("append_indptr", append_indptr)
     batch_size, device = append_indptr.shape[0] - 1, append_indptr.device
-    num_rows = check_count("nnz", nnz, least=0)
+    num_rows = check_count("nnz", nnz, least=0, most=INT32_MAX)
     _check_vector("seq_lens", seq_lens, batch_size, device)
     if offsets is not None and offsets[-1] > num_rows:
         raise ValueError(f"nnz is {num_rows}: append_indptr[-1] is {offsets[-1]}")
     results = []
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is None:
-            given = torch.empty(num_rows, dtype=torch.int32, device=device)
+            given = new_tensor("nnz", (num_rows,), torch.int32, device)
         check_tensor(name, given, (torch.int32,))
         _check_vector(name, given, num_rows, device)
+        check_writable(name, given)
         results.append(given)
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
-    request = torch.searchsorted(append_indptr[1:], rows, right=True)
+    request = torch.searchsorted(append_indptr[1:].contiguous(), rows, right=True)
     is_new = request < batch_size
     request = torch.where(is_new, request, 0)
     if batch_size:

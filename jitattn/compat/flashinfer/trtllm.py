@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag, check_number
+from jitattn.base.validate import check_count, check_flag, check_number, shown
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
@@ -330,9 +330,9 @@ def _out_dtype(given: Mapping[str, Any]) -> str:
     if out_dtype is None:
         out_dtype = query.dtype if out is None else out.dtype
     try:
-        name = dtype_name(out_dtype)
+        name = dtype_name(out_dtype, "out_dtype")
     except TypeError:
-        name = repr(out_dtype)
+        name = shown(out_dtype)
     if name not in (*Q_DTYPES, "float32"):
         raise ValueError(f"out_dtype is {name}: expected float16, bfloat16 or float32")
     return name

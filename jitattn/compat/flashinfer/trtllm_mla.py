@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_number
+from jitattn.base.validate import check_count, check_number, shown
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
@@ -75,7 +75,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise ValueError("sinks are given: latent attention has none, expected None")
     if return_lse_base not in (None, "basee", "base2"):
         raise ValueError(
-            f"return_lse_base is {return_lse_base!r}: expected 'basee', 'base2' or None"
+            f"return_lse_base is {shown(return_lse_base)}: expected 'basee', 'base2' or None"
         )
     check_tensor("query", query, tuple(getattr(torch, name) for name in Q_DTYPES))
     if cum_seq_lens_q is not None:
