@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 
 from jitattn.base.errors import ConfigError
+from jitattn.base.validate import shown
 
 SLICE_BYTES = 256
 """Alignment of the parts of a workspace."""
@@ -116,8 +117,8 @@ def canonical_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     try:
         resolved = torch.device("cuda" if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError([f"device={device!r} is no device: {error}"]) from error
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError([f"device={shown(device)} is no device"]) from error
     if resolved.type == "cpu":
         return torch.device("cpu")
     if resolved.type != "cuda":

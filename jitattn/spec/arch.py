@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from jitattn.base.errors import ConfigError
+from jitattn.base.validate import shown
 
 _RESERVED_SMEM_BYTES = 1024
 """Shared memory of every CTA that the system reserves."""
@@ -104,9 +105,11 @@ def why_no_arch(arch: str) -> str:
 
     For a compute capability, or another compiler's name of one, the reason names its architecture.
     """
-    if arch in ARCHS:
+    if isinstance(arch, str) and arch in ARCHS:
         return ""
-    reason = f"{arch!r} is not one of {', '.join(ARCHITECTURES)}"
+    reason = f"{shown(arch)} is not one of {', '.join(ARCHITECTURES)}"
+    if not isinstance(arch, str):
+        return reason
     given = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)[af]?", arch)
     if given is None:
         return reason

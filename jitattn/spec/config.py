@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from numbers import Integral
+from decimal import Decimal
 from typing import ClassVar, Protocol, Self
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
+from jitattn.base.validate import FLOAT32_MAX, INT64_MAX, as_float, as_int, shown
 from jitattn.spec.dtype import dtype_name
 from jitattn.spec.variant import READY, AttentionVariant
 
 # Longest request, so that kernels may add to a position in 32 bits. Larger windows act alike.
 MAX_KV_LEN = 2**30
 MAX_PAGE_SIZE = 2**20
+_LONGEST_NAME = 80
 HEAD_DIMS = (*range(16, 257, 16), 512)
 _OPTIONAL = frozenset(
     (
@@ -49,7 +52,7 @@ class Arguments(Value):
         for name, value in arguments.items():
             if name not in kinds:
                 reasons.append(
-                    f"{name}={value!r} is no planner argument; known: {', '.join(kinds)}"
+                    f"{name[:80]}={shown(value)} is no planner argument; known: {', '.join(kinds)}"
                 )
                 continue
             try:
@@ -83,7 +86,7 @@ class Arguments(Value):
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, value = (x.strip() for x in part.partition("="))
             if not equals:
-                raise ConfigError([f"{part!r} is not name=value"])
+                raise ConfigError([f"{shown(part)} is not name=value"])
             if name in arguments:
                 raise ConfigError([f"{name} is given twice"])
             arguments[name] = _from_text(kinds.get(name, "str"), value)
@@ -250,10 +253,10 @@ class PagedConfig(Protocol):
 
 def _normalise(name: str, kind: str, value: object) -> object:
     if name in _DTYPES:
-        return dtype_name(value)
+        return dtype_name(value, name)
     if kind.startswith("bool"):
         if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: expected True or False")
+            raise TypeError(f"{name}={shown(value)}: expected True or False")
         return value
     if kind.startswith("int"):
         return _integer(name, value)
@@ -262,27 +265,43 @@ def _normalise(name: str, kind: str, value: object) -> object:
     if kind.startswith("AttentionVariant"):
         return _variant(name, value)
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}: expected a string")
-    return value
+        raise TypeError(f"{name}={shown(value)}: expected a string")
+    text = str.__str__(value)
+    if len(text) > _LONGEST_NAME:
+        raise ValueError(f"{name}={shown(text)}: expected a name")
+    return text
 
 
 def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}={value!r}: expected an integer")
-    number = int(value)
-    return min(number, MAX_KV_LEN) if name == "window_left" else number
+    number = as_int(value)
+    if number is None:
+        raise TypeError(f"{name}={shown(value)}: expected an integer")
+    if name == "window_left":
+        number = min(number, MAX_KV_LEN)
+    if abs(number) > INT64_MAX:
+        raise ValueError(f"{name}={shown(number)}: expected a number of 64 bits")
+    return number
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name}={value!r}: expected a number")
-    try:
-        number = float(value.__float__())
-    except OverflowError:
-        number = math.inf
+    number = as_float(_number_of(value))
+    if number is None:
+        raise TypeError(f"{name}={shown(value)}: expected a number")
     if not math.isfinite(number):
         raise ValueError(f"{name}={number}: expected a finite number")
+    if abs(number) > FLOAT32_MAX:
+        raise ValueError(f"{name}={number}: expected a finite float32")
     return number
+
+
+def _number_of(value: object) -> object:
+    """Return the number of a tensor or an array that holds just that, or of a Decimal."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # such as of a meta tensor
+            return value.item()
+    if isinstance(value, Decimal):
+        return math.nan if value.is_snan() else float(value)
+    return value
 
 
 def _variant(name: str, value: object) -> AttentionVariant:
@@ -290,7 +309,7 @@ def _variant(name: str, value: object) -> AttentionVariant:
         return value
     if not isinstance(value, str) or value not in READY:
         raise TypeError(
-            f"{name}={value!r}: expected an AttentionVariant or one of {', '.join(READY)}"
+            f"{name}={shown(value)}: expected an AttentionVariant or one of {', '.join(READY)}"
         )
     return READY[value]
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from jitattn.base.validate import shown
+
 if TYPE_CHECKING:
     import torch
+
+
+_LONGEST_NAME = 80
 
 
 class DType(StrEnum):
@@ -73,12 +78,23 @@ class DType(StrEnum):
         return found
 
 
-def dtype_name(value: object) -> str:
-    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch."""
-    name = str(value).removeprefix("torch.")
-    if not isinstance(value, str) and not str(value).startswith("torch."):
-        raise TypeError(f"{value!r} is not a dtype: give a torch.dtype or its name")
-    return name
+def dtype_name(value: object, name: str = "dtype") -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16`` or its name, without importing torch.
+
+    Raises:
+        TypeError: another object; ``name`` is the argument's.
+        ValueError: a text that is too long for a name.
+    """
+    kind = type(value)
+    if isinstance(value, str):
+        text = str.__str__(value)
+    elif kind.__module__ == "torch" and kind.__name__ == "dtype":
+        text = str(value)
+    else:
+        raise TypeError(f"{name} is {shown(value)}: expected a torch.dtype or its name")
+    if len(text) > _LONGEST_NAME:
+        raise ValueError(f"{name} is {shown(text)}: expected a torch.dtype or its name")
+    return text.removeprefix("torch.")
 
 
 # Names, in the order of error messages.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jitattn.base.validate import check_count, check_flag, check_number
+from jitattn.base.validate import check_count, check_flag, check_number, shown
 from jitattn.spec.layout import Pairing
 from jitattn.spec.model_types import MODEL_TYPES, ROTARY_DIM_UNREAD, ROTATED_OTHERWISE, Axes
 
@@ -30,7 +30,11 @@ _SCALES_OF_Q = ("llama_4_scaling_beta", "max_position_embeddings")
 
 def scaling_type(parameters: Mapping[str, object]) -> str:
     """Return the type that rope parameters name."""
-    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    named = (parameters.get(name) for name in ("rope_type", "type"))
+    kind = next((name for name in named if name is not None and name != ""), "default")
+    if not isinstance(kind, str):
+        raise TypeError(f"scaling['rope_type'] is {shown(kind)}: expected a name")
+    kind = str.__str__(kind)
     return ROPE_TYPE_ALIASES.get(kind, kind)
 
 
@@ -38,6 +42,8 @@ class RotaryFields:
     """The fields of a configuration's text model, read for the layers of one type."""
 
     def __init__(self, config: object, layer_type: str | None = None) -> None:
+        if layer_type is not None and not isinstance(layer_type, str):
+            raise TypeError(f"layer_type is {shown(layer_type)}: expected a string")
         self._config, self._text = config, _text_of(config)
         self._layer_type = layer_type
         name = _get(self._text, "model_type") or _get(config, "model_type")
@@ -88,12 +94,12 @@ class RotaryFields:
         if layers:
             if kind not in layers:
                 raise ValueError(
-                    f"layer_type is {kind!r}: the layers of this model differ, choose one of "
+                    f"layer_type is {shown(kind)}: the layers of this model differ, choose one of "
                     f"{', '.join(sorted(layers))}"
                 )
             chosen = dict(layers[kind])
         elif kind is not None:
-            raise ValueError(f"layer_type is {kind!r}: all layers of this model are alike")
+            raise ValueError(f"layer_type is {shown(kind)}: all layers of this model are alike")
         else:
             chosen = dict(given)
         if chosen.get("rope_theta") is None:

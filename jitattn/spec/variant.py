@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jitattn.base.record import Value
+from jitattn.base.validate import shown
 
 
 class Element(NamedTuple):
@@ -185,7 +186,7 @@ def _check_name(name: object) -> None:
         raise TypeError(f"name is a {type(name).__name__}: expected a string")
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
         raise ValueError(
-            f"name={name!r}: expected letters, digits and underscores, a letter first, "
+            f"name={shown(name)}: expected letters, digits and underscores, a letter first, "
             f"{_MAX_NAME} at most"
         )
 
@@ -244,12 +245,12 @@ def _checked_params(name: str, params: object) -> tuple[tuple[str, str], ...]:
         raise ValueError(f"variant {name!r} has {len(pairs)} params: {MAX_PARAMS} at most")
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(f"params has {pair!r}: expected a tuple, name and type")
+            raise TypeError(f"params has {shown(pair)}: expected a tuple, name and type")
         param, kind = pair
         if not isinstance(param, str) or not isinstance(kind, str):
-            raise TypeError(f"params has {param!r}: {kind!r}: expected a name and a type")
+            raise TypeError(f"params has {shown(param)}: {shown(kind)}: expected a name and a type")
         if not _NAME.fullmatch(param) or len(param) > _MAX_NAME:
-            raise ValueError(f"params has {param!r}: expected letters, digits and underscores")
+            raise ValueError(f"params has {shown(param)}: expected letters, digits and underscores")
         _known_type(kind)
     if len(dict(pairs)) < len(pairs):
         raise ValueError(f"variant {name!r} has two params of one name")
@@ -261,7 +262,8 @@ def _known_type(text: str) -> ParamType:
     found = parse_type(text)
     if found is None:
         raise ValueError(
-            f"type {text!r}: expected float, int, T* or T[..] with T one of {', '.join(ELEMENTS)} "
+            f"params has type {shown(text)}: expected float, int, T* or T[..] with T one of "
+            f"{', '.join(ELEMENTS)} "
             f"and 1 to {MAX_RANK} sizes: positive integers, {', '.join(NAMED_SIZES)} or *"
         )
     return found

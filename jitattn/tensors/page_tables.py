@@ -13,7 +13,7 @@ from typing import Self, TypeGuard
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX
+from jitattn.base.validate import INT32_MAX, shown, type_name
 from jitattn.spec.config import MAX_KV_LEN
 from jitattn.spec.layout import Layout
 from jitattn.spec.params import PageList
@@ -509,7 +509,7 @@ def is_page_table(value: object) -> TypeGuard[PageTable]:
 def check_page_table(pages: object) -> None:
     """Raise TypeError unless ``pages`` is a table of any layout."""
     if not isinstance(pages, PageTable):
-        raise TypeError(f"pages is a {type(pages).__name__}: expected a {table_names()}")
+        raise TypeError(f"pages is a {type_name(pages)}: expected a {table_names()}")
 
 
 def has_pages(value: object) -> TypeGuard[PageTable]:
@@ -530,7 +530,7 @@ def table_from_tensors(tensors: Sequence[Tensor], layout: str | None) -> PageTab
         return table_class(found).from_tensors(tensors, found)
     *names, last = (repr(known.value) for known in Layout)
     raise ValueError(
-        f"page_table is {layout!r}: expected {', '.join(names)} or {last}, the layout of pages"
+        f"page_table is {shown(layout)}: expected {', '.join(names)} or {last}, the layout of pages"
     )
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag
-from jitattn.tensors.tensor_checks import check_tensor
+from jitattn.base.validate import MAX_DIM, check_count, check_flag
+from jitattn.tensors.tensor_checks import as_device, check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -29,12 +29,12 @@ def alibi_slopes(num_qo_heads: int, *, device: torch.device | str | None = None)
     Raises:
         TypeError, ValueError: no count.
     """
-    num_qo_heads = check_count("num_qo_heads", num_qo_heads)
+    num_qo_heads = check_count("num_qo_heads", num_qo_heads, most=MAX_DIM)
     power = 1 << num_qo_heads.bit_length() - 1
     exponents = [-8 * i / power for i in range(1, power + 1)]
     exponents += [-4 * i / power for i in range(1, 2 * power + 1, 2)]
     slopes = torch.tensor(exponents[:num_qo_heads], dtype=torch.float64, device="cpu").exp2()
-    return slopes.to(torch.float32).to(device)
+    return slopes.to(torch.float32).to("cpu" if device is None else as_device("device", device))
 
 
 def t5_bias(
@@ -62,7 +62,7 @@ def t5_bias(
         )
     num_buckets = weight.shape[0] // 2 if bidirectional else weight.shape[0]
     num_exact = num_buckets // 2
-    max_distance = check_count("max_distance", max_distance, least=num_exact + 1)
+    max_distance = check_count("max_distance", max_distance, least=num_exact + 1, most=MAX_DIM)
     distance = torch.arange(-max_distance, max_distance + 1, device="cpu")  # to earlier keys
     size = distance.abs() if bidirectional else distance.clamp(min=0)
     # In float32, as the model was trained.

@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import shown
 from jitattn.spec.dtype import KV_DTYPES, QUANTISED_DTYPES, DType, dtype_name
 from jitattn.tensors.scales import check_scale, scale_value
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
@@ -67,11 +68,11 @@ class QuantizedKV:
             TypeError: an argument is no tensor or has another dtype.
             ValueError: a shape, stride or device doesn't fit, or ``scale_layout`` is not "linear".
         """
-        if scale_layout != "linear":
+        if not isinstance(scale_layout, str) or scale_layout != "linear":
             raise ValueError(
-                f"scale_layout is {scale_layout!r}: expected 'linear', [.., head_dim / 16] in the "
-                "order of the cache (TensorRT-LLM interleaves the scales of V by 4 tokens, which "
-                "is not built)"
+                f"scale_layout is {shown(scale_layout)}: expected 'linear', [.., head_dim / 16] in "
+                "the order of the cache (TensorRT-LLM interleaves the scales of V by 4 tokens, "
+                "which is not built)"
             )
         self.k, self.k_block_scales = _check_blocks("k", k, k_block_scales)
         self.v, self.v_block_scales = _check_blocks("v", v, v_block_scales)

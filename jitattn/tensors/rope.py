@@ -10,17 +10,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag
+from jitattn.base.validate import (
+    INT32_MAX,
+    check_count,
+    check_flag,
+    check_positive,
+    shown,
+    type_name,
+)
 from jitattn.spec.rotary_fields import RotaryFields, scaling_type
 from jitattn.tensors.tensor_handles import new_handle
 
 _MISSING = object()
+_MAX_HEAD_DIM = 2**16
 Scaling = Mapping[str, object]
 
 
@@ -82,7 +89,7 @@ class Rope:
             ValueError: an argument is out of range, frequencies are not finite, or ``scaling`` has
                 an unknown type, misses a key or has one that its type doesn't use.
         """
-        self.head_dim = check_count("head_dim", head_dim)
+        self.head_dim = check_count("head_dim", head_dim, most=_MAX_HEAD_DIM)
         self.rotary_dim = (
             self.head_dim if rotary_dim is None else check_count("rotary_dim", rotary_dim)
         )
@@ -91,14 +98,14 @@ class Rope:
                 f"rotary_dim is {self.rotary_dim}: expected an even number up to head_dim, "
                 f"{self.head_dim}"
             )
-        self.base = _number("base", base)
+        self.base = check_positive("base", base)
         if scaling is not None and not isinstance(scaling, Mapping):
-            raise TypeError(f"scaling is a {type(scaling).__name__}: expected a dictionary")
+            raise TypeError(f"scaling is a {type_name(scaling)}: expected a dictionary")
         self.scaling = None if scaling is None else dict(scaling)
         self.interleaved = check_flag("interleaved", interleaved)
-        self.max_position = (
-            None if max_position is None else check_count("max_position", max_position)
-        )
+        if max_position is not None:
+            max_position = check_count("max_position", max_position, most=INT32_MAX)
+        self.max_position = max_position
         self.mrope_section = _sections(mrope_section, self.rotary_dim)
         self.mrope_interleaved = check_flag("mrope_interleaved", mrope_interleaved)
         if mrope_interleaved and mrope_section is None:
@@ -260,23 +267,15 @@ def _inverse_two_pi(bits: int) -> int:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
-    number = float(value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} is {number}: expected a positive number")
-    return number
-
-
 def _sections(section: Sequence[int] | None, rotary_dim: int) -> tuple[int, ...] | None:
     if section is None:
         return None
     if not isinstance(section, Sequence):
-        raise TypeError(f"mrope_section is a {type(section).__name__}: expected three counts")
+        raise TypeError(f"mrope_section is a {type_name(section)}: expected three counts")
     counts = tuple(section)
     if len(counts) != 3 or any(type(n) is not int or n < 0 for n in counts):
-        raise ValueError(f"mrope_section is {list(counts)}: expected three counts of pairs")
+        told = ", ".join(map(shown, counts[:4]))
+        raise ValueError(f"mrope_section is [{told}]: expected three counts of pairs")
     if sum(counts) != rotary_dim // 2:
         raise ValueError(
             f"mrope_section is {list(counts)}, {sum(counts)} pairs: expected rotary_dim / 2 = "
@@ -300,17 +299,17 @@ class _Keys:
             self._left.pop(name, None)
 
     def number(self, name: str, default: object = _MISSING) -> float:
-        return _number(f"scaling[{name!r}]", self.value(name, default))
+        return check_positive(f"scaling[{name!r}]", self.value(name, default))
 
     def optional(self, name: str) -> float | None:
         value = self.value(name, None)
-        return None if value is None else _number(f"scaling[{name!r}]", value)
+        return None if value is None else check_positive(f"scaling[{name!r}]", value)
 
     def nonzero(self, name: str) -> float | None:
         """Return a number, None where it is 0, which stands for an absent one."""
         value = self.value(name, None)
         is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
-        return None if value is None or is_zero else _number(f"scaling[{name!r}]", value)
+        return None if value is None or is_zero else check_positive(f"scaling[{name!r}]", value)
 
     def value(self, name: str, default: object = _MISSING) -> object:
         value = self._left.pop(name, None)
@@ -321,9 +320,11 @@ class _Keys:
         return value
 
     def finish(self) -> None:
-        unused = [name for name, value in self._left.items() if value is not None]
+        unused = [shown(name) for name, value in self._left.items() if value is not None]
         if unused:
-            raise ValueError(f"scaling has {', '.join(unused)}: {self.kind!r} has no use for that")
+            raise ValueError(
+                f"scaling has {', '.join(unused[:8])}: {self.kind!r} has no use for that"
+            )
 
 
 def _frequencies(rope: Rope) -> Frequencies:
@@ -331,17 +332,17 @@ def _frequencies(rope: Rope) -> Frequencies:
     compute = _SCALINGS.get(keys.kind)
     if compute is None:
         raise ValueError(
-            f"scaling has the type {keys.kind!r}: expected one of {', '.join(_SCALINGS)}"
+            f"scaling has the rope_type {shown(keys.kind)}: expected one of {', '.join(_SCALINGS)}"
         )
     try:
         inv_freq, attention_factor = compute(rope, keys)
-    except ZeroDivisionError:
+    except ArithmeticError:
         inv_freq, attention_factor = torch.tensor(math.nan, device="cpu"), 1.0
     keys.finish()
     if not bool(inv_freq.isfinite().all()) or not math.isfinite(attention_factor):
         raise ValueError(
-            f"base is {rope.base} and scaling {rope.scaling}: they give frequencies that aren't "
-            "finite"
+            f"base is {rope.base} and scaling of type {keys.kind!r}: they give frequencies that "
+            "aren't finite float32"
         )
     return inv_freq, attention_factor
 
@@ -393,11 +394,15 @@ def _yarn(rope: Rope, keys: _Keys) -> Frequencies:
     factor = keys.number("factor")
     low_mscale, high_mscale = keys.nonzero("mscale_all_dim"), keys.nonzero("mscale")
     attention_factor = keys.optional("attention_factor")
+    if trained < 1:
+        raise ValueError(
+            f"scaling['original_max_position_embeddings'] is {trained}: expected at least 1"
+        )
     bounds = [
         dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
         for rotations in (keys.number("beta_fast", 32), keys.number("beta_slow", 1))
     ]
-    if keys.value("truncate", True):
+    if check_flag("scaling['truncate']", keys.value("truncate", True)):
         bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
     first, last = max(bounds[0], 0), min(bounds[1], dim - 1)
     last += 0.001 if first == last else 0
@@ -420,6 +425,10 @@ def _mscale(factor: float, mscale: float | None = 1.0) -> float:
 def _longrope(rope: Rope, keys: _Keys) -> Frequencies:
     trained, factor = keys.number("original_max_position_embeddings"), keys.optional("factor")
     attention_factor = keys.optional("attention_factor")
+    if trained <= 1:
+        raise ValueError(
+            f"scaling['original_max_position_embeddings'] is {trained}: expected more than 1"
+        )
     if rope.max_position is None:
         raise ValueError("max_position is None: 'longrope' chooses its factors by it")
     both = {name: keys.value(name) for name in ("short_factor", "long_factor")}
@@ -446,12 +455,12 @@ def _proportional(rope: Rope, keys: _Keys) -> Frequencies:
 
 def _factors(name: str, values: object, count: int) -> Tensor:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"scaling[{name!r}] is a {type(values).__name__}: expected numbers")
+        raise TypeError(f"scaling[{name!r}] is a {type_name(values)}: expected numbers")
     if len(values) != count:
         raise ValueError(
             f"scaling[{name!r}] has {len(values)} factors: expected rotary_dim / 2 = {count}"
         )
-    numbers = [_number(f"scaling[{name!r}][{i}]", value) for i, value in enumerate(values)]
+    numbers = [check_positive(f"scaling[{name!r}][{i}]", value) for i, value in enumerate(values)]
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 

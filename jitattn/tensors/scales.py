@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import FLOAT32_MAX, as_float, type_name
 from jitattn.spec.dtype import QUANTISED_DTYPES
 from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 ScaleLike = float | Tensor
 """A scale as callers give it: a number, or a float32 tensor that is read when a kernel runs."""
-
-_LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +81,9 @@ def scale_value(name: str, scale: object) -> float:
         TypeError: it is none.
         ValueError: no finite float32.
     """
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(
-            f"{name} is a {type(scale).__name__}: expected a number or a tensor of float32"
-        )
-    try:
-        value = float(scale)
-    except OverflowError:
-        value = math.inf
-    if not abs(value) <= _LARGEST_FLOAT:
+    value = as_float(scale)
+    if value is None:
+        raise TypeError(f"{name} is a {type_name(scale)}: expected a number or a tensor of float32")
+    if not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name} is {value}: expected a finite float32")
     return value

@@ -102,7 +102,7 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
 # Both values of these work in every kernel.
 _ANY = {
     "causal": "True, False",
-    "sm_scale": "any finite number",
+    "sm_scale": "any finite float32",
     "use_sinks": "True, False",
     "use_custom_mask": "True, False",
     "variant": VARIANT_RANGE,

@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_flag
+from jitattn.base.validate import check_flag, check_name
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.spec.config import PlannerConfig
@@ -17,6 +17,7 @@ from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import check_page_table
 from jitattn.tensors.quantization import KVCache, QuantizedKV
 from jitattn.tensors.scales import ScaleLike
+from jitattn.tensors.tensor_checks import check_memory
 
 
 def attention(
@@ -72,6 +73,8 @@ def attention(
 
 def _config_of(q: Tensor, kv_cache: KVCache, pages: PageTable, kv_layout: str) -> dict[str, object]:
     """Read off the tensors what a planner wants to know; it checks the rest."""
+    if isinstance(q, Tensor):
+        check_memory("q", q)
     if not isinstance(q, Tensor) or q.dim() != 3:
         raise ValueError("q: expected a tensor [num_tokens, num_qo_heads, head_dim]")
     check_page_table(pages)
@@ -89,9 +92,13 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: PageTable, kv_layout: str) -
         )
     if not isinstance(k, Tensor) or not isinstance(v, Tensor):
         raise TypeError("kv_cache: expected a pair of tensors (k_cache, v_cache)")
+    check_memory("k_cache", k)
+    check_memory("v_cache", v)
     is_ragged = pages.layout.value == "ragged"
-    if k.dim() != (3 if is_ragged else 4):
-        raise ValueError(f"k_cache has shape {list(k.shape)}, with pages {pages!r}")
+    for name, part in (("k_cache", k), ("v_cache", v)):
+        if part.dim() != (3 if is_ragged else 4):
+            raise ValueError(f"{name} has shape {list(part.shape)}, with pages {pages!r}")
+    kv_layout = check_name("kv_layout", kv_layout, ("NHD", "HND"))
     token_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     return {
         "num_qo_heads": q.shape[1],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jitattn.base import knobs
 from jitattn.base.errors import ConfigError
-from jitattn.base.validate import check_count
+from jitattn.base.validate import check_count, shown, type_name
 from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.variant import AttentionVariant
@@ -292,7 +292,10 @@ def build_info(planner: PlannerBase[Any]) -> list[KernelInfo]:
 
     Raises:
         CompileError: one of them doesn't compile.
+        TypeError: no planner.
     """
+    if not isinstance(planner, PlannerBase):
+        raise TypeError(f"planner is a {type_name(planner)}: expected a planner")
     return planner.kernels.infos()
 
 
@@ -490,8 +493,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _choose_backend(backend: str, device: torch.device) -> str:
-    if backend not in _BACKENDS:
-        raise ConfigError([f"backend={backend!r} is not one of {', '.join(_BACKENDS)}"])
+    if not isinstance(backend, str) or backend not in _BACKENDS:
+        raise ConfigError([f"backend={shown(backend)} is not one of {', '.join(_BACKENDS)}"])
     if backend == "auto":
         return "cuda" if device.type == "cuda" else "reference"
     if backend == "cuda" and device.type != "cuda":

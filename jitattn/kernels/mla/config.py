@@ -67,7 +67,7 @@ MLA_RANGES: Mapping[str, str] = {
     **{rule.argument: rule.allowed for rule in RULES},
     "causal": "True, False",
     "variant": VARIANT_RANGE,
-    "sm_scale": "any finite number; the planner has no default",
+    "sm_scale": "any finite float32; the planner has no default",
     "batch_invariant": "True, False",
     "query tokens per request": "1 and up",
 }

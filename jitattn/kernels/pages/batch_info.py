@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX, check_count
+from jitattn.base.validate import INT32_MAX, check_count, type_name
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
@@ -27,6 +27,8 @@ from jitattn.tensors.tensor_checks import (
     check_per_request,
     check_tensor,
     check_vector,
+    check_writable,
+    new_tensor,
 )
 
 _OUTPUTS = ("qo_indptr", "kv_indptr", "requests", "positions", "slots")  # of BatchInfo.tensors
@@ -134,6 +136,7 @@ def _check(call: BatchCall) -> _Batch:
     num_tokens = check_count("num_tokens", num_tokens, least=0, most=INT32_MAX)
     table = None
     if pages is not None:
+        page_size = None if page_size is None else check_page_size(page_size)
         table = _checked_pages(pages, page_size, seq_lens)
     elif page_size is not None:
         raise ValueError("page_size is given without pages")
@@ -146,12 +149,10 @@ def _check(call: BatchCall) -> _Batch:
 def _checked_pages(pages: PageTable, page_size: int | None, seq_lens: Tensor) -> PageTable:
     if not has_pages(pages):
         names = table_names(without=[Layout.RAGGED])
-        raise TypeError(f"pages is {pages!r}: expected a {names}")
+        raise TypeError(f"pages is a {type_name(pages)}: expected a {names}")
     if pages.layout == "separate":
         raise ValueError(f"pages is {pages!r}: separate ids of K and V are two slots a token")
-    if page_size is not None:
-        page_size = check_page_size(page_size)
-    elif pages.layout.lists_pages:
+    if page_size is None and pages.layout.lists_pages:
         raise ValueError("page_size is None: pages need the tokens of a page")
     check_device("pages", pages, seq_lens.device)
     if pages.batch_size != seq_lens.shape[0]:
@@ -180,6 +181,7 @@ def _check_out(out: BatchInfo, batch: _Batch) -> None:
             )
         if not tensor.is_contiguous():
             raise ValueError(f"out.{name} has the stride {tensor.stride(0)}: expected 1")
+        check_writable(f"out.{name}", tensor)
         check_device(f"out.{name}", tensor, batch.device)
 
 
@@ -188,7 +190,7 @@ def _new_info(
 ) -> BatchInfo:
     # One allocation. Slots come first, since they are wider than the others.
     sizes = [2 * num_tokens * has_slots, num_tokens, num_tokens, batch_size + 1, batch_size + 1]
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    memory = new_tensor("num_tokens", (sum(sizes),), torch.int32, device)
     slots, requests, positions, qo_indptr, kv_indptr = torch.split(memory, sizes)
     return BatchInfo(
         qo_indptr, kv_indptr, requests, positions, slots.view(torch.int64) if has_slots else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX, check_count
+from jitattn.base.validate import INT32_MAX, check_count, shown, type_name
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
@@ -151,6 +151,7 @@ def check_offsets(name: str, indptr: Tensor, batch_size: int, device: torch.devi
         raise ValueError(f"{name} has shape {list(indptr.shape)}: expected [{batch_size + 1}]")
     if not indptr.is_contiguous():
         raise ValueError(f"{name} has the stride {indptr.stride(0)}: expected a contiguous tensor")
+    check_writable(name, indptr)
     check_device(name, indptr, device)
 
 
@@ -400,9 +401,9 @@ def convert_pages(
     page_size = check_page_size(page_size)
     if not has_pages(pages):
         names = table_names(without=[Layout.RAGGED])
-        raise TypeError(f"pages is {pages!r}: expected a {names}")
+        raise TypeError(f"pages is a {type_name(pages)}: expected a {names}")
     if layout not in _LAYOUTS:
-        raise ValueError(f"layout is {layout!r}: expected one of {', '.join(_LAYOUTS)}")
+        raise ValueError(f"layout is {shown(layout)}: expected one of {', '.join(_LAYOUTS)}")
     if pages.layout == "separate" and layout != "separate":
         raise ValueError(f"pages has ids of its own for V, which layout={layout!r} has no room for")
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX
+from jitattn.base.validate import INT32_MAX, type_name
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
@@ -18,7 +18,13 @@ from jitattn.kernels.pages.params import MAX_POOLS, PAGE_DIMS, CopyParams
 from jitattn.kernels.pages.spec import CopyPagesSpec
 from jitattn.kernels.pages.tile import CopyPagesTile
 from jitattn.spec.params import Divisor
-from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor, check_writable
+from jitattn.tensors.tensor_checks import (
+    INTEGERS,
+    check_device,
+    check_memory,
+    check_tensor,
+    check_writable,
+)
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch
@@ -82,7 +88,7 @@ def _as_pools(name: str, pools: Pools) -> tuple[Tensor, ...]:
     if isinstance(pools, Tensor):
         return (pools,)
     if not isinstance(pools, (tuple, list)):
-        raise TypeError(f"{name} is a {type(pools).__name__}: expected a tensor or a list of them")
+        raise TypeError(f"{name} is a {type_name(pools)}: expected a tensor or a list of them")
     return tuple(pools)
 
 
@@ -99,8 +105,9 @@ def _check(call: CopyCall) -> _Copies:
     named |= {f"dst[{i}]": pool for i, pool in enumerate(targets)}
     for name, pool in named.items():
         if not isinstance(pool, Tensor):
-            raise TypeError(f"{name} is a {type(pool).__name__}: expected a tensor")
-        if pool.layout is not torch.strided or pool.dim() < 2:
+            raise TypeError(f"{name} is a {type_name(pool)}: expected a tensor")
+        check_memory(name, pool)
+        if pool.dim() < 2:
             raise ValueError(f"{name} has shape {list(pool.shape)}: expected [num_pages, ...]")
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source.dtype != target.dtype:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX
+from jitattn.base.validate import INT32_MAX, check_name, shown, type_name
 from jitattn.kernels.pages.block_table import check_offsets
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES, DType, dtype_name
@@ -20,7 +20,12 @@ from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
 from jitattn.tensors.scales import Scale, ScaleLike, view_scale
-from jitattn.tensors.tensor_checks import check_device, check_per_request, check_tensor
+from jitattn.tensors.tensor_checks import (
+    check_device,
+    check_per_request,
+    check_tensor,
+    check_writable,
+)
 
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -94,8 +99,8 @@ def check(call: GatherCall) -> Batch:
     if not has_pages(pages):
         names = table_names(without=[Layout.RAGGED])
         raise TypeError(
-            f"pages is {pages!r}: expected a {names} (ragged K and V lie one request after the "
-            "other already)"
+            f"pages is a {type_name(pages)}: expected a {names} (ragged K and V lie one request "
+            "after the other already)"
         )
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
     batch = _viewed(call, pages)
@@ -148,7 +153,7 @@ def _viewed(call: GatherCall, pages: PageTable) -> Batch:
             for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale))
         )
     if call.out_dtype is not None:
-        out_dtype = dtype_name(call.out_dtype)
+        out_dtype = dtype_name(call.out_dtype, "out_dtype")
     else:
         out_dtype = config.q_dtype if config.kv_dtype in QUANTISED_DTYPES else config.kv_dtype
     return Batch(k, v, k_scale, v_scale, pages, call.seq_lens, config.kv_dtype, out_dtype, blocks)
@@ -164,7 +169,7 @@ def _check_bound(kv: BoundCache, call: GatherCall) -> None:
             f"page_table={config.page_table!r}"
         )
     if call.kv_layout not in ("NHD", config.kv_layout):
-        raise ValueError(f"kv_layout is {call.kv_layout!r}: kv was bound as another")
+        raise ValueError(f"kv_layout is {shown(call.kv_layout)}: kv was bound as another")
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is not None:
             raise ValueError(f"{name} is given, but a bound cache has its own: give it to bind")
@@ -174,8 +179,7 @@ def _check_bound(kv: BoundCache, call: GatherCall) -> None:
 
 def _config_of(kv: object, pages: PageTable, kv_layout: str) -> PlannerConfig:
     """Read off the tensors what ``view_caches`` compares them with; it checks the rest."""
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")
+    kv_layout = check_name("kv_layout", kv_layout, ("NHD", "HND"))
     kv_dtypes = _PLAIN_DTYPES
     one, k, v = kv, kv, kv
     if isinstance(kv, QuantizedKV):
@@ -192,10 +196,11 @@ def _config_of(kv: object, pages: PageTable, kv_layout: str) -> PlannerConfig:
     assert isinstance(one, Tensor)
     assert isinstance(v, Tensor)
     num_dims = 5 if one is kv else 4
-    if one.dim() != num_dims:
+    if one.dim() != num_dims or v.dim() != num_dims:
         page = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
         wanted = f"[num_pages, {'2, ' if num_dims == 5 else ''}{page}, head_dim]"
-        raise ValueError(f"kv has shape {list(one.shape)}: expected {wanted}")
+        given = one if one.dim() != num_dims else v
+        raise ValueError(f"kv has shape {list(given.shape)}: expected {wanted}")
     if 0 in (*one.shape[1:], v.shape[-1]):
         raise ValueError(f"kv has shape {list(one.shape)}: a page of it holds nothing")
     token_dim, head_dim = (-3, -2) if kv_layout == "NHD" else (-2, -3)
@@ -230,6 +235,7 @@ def _check_out(out: object, batch: Batch) -> None:
             raise ValueError(
                 f"out[{i}] has strides {list(tensor.stride())}: expected a contiguous tensor"
             )
+        check_writable(f"out[{i}]", tensor)
         check_device(f"out[{i}]", tensor, batch.device)
     if len(out) == 3:
         check_offsets("out[2]", out[2], batch.seq_lens.shape[0], batch.device)

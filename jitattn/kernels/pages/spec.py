@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
+from jitattn.base.validate import shown
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
@@ -145,7 +146,7 @@ class TransferConfig(Value):
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or name not in _FIELDS or name in given:
-                raise ConfigError([f"{part!r} is not one of {', '.join(_FIELDS)}=value, once"])
+                raise ConfigError([f"{shown(part)} is not one of {', '.join(_FIELDS)}=value, once"])
             given[name] = value
         config = cls(**given)
         if reasons := config.reasons():

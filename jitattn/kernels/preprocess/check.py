@@ -6,16 +6,14 @@ Launches nothing and computes nothing. Everything that doesn't fit is refused he
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag
+from jitattn.base.validate import check_count, check_flag, check_number
 from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
 from jitattn.spec.dtype import DType
@@ -209,9 +207,19 @@ def _head_counts(given: PreprocessCall) -> tuple[int, int, int]:
     return num_qo_heads, num_kv_heads, head_dim
 
 
+def _check_values(name: str, values: object) -> None:
+    """Raise unless ``values`` are of 16 bits: what a float32 becomes is its maker's to say."""
+    if isinstance(values, Tensor) and values.dtype is torch.float32:
+        raise TypeError(
+            f"{name} has dtype float32: expected float16 or bfloat16, which kernels read; round it "
+            f"first, with {name}.to()"
+        )
+    check_tensor(name, values, _FLOATS)
+
+
 def _unpacked(given: PreprocessCall, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_qo_heads, num_kv_heads, head_dim = _head_counts(given)
-    check_tensor("qkv", qkv, _FLOATS)
+    _check_values("qkv", qkv)
     width = (num_qo_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 2 or qkv.shape[1] != width:
         raise ValueError(
@@ -232,7 +240,7 @@ def _check_heads(parts: object) -> tuple[Tensor, ...]:
     """
     checked: list[Tensor] = []
     for name, part, num_heads, head_dim in parts:  # type: ignore[attr-defined]
-        check_tensor(name, part, _FLOATS)
+        _check_values(name, part)
         if part.dim() == 2 and num_heads and _is_row(part.shape[1], num_heads, head_dim):
             check_last_stride(name, part)
             part = part.view(part.shape[0], num_heads, part.shape[1] // num_heads)
@@ -403,11 +411,7 @@ def _check_norms(given: PreprocessCall, call: TokenCall) -> None:
         weights = getattr(given, name)
         if weights is not None:
             _check_vector_of(name, weights, call.k.shape[2], _NORM_FLOATS, call.device)
-    eps = given.norm_eps
-    if isinstance(eps, bool) or not isinstance(eps, Real):
-        raise TypeError(f"norm_eps is a {type(eps).__name__}: expected a number")
-    if not 0 <= float(eps) < math.inf:
-        raise ValueError(f"norm_eps is {eps}: expected a finite number, 0 or more")
+    check_number("norm_eps", given.norm_eps, least=0.0)
 
 
 def _check_output(given: PreprocessCall, call: TokenCall) -> None:

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX
+from jitattn.base.validate import INT32_MAX, check_name
 from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.spec.dtype import BYTE_DTYPES, KV_DTYPES, DType, dtype_name
 from jitattn.tensors.cache_views import CacheView, cache_view
@@ -46,9 +46,8 @@ class WrittenCache:
         Raises:
             TypeError, ValueError: it doesn't fit.
         """
-        if kv_layout not in ("NHD", "HND"):
-            raise ValueError(f"kv_layout is {kv_layout!r}: expected 'NHD' or 'HND'")
-        wanted = None if kv_dtype is None else dtype_name(kv_dtype)
+        kv_layout = check_name("kv_layout", kv_layout, ("NHD", "HND"))
+        wanted = None if kv_dtype is None else dtype_name(kv_dtype, "kv_dtype")
         if isinstance(kv_cache, QuantizedKV):
             cache = cls._of_blocks(kv_cache, k, v, kv_layout, wanted)
         else:

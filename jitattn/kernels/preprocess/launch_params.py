@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_number
 from jitattn.kernels.common.launch_cache import CallTensors, Source
 from jitattn.kernels.preprocess.check import PreprocessCall, TokenCall
 from jitattn.kernels.preprocess.params import PREPROCESS_ADDRESSES
@@ -159,7 +160,7 @@ def write_call(op: ctypes.Structure, call: TokenCall) -> None:
     op.max_kv_len = call.max_kv_len
     op.batch_size = _batch_size(given)
     op.zero_tail = given.zero_tail
-    op.norm_eps = given.norm_eps
+    op.norm_eps = check_number("norm_eps", given.norm_eps)
     for name in _SCALES:
         getattr(op, name).value = 1.0  # where it is a tensor, or doesn't count
     for name in scales_of(call):

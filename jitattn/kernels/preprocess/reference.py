@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_number
 from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.spec.dtype import DType
 from jitattn.tensors.cache_views import CacheView
@@ -143,7 +144,7 @@ def _computed(
         x = x + bias.double().reshape(x.shape[1:])
     if norm is not None:
         mean_square = x.square().mean(dim=-1, keepdim=True)
-        x = x / (mean_square + call.given.norm_eps).sqrt() * norm.double()
+        x = x / (mean_square + check_number("norm_eps", call.given.norm_eps)).sqrt() * norm.double()
     if positions is not None:
         assert call.given.rope is not None
         x = rotate(x, call.given.rope, positions)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
+from jitattn.base.validate import shown
 from jitattn.kernels.preprocess.tile import PreprocessTile, preprocess_tile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, MAX_PAGE_SIZE
@@ -88,7 +89,7 @@ PREPROCESS_RANGES: Mapping[str, str] = {
     "head_dim": "multiples of 16 from 16 to 256, and 512",
     "head_dim_vo": "None (head_dim), multiples of 16 from 16 to 256, and 512; append_kv",
     "page_size": "1 and up, any integer",
-    "qkv_dtype": ", ".join(Q_DTYPES),
+    "qkv_dtype": f"{', '.join(Q_DTYPES)}; float32 is refused: who makes it rounds it",
     "q_out": "qkv_dtype, " + ", ".join(FP8_DTYPES),
     "kv_dtype": ", ".join(KV_DTYPES),
     "kv_layout": "NHD, HND; any strides",
@@ -129,13 +130,15 @@ class PreprocessConfig(Value):
         """
         kernel, *parts = (part.strip() for part in text.split(",") if part.strip())
         if kernel.replace(" ", "") != PREFIX:
-            raise ConfigError([f"{kernel!r} names no kernel: there is {PREFIX}"])
+            raise ConfigError([f"kernel={shown(kernel)} names no kernel: there is {PREFIX}"])
         kinds = {field.name: str(field.type) for field in fields(cls)}
         given: dict[str, object] = {}
         for part in parts:
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or name not in kinds or name in given:
-                raise ConfigError([f"{part!r} is not one of {', '.join(kinds)}=value, given once"])
+                raise ConfigError(
+                    [f"{shown(part)} is not one of {', '.join(kinds)}=value, given once"]
+                )
             given[name] = _from_text(kinds[name], value)
         config = cls(**given)  # type: ignore[arg-type]
         if reasons := config.reasons():

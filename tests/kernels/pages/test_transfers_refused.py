@@ -45,7 +45,6 @@ def outs(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor
     return torch.zeros(rows, 2, 16, dtype=dtype), torch.zeros(rows, 2, 16, dtype=dtype)
 
 
-OFF_CPU = jitattn.BlockTable(TABLE.to("meta"))
 QUANTISED = jitattn.QuantizedKV(
     *(torch.zeros(5, 4, 2, 8, dtype=torch.uint8) for _ in range(2)),
     *(torch.zeros(5, 4, 2, 1, dtype=torch.uint8) for _ in range(2)),
@@ -61,9 +60,9 @@ GATHERS: dict[str, tuple[Call, str]] = {
     "no elements": (gathered(POOL[..., :0]), "holds nothing"),
     "a layout": (gathered(kv_layout="nhd"), "kv_layout is 'nhd'"),
     "strided columns": (gathered(POOL[..., ::2]), "the last dimension must be contiguous"),
-    "no pages": (gathered(pages=TABLE), "pages is tensor"),
+    "no pages": (gathered(pages=TABLE), "pages is a Tensor"),
     "ragged": (gathered(pages=jitattn.RaggedKV(ints(0, 3))), "ragged K and V"),
-    "elsewhere": (gathered(pages=OFF_CPU), "seq_lens is on cpu: expected meta"),
+    "elsewhere": (gathered(lens=LENS.to("meta")), "seq_lens is on meta: expected cpu"),
     "float lengths": (gathered(lens=LENS.float()), "seq_lens has dtype float32"),
     "a list of lengths": (gathered(lens=[5, 8]), "seq_lens is a list"),
     "three lengths": (gathered(lens=ints(1, 2, 3)), "seq_lens has 3 entries: expected 2"),
@@ -266,7 +265,7 @@ INFOS: dict[str, tuple[Call, str]] = {
     "less than none": (info(tokens=-1), "num_tokens is -1"),
     "a page size": (info(page_size=4), "page_size is given without pages"),
     "no page size": (info(pages=PAGES), "page_size is None"),
-    "a tensor": (info(pages=TABLE), "pages is tensor"),
+    "a tensor": (info(pages=TABLE), "pages is a Tensor"),
     "a separate table": (
         info(pages=jitattn.BlockTable(torch.zeros(2, 2, 2, dtype=torch.int32)), page_size=4),
         "two slots a token",
@@ -299,8 +298,8 @@ def converted(pages: object = PAGES, layout: object = "csr", **options: object) 
 
 
 CONVERSIONS: dict[str, tuple[Call, str]] = {
-    "a tensor": (converted(TABLE), "pages is tensor"),
-    "ragged": (converted(jitattn.RaggedKV(ints(0, 1))), "pages is RaggedKV"),
+    "a tensor": (converted(TABLE), "pages is a Tensor"),
+    "ragged": (converted(jitattn.RaggedKV(ints(0, 1))), "pages is a RaggedKV"),
     "to ragged": (converted(layout="ragged"), "layout is 'ragged': expected one of shared"),
     "long": (converted(seq_lens=ints(1, 9)), r"seq_lens\[1\] is 9: the table has 2 pages of it"),
     "lengths": (converted(seq_lens=ints(1)), "seq_lens has 1 entries"),
