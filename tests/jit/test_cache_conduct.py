@@ -54,7 +54,9 @@ def together(children: list[subprocess.Popen[str]]) -> list[str]:
         child.stdin.flush()
     for child in children:
         out, err = child.communicate()
-        assert (child.returncode, err) == (0, "")
+        # On a busy machine some wait long enough to say so.
+        said = [line for line in err.splitlines() if not line.startswith("waiting for at most ")]
+        assert (child.returncode, said) == (0, [])
         results.append(out.strip())
     return results
 

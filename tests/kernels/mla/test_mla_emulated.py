@@ -12,7 +12,7 @@ import torch
 
 import jitattn
 from jitattn.kernels.mla.config import cache_specs
-from jitattn.kernels.mla.kernels import MLAKernels
+from jitattn.kernels.mla import kernels
 from jitattn.kernels.mla.tile import mla_tile
 from jitattn.spec.config import MLAConfig
 from tests.emulator.attention import EmulatedCuda
@@ -110,7 +110,7 @@ def test_many_splits_of_a_request(
     arch: str, kv_lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Warps share them, beside a request of few."""
-    monkeypatch.setattr(MLAKernels, "min_slot_cost", 1)
+    monkeypatch.setattr(kernels, "TRAITS", replace(kernels.TRAITS, min_slot_cost=1))
     case = replace(BASE, kv_lora_rank=kv_lora_rank, lengths=(170, 1090), num_heads=3)
     run(case, EmulatedCuda(monkeypatch, arch, seed=3, num_sms=24))
 
@@ -119,7 +119,7 @@ def test_many_splits_of_a_request(
 def test_batch_invariant_plans_have_few_splits(arch: str) -> None:
     """So few that a row is merged in one order, wherever that is."""
     for spec in cache_specs(MLAConfig(), arch):
-        assert mla_tile(spec, arch).merge_splits >= MLAKernels.max_splits
+        assert mla_tile(spec, arch).merge_splits >= kernels.TRAITS.max_splits
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

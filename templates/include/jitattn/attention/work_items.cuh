@@ -21,7 +21,6 @@ struct WorkItem {
   int32_t end;
   int32_t first_common;  // keys [first_common, last_common) are seen by all rows
   int32_t last_common;
-  int32_t num_rows;   // of Q
   float score_scale;  // positive: Q has its sign
   QueryTile query_tile;
   Request request;
@@ -111,7 +110,6 @@ struct WorkItemIterator {
       const QueryRows rows = item.rows(params.attention);
       item.first_common = rows.first_common_key();
       item.last_common = rows.last_common_key();
-      item.num_rows = rows.num_rows;
       // Not zero, so that -inf stays what it is.
       item.score_scale = fmaxf(fabsf(score_scale_of(params.attention, rows.kv_head)), 1e-30f);
       return;
