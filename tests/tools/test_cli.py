@@ -517,7 +517,7 @@ def test_a_bundle_becomes_a_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 # The first kernel is made as ever. The next one takes for ever, after a word.
 SLOW = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from jitattn.bundles import precompile
 from jitattn.jit import build
@@ -531,6 +531,7 @@ def fill(spec, arch, folder):
     return real(spec, arch, folder)
 
 build.fill_bundle = fill
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background ignores
 """
 MAIN = """
 from jitattn.__main__ import main
@@ -587,6 +588,7 @@ class Finder:
         if name == module:
             os.kill(os.getpid(), signal.SIGINT)
 module = sys.argv.pop(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder())
 from jitattn.__main__ import main
 sys.exit(main())
