@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import jitattn
-from jitattn.kernels.mla.config import cache_specs
 from jitattn.kernels.mla import kernels
+from jitattn.kernels.mla.config import cache_specs
 from jitattn.kernels.mla.tile import mla_tile
 from jitattn.spec.config import MLAConfig
 from tests.emulator.attention import EmulatedCuda
