@@ -22,6 +22,7 @@ def test_the_valid_call_of_each_target_is_valid(name: str) -> None:
     call.function(**call.arguments)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_spoiled_inputs_are_refused_by_name_or_right() -> None:
     tally = fuzz(_SEED, _INPUTS)
     assert tally.tried == _INPUTS

@@ -28,6 +28,7 @@ constexpr int kPageSize = 16;
 constexpr int kRowTile = 128;
 constexpr bool kUseLogitsSoftCap = 0;
 constexpr bool kUseCustomMask = 0;
+constexpr bool kHasVariant = 0;
 constexpr bool kUseVectorLoads = 0;
 constexpr bool kUsesTma = 1;
 

@@ -59,9 +59,11 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
     } else {
       // Four lanes a row, eight rows at a time: one exchange of an address for all its vectors.
       const int part = lane % 4, group_row = lane / 4;
-      const uint32_t addresses[2] = {group_row * kSegmentBytes + (part ^ group_row) * 16,
-                                     group_row * kSegmentBytes + (part ^ group_row ^ 4) * 16};
-      for_each<kWarpSize / 8>([&](int group) {
+      const int addresses[2] = {group_row * kSegmentBytes + (part ^ group_row) * 16,
+                                group_row * kSegmentBytes + (part ^ group_row ^ 4) * 16};
+      // A variant leaves producers few registers.
+#pragma unroll(kHasVariant ? 1 : kWarpSize / 8)
+      for (int group = 0; group < kWarpSize / 8; ++group) {
         const uint64_t source = __shfl_sync(0xffffffff, lane_address, group * 8 + group_row);
         const auto* vectors = reinterpret_cast<const uint16_t*>(source) + part * 8;
         const int group_begin = first + group * 8;
@@ -70,7 +72,7 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
           cp_async_16<128>(QueryLayout::row(smem, i / 2, group_begin) + addresses[i % 2],
                            vectors + i * 32, group_begin + group_row < rows.num_rows);
         });
-      });
+      }
     }
   }
   cp_async_wait_all();

@@ -29,6 +29,7 @@ constexpr int kPageSize = 64;
 constexpr int kRowTile = 64;
 constexpr bool kUseLogitsSoftCap = 0;
 constexpr bool kUseCustomMask = 0;
+constexpr bool kHasVariant = 0;
 constexpr bool kUseVectorLoads = 0;
 constexpr bool kUsesTma = 1;
 
