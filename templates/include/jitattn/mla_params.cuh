@@ -1,5 +1,5 @@
 // What kernels of multi-head latent attention get besides AttentionParams, whose q is q_nope, whose
-// k is the latents and whose v is the rope parts. Twin: jitattn/kernels/common/params.py.
+// k is the latents and whose v is the rope parts. Twin: jitattn/kernels/mla/params.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"
