@@ -3,7 +3,7 @@
     python -m bench.surface --bundle DIR            # precompile what the points need; no GPU
     python -m bench.surface -o surface.jsonl        # measure, resuming what the file already has
     python -m bench.surface --table surface.jsonl   # the map's worst points, and its means
-    python -m bench.surface --plot surface.jsonl -o docs/images/surface.svg
+    python -m bench.surface --plot surface.jsonl -o docs/images/surface.svg   # needs matplotlib
 
 A point is one configuration and one batch. Points are a grid around a few base batches, one
 argument changed at a time, and a seeded random sample of everything at once. Each is timed in a
@@ -107,35 +107,52 @@ PREFILL = Point("prefill", 2048, (2048,) * 4)
 DECODE = Point("decode", 1, (4096,) * 16)
 
 
-def grid() -> Iterator[Point]:
-    """Yield the points that change one argument of a base batch at a time."""
-    for base in (PREFILL, DECODE):
-        yield base
-        for dim in (32, 48, 64, 80, 96, 112, 160, 192, 224, 256, 512):
-            heads = (64, 8) if dim <= 64 else (16, 8) if dim >= 192 else (32, 8)
-            if dim == 512:
-                heads = (8, 4)
-            yield replace(base, head_dim=dim, num_qo_heads=heads[0], num_kv_heads=heads[1])
-        yield replace(base, head_dim=192, head_dim_vo=128, num_qo_heads=16, num_kv_heads=16)
-        for page_size in (1, 2, 3, 4, 8, 32, 48, 64, 128, 256):
-            yield replace(base, page_size=page_size)
-        for dim, heads in ((64, (64, 8)), (96, (32, 8)), (192, (16, 8)), (256, (16, 8))):
-            shape = replace(
-                base, head_dim=dim, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=1
-            )
-            yield shape
-            yield replace(shape, page_table="ragged", page_size=None)
-        for table in ("separate", "csr", "token"):
-            yield replace(base, page_table=table)
-        yield replace(base, page_table="ragged", page_size=None)
-        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4"):
-            yield replace(base, kv_dtype=dtype)
-        for heads in ((32, 32), (28, 4), (8, 1), (16, 1)):
-            yield replace(base, num_qo_heads=heads[0], num_kv_heads=heads[1])
-        yield replace(base, window_left=500)
-        yield replace(base, logits_soft_cap=30.0)
-        yield replace(base, use_sinks=True)
-        yield replace(base, causal=False)
+_HEADS = {
+    32: (64, 8),
+    48: (64, 8),
+    64: (64, 8),
+    192: (16, 8),
+    224: (16, 8),
+    256: (16, 8),
+    512: (8, 4),
+}
+
+
+def _with_head_dim(base: Point, head_dim: int, **changes: Any) -> Point:
+    """Return a point of another head dim, with as many heads as models of it have."""
+    num_qo_heads, num_kv_heads = _HEADS.get(head_dim, (32, 8))
+    heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
+    return replace(base, head_dim=head_dim, **heads, **changes)
+
+
+def _one_change(base: Point) -> Iterator[Point]:
+    """Yield the points that change one argument of ``base``."""
+    no_pages = {"page_table": "ragged", "page_size": None}
+    yield base
+    for dim in (32, 48, 64, 80, 96, 112, 160, 192, 224, 256, 512):
+        yield _with_head_dim(base, dim)
+    yield replace(base, head_dim=192, head_dim_vo=128, num_qo_heads=16, num_kv_heads=16)
+    for dim in (64, 96, 192, 256):
+        yield _with_head_dim(base, dim, page_size=1)
+        yield _with_head_dim(base, dim, **no_pages)
+    for num_qo_heads, num_kv_heads in ((32, 32), (28, 4), (8, 1), (16, 1)):
+        yield replace(base, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
+    changes: dict[str, tuple[object, ...]] = {
+        "page_size": (1, 2, 3, 4, 8, 32, 48, 64, 128, 256),
+        "page_table": ("separate", "csr", "token"),
+        "kv_dtype": ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4"),
+        "window_left": (500,),
+        "logits_soft_cap": (30.0,),
+        "use_sinks": (True,),
+        "causal": (False,),
+    }
+    for name, values in changes.items():
+        yield from (replace(base, **{name: value}) for value in values)  # type: ignore[arg-type]
+    yield replace(base, **no_pages)  # type: ignore[arg-type]
+
+
+def _batches() -> Iterator[Point]:
+    """Yield other batches."""
     rng = random.Random(0)
     ragged = tuple(int(2 ** rng.uniform(7, 14)) for _ in range(64))
     for lens in ((512,), (1024,), (4096,), (16384,), (256,) * 16, (100,) * 64, (2048,) * 8):
@@ -148,12 +165,20 @@ def grid() -> Iterator[Point]:
     ):
         yield replace(DECODE, kv_lens=lens)
     for q_len in (2, 3, 4, 8, 16):
-        yield replace(DECODE, q_len=q_len)
-        yield replace(DECODE, q_len=q_len, kv_dtype="float8_e4m3fn")
-        yield replace(DECODE, q_len=q_len, num_qo_heads=8, num_kv_heads=1)
-        yield replace(DECODE, q_len=q_len, num_qo_heads=64, head_dim=64)
+        several = replace(DECODE, q_len=q_len)
+        yield several
+        yield replace(several, kv_dtype="float8_e4m3fn")
+        yield replace(several, num_qo_heads=8, num_kv_heads=1)
+        yield _with_head_dim(several, 64)
     yield replace(DECODE, q_len=4, kv_lens=(3000,) * 24)
     yield replace(DECODE, q_len=4, kv_lens=(4096,) * 8)
+
+
+def grid() -> Iterator[Point]:
+    """Yield the points that change one argument or the batch of two base batches."""
+    yield from _one_change(PREFILL)
+    yield from _one_change(DECODE)
+    yield from _batches()
 
 
 def sample(count: int, seed: int) -> Iterator[Point]:
@@ -408,10 +433,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fa3", type=Path, help="FlashAttention-3's library, as vLLM builds it")
     parser.add_argument("--table", type=Path, help="print what a file of records says")
-    parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw the ratios of a file of records")
+    parser.add_argument("-o", "--out", type=Path, help="file of records, or of the plot")
     options = parser.parse_args(arguments)
     if options.table:
         return print_table(read(options.table))
+    if options.plot:
+        return plot(read(options.plot), options.out)
     chosen = points(options.sample, options.seed)
     if options.only:
         marks = options.only.split(",")
@@ -476,11 +504,33 @@ def print_table(records: list[dict[str, Any]]) -> int:
         if own:
             mean = math.exp(sum(map(math.log, own)) / len(own))
             print(f"{kind}: {len(own)} points with a rival, geometric mean {mean:.3f}")
-    for of, record in sorted(rated, key=lambda pair: pair[0])[:20]:
+    for _, record in sorted(rated, key=lambda pair: pair[0])[:20]:
         print(line(record))
     for record in records:
         if "failed" in record or record.get("error", 0) > 0.05:
             print(line(record))
+    return 0
+
+
+def plot(records: list[dict[str, Any]], out: Path) -> int:
+    """Draw the ratio of each point with a rival, a row a point and a column a kind."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(13, 14), layout="constrained")
+    for axis, kind in zip(axes, ("prefill", "decode"), strict=True):
+        rated = {r["name"]: of for r in records if r["kind"] == kind and (of := ratio(r))}
+        rated = dict(sorted(rated.items(), key=lambda item: item[1]))
+        image = axis.imshow(
+            [[of] for of in rated.values()], aspect="auto", cmap="RdYlGn", vmin=0.7, vmax=1.3
+        )
+        axis.set_yticks(range(len(rated)), [name.removeprefix(f"{kind}-") for name in rated])
+        axis.tick_params(axis="y", labelsize=6)
+        axis.set_xticks([])
+        axis.set_title(f"{kind}: FA3 / jitattn")
+        for row, of in enumerate(rated.values()):
+            axis.text(0, row, f"{of:.2f}", ha="center", va="center", fontsize=6)
+    fig.colorbar(image, ax=axes, shrink=0.4)
+    fig.savefig(out)
     return 0
 
 

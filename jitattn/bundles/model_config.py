@@ -18,7 +18,8 @@ from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
 from jitattn.spec.dtype import Q_DTYPES
 from jitattn.spec.layout import Pairing
-from jitattn.spec.rope import INTERLEAVED_MODELS, ROPE_TYPE_ALIASES, ROPE_TYPES
+from jitattn.spec.model_types import MODEL_TYPES, ROTARY_DIM_UNREAD, ROTATED_OTHERWISE, Attention
+from jitattn.spec.rotary_fields import ROPE_TYPES, TEXT_PARTS, scaling_type
 
 
 class Latent(Value):
@@ -57,82 +58,6 @@ class Model(Value):
     """What a user should know: what was assumed, and fields that are not understood."""
 
 
-class Family(Value):
-    """What the code of models of one type does that their files need not say.
-
-    ``bias`` is whether q, k and v have one, or the field that says so. ``windows`` says which
-    layers have the window of ``sliding_window``: "all", "some", or "asked" for, with
-    ``use_sliding_window``. ``defaults`` are values of fields that files leave out.
-    """
-
-    bias: bool | str = "attention_bias"
-    use_norm: bool = False
-    use_sinks: bool = False
-    windows: str = "all"
-    has_nope_layers: bool = False
-    defaults: Mapping[str, object] | None = None
-
-
-_QWEN2 = Family(bias=True, windows="asked")
-_QWEN3 = Family(use_norm=True, windows="asked")
-_GEMMA3 = Family(
-    use_norm=True,
-    windows="some",
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-    },
-)
-_LATENT = Family()
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "mixtral": Family(),
-    "granite": Family(),
-    "granitemoe": Family(),
-    "qwen2": _QWEN2,
-    "qwen2_moe": Family(bias="qkv_bias", windows="asked", defaults={"qkv_bias": True}),
-    "qwen2_vl": _QWEN2,
-    "qwen2_vl_text": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen2_5_vl_text": _QWEN2,
-    "qwen3": Family(use_norm=True, windows="asked", defaults={"head_dim": 128}),
-    "qwen3_moe": _QWEN3,
-    "qwen3_vl_text": _QWEN3,
-    "qwen3_vl_moe_text": _QWEN3,
-    "gemma": Family(defaults={"head_dim": 256}),
-    "gemma2": Family(
-        windows="some",
-        defaults={
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "attn_logit_softcapping": 50.0,
-        },
-    ),
-    "gemma3": _GEMMA3,
-    "gemma3_text": _GEMMA3,
-    "gpt_oss": Family(
-        use_sinks=True,
-        windows="some",
-        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128},
-    ),
-    "phi": Family(bias=True, defaults={"partial_rotary_factor": 0.5}),
-    "phi3": Family(),
-    "phimoe": Family(),
-    "starcoder2": Family(bias="use_bias", defaults={"use_bias": True}),
-    "smollm3": Family(windows="asked"),
-    "glm4": Family(defaults={"partial_rotary_factor": 0.5}),
-    "cohere2": Family(windows="some", has_nope_layers=True),
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "kimi_k2": _LATENT,
-}
-"""By ``model_type``. Others are read from their fields alone."""
-
 _NO_KERNEL = "which no kernel computes"
 _VARIANT = "which is not read from a model; there are kernels with variant="
 _ALIBI = f"ALiBi, {_VARIANT}alibi"
@@ -157,6 +82,7 @@ _REFUSED_FIELDS = {
     "is_encoder_decoder": "attention to an encoder's tokens, which is not understood",
     "cross_attention_layers": "attention to an encoder's tokens, which is not understood",
     "global_head_dim": "head dims that differ between layers, which is not understood",
+    "per_layer_config": "shapes that differ between layers, which is not understood",
     "block_configs": "heads that differ between layers, which is not understood",
     "multi_query": "heads of K and V that other fields count, which is not understood",
     "new_decoder_architecture": "heads of K and V that other fields count, which is not understood",
@@ -165,7 +91,6 @@ _NOTED_FIELDS = {
     "clip_qkv": "clamp q, k and v before preprocess_qkv, which does not",
     "qk_layernorm": "normalise q and k before preprocess_qkv, which has RMS norms only",
 }
-_TEXT_PARTS = ("thinker_config", "text_config", "language_config", "llm_config")
 # Words in the names of fields that may be about attention, and such fields that are not.
 _WORDS = re.compile(
     r"attn|attention|alibi|rope|rotary|window|sink|soft_?cap|head|sparse|chunk|"
@@ -242,7 +167,7 @@ def model_of(config: Mapping[str, object]) -> Model:
         windows=_windows(fields),
         logits_soft_cap=fields.number("attn_logit_softcapping") or 0.0,
         sm_scale=scale,
-        use_sinks=fields.family.use_sinks,
+        use_sinks=fields.attention.use_sinks,
         pairings=_pairings(fields),
         rotary_dim=rotary_dim,
         use_mrope=use_mrope,
@@ -259,7 +184,7 @@ def model_of(config: Mapping[str, object]) -> Model:
 def _text_fields(config: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of the language half of a multimodal model, others where it has none."""
     fields = dict(config)
-    for name in _TEXT_PARTS:
+    for name in TEXT_PARTS:
         part = fields.pop(name, None)
         if part is None:
             continue
@@ -278,10 +203,12 @@ class _Fields:
         self.notes: list[str] = []
         name = fields.get("model_type")
         self.model_type = name if isinstance(name, str) else ""
-        self.is_known = self.model_type in FAMILIES
-        self.family = FAMILIES.get(self.model_type, Family())
+        known = MODEL_TYPES.get(self.model_type)
+        attention = known.attention if known else None
+        self.is_known = attention is not None
+        self.attention = attention or Attention()
         # What is null in a file is off, and no default then.
-        self._fields = {**(self.family.defaults or {}), **fields}
+        self._fields = {**((known.defaults if known else None) or {}), **fields}
 
     def get(self, name: str) -> object:
         self._asked.add(name)
@@ -347,8 +274,9 @@ class _Fields:
         self.check()
         if not self.is_known:
             name = repr(self.model_type) if self.model_type else "missing"
+            known = "only the rotation" if self.model_type in MODEL_TYPES else "nothing"
             self.notes.append(
-                f"model_type is {name}, of which nothing is known: it is read from its fields, "
+                f"model_type is {name}, of which {known} is known: it is read from its fields, "
                 "which need not say whether q and k have biases or norms"
             )
         return tuple(self.notes)
@@ -384,7 +312,7 @@ def _head_dim(fields: _Fields, num_qo_heads: int) -> int:
 
 def _latent(fields: _Fields) -> Latent | None:
     if fields.get("kv_lora_rank") is None:
-        if fields.family is _LATENT and not fields.has("kv_lora_rank"):
+        if fields.attention.has_latents and not fields.has("kv_lora_rank"):
             fields.refuse(
                 f"kv_lora_rank is missing: a {fields.model_type} has latents, or null for none"
             )
@@ -428,14 +356,14 @@ def _windows(fields: _Fields) -> tuple[int, ...]:
     """Return the values of ``window_left`` among the layers; -1 is full attention."""
     size, kinds = _window_size(fields), fields.get("layer_types")
     is_asked = fields.get("use_sliding_window")
-    if fields.family.windows == "asked" and not is_asked and not kinds:
+    if fields.attention.windows == "asked" and not is_asked and not kinds:
         return (-1,)
     has_window = size and is_asked is not False
     # A model's window counts the token itself.
     window = size - 1 if has_window else -1
     if isinstance(kinds, list) and kinds:
         return _windows_of_kinds(fields, kinds, window)
-    is_mixed = fields.family.windows != "all" or fields.get("sliding_window_pattern")
+    is_mixed = fields.attention.windows != "all" or fields.get("sliding_window_pattern")
     return tuple(sorted({-1, window} if is_mixed else {window}))
 
 
@@ -484,18 +412,23 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[int, bool]:
     """Return how much of a head is turned, and whether by three positions."""
     part, use_mrope = None, False
     for parameters in _rope_parameters(fields):
-        kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-        if ROPE_TYPE_ALIASES.get(kind, kind) not in ROPE_TYPES:
+        kind = scaling_type(parameters)
+        if kind not in ROPE_TYPES:
             fields.refuse(f"rope type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
         use_mrope |= bool(parameters.get("mrope_section"))
-        part = part or parameters.get("partial_rotary_factor")
-    rotary_dim = fields.get("rotary_dim")
-    if rotary_dim is None:
-        part = part or fields.number("partial_rotary_factor") or fields.number("rotary_pct")
-        if part is None:  # whole heads; what sizes they may have is the planner's rule
-            return head_dim, use_mrope
+        if kind != "proportional":  # which turns whole heads, some pairs by nothing
+            part = part or parameters.get("partial_rotary_factor")
+    part = part or fields.number("partial_rotary_factor") or fields.number("rotary_pct")
+    given = fields.get("rotary_dim")
+    if part is None and (given is None or fields.model_type in ROTARY_DIM_UNREAD):
+        return head_dim, use_mrope  # whole heads; what sizes they may have is the planner's rule
+    rotary_dim = given
+    if part is not None:
+        # A share of the head, of which the part beside a latent is one.
+        found = fields.get("head_dim") if fields.get("qk_rope_head_dim") else None
+        whole = found if isinstance(found, int) else head_dim
         is_part = isinstance(part, (int, float)) and 0 < part <= 1
-        rotary_dim = int(head_dim * part) if is_part else 0  # type: ignore[operator]
+        rotary_dim = min(int(whole * part), head_dim) if is_part else 0  # type: ignore[operator]
     if not isinstance(rotary_dim, int) or not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         fields.refuse(
             f"rotary embeddings turn {_short(rotary_dim)} of {head_dim} elements "
@@ -506,22 +439,38 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[int, bool]:
 
 
 def _pairings(fields: _Fields) -> tuple[Pairing, ...]:
-    is_interleaved = fields.model_type in INTERLEAVED_MODELS
-    pairing = Pairing.INTERLEAVED if is_interleaved else Pairing.NEOX
+    pairings = _pairings_of_rotation(fields)
     given = [name for name in _ROPE_FIELDS if fields.get(name) is not None]
     has_rope = bool(given)
     if not has_rope and not fields.is_known:
-        fields.notes.append("no rope_theta: kernels without rotary embedding and with NeoX pairs")
+        fields.notes.append("no rope_theta: kernels with and without rotary embedding")
     # Zeros are layers without, in the files that list them.
     listed = fields.get("no_rope_layers")
     has_nope = isinstance(listed, list) and 0 in listed
-    has_nope |= bool(fields.get("no_rope_layer_interval")) or fields.family.has_nope_layers
-    return (pairing, Pairing.NONE) if has_nope or not (has_rope or fields.is_known) else (pairing,)
+    has_nope |= bool(fields.get("no_rope_layer_interval")) or fields.attention.has_nope_layers
+    is_without = has_nope or not (has_rope or fields.is_known)
+    return (*pairings, Pairing.NONE) if is_without else pairings
+
+
+def _pairings_of_rotation(fields: _Fields) -> tuple[Pairing, ...]:
+    """Return the pairing of rotated layers; both where nobody has verified which it is."""
+    declared = fields.get("rope_interleave")
+    if isinstance(declared, bool):
+        return (Pairing.INTERLEAVED if declared else Pairing.NEOX,)
+    if reason := ROTATED_OTHERWISE.get(fields.model_type):
+        fields.refuse(f"model_type {fields.model_type!r} {reason}, which no kernel does")
+    known = MODEL_TYPES.get(fields.model_type)
+    if known is not None:
+        return (known.pairing,)
+    fields.notes.append(
+        "whether pairs of rotary embeddings are neighbours is not known: kernels for both"
+    )
+    return (Pairing.NEOX, Pairing.INTERLEAVED)
 
 
 def _biases(fields: _Fields) -> tuple[bool, ...]:
     declared = [bool(fields.get(name)) for name in ("attention_bias", "qkv_bias", "use_qkv_bias")]
-    bias = fields.family.bias
+    bias = fields.attention.bias
     has_bias = bias if isinstance(bias, bool) else bool(fields.get(bias)) or any(declared)
     # Most engines add it in the matrix product before, and then there is none left to add.
     return (True, False) if has_bias else (False,)
@@ -529,7 +478,7 @@ def _biases(fields: _Fields) -> tuple[bool, ...]:
 
 def _norms(fields: _Fields) -> tuple[bool, ...]:
     declared = [name for name in ("use_qk_norm", "qk_norm") if fields.get(name)]
-    if fields.family.use_norm:
+    if fields.attention.use_norm:
         return (True,)
     if declared:
         fields.notes.append(

@@ -1,31 +1,55 @@
 """Pages of sequences that grow, commit, fork, sleep and end: ``BlockManager``.
 
 Every operation first finds out what it needs, without changing anything; then, if that can be had,
-it does all of it. Copies of pages are made at its end, offloads first.
+it does all of it. Copies of pages are made at its end, in the order in which they were found to be
+needed. Those that an error leaves are made before anything else that takes or shows pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from numbers import Integral
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jitattn.base.errors import KVCacheError
 from jitattn.kv.config import KVCacheConfig
 from jitattn.kv.layout import LayerGroup, Layout, scratch_range, stale_end
 from jitattn.kv.ledger import NEVER, Ledger
-from jitattn.kv.pool import Page, PagePool
-from jitattn.kv.prefix_cache import Node, PrefixTree, Tokens, hash_block
+from jitattn.kv.pool import Copies, Page, PagePool
+from jitattn.kv.prefix_cache import Match, Node, PrefixTree, Tokens, hash_block
 from jitattn.kv.state import Change, Scratch, State, Status
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class Copier(Protocol):
     """Copies what lies in slots, all of a call before any later work on the stream."""
 
-    def copy(self, slots: int, pool: PagePool) -> None:
-        """Make the copies that ``pool``, the set of slots with this index, waits for."""
+    def copy(self, slots: int, copies: Copies) -> None:
+        """Make copies of the set of slots with this index; after an error, the rest of them."""
+
+
+def _change(
+    method: Callable[Concatenate[BlockManager, _Arguments], _Result],
+) -> Callable[Concatenate[BlockManager, _Arguments], _Result]:
+    """Note a change while it is made, so that one that an error ends halfway is known."""
+
+    @wraps(method)
+    def run(
+        self: BlockManager, /, *arguments: _Arguments.args, **options: _Arguments.kwargs
+    ) -> _Result:
+        outer = self.begin_change(method.__name__)
+        found = method(self, *arguments, **options)
+        self.begin_change(outer)
+        return found
+
+    return run
 
 
 class BlockManager:
@@ -68,14 +92,31 @@ class BlockManager:
         self._windows = tuple(group.window_left for group in layout.groups)
         self._pool_of = [self.pools[slots] for slots in layout.slots_of]
         self._copier = copier
+        self._owed: deque[tuple[int, Copies]] = deque()  # by index of a set of slots
+        self._changing = ""
         self._next_id = 0
 
     # --- checks
 
     def check_open(self) -> None:
-        """Raise KVCacheError once the manager is closed."""
+        """Raise KVCacheError once the manager is closed, or a change was made in part."""
         if self.is_closed:
             raise KVCacheError("the manager is closed")
+        if self._changing:
+            raise KVCacheError(
+                f"an error has ended {self._changing!r} halfway, so that the manager can only be "
+                "closed"
+            )
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has ended a change halfway."""
+        return bool(self._changing) and not self.is_closed
+
+    def begin_change(self, name: str) -> str:
+        """Say what is being changed, "" for nothing; return what was before."""
+        before, self._changing = self._changing, name
+        return before
 
     def group_index(self, group: LayerGroup | int) -> int:
         """Return the index of a group, given itself or that.
@@ -97,7 +138,10 @@ class BlockManager:
 
     def create(self, prompt: Tokens, priority: int, reuse_scratch: bool, scope: str) -> State:
         """Begin a suspended sequence with the longest prefix of ``prompt`` that there is."""
-        match = self.tree.match(prompt, scope)
+        return self._create(prompt, self.tree.match(prompt, scope), priority, reuse_scratch)
+
+    @_change
+    def _create(self, prompt: Tokens, match: Match, priority: int, reuse_scratch: bool) -> State:
         state = self._new_state(match.tip, priority, reuse_scratch)
         for group, first in enumerate(match.first_blocks):
             pages: list[Page | None] = [None] * len(match.nodes)
@@ -133,6 +177,7 @@ class BlockManager:
         self.states[state.id] = state
         return state
 
+    @_change
     def close(self, state: State) -> None:
         """End a sequence; what it committed stays for others while there is room."""
         self.stop(state)
@@ -155,6 +200,7 @@ class BlockManager:
                     page.holds -= 1
                 page.pool.settle(page)
 
+    @_change
     def fork(self, state: State) -> State:
         """Begin a sequence that shares the history of another, and is as active as it."""
         ledger, row = self.ledger, state.row
@@ -180,35 +226,61 @@ class BlockManager:
     # --- running and sleeping
 
     def resume(self, state: State) -> bool:
-        """Bring all pages to the device and keep them there; False where there is no room."""
+        """Bring all pages to the device and keep them there; False where there is no room.
+
+        Where a copy raises, it is suspended again.
+        """
+        self.make_copies()
         needed = [0] * len(self.pools)
         own = [0] * len(self.pools)
+        reloads = [0] * len(self.pools)
         for group, pages in enumerate(state.pages):
             slots = self.layout.slots_of[group]
             needed[slots] += self._num_scratch(group, state.scratch[group])
-            needed[slots] += sum(page is not None and page.is_on_host for page in pages)
+            reloads[slots] += sum(page is not None and page.is_on_host for page in pages)
             own[slots] += sum(page is not None and page.queue is not None for page in pages)
-        for pool, count, held in zip(self.pools, needed, own, strict=True):
-            if count > pool.takeable_with(0, 0, -held):
+        for pool, count, held, more in zip(self.pools, needed, own, reloads, strict=True):
+            # Each page that is back has made room on the host for another to go.
+            if more + count > pool.takeable_with(0, 0, -held, more):
                 return False
+            if more and not pool.takeable_with(0, 0, -held):
+                return False  # not even the first
+        self._resume(state)
+        try:
+            self.make_copies()
+        except BaseException:
+            self.suspend(state)
+            raise
+        return True
+
+    @_change
+    def _resume(self, state: State) -> None:
         for page in self._pages(state):
             page.locks += 1
             page.holds -= 1
             page.pool.settle(page)
-        # All slots before any reload: what is evicted for them must not go where a page comes from.
-        taken = [pool.take(n) for pool, n in zip(self.pools, needed, strict=True)]
-        for page in self._pages(state):
-            if page.is_on_host:
-                page.pool.reload(page, taken[self.layout.slots_of[page.group]].pop())
+        self._reload(state)
         for group, scratch in enumerate(state.scratch):
             if scratch is not None:
-                free = taken[self.layout.slots_of[group]]
-                ids = tuple(free.pop() for _ in range(self._num_scratch(group, scratch)))
+                ids = tuple(self._pool_of[group].take(self._num_scratch(group, scratch)))
                 state.scratch[group] = Scratch(scratch.start, scratch.stop, ids)
+        self._order_copies()
         state.status = Status.ACTIVE
         self._show(state)
-        self._copy()
-        return True
+
+    def _reload(self, state: State) -> None:
+        """Bring the pages back, as many at a time as there is room for those that go instead."""
+        waiting: list[list[Page]] = [[] for _ in self.pools]
+        for page in self._pages(state):
+            if page.is_on_host:
+                waiting[self.layout.slots_of[page.group]].append(page)
+        for pool, pages in zip(self.pools, waiting, strict=True):
+            while pages:
+                # All slots before any reload: what is evicted for them must not go where a page
+                # comes from.
+                for slot in pool.take(max(1, min(len(pages), pool.num_takeable))):
+                    pool.reload(pages.pop(), slot)
+                self._order_copies()
 
     def _pages(self, state: State) -> list[Page]:
         return [page for pages in state.pages for page in pages if page is not None]
@@ -226,6 +298,7 @@ class BlockManager:
             slots = [-1 if page is None else page.slot for page in pages]
             self.ledger.set_ids(group, state.row, slice(len(pages)), slots)
 
+    @_change
     def suspend(self, state: State) -> None:
         """Let the pages go to the host, if there is one, and scratch go."""
         self._free_scratch(state)
@@ -245,11 +318,17 @@ class BlockManager:
 
     def pin(self, state: State, group: int) -> None:
         """Keep the pages that a group now has where they are."""
+        self.make_copies()
+        self._pin(state, group)
+
+    @_change
+    def _pin(self, state: State, group: int) -> None:
         pages = [page for page in state.pages[group] if page is not None]
         for page in pages:
             page.locks += 1
         state.pins[group] = pages
 
+    @_change
     def unpin(self, state: State, group: int) -> None:
         """Let them go their way."""
         for page in reversed(state.pins.pop(group)):
@@ -277,6 +356,14 @@ class BlockManager:
 
     def set_lengths(self, state: State, capacity: int, history: int) -> bool:
         """Grow, shrink and evict in one; False, and nothing, where there is no room."""
+        self.make_copies()
+        if not self._change_lengths(state, capacity, history):
+            return False
+        self.make_copies([state])
+        return True
+
+    @_change
+    def _change_lengths(self, state: State, capacity: int, history: int) -> bool:
         if self._is_beyond(state, capacity, history):
             return False
         changes = self._changes(state, capacity, history)
@@ -376,7 +463,7 @@ class BlockManager:
         self._leave(sources, is_active=True)
         row = state.row
         self._set_lengths(state, int(self.ledger.committed[row]), history, capacity)
-        self._copy()
+        self._order_copies()
 
     def _release(self, state: State, group: int, change: Change) -> None:
         """Give up pages, the last first, so that no block outlasts one before it."""
@@ -419,7 +506,7 @@ class BlockManager:
         for block, slot in zip(blocks, slots, strict=True):
             source = pages[block]
             if source is not None:
-                pool.copies[slot] = source.slot
+                pool.copies.duplicates[slot] = source.slot
                 sources.append(source)
             pages[block] = Page(pool, group, slot, state.priority, state.id)
         self.ledger.set_ids(group, state.row, blocks, slots)
@@ -443,31 +530,96 @@ class BlockManager:
         ledger.next_stale[row] = next_stale
         ledger.is_slow[row] = state.is_stopped or state.has_scratch
 
-    def _copy(self) -> None:
+    def _order_copies(self) -> None:
+        """Let the copies that were found to be needed follow those before."""
         for slots, pool in enumerate(self.pools):
-            if pool.has_copies:
-                self.counts["offloaded_pages"] += len(pool.offloads)
-                self.counts["reloaded_pages"] += len(pool.reloads)
-                self.counts["copied_pages"] += len(pool.copies)
+            if pool.copies:
+                copies = pool.take_copies()
+                self.counts["offloaded_pages"] += len(copies.offloads)
+                self.counts["reloaded_pages"] += len(copies.reloads)
+                self.counts["copied_pages"] += len(copies.duplicates)
                 if self._copier is not None:
-                    self._copier.copy(slots, pool)
-                for pairs in (pool.offloads, pool.reloads, pool.copies):
-                    pairs.clear()
+                    self._owed.append((slots, copies))
+
+    def make_copies(self, changed: Sequence[State] = ()) -> None:
+        """Make all copies that are needed; those that an error leaves are made the next time.
+
+        Args:
+            changed: what an error is to name, as it has changed already.
+        """
+        while self._owed:
+            assert self._copier is not None
+            try:
+                self._copier.copy(*self._owed[0])
+            except BaseException as error:
+                if changed:
+                    error.add_note(
+                        f"sequences {[state.id for state in changed]} have changed as asked; the "
+                        "next call copies their pages first"
+                    )
+                raise
+            self._owed.popleft()
 
     # --- committing
 
     def commit(self, state: State, tokens: Tokens) -> None:
         """Append final tokens, which fit; history follows."""
+        self.make_copies()
+        self._commit(state, tokens)
+
+    @_change
+    def _commit(self, state: State, tokens: Tokens) -> None:
         history = max(int(self.ledger.history[state.row]), self._after(state, tokens))
         self._append(state, tokens)
-        grown = self.set_lengths(state, int(self.ledger.capacity[state.row]), history)
+        grown = self._change_lengths(state, int(self.ledger.capacity[state.row]), history)
         assert grown, "commit takes no slots"
 
     def _after(self, state: State, tokens: Tokens) -> int:
         return int(self.ledger.committed[state.row]) + len(tokens)
 
-    def advance(self, state: State, tokens: Tokens, num_inputs: int) -> bool:
-        """Commit, evict and make room for ``num_inputs`` tokens; False, and nothing, without."""
+    def advance(
+        self,
+        states: Sequence[State],
+        flat: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        is_slow: NDArray[np.bool_],
+        num_inputs: int,
+    ) -> list[bool]:
+        """Commit, evict and make room for many; of those without room nothing changes.
+
+        Args:
+            states: different ones.
+            flat: their tokens, one after the other.
+            counts: how many each has.
+            is_slow: those whose pages may change.
+            num_inputs: tokens that there is to be room for.
+        """
+        grown = self._advance(states, flat, counts, is_slow, num_inputs)
+        if self._owed:
+            self.make_copies([state for state, ok in zip(states, grown, strict=True) if ok])
+        return grown
+
+    @_change
+    def _advance(
+        self,
+        states: Sequence[State],
+        flat: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        is_slow: NDArray[np.bool_],
+        num_inputs: int,
+    ) -> list[bool]:
+        rows = np.fromiter((state.row for state in states), np.int64, len(states))
+        self.ledger.append(rows, flat, counts, ~is_slow, num_inputs)
+        grown = [True] * len(states)
+        slow = np.flatnonzero(is_slow).tolist()
+        ends = np.cumsum(counts) if slow else counts
+        for i in slow:
+            tokens = flat[ends[i] - counts[i] : ends[i]]
+            grown[i] = self._advance_one(states[i], tokens, num_inputs)
+        return grown
+
+    def _advance_one(self, state: State, tokens: Tokens, num_inputs: int) -> bool:
+        """Advance one whose pages may change; False, and nothing, without room."""
         row = state.row
         old = int(self.ledger.history[row]), int(self.ledger.capacity[row])
         history = (
@@ -562,6 +714,7 @@ class BlockManager:
             own.locks -= 1
             own.pool.settle(own)
 
+    @_change
     def stop(self, state: State) -> None:
         """Commit no more; the last block, if it isn't full, can be found from now on."""
         if state.is_stopped:
@@ -575,6 +728,7 @@ class BlockManager:
             tokens = self.ledger.tail[state.row, :part]
             self.tree.insert_part(state.tip, tokens, [pages[block] for pages in state.pages])
 
+    @_change
     def clear(self) -> None:
         """Let nothing that was computed so far be found again."""
         self.tree.clear()

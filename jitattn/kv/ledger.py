@@ -58,6 +58,34 @@ class Ledger:
         self.clear_ids(row)
         self._free.append(row)
 
+    def append(
+        self,
+        rows: NDArray[np.int64],
+        flat: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        chosen: NDArray[np.bool_],
+        inputs: int,
+    ) -> None:
+        """Commit tokens to the chosen of some rows, whose blocks stay as they are.
+
+        Args:
+            rows: different ones.
+            flat: the tokens of all rows, one row after the other.
+            counts: how many each row has.
+            chosen: which rows.
+            inputs: tokens after the history that there is room for.
+        """
+        own = np.repeat(chosen, counts)
+        rows_of, begins = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
+        at = self.committed[rows_of] + np.arange(len(flat)) - begins
+        self.tail[rows_of[own], at[own] % self.tail.shape[1]] = flat[own]
+        rows, counts = rows[chosen], counts[chosen]
+        committed = self.committed[rows] + counts
+        history = np.maximum(self.history[rows], committed)
+        self.committed[rows] = committed
+        self.history[rows] = history
+        self.capacity[rows] = np.maximum(self.capacity[rows], history + inputs)
+
     def set_ids(
         self, group: int, row: int, blocks: slice | list[int] | int, slots: list[int] | int
     ) -> None:

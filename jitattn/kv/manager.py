@@ -214,6 +214,9 @@ class KVCacheManager:
             KVCacheError: a closed, suspended or foreign sequence, one that is there twice, or more
                 tokens than its capacity has; nothing has changed then.
             TypeError, ValueError: the other arguments don't fit.
+            Exception: what a copy of pages raised. Nothing has changed, or, where the exception
+                has a note, all sequences that had room and that it names: the next call makes the
+                copies first.
         """
         states = active_states(seqs, self._blocks)
         flat, counts = _as_lists(new_tokens, len(states))
@@ -222,14 +225,7 @@ class KVCacheManager:
         if len(np.unique(rows)) < len(rows):
             raise KVCacheError("seqs has a sequence twice")
         is_slow = self._look(states, rows, counts, num_inputs)
-        self._advance_fast(rows, flat, counts, ~is_slow, num_inputs)
-        grown = [True] * len(states)
-        slow = np.flatnonzero(is_slow).tolist()
-        ends = np.cumsum(counts) if slow else counts
-        for i in slow:
-            tokens = flat[ends[i] - counts[i] : ends[i]]
-            grown[i] = self._blocks.advance(states[i], tokens, num_inputs)
-        return grown
+        return self._blocks.advance(states, flat, counts, is_slow, num_inputs)
 
     def _look(
         self, states: list[State], rows: NDArray[np.int64], counts: NDArray[np.int64], inputs: int
@@ -259,27 +255,6 @@ class KVCacheManager:
             new = max(begin + count, int(history[i]))
             self._blocks.check_lengths(state, max(int(capacity[i]), new + inputs), new)
         return is_slow
-
-    def _advance_fast(
-        self,
-        rows: NDArray[np.int64],
-        flat: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        chosen: NDArray[np.bool_],
-        inputs: int,
-    ) -> None:
-        """Move lengths of sequences whose pages stay as they are."""
-        ledger = self._blocks.ledger
-        own = np.repeat(chosen, counts)
-        rows_of, begins = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
-        at = ledger.committed[rows_of] + np.arange(len(flat)) - begins
-        ledger.tail[rows_of[own], at[own] % self.config.page_size] = flat[own]
-        rows, counts = rows[chosen], counts[chosen]
-        committed = ledger.committed[rows] + counts
-        history = np.maximum(ledger.history[rows], committed)
-        ledger.committed[rows] = committed
-        ledger.history[rows] = history
-        ledger.capacity[rows] = np.maximum(ledger.capacity[rows], history + inputs)
 
     # --- what kernels take
 
@@ -424,14 +399,16 @@ class KVCacheManager:
         """Give all memory back, when views of layers and their caches are gone, too.
 
         Raises:
-            KVCacheError: a sequence is open or has pinned pages, or it is closed already.
+            KVCacheError: a sequence is open or has pinned pages, or it is closed already. After a
+                change that an error has ended halfway, sequences may be open.
         """
-        self._blocks.check_open()
-        if self._blocks.states:
-            ids = sorted(self._blocks.states)
-            raise KVCacheError(f"sequences {ids} are open: close them first")
-        if any(pool.num_locked for pool in self._blocks.pools):
-            raise KVCacheError("pages of a closed sequence are pinned: unpin them first")
+        if not self._blocks.is_broken:
+            self._blocks.check_open()
+            if self._blocks.states:
+                ids = sorted(self._blocks.states)
+                raise KVCacheError(f"sequences {ids} are open: close them first")
+            if any(pool.num_locked for pool in self._blocks.pools):
+                raise KVCacheError("pages of a closed sequence are pinned: unpin them first")
         self._blocks.is_closed = True
         self._storage = None
         self._views.clear()

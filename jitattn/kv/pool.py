@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from jitattn.base.errors import KVCacheError
 from jitattn.kv.slot_allocator import SlotAllocator
@@ -89,6 +90,25 @@ class EvictionQueue:
         return next(iter(self._buckets[min(self._buckets)]))
 
 
+@dataclass(slots=True)
+class Copies:
+    """Copies of one set of slots; nothing that one of them reads is written by a later kind.
+
+    Attributes:
+        offloads: by slot of the host: slot of the device.
+        reloads: by slot of the device: slot of the host.
+        duplicates: by slot of the device: slot of the device.
+    """
+
+    offloads: dict[int, int] = field(default_factory=dict)
+    reloads: dict[int, int] = field(default_factory=dict)
+    duplicates: dict[int, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is a copy."""
+        return bool(self.offloads or self.reloads or self.duplicates)
+
+
 class PagePool:
     """One set of slots on the device, and one on the host.
 
@@ -98,9 +118,7 @@ class PagePool:
         droppable: pages on the device that nobody has but the prefix tree.
         held: pages on the device that suspended sequences have.
         on_host: pages on the host that nobody has but the prefix tree.
-        offloads: copies to be made, by slot of the host: slot of the device.
-        reloads: likewise, by slot of the device: slot of the host.
-        copies: likewise on the device, by destination.
+        copies: what the change that is being made asks for.
         num_dropped: pages that were lost to the prefix tree for want of room.
     """
 
@@ -111,9 +129,7 @@ class PagePool:
         self.droppable = EvictionQueue()
         self.held = EvictionQueue()
         self.on_host = EvictionQueue()
-        self.offloads: dict[int, int] = {}
-        self.reloads: dict[int, int] = {}
-        self.copies: dict[int, int] = {}
+        self.copies = Copies()
         self.num_dropped = 0
         self._drop = drop
         self._clock = 0
@@ -125,9 +141,9 @@ class PagePool:
         """Slots of the device that can be had, by evicting what may go."""
         return self.takeable_with(0, 0, 0)
 
-    def takeable_with(self, freed: int, dropped: int, held: int) -> int:
-        """Return ``num_takeable`` once so many more were free, droppable and held."""
-        room = self.host.num_free + self.on_host.size
+    def takeable_with(self, freed: int, dropped: int, held: int, reloaded: int = 0) -> int:
+        """Return ``num_takeable`` once so many more were free, droppable, held and reloaded."""
+        room = self.host.num_free + self.on_host.size + reloaded
         held = min(self.held.size + held, room)
         return self.device.num_free + freed + self.droppable.size + dropped + held
 
@@ -136,12 +152,12 @@ class PagePool:
         """Slots of the device that can't be had."""
         return self.device.total - self.device.num_free - self.droppable.size - self.held.size
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether copies are to be made."""
-        return bool(self.offloads or self.reloads or self.copies)
-
     # --- slots
+
+    def take_copies(self) -> Copies:
+        """Return the copies of a change, and begin the next."""
+        copies, self.copies = self.copies, Copies()
+        return copies
 
     def take(self, count: int) -> list[int]:
         """Take slots of the device, evicting as many pages as it needs.
@@ -155,7 +171,7 @@ class PagePool:
 
     def reload(self, page: Page, slot: int) -> None:
         """Move a page from the host to a slot of the device, which was taken for it."""
-        self.reloads[slot] = page.slot
+        self.copies.reloads[slot] = page.slot
         self.host.free((page.slot,))
         page.slot, page.is_on_host = slot, False
 
@@ -206,7 +222,7 @@ class PagePool:
             self._lose(page)
             return
         slot = self.host.take()
-        self.offloads[slot] = page.slot
+        self.copies.offloads[slot] = page.slot
         self.device.free((page.slot,))
         page.slot, page.is_on_host = slot, True
         self.settle(page)

@@ -110,6 +110,7 @@ class KVSequence:
 
         Raises:
             KVCacheError: it is not suspended.
+            Exception: what a copy of pages raised; it is suspended then.
         """
         state = self._open()
         if state.status is Status.ACTIVE:
@@ -158,6 +159,7 @@ class KVSequence:
         Raises:
             KVCacheError: it is not active, the history shrinks or exceeds the capacity, or pages
                 are needed that scratch has taken the place of.
+            Exception: what a copy of pages raised, as ``KVCacheManager.advance`` describes.
         """
         state = self._active("resize")
         old = self.history_len, self.capacity
@@ -279,8 +281,10 @@ def active_states(seqs: Sequence[KVSequence], blocks: BlockManager) -> list[Stat
     Raises:
         KVCacheError: one that isn't.
         TypeError: one that is no sequence.
+        Exception: what a copy raised that an earlier call had to leave.
     """
     blocks.check_open()
+    blocks.make_copies()
     states: list[State] = []
     append, active = states.append, Status.ACTIVE
     for seq in seqs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from jitattn.kernels.pages.copy_pages import copy_pages
 from jitattn.kv.config import LayerConfig
 from jitattn.kv.layout import Layout, Place
-from jitattn.kv.pool import PagePool
+from jitattn.kv.pool import Copies
 from jitattn.tensors.quantization import QuantizedKV
 
 KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
@@ -59,21 +59,27 @@ class Storage:
         self.host_pools = allocate(num_host_slots, on_host=True)
         self._side = torch.cuda.Stream(device) if on_card else None  # type: ignore[no-untyped-call]
 
-    def copy(self, slots: int, pool: PagePool) -> None:
-        """Make the copies that a set of slots waits for: to the host, from it, on the device."""
+    def copy(self, slots: int, copies: Copies) -> None:
+        """Make copies of a set of slots: to the host, from it, on the device.
+
+        Each kind that is done is cleared, so that a call again after an error makes the rest: what
+        was offloaded may be overwritten by then.
+        """
         device, host = self.pools[slots], self.host_pools[slots]
-        if pool.offloads or pool.reloads:
+        if copies.offloads or copies.reloads:
             if self._side is None:
-                _copy(device, host, pool.offloads)
-                _copy(host, device, pool.reloads)
+                _copy(device, host, copies.offloads)
+                _copy(host, device, copies.reloads)
             else:
                 current = torch.cuda.current_stream(self.device)
                 self._side.wait_stream(current)
-                with torch.cuda.stream(self._side):
-                    _copy(device, host, pool.offloads)
-                    _copy(host, device, pool.reloads)
-                current.wait_stream(self._side)
-        _copy(device, device, pool.copies)
+                try:
+                    with torch.cuda.stream(self._side):
+                        _copy(device, host, copies.offloads)
+                        _copy(host, device, copies.reloads)
+                finally:
+                    current.wait_stream(self._side)
+        _copy(device, device, copies.duplicates)
 
     def view(self, place: Place, *, page_size: int, kv_layout: str, is_per_layer: bool) -> KVCache:
         """Return the cache of a layer.
@@ -149,7 +155,9 @@ class _Parts:
         )
 
 
-def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Mapping[int, int]) -> None:
+def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: dict[int, int]) -> None:
+    """Copy slots, by target, and clear ``pairs``."""
     if pairs:
         listed = [(source, target) for target, source in pairs.items()]
         copy_pages(src, dst, torch.tensor(listed, dtype=torch.int32, device="cpu"))
+        pairs.clear()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag
-from jitattn.spec.rope import INTERLEAVED_MODELS, ROPE_TYPE_ALIASES
+from jitattn.spec.rotary_fields import RotaryFields, scaling_type
 from jitattn.tensors.tensor_handles import new_handle
 
 _MISSING = object()
@@ -45,7 +45,9 @@ class Rope:
             "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate";
             {"rope_type": "longrope", "short_factor", "long_factor", "factor",
             "original_max_position_embeddings"}, and if wanted "attention_factor": the long factors
-            where ``max_position`` is above the original maximum.
+            where ``max_position`` is above the original maximum;
+            {"rope_type": "proportional"}, and if wanted "partial_rotary_factor" and "factor": of
+            all pairs only the fastest are turned (Gemma 4).
         interleaved: pairs are neighbours.
         max_position: the most tokens of a request. It chooses the frequencies of "dynamic" and
             "longrope", which need it; others don't depend on it. Given, it bounds positions:
@@ -139,42 +141,28 @@ class Rope:
                 understood, those of the text model where there are several.
             layer_type: for models whose layers differ (Gemma 3): "full_attention",
                 "sliding_attention" or as the configuration names them. Refused for others.
-            interleaved: None: as the model does, where its ``model_type`` or ``rope_interleave``
-                tells; False elsewhere.
+            interleaved: None: as the file's ``rope_interleave`` says, or else the model's code, as
+                docs/models.md has it. Models that are not listed there need a flag.
             max_position: the most tokens of a request, if other than ``max_position_embeddings``.
 
         Raises:
-            ValueError: a scaling or layer type is unknown, or something is missing.
+            ValueError: a model, scaling or layer type is unknown, or something is missing.
         """
-        read = _reader(config)
-        parameters = _layer_parameters(read, layer_type)
-        head_dim = read("qk_rope_head_dim") or read("head_dim")
-        if head_dim is None:
-            hidden_size, num_heads = read("hidden_size"), read("num_attention_heads")
-            if not isinstance(hidden_size, int) or not isinstance(num_heads, int) or num_heads < 1:
-                raise ValueError(
-                    "config has neither head_dim nor hidden_size and num_attention_heads"
-                )
-            head_dim = hidden_size // num_heads
-        head_dim = check_count("head_dim of config", head_dim)
-        if interleaved is None:
-            declared = read("rope_interleave")
-            is_known = read("model_type") in INTERLEAVED_MODELS
-            interleaved = is_known if declared is None else check_flag("rope_interleave", declared)
-        trained = read("max_position_embeddings")
-        section = parameters.pop("mrope_section", None)
-        mrope_interleaved = parameters.pop("mrope_interleaved", None)
-        base = parameters.pop("rope_theta", 10000.0)
-        rotary_dim = _rotary_dim(parameters, read, head_dim)
+        fields = RotaryFields(config, layer_type)
+        parameters = fields.parameters()
+        head_dim, rotary_dim = fields.head_dim(), fields.rotary_dim(parameters)
+        axes = fields.axes(parameters, (rotary_dim or head_dim) // 2)
+        base = parameters.pop("rope_theta")
+        trained = fields.get("max_position_embeddings")
         return cls(
             head_dim,
             rotary_dim=rotary_dim,
             base=base,  # type: ignore[arg-type]
-            scaling=_with_defaults(parameters, read, trained),
-            interleaved=interleaved,
+            scaling=fields.scaling(parameters),
+            interleaved=fields.interleaved() if interleaved is None else interleaved,
             max_position=trained if max_position is None else max_position,  # type: ignore[arg-type]
-            mrope_section=section,  # type: ignore[arg-type]
-            mrope_interleaved=False if mrope_interleaved is None else mrope_interleaved,  # type: ignore[arg-type]
+            mrope_section=axes.section if axes else None,
+            mrope_interleaved=axes.is_interleaved if axes else False,
         )
 
     def __repr__(self) -> str:
@@ -307,9 +295,9 @@ class _Keys:
 
     def __init__(self, scaling: Scaling) -> None:
         self._left = dict(scaling)
-        kind = self._left.pop("rope_type", None) or self._left.pop("type", None) or "default"
-        self._left.pop("type", None)  # some configurations say it twice
-        self.kind = ROPE_TYPE_ALIASES.get(str(kind), str(kind))
+        self.kind = scaling_type(scaling)
+        for name in ("rope_type", "type"):  # some configurations say it twice
+            self._left.pop(name, None)
 
     def number(self, name: str, default: object = _MISSING) -> float:
         return _number(f"scaling[{name!r}]", self.value(name, default))
@@ -317,6 +305,12 @@ class _Keys:
     def optional(self, name: str) -> float | None:
         value = self.value(name, None)
         return None if value is None else _number(f"scaling[{name!r}]", value)
+
+    def nonzero(self, name: str) -> float | None:
+        """Return a number, None where it is 0, which stands for an absent one."""
+        value = self.value(name, None)
+        is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
+        return None if value is None or is_zero else _number(f"scaling[{name!r}]", value)
 
     def value(self, name: str, default: object = _MISSING) -> object:
         value = self._left.pop(name, None)
@@ -397,7 +391,7 @@ def _yarn(rope: Rope, keys: _Keys) -> Frequencies:
     dim, base = rope.rotary_dim, rope.base
     trained = keys.number("original_max_position_embeddings")
     factor = keys.number("factor")
-    low_mscale, high_mscale = keys.optional("mscale_all_dim"), keys.optional("mscale")
+    low_mscale, high_mscale = keys.nonzero("mscale_all_dim"), keys.nonzero("mscale")
     attention_factor = keys.optional("attention_factor")
     bounds = [
         dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -440,6 +434,16 @@ def _longrope(rope: Rope, keys: _Keys) -> Frequencies:
     return 1.0 / (factors * rope.base**exponents), attention_factor
 
 
+def _proportional(rope: Rope, keys: _Keys) -> Frequencies:
+    dim, share = rope.rotary_dim, keys.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise ValueError(f"scaling['partial_rotary_factor'] is {share}: expected at most 1")
+    count = int(share * dim // 2)
+    fast = 1.0 / (rope.base ** (torch.arange(0, 2 * count, 2, device="cpu").float() / dim))
+    still = torch.zeros(dim // 2 - count, device="cpu")
+    return torch.cat((fast, still)) / keys.number("factor", 1.0), 1.0
+
+
 def _factors(name: str, values: object, count: int) -> Tensor:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"scaling[{name!r}] is a {type(values).__name__}: expected numbers")
@@ -458,77 +462,5 @@ _SCALINGS: dict[str, Callable[[Rope, _Keys], Frequencies]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
-
-# --- configurations of transformers ---------------------------------------------------------------
-
-Read = Callable[[str], object]
-
-
-def _reader(config: object) -> Read:
-    """Return what reads a field of the text model; None where there is none."""
-
-    def get(source: object, name: str) -> object:
-        if isinstance(source, Mapping):
-            return source.get(name)
-        return getattr(source, name, None)
-
-    text = get(config, "text_config")
-    return lambda name: get(config if text is None else text, name)
-
-
-def _layer_parameters(read: Read, layer_type: str | None) -> dict[str, object]:
-    """Return the rope parameters of a layer, ``rope_theta`` among them, in one dictionary."""
-    given = read("rope_parameters") or read("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config has rope parameters of type {type(given).__name__}")
-    layers = {name: value for name, value in given.items() if isinstance(value, Mapping)}
-    theta, local = read("rope_theta"), read("rope_local_base_freq")
-    if not layers and local is not None:  # Gemma 3, as it was stored at first
-        layers = {
-            "full_attention": {"rope_theta": theta, **given},
-            "sliding_attention": {"rope_theta": local},
-        }
-    if layers:
-        if layer_type not in layers:
-            raise ValueError(
-                f"layer_type is {layer_type!r}: the layers of this model differ, choose one of "
-                f"{', '.join(sorted(layers))}"
-            )
-        chosen = dict(layers[layer_type])
-    elif layer_type is not None:
-        raise ValueError(f"layer_type is {layer_type!r}: all layers of this model are alike")
-    else:
-        chosen = dict(given)
-    if chosen.get("rope_theta") is None:
-        chosen["rope_theta"] = 10000.0 if theta is None else theta
-    return chosen
-
-
-def _rotary_dim(parameters: dict[str, object], read: Read, head_dim: int) -> int | None:
-    part = parameters.pop("partial_rotary_factor", None)
-    if (rotary_dim := read("rotary_dim")) is not None:  # GPT-J
-        return int(rotary_dim)  # type: ignore[call-overload, no-any-return]
-    for name in ("partial_rotary_factor", "rotary_pct"):
-        part = read(name) if part is None else part
-    return None if part is None else int(head_dim * _number("partial_rotary_factor", part))
-
-
-def _with_defaults(
-    parameters: dict[str, object], read: Read, trained: object
-) -> dict[str, object] | None:
-    """Return the scaling, with what transformers takes from elsewhere in the configuration."""
-    kind = _Keys(parameters).kind
-    if kind == "default":
-        # Some configurations carry keys of other types along.
-        return None
-    name = "original_max_position_embeddings"
-    if kind in ("dynamic", "yarn", "longrope", "llama3") and parameters.get(name) is None:
-        parameters[name] = read(name) or trained
-    original = parameters.get(name)
-    if kind in ("yarn", "longrope") and parameters.get("factor") is None and trained and original:
-        longest = _number("max_position_embeddings", trained)
-        parameters["factor"] = longest / _number(name, original)
-    if kind == "linear":
-        parameters.pop(name, None)
-    return parameters

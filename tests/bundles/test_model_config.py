@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from jitattn.base.errors import ConfigError
-from jitattn.bundles.model_config import FAMILIES, ROPE_TYPES, Latent, model_of, read_model
+from jitattn.bundles.model_config import Latent, model_of, read_model
 from jitattn.spec.layout import Pairing
-from jitattn.spec.rope import INTERLEAVED_MODELS
+from jitattn.spec.model_types import MODEL_TYPES
+from jitattn.spec.rotary_fields import ROPE_TYPES
 from jitattn.tensors import rope
 from tests.support.model_configs import MODELS, write_config
 
@@ -96,13 +97,12 @@ def test_transformers_reads_the_same(name: str) -> None:
 
 def test_transformers_defaults_are_ours() -> None:
     transformers = pytest.importorskip("transformers")
-    for name, family in FAMILIES.items():
-        if name not in transformers.CONFIG_MAPPING:
-            assert name == "kimi_k2"
+    for name, known in MODEL_TYPES.items():
+        if name not in transformers.CONFIG_MAPPING or not known.defaults:
             continue
         config = transformers.CONFIG_MAPPING[name]()
         config = config.get_text_config()
-        for field, value in (family.defaults or {}).items():
+        for field, value in known.defaults.items():
             if field == "partial_rotary_factor":
                 assert config.rope_parameters[field] == value
             else:
@@ -180,7 +180,7 @@ def test_fields_are_understood(fields: dict[str, object], expected: dict[str, ob
         ({"sliding_window": 4, "sliding_window_size": 8}, "expected one window"),
         ({"sliding_window": 8, "kv_lora_rank": 512, "v_head_dim": 64, "qk_rope_head_dim": 64,
           "qk_nope_head_dim": 64}, "latents have no window"),
-        ({"rope_scaling": {"rope_type": "proportional"}}, "rope type 'proportional' is not one of"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "rope type 'axial' is not one of"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn': expected an object"),
         ({"partial_rotary_factor": 0.51}, "rotary embeddings turn 65 of 128 elements"),
         ({"partial_rotary_factor": 2}, "rotary embeddings turn 0 of 128 elements"),
@@ -220,18 +220,38 @@ def test_a_field_that_is_not_understood_is_named() -> None:
 def test_an_unknown_model_is_read_from_its_fields() -> None:
     model = model_of(UNKNOWN | {"rope_theta": 1e6, "num_key_value_heads": 4})
     assert (model.num_qo_heads, model.num_kv_heads, model.head_dim) == (32, 4, 128)
-    assert model.pairings == (Pairing.NEOX,)
+    assert model.pairings == (Pairing.NEOX, Pairing.INTERLEAVED)
+    assert any("neighbours is not known: kernels for both" in note for note in model.notes)
     assert any('"someone\'s", of which nothing is known' in note for note in model.notes)
     without = model_of({"num_attention_heads": 32, "hidden_size": 4096})
-    assert without.pairings == (Pairing.NEOX, Pairing.NONE)
+    assert without.pairings == (Pairing.NEOX, Pairing.INTERLEAVED, Pairing.NONE)
     assert any("no rope_theta" in note for note in without.notes)
     assert any("model_type is missing" in note for note in without.notes)
 
 
-@pytest.mark.parametrize("name", sorted(INTERLEAVED_MODELS))
-def test_models_that_pair_neighbours(name: str) -> None:
-    model = model_of(LLAMA | {"model_type": name, "kv_lora_rank": None})
-    assert model.pairings[0] is Pairing.INTERLEAVED
+@pytest.mark.parametrize("name", sorted(set(MODEL_TYPES) - {"deepseek_v32"}))
+def test_pairings_are_those_of_the_table(name: str) -> None:
+    fields = {"model_type": name, "kv_lora_rank": None, "rotary_pct": None}
+    shape = {"head_dim": 128, "sliding_window": None, "partial_rotary_factor": None}
+    model = model_of(LLAMA | shape | fields)
+    assert model.pairings[0] is MODEL_TYPES[name].pairing
+
+
+def test_a_file_decides_over_its_model_type() -> None:
+    for declared, pairing in ((True, Pairing.INTERLEAVED), (False, Pairing.NEOX)):
+        for name in ("llama", "glm4", "someone's"):
+            fields = {"model_type": name, "rope_interleave": declared}
+            model = model_of(LLAMA | fields)
+            assert model.pairings[0] is pairing
+            assert Pairing.NONE in model.pairings or len(model.pairings) == 1
+    with pytest.raises(ConfigError, match="'nanochat' turns pairs by negative angles"):
+        model_of(LLAMA | {"model_type": "nanochat"})
+
+
+@pytest.mark.parametrize(("head_dim", "part"), [(512, 0.125), (128, 0.5), (256, 0.25), (64, 1.0)])
+def test_a_part_beside_latents_is_one_of_the_head(head_dim: int, part: float) -> None:
+    fields = {"head_dim": head_dim, "partial_rotary_factor": part}
+    assert model_of(MODELS["deepseek-v2-lite"] | fields).rotary_dim == 64
 
 
 def test_what_is_done_before_is_noted() -> None:

@@ -44,7 +44,7 @@ KIB = 1024
 
 def product_dtype(spec: MLASpec, arch: str) -> str:
     """Warpgroups multiply what is FP8 throughout in float16."""
-    is_narrow = spec.kv_dtype is not spec.q_dtype and spec.rope_dtype is spec.kv_dtype
+    is_narrow = spec.kv_dtype is not spec.q_dtype and spec.k_pe_dtype is spec.kv_dtype
     has_warpgroups = isinstance(mla_tile(spec, arch), WarpgroupTile)
     return "float16" if is_narrow and has_warpgroups else str(spec.q_dtype)
 

@@ -100,7 +100,7 @@ def test_attention_params_agree(layout: Layout, family: str, kv_dtype: str) -> N
 def test_params_of_latent_attention_agree(layout: Layout, kv_dtype: str) -> None:
     struct = mla_params.MLA_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
-    lines += _asserts("jitattn::LatentParams", mla_params.LatentParams)
+    lines += _asserts("jitattn::MLAParams", mla_params.MLAParams)
     page_size = None if layout is Layout.RAGGED else 64
     config = MLAConfig(page_table=layout.value, page_size=page_size, kv_dtype=kv_dtype)
     source = render.render(cache_specs(config, ARCH)[0], ARCH)
@@ -115,7 +115,7 @@ def test_params_of_variants_agree(layout: Layout, name: str) -> None:
     common = {"page_table": layout.value, "page_size": page_size, "variant": VARIANTS[name]}
     for config in (PlannerConfig(**common), MLAConfig(**common, kv_dtype="float8_e4m3fn")):
         is_latent = isinstance(config, MLAConfig)
-        others = mla_params.LATENT if is_latent else ()
+        others = mla_params.MLA_FIELDS if is_latent else ()
         struct = common_params.kernel_params(layout, config.variant, others)
         lines = _asserts("jitattn::VariantParams", params.variant_params(VARIANTS[name]))
         offset = struct.variant.offset
@@ -123,8 +123,8 @@ def test_params_of_variants_agree(layout: Layout, name: str) -> None:
         lines.append(f'static_assert({place} == {offset}, "variant");')
         lines.append(f"static_assert(sizeof(jitattn::KernelParams) == {ctypes.sizeof(struct)});")
         if is_latent:
-            latent = "__builtin_offsetof(jitattn::KernelParams, latent)"
-            lines.append(f'static_assert({latent} == {struct.latent.offset}, "latent");')
+            mla = "__builtin_offsetof(jitattn::KernelParams, mla)"
+            lines.append(f'static_assert({mla} == {struct.mla.offset}, "mla");')
         _compile(render.render(registry.specs_of(config, ARCH)[0], ARCH) + "\n".join(lines) + "\n")
 
 
@@ -133,7 +133,7 @@ def test_schedule_params_agree() -> None:
     sizes = {
         "ScheduleHeader": common_params.HEADER_BYTES,
         "Request": common_params.REQUEST_BYTES,
-        "Unit": common_params.UNIT_BYTES,
+        "QueryTile": common_params.QUERY_TILE_BYTES,
         "SlotBoundary": common_params.BOUNDARY_BYTES,
     }
     lines += [f'static_assert(sizeof(jitattn::{k}) == {v}, "{k}");' for k, v in sizes.items()]

@@ -287,7 +287,7 @@ struct Map {
   uint64_t pointer, item_bytes, sizes[5], strides[4];
   uint32_t box[5];
 };
-// `from` counts in the map's dimensions but the first, of which a box has 128 bytes from `column` on.
+// `from` counts in the map's dimensions but the first, of which a tile has 128 bytes from `column`.
 inline void land_box(uint32_t smem, const Map& it, uint32_t barrier, const int (&from)[4],
                      int column) {
   const int row_bytes = it.box[0] * it.item_bytes;

@@ -36,7 +36,7 @@ extern "C" void call(const jitattn::ScheduleParams* params) {
 # What a kernel finds in each slot, in the words of work_tile.cuh.
 WORK = """
 namespace jitattn {
-constexpr bool kHasWholeUnits = true;
+constexpr bool kHasWholeQueryTiles = true;
 constexpr int32_t kInt32Max = 0x7fffffff;
 int32_t kTileTokens;
 struct Divisor { int32_t divide(int32_t x) const { return x; } };
@@ -53,10 +53,11 @@ extern "C" int find(const jitattn::Schedule* schedule, int tile_tokens, int32_t 
   int count = 0;
   for (int slot_index = 0; slot_index < schedule->header->num_slots; ++slot_index) {
     const SlotRange slot(params.attention, slot_index);
-    for (int index = slot.begin.unit; index <= slot.last_unit; ++index) {
+    for (int index = slot.begin.query_tile; index <= slot.last_query_tile; ++index) {
       const TileRange tiles(params, slot, index);
       if (tiles.is_skipped) continue;
-      const int32_t part[5] = {slot_index, index, tiles.begin, tiles.end, tiles.unit.num_splits};
+      const int32_t part[5] = {slot_index, index, tiles.begin, tiles.end,
+                               tiles.query_tile.num_splits};
       for (int i = 0; i < 5; ++i) found[count][i] = part[i];
       ++count;
     }
@@ -76,7 +77,7 @@ class EmulatedSchedule:
         self._library.call(ctypes.byref(params))
 
     def find(self, schedule: Schedule, tile_tokens: int, most: int) -> list[list[int]]:
-        """Return slot, unit, first tile, end and number of splits of each part of the work."""
+        """Return slot, query tile, first tile, end and number of splits of each work tile."""
         found = torch.zeros(most, 5, dtype=torch.int32)
         pointer = ctypes.c_void_p(found.data_ptr())
         count = self._library.find(ctypes.byref(schedule), tile_tokens, pointer)
@@ -93,7 +94,7 @@ def compile_schedule(num_threads: int) -> EmulatedSchedule:
         for name in ("schedule", "schedule_params")
     ]
     work = (TEMPLATES / "include/jitattn/attention/work_tile.cuh").read_text()
-    ranges = work[work.index("struct SlotRange") : work.index("// The query rows of a unit")]
+    ranges = work[work.index("struct SlotRange") : work.index("struct QueryRows")]
     parts = (HOST, load_integer, *headers, source, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
     text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")

@@ -309,6 +309,28 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"stop": [""]}, "stop"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": 3}, "stop"),
+    ({"stop": "x" * 1_000_000}, "stop"),
+    ({"stop": ["a", "x" * 257]}, "stop"),
+    ({"prompt": [1] * 1_000_000}, "prompt has 1000000 tokens"),
+    ({"prompt": "x" * 2_000_000}, "prompt has 2000000 characters"),
+    ({"prompt": [10**4000]}, "prompt has the token 1000"),
+    ({"user": "x" * 10_000}, "user"),
+    ({"user": 5}, "user"),
+    ({"metadata": {"a": "x" * 10_000}}, "metadata"),
+    ({"metadata": dict.fromkeys(map(str, range(100)), "x")}, "metadata"),
+    ({"metadata": {"a": {}}}, "metadata"),
+    ({"logprobs": 0}, "logprobs=0 is not supported"),
+    ({"best_of": True}, "best_of=True is not supported"),
+    ({"echo": 0}, "echo=0 is not supported"),
+    ({"presence_penalty": False}, "presence_penalty=False is not supported"),
+    ({"top_logprobs": False}, "top_logprobs=False is not supported"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls=1 is not supported"),
+    ({"suffix": "x" * 1_000_000}, "suffix='xxx"),
+    ({"x" * 1_000_000: 1}, "unknown parameter: 'xxx"),
+    ({"temperature": True}, "temperature=True"),
+    ({"temperature": "x" * 1_000_000}, "temperature='xxx"),
+    ({"n": 10**4000}, "n=1000"),
+    ({"stream": "x" * 1_000_000}, "stream='xxx"),
     ({"seed": "1"}, "seed='1'"),
     ({"seed": 1 << 63}, "seed="),
     ({"stream": "yes"}, "stream='yes'"),
@@ -330,6 +352,10 @@ BAD_CHATS: list[tuple[dict[str, object], str]] = [
     ({"messages": [{"role": "user"}]}, r"messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"parts of text"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls"),
+    ({"messages": [{"role": "user", "content": "x"}] * 1025}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y" * 1000}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "x", "y" * 100_000: 1}]}, "yyy"),
     ({"prompt": "x"}, "unknown parameter: 'prompt'"),
     ({"tools": [{}]}, "tools="),
     ({"response_format": {"type": "json_object"}}, "response_format="),
@@ -343,6 +369,7 @@ def test_bad_completions(server: Server, arguments: dict[str, object], wanted: s
     assert status == 400, found
     assert found["error"]["type"] == "invalid_request_error"
     assert wanted in found["error"]["message"]
+    assert len(json.dumps(found)) < 1000
 
 
 @pytest.mark.parametrize(("arguments", "wanted"), BAD_CHATS)
@@ -350,6 +377,7 @@ def test_bad_chats(server: Server, arguments: dict[str, object], wanted: str) ->
     status, found = say(server, "x", **arguments)
     assert status == 400, found
     assert wanted in found["error"]["message"]
+    assert len(json.dumps(found)) < 1000
 
 
 def test_bad_paths_methods_models_and_bodies(server: Server) -> None:
@@ -382,8 +410,146 @@ def test_http_that_is_wrong(server: Server) -> None:
     assert b" 411 " in exchange(server, head + b"Content-Length: -5\r\n\r\n")
     assert b" 411 " in exchange(server, head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
     assert b" 413 " in exchange(server, head + length % (MAX_BODY_BYTES + 1))
+    assert b" 413 " in exchange(server, head + b"Content-Length: " + b"9" * 10_000 + b"\r\n\r\n")
+    assert b" 411 " in exchange(server, head + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n")
+    assert b" 431 " in exchange(server, head + b"X: " + b"x" * 66_000 + b"\r\n\r\n")
+    assert b" 431 " in exchange(server, head + (b"X: " + b"x" * 60_000 + b"\r\n") * 2 + b"\r\n")
+    assert b" 431 " in exchange(server, head + b"X: x\r\n" * 200 + b"\r\n")
+    assert b" 414 " in exchange(server, b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n")
     assert b"Bad request syntax" in exchange(server, b"nonsense\r\n\r\n")
     assert b"invalid_request_error" in exchange(server, b"GET / HTTP/9.9\r\n\r\n")
+
+
+def test_the_body_of_a_get_is_no_request(server: Server) -> None:
+    hidden = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n"
+    found = exchange(server, head % len(hidden) + b"Connection: close\r\n\r\n" + hidden)
+    assert found.count(b"HTTP/1.1 ") == 1
+    found = exchange(server, head % len(hidden) + b"\r\n" + hidden + hidden)
+    assert found.count(b"HTTP/1.1 200 ") == 2
+    chunked = b"GET /v1/models HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    found = exchange(server, chunked + hidden)
+    assert found.count(b"HTTP/1.1 ") == found.count(b" 411 ") == 1
+    assert b" 413 " in exchange(server, head % (MAX_BODY_BYTES + 1) + b"\r\n")
+
+
+# --- connections, log and numbers -----------------------------------------------------------------
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    connection = connect(server)
+    connection.request("GET", "/metrics")
+    response = connection.getresponse()
+    assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    text = response.read().decode()
+    connection.close()
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("# TYPE "):
+            name, value = line.rsplit(" ", 1)
+            assert name.startswith("jitattn_server_")
+            assert name not in found
+            found[name.removeprefix("jitattn_server_")] = float(value)
+    return found
+
+
+def test_connections_are_limited_and_idle_ones_closed() -> None:
+    with running("--max-connections", "3", "--idle-seconds", "0.3") as server:
+        address = server.server_address[:2]
+        idle = [socket.create_connection(address, timeout=20) for _ in range(2)]
+        slow = socket.create_connection(address, timeout=20)
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
+        wait_until(lambda: server.num_connections == 3)
+        with socket.create_connection(address, timeout=20) as more:
+            assert b" 503 " in more.recv(1000)
+        for connection in (*idle, slow):
+            while connection.recv(1000):
+                pass
+            connection.close()
+        wait_until(lambda: server.num_connections == 0)
+        # An answer may take longer than that.
+        assert complete(server, "x", max_tokens=300)["usage"]["completion_tokens"] == 300
+        found = metrics_of(server)
+        assert found["refused_connections_total"] == 1
+        assert found["closed_idle_connections_total"] == 3
+
+
+def test_metrics_count_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="docs.examples.serving.requests")
+    with running() as server:
+        prompt = "measure " * 20
+        answers = [complete(server, prompt, max_tokens=n) for n in (3, 4)]
+        request(server, "POST", COMPLETIONS, {"prompt": 3})
+        request(server, "GET", "/a%0Ab")
+        found = metrics_of(server)
+        usage = [answer["usage"] for answer in answers]
+        cached = [each["prompt_tokens_details"]["cached_tokens"] for each in usage]
+        assert found['requests_total{path="/v1/completions",status="200"}'] == 2
+        assert found['requests_total{path="/v1/completions",status="400"}'] == 1
+        assert found['requests_total{path="other",status="404"}'] == 1
+        assert found["prompt_tokens_total"] == sum(each["prompt_tokens"] for each in usage)
+        assert found["cached_prompt_tokens_total"] == sum(cached) > 0
+        assert found["generated_tokens_total"] == 7
+        assert found["first_text_seconds_count"] == 2
+        assert found['request_seconds_bucket{le="+Inf"}'] == found["request_seconds_count"] == 4
+        wait_until(lambda: metrics_of(server)["running_choices"] == 0)
+        pools = server.engine.load.stats.pools
+        for i, pool in enumerate(pools):
+            names = [
+                f'pages{{pool="{i}",tier="device",state="{state}"}}'
+                for state in ("used", "held", "reusable", "free")
+            ]
+            assert sum(metrics_of(server)[name] for name in names) == pool.total
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("POST '/v1/completions' 200" in line for line in lines) == 2
+    assert any(f"{usage[0]['prompt_tokens']} tokens + 3" in line for line in lines)
+    assert not any("\n" in line for line in lines)
+
+
+def test_many_that_go_give_all_pages_back() -> None:
+    """At every stage: while they wait, while the prompt is computed, amid the answer."""
+    with running("--kv-bytes", "600000", "--host-bytes", "200000", "--typical-len", "64") as server:
+        wanted = server.engine.max_len - 100
+        gone = 0
+        for i in range(24):
+            connection = connect(server)
+            body = {"prompt": "p" * (3 * i + 1), "max_tokens": wanted, "n": 1 + i % 3, "seed": i}
+            connection.request("POST", COMPLETIONS, json.dumps(body | {"stream": i % 2 == 0}))
+            if i % 4 == 0:
+                response = connection.getresponse()
+                assert response.readline()
+                response.close()
+            connection.close()
+            gone += 1
+            assert server.engine.error is None
+        wait_until(lambda: is_idle(server))
+        wait_until(lambda: metrics_of(server)["disconnects_total"] == gone)
+        found = metrics_of(server)
+        assert found["sequences"] == found["running_choices"] == found["waiting_choices"] == 0
+        for name, value in found.items():
+            if name.startswith("pages{") and ("used" in name or "held" in name):
+                assert value == 0, name
+        assert complete(server, "still here", max_tokens=3)
+
+
+def test_shutting_down_ends_every_connection() -> None:
+    with running() as server:
+        address = server.server_address[:2]
+        idle = socket.create_connection(address, timeout=20)
+        busy = connect(server)
+        body = {"prompt": "x", "max_tokens": server.engine.max_len - 4}
+        busy.request("POST", COMPLETIONS, json.dumps(body))
+        wait_until(lambda: bool(server.engine.running) and server.num_connections == 2)
+        server.engine.close()
+        server.end_connections()
+        assert idle.recv(10) == b""
+        response = busy.getresponse()
+        assert response.status == 503
+        response.close()
+        busy.close()
+        idle.close()
+        wait_until(lambda: server.num_connections == 0)
+        assert all(pool.used == pool.held == 0 for pool in server.engine.load.stats.pools)
 
 
 def test_a_connection_takes_several_requests(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""Slots in rounds, which CTAs claim as they get ready: any order of claims gives the same bits."""
+"""Slots in waves, which CTAs claim as they get ready: any order of claims gives the same bits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.harness import (
 )
 from tests.support.inputs import Inputs, make_inputs
 
-# Empty requests at the end, which slots of the last round hold many of.
+# Empty requests at the end, which slots of the last wave hold many of.
 MANY = tuple((997 * b) % 5000 for b in range(120)) + (0,) * 180
 
 LONG = (70_000, 60_000, 50_000)
 # Least number of waves; tests/kernels/attention/test_schedule_emulated.py has an H100's schedules.
 # Requests of one length are kept whole, so that few of them have one wave.
-IN_ROUNDS: list[tuple[Case, dict[str, object], int]] = [
+IN_WAVES: list[tuple[Case, dict[str, object], int]] = [
     (replace(D128, lengths=LONG, num_kv_heads=1), {"num_sms": 20}, 3),
     (replace(D128, lengths=(70_000,) * 3, num_kv_heads=1), {"num_sms": 5}, 5),
     (replace(D128, lengths=MANY, num_kv_heads=2), {}, 2),
@@ -46,11 +46,11 @@ IN_ROUNDS: list[tuple[Case, dict[str, object], int]] = [
 ]
 
 
-def rounds_of(plan: jitattn.types.Plan) -> float:
-    """How many rounds of slots the decode kernel has in a plan."""
+def waves_of(plan: jitattn.types.Plan) -> float:
+    """How many waves of slots the decode kernel has in a plan."""
     part = plan.backend.launches[0]
     num_slots = int(part.memory[:4].view(torch.int32))
-    return num_slots / part.schedule_launch.params.round_slots
+    return num_slots / part.schedule_launch.params.wave_slots
 
 
 def assert_clean(workspace: jitattn.Workspace) -> None:
@@ -58,10 +58,10 @@ def assert_clean(workspace: jitattn.Workspace) -> None:
 
 
 def run_often(inputs: Inputs, planner: jitattn.AttentionPlanner, *, at_least: int) -> Result:
-    """The result of repeated runs, in at least so many rounds, which leave nothing behind."""
+    """The result of repeated runs, in at least so many waves, which leave nothing behind."""
     plan, kv = plan_of(inputs, planner), inputs.bind(planner)
     if DEVICE == "cuda":
-        assert rounds_of(plan) >= at_least
+        assert waves_of(plan) >= at_least
     want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
     out, lse = inputs.new_out(), inputs.new_lse()
     for _ in range(10 if DEVICE == "cuda" else 1):
@@ -79,7 +79,7 @@ def own_planner(case: Case, **changes: object) -> jitattn.AttentionPlanner:
     return jitattn.AttentionPlanner(**arguments, device=DEVICE, workspace=workspace)
 
 
-@pytest.mark.parametrize(("case", "changes", "at_least"), IN_ROUNDS, ids=str)
+@pytest.mark.parametrize(("case", "changes", "at_least"), IN_WAVES, ids=str)
 def test_rounds(case: Case, changes: dict[str, object], at_least: int) -> None:
     inputs = make_inputs(case, DEVICE)
     got = run_often(inputs, own_planner(case, **changes), at_least=at_least)

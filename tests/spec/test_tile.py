@@ -13,7 +13,7 @@ from jitattn.jit.build import headers_of
 from jitattn.jit.render import render
 from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.kernels.attention.tile import STATIC_BYTES, has_warpgroup_tile
-from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile, PrefillTile, WarpgroupTile
+from jitattn.kernels.common.tile import MAX_WORK_TILES, DecodeTile, PrefillTile, WarpgroupTile
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHITECTURES, ARCHS
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
@@ -84,8 +84,8 @@ def test_what_takes_boxes(arguments: dict[str, object], has_boxes: bool) -> None
     if has_boxes:
         # A box lies in one page, and a slice is some boxes.
         slice_tokens = tile.tile_tokens // tile.num_warps
-        assert tile.box_tokens in (8, 16, 32)
-        assert spec.page_size % tile.box_tokens == slice_tokens % tile.box_tokens == 0
+        assert tile.tma_tokens in (8, 16, 32)
+        assert spec.page_size % tile.tma_tokens == slice_tokens % tile.tma_tokens == 0
     for arch in set(ARCHITECTURES) - {"sm_90a"}:
         assert not spec.uses_tma(arch)
         loaders = {found.loader for found in resolve_decode(arguments, arch)}
@@ -106,7 +106,7 @@ def test_tiles_do_not_go_by_pages(head_dim: int, page_table: Layout) -> None:
         spec = decode_spec(head_dim=head_dim, page_size=page_size, page_table=page_table.value)
         tile = spec.tile("sm_90a")
         assert isinstance(tile, DecodeTile)
-        tiles.add(tile._replace(smem_bytes=0, box_tokens=0))
+        tiles.add(tile._replace(smem_bytes=0, tma_tokens=0))
     assert len(tiles) == 1
 
 
@@ -190,7 +190,7 @@ def test_warpgroups_are_sampled() -> None:
 def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
     tile = warpgroup_tile(spec)
     # Pieces that it claims are noted nowhere.
-    assert tile.smem_bytes + STATIC_BYTES - 4 * MAX_PIECES <= ARCHS["sm_90a"].smem_bytes
+    assert tile.smem_bytes + STATIC_BYTES - 4 * MAX_WORK_TILES <= ARCHS["sm_90a"].smem_bytes
     groups, rest = divmod(tile.num_warps, 4)
     assert rest == 0
     assert tile.row_tile == 64 * groups
@@ -206,15 +206,15 @@ def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
     assert held < tile.consumer_registers
     # Segments that are as wide as the swizzle, in parts that begin where it does.
     assert tile.smem_bytes % 1024 == 0
-    assert tile.tile_tokens % tile.box_tokens == 0
+    assert tile.tile_tokens % tile.tma_tokens == 0
     if spec.loader is Loader.TENSOR:
-        assert spec.page_table is Layout.RAGGED or spec.page_size % tile.box_tokens == 0
-        assert tile.tile_tokens // tile.box_tokens <= 32, "each lane finds one page"
-        # A box of V has all columns of the product, and one of K a segment. Products read V 16 rows
-        # at a time, which lie in one box, or in two of eight.
+        assert spec.page_table is Layout.RAGGED or spec.page_size % tile.tma_tokens == 0
+        assert tile.tile_tokens // tile.tma_tokens <= 32, "each lane finds one page"
+        # A TMA tile of V has all columns of the product, and one of K a segment. Products read V 16
+        # rows at a time, which lie in one TMA tile, or in two of eight.
         assert tile.value_dim == spec.head_dim_vo
-        assert tile.box_tokens == 8 or tile.box_tokens % 16 == 0
-        assert tile.key_box_columns == 64
+        assert tile.tma_tokens == 8 or tile.tma_tokens % 16 == 0
+        assert tile.key_tma_columns == 64
 
 
 @pytest.mark.parametrize("spec", WARPGROUPS, ids=lambda spec: spec.symbol)
@@ -241,9 +241,9 @@ def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
         spec = prefill_spec(
             "sm_90a", head_dim=head_dim, page_size=page_size, page_table=page_table.value
         )
-        # Registers go by who brings what, and have no say in the bits.
+        # Registers go by the loader, and have no say in the bits.
         same = dict.fromkeys(
-            ("box_tokens", "num_producers", "producer_registers", "consumer_registers"), 0
+            ("tma_tokens", "num_producers", "producer_registers", "consumer_registers"), 0
         )
         tiles.add(warpgroup_tile(spec)._replace(**same))
     assert len(tiles) == 1

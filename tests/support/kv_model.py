@@ -8,7 +8,10 @@ model shares no code with the manager: what is visible follows from lengths and 
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from jitattn.kv import (
     LayerConfig,
     PageIndexMode,
 )
+from tests.support.faulty_storage import WHERE, CopyError, faulty
 
 SEED = 1
 
@@ -75,6 +79,7 @@ class Model:
         reuse_scratch: bool = False,
         max_rewind_len: int = 0,
         kv_layout: str = "NHD",
+        fault_rate: float = 0.0,
     ) -> None:
         slot_bytes = sum(2 * 4 * page_size * layer.num_kv_heads for layer in layers)
         self.config = KVCacheConfig(
@@ -87,7 +92,10 @@ class Model:
             kv_layout=kv_layout,
             typical_len=4 * page_size,
         )
-        self.manager = KVCacheManager(self.config, device="cpu")
+        self.fault_rate = fault_rate
+        self.faults = random.Random(SEED)
+        with faulty(self.next_fault):
+            self.manager = KVCacheManager(self.config, device="cpu")
         self.twins: list[Twin] = []
         self.closed: list[Twin] = []  # with pins
         self.reusable: list[list[int]] = []  # all that was ever committed
@@ -101,6 +109,37 @@ class Model:
         for cache in self.caches.values():
             cache[...] = -1.0
         self.counts: dict[str, int] = {}
+
+    # --- copies that fail
+
+    def next_fault(self) -> str:
+        if not self.fault_rate or self.faults.random() >= self.fault_rate:
+            return ""
+        self.counts["faults"] = self.counts.get("faults", 0) + 1
+        return self.faults.choice(WHERE)
+
+    def attempt(self, call: Callable[[], Any], seqs: list[KVSequence] | None = None) -> Any:
+        """Call until no copy fails; return what it returned, or had done when one failed then.
+
+        Args:
+            call: an operation.
+            seqs: those that may have changed where a copy fails, so that an error names them.
+        """
+        while True:
+            before = [self.snapshot(twin) for twin in self.twins]
+            try:
+                return call()
+            except CopyError as error:
+                notes = getattr(error, "__notes__", None)
+                if notes is None:
+                    assert [self.snapshot(twin) for twin in self.twins] == before
+                    continue
+                assert seqs is not None
+                listed = re.findall(r"\d+", notes[0].partition("]")[0])
+                named = {int(number) for number in listed}
+                assert named <= {seq.id for seq in seqs}
+                self.counts["named"] = self.counts.get("named", 0) + 1
+                return [seq.id in named for seq in seqs]
 
     # --- operations: each takes a source of choices
 
@@ -163,7 +202,7 @@ class Model:
         twin = self.pick(rng, active=False)
         if twin is None:
             return False
-        twin.is_active = twin.seq.resume()
+        twin.is_active = self.attempt(twin.seq.resume)
         if twin.is_active:
             self.read(twin, twin.history)
         return twin.is_active
@@ -191,7 +230,8 @@ class Model:
         stats = self.manager.stats()
         room = [pool.free + pool.reusable for pool in stats.pools]
         try:
-            grown = twin.seq.resize(capacity, history)
+            grown = self.attempt(lambda: twin.seq.resize(capacity, history), [twin.seq])
+            assert grown != [False]
         except KVCacheError:
             assert twin.has_scratch
             assert self.snapshot(twin) == before
@@ -249,7 +289,7 @@ class Model:
                 if not grown:
                     return False
             else:
-                twin.seq.commit(new)
+                self.attempt(lambda: twin.seq.commit(new))
                 twin.committed += count
         except KVCacheError:
             assert twin.has_scratch
@@ -271,7 +311,8 @@ class Model:
             return False
         before = self.snapshot(twin)
         try:
-            assert twin.seq.resize(None, twin.history + len(twin.inputs))
+            history = twin.history + len(twin.inputs)
+            assert self.attempt(lambda: twin.seq.resize(None, history), [twin.seq])
         except KVCacheError:
             assert self.snapshot(twin) == before
             return False
@@ -290,9 +331,9 @@ class Model:
         new = twin.tokens[twin.committed : twin.committed + rng.randrange(1, 4)]
         try:
             if rng.random() < 0.5:
-                twin.seq.commit(new)
+                self.attempt(lambda: twin.seq.commit(new))
             else:
-                (grown,) = self.manager.advance([twin.seq], [new])
+                (grown,) = self.advance_all([twin.seq], [new], 1)
                 if not grown:
                     assert self.snapshot(twin) == before
                     return False
@@ -328,7 +369,7 @@ class Model:
         given: object = [new[0] for new in news] if width == 1 else news
         num_inputs = rng.choice([1, 1, 3])
         before = [self.snapshot(twin) for twin in chosen]
-        grown = self.manager.advance([twin.seq for twin in chosen], given, num_inputs=num_inputs)
+        grown = self.advance_all([twin.seq for twin in chosen], given, num_inputs)
         for twin, new, old, done in zip(chosen, news, before, grown, strict=True):
             if not done:
                 assert self.snapshot(twin) == old
@@ -342,6 +383,11 @@ class Model:
             if twin.capacity > twin.history + len(twin.inputs):
                 twin.inputs = []
         return any(grown)
+
+    def advance_all(self, seqs: list[KVSequence], new: object, num_inputs: int) -> list[bool]:
+        found = self.attempt(lambda: self.manager.advance(seqs, new, num_inputs=num_inputs), seqs)
+        assert isinstance(found, list)
+        return found
 
     def prepare(self, twin: Twin, rng: random.Random) -> bool:
         if twin.capacity == twin.history and not self.resize(
@@ -371,7 +417,7 @@ class Model:
         count = rng.randrange(twin.capacity - twin.history + 1)
         before = self.snapshot(twin)
         try:
-            twin.seq.rewind(count)
+            self.attempt(lambda: twin.seq.rewind(count), [twin.seq])
         except KVCacheError:
             assert twin.has_scratch
             assert count > self.config.max_rewind_len
@@ -408,7 +454,7 @@ class Model:
         if twin is None or group.index in twin.pins:
             return False
         blocks = [b for b, i in enumerate(twin.seq.base_page_ids(group)) if i >= 0]
-        ids = twin.seq.pin(group)
+        ids = self.attempt(lambda: twin.seq.pin(group))
         full = [
             i for i, b in zip(ids, blocks, strict=True) if (b + 1) * self.page_size <= twin.history
         ]
@@ -460,7 +506,7 @@ class Model:
             wrongs.append(lambda: seq.resize(twin.capacity, twin.history - 1))
         wrongs.append(seq.resume if twin.is_active else seq.suspend)
         try:
-            rng.choice(wrongs)()
+            self.attempt(rng.choice(wrongs))
         except KVCacheError as error:
             assert str(seq.id) in str(error) or "twice" in str(error)
         else:
@@ -472,7 +518,7 @@ class Model:
 
     def table(self, twin: Twin, layer: int, mode: PageIndexMode) -> np.ndarray:
         view = self.manager.layer_view(layer, mode)
-        return view.block_table([twin.seq]).table.numpy()[0]
+        return self.attempt(lambda: view.block_table([twin.seq])).table.numpy()[0]
 
     def values(self, layer: LayerConfig, sums: list[int], first: int, end: int) -> np.ndarray:
         heads = np.arange(layer.num_kv_heads)

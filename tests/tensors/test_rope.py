@@ -196,7 +196,13 @@ def test_gemma3_is_that_of_transformers() -> None:
         assert rope.head_dim == config.head_dim
 
 
-HEADS = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 4096}
+HEADS = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+UNKNOWN = HEADS | {"model_type": "mine"}
 
 
 def test_spellings() -> None:
@@ -419,7 +425,10 @@ def test_refused(arguments: dict[str, Any], match: str) -> None:
     [
         ({}, {}, "neither head_dim nor hidden_size"),
         (HEADS, {"layer_type": "full_attention"}, "all layers of this model are alike"),
-        (HEADS | {"rope_scaling": {"type": "proportional"}}, {}, "'proportional'"),
+        (HEADS | {"rope_scaling": {"type": "axial"}}, {}, "'axial'"),
+        (UNKNOWN, {}, "model_type 'mine' is not known: pass interleaved=True"),
+        (UNKNOWN | {"model_type": None}, {}, "no model_type: pass interleaved=True"),
+        (HEADS | {"model_type": "nanochat"}, {}, "'nanochat' turns pairs by negative angles"),
         (HEADS | {"rope_scaling": 3}, {}, "rope parameters of type int"),
         (HEADS | {"num_attention_heads": 0}, {}, "neither head_dim nor hidden_size"),
         ({"head_dim": "64"}, {}, "head_dim of config is a str"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import signal
 from pathlib import Path
 from typing import Any
 
 from docs.examples.serve import DEVICE, PAGE_SIZE
 from docs.examples.serving.engine import Engine
 from docs.examples.serving.models import Checkpoint, RandomModel
-from docs.examples.serving.server import Server
+from docs.examples.serving.server import IDLE_S, MAX_CONNECTIONS, Server
 from docs.examples.serving.text import ByteTokenizer, Tokenizer
 from jitattn.kv import KVCacheConfig, KVCacheManager
 
@@ -26,6 +28,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--host-bytes", type=int, default=0, help="of pages that sleep, likewise")
     parser.add_argument(
         "--typical-len", type=int, default=512, help="tokens of most requests: what layers get"
+    )
+    parser.add_argument(
+        "--max-connections", type=int, default=MAX_CONNECTIONS, help="at a time; more get a 503"
+    )
+    parser.add_argument(
+        "--idle-seconds", type=float, default=IDLE_S, help="in which a request has to arrive"
     )
     return parser
 
@@ -44,11 +52,16 @@ def make_server(options: argparse.Namespace) -> Server:
         layers=model.layers(), typical_len=options.typical_len,
     )  # fmt: skip
     engine = Engine(model, KVCacheManager(config, device=DEVICE))
-    return Server((options.host, options.port), engine, tokenizer, options.name or name)
+    return Server(
+        (options.host, options.port), engine, tokenizer, options.name or name,
+        max_connections=options.max_connections, idle_s=options.idle_seconds,
+    )  # fmt: skip
 
 
 def main() -> None:
     options = parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server = make_server(options)
     except (OSError, ImportError) as error:
@@ -64,6 +77,7 @@ def main() -> None:
     finally:
         server.server_close()
         server.engine.close()
+        server.end_connections()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from docs.examples.serve import CHUNK, Batch, Request, Scheduler
 from docs.examples.serving.sampling import Sampler
 from docs.examples.serving.text import GrowingText
-from jitattn.kv import KVCacheManager, KVSequence, LayerConfig
+from jitattn.kv import KVCacheError, KVCacheManager, KVSequence, LayerConfig, Stats
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,6 +38,16 @@ class Event:
     text: str = ""
     reason: str | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engine does, as it was after its last step."""
+
+    num_running: int
+    num_waiting: int
+    num_suspended: int
+    stats: Stats
 
 
 @dataclass(eq=False, kw_only=True)
@@ -70,6 +81,7 @@ class Engine(Scheduler):
     Attributes:
         max_len: tokens of a prompt and its answer that fit for certain.
         error: the exception that stopped the engine, or None.
+        load: what it does, for all threads; the manager is for its own alone.
     """
 
     max_running = 32
@@ -78,6 +90,7 @@ class Engine(Scheduler):
         super().__init__(model, manager, [])
         self.max_len = _longest(manager, model.max_position)
         self.error: str | None = None
+        self.load = self._load()
         self._changed = threading.Condition()
         self._new: list[Choice] = []
         self._gone: list[Choice] = []
@@ -114,12 +127,17 @@ class Engine(Scheduler):
             while self._take_news():
                 if self.running or self.waiting:
                     self.step()
+                self.load = self._load()
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
             _LOG.exception("the engine has stopped")
             self._stop(self.error)
         else:
             self._stop("the server is closing")
+
+    def _load(self) -> Load:
+        counts = len(self.running), len(self.waiting), self.num_suspended
+        return Load(*counts, self.manager.stats())
 
     def _take_news(self) -> bool:
         with self._changed:
@@ -140,10 +158,13 @@ class Engine(Scheduler):
         with self._changed:
             self.error = self.error or why
             unfinished = [*self._new, *self.waiting, *self.running]
-        for choice in unfinished:
-            for each in (choice, *choice.others):
-                each.tell(Event(each.index, error=why))
+        every = [each for choice in unfinished for each in (choice, *choice.others)]
+        for each in every:
+            each.tell(Event(each.index, error=why))
+        with suppress(KVCacheError):  # after an error halfway, a manager frees nothing
+            for each in every:
                 self._drop(each)
+            self.load = self._load()
 
     def _drop(self, choice: Choice) -> None:
         if choice.is_over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 import uuid
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from typing import Any
 
 from docs.examples.serving.text import Tokenizer
 
-MAX_CHOICES, MAX_STOPS = 16, 4
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LEN = 16, 4, 256
+MAX_TEXT_LEN, MAX_MESSAGES = 1 << 20, 1024  # characters of all messages
+MAX_LABELS, MAX_LABEL_LEN = 16, 512
 
 # Parameters accepted at a value without effect, with that value.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -83,10 +86,10 @@ def parse(body: object, *, is_chat: bool, tokenizer: Tokenizer, model: str, max_
     _check_names(given, is_chat=is_chat)
     if given.get("model", model) != model:
         raise BadRequestError(
-            f"the model {given['model']!r} does not exist: there is {model!r}",
+            f"the model {_short(given['model'])} does not exist: there is {model!r}",
             "model", status=404, code="model_not_found",
         )  # fmt: skip
-    prompt = _messages(given, tokenizer) if is_chat else _prompt(given, tokenizer)
+    prompt = _messages(given, tokenizer) if is_chat else _prompt(given, tokenizer, max_len)
     limit = _limit(given, is_chat=is_chat, room=max_len - len(prompt))
     if limit < 1 or len(prompt) + limit > max_len:
         raise BadRequestError(
@@ -116,15 +119,47 @@ def _check_names(given: Mapping[str, Any], *, is_chat: bool) -> None:
     own = {"messages", "max_completion_tokens"} if is_chat else {"prompt"}
     for name, value in given.items():
         if name in _NEUTRAL:
-            if not any(value == neutral for neutral in _NEUTRAL[name]):
-                raise BadRequestError(f"{name}={value!r} is not supported", name)
+            if not any(_is_same(value, neutral) for neutral in _NEUTRAL[name]):
+                raise BadRequestError(f"{name}={_short(value)} is not supported", name)
         elif name not in _KNOWN | _LABELS | own:
-            raise BadRequestError(f"unknown parameter: {name!r}", name)
+            raise BadRequestError(f"unknown parameter: {_short(name)}", name[:MAX_LABEL_LEN])
+    _check_labels(given)
 
 
-def _prompt(given: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+def _is_same(value: object, neutral: object) -> bool:
+    """Whether JSON's values are equal; true is no number."""
+    return isinstance(value, bool) is isinstance(neutral, bool) and value == neutral
+
+
+def _check_labels(given: Mapping[str, Any]) -> None:
+    user, metadata = given.get("user", ""), given.get("metadata", {})
+    if not isinstance(user, str) or len(user) > MAX_LABEL_LEN:
+        raise BadRequestError(f"user: expected a string, up to {MAX_LABEL_LEN} characters", "user")
+    is_fine = isinstance(metadata, dict) and len(metadata) <= MAX_LABELS
+    if not is_fine or not all(
+        isinstance(value, str) and max(len(name), len(value)) <= MAX_LABEL_LEN
+        for name, value in metadata.items()
+    ):
+        raise BadRequestError(
+            f"metadata: expected up to {MAX_LABELS} strings, each up to {MAX_LABEL_LEN} characters",
+            "metadata",
+        )
+
+
+def _short(value: object) -> str:
+    """Return a value as a message shows it: its beginning and end."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    return short.repr(value)
+
+
+def _prompt(given: Mapping[str, Any], tokenizer: Tokenizer, max_len: int) -> list[int]:
     prompt = given.get("prompt")
     if isinstance(prompt, str):
+        if len(prompt) > MAX_TEXT_LEN:
+            raise BadRequestError(
+                f"prompt has {len(prompt)} characters: expected at most {MAX_TEXT_LEN}", "prompt"
+            )
         try:
             tokens = tokenizer.encode(prompt)
         except UnicodeError as error:  # JSON has halves of characters, UTF-8 has none
@@ -136,18 +171,24 @@ def _prompt(given: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
         raise BadRequestError(
             "prompt: expected a string or a list of tokens, one prompt a request", "prompt"
         )
+    if len(prompt) > max_len:
+        raise BadRequestError(
+            f"prompt has {len(prompt)} tokens: expected at most {max_len}",
+            "prompt", code="context_length_exceeded",
+        )  # fmt: skip
     for token in prompt:
         if not 0 <= token < tokenizer.vocabulary:
             raise BadRequestError(
-                f"prompt has the token {token}: expected 0 to {tokenizer.vocabulary - 1}", "prompt"
+                f"prompt has the token {_short(token)}: expected 0 to {tokenizer.vocabulary - 1}",
+                "prompt",
             )
     return prompt
 
 
 def _messages(given: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
     messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequestError("messages: expected a list of at least one", "messages")
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        raise BadRequestError(f"messages: expected a list of 1 to {MAX_MESSAGES}", "messages")
     turns = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
@@ -156,8 +197,16 @@ def _messages(given: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
         extra = {name for name, value in message.items() if value is not None}
         extra -= {"role", "content", "name"}
         if extra:
-            raise BadRequestError(f"{where} has {', '.join(sorted(extra))}: not supported", where)
+            listed = _short(", ".join(sorted(extra)))
+            raise BadRequestError(f"{where} has {listed}: not supported", where)
+        name = message.get("name") or ""
+        if not isinstance(name, str) or len(name) > MAX_LABEL_LEN:
+            raise BadRequestError(f"{where}.name: expected a short string", f"{where}.name")
         turns.append({"role": message["role"], "content": _content(message.get("content"), where)})
+    if sum(len(turn["content"]) for turn in turns) > MAX_TEXT_LEN:
+        raise BadRequestError(
+            f"messages: expected at most {MAX_TEXT_LEN} characters together", "messages"
+        )
     try:
         return tokenizer.encode_chat(turns)
     except Exception as error:  # templates raise errors of their own
@@ -192,9 +241,12 @@ def _stops(value: object) -> tuple[str, ...]:
     if (
         not isinstance(stops, list)
         or len(stops) > MAX_STOPS
-        or not all(isinstance(stop, str) and stop for stop in stops)
+        or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LEN for stop in stops)
     ):
-        raise BadRequestError(f"stop: expected a string or up to {MAX_STOPS}, none empty", "stop")
+        raise BadRequestError(
+            f"stop: expected a string or up to {MAX_STOPS}, each of 1 to {MAX_STOP_LEN} characters",
+            "stop",
+        )
     return tuple(stops)
 
 
@@ -205,7 +257,9 @@ def _is_integer(value: object) -> bool:
 def _integer(given: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
     value = given.get(name, default)
     if name in given and (not _is_integer(value) or not least <= value <= most):
-        raise BadRequestError(f"{name}={value!r}: expected an integer, {least} to {most}", name)
+        raise BadRequestError(
+            f"{name}={_short(value)}: expected an integer, {least} to {most}", name
+        )
     return int(value)
 
 
@@ -213,7 +267,7 @@ def _number(given: Mapping[str, Any], name: str, least: float, most: float) -> f
     value = given.get(name, 1.0)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
-        raise BadRequestError(f"{name}={value!r}: expected a number, {least} to {most}", name)
+        raise BadRequestError(f"{name}={_short(value)}: expected a number, {least} to {most}", name)
     return float(value)
 
 
@@ -227,7 +281,7 @@ def _share(given: Mapping[str, Any]) -> float:
 def _flag(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise BadRequestError(f"{name}={value!r}: expected true or false", name)
+        raise BadRequestError(f"{name}={_short(value)}: expected true or false", name)
     return value
 
 

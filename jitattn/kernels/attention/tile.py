@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import (
-    MAX_PIECES,
+    MAX_WORK_TILES,
     DecodeTile,
     PrefillTile,
     WarpgroupTile,
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 # an H100's memory; the rest covers the stages that are being consumed.
 _RING_BYTES = 64 * 1024
 _MERGE_BYTES = 8 * 1024
-# The same where boxes bring them and an SM has one CTA: 64 KiB saturate, the rest covers pauses,
-# and what is left of the SM has room for the next launch's CTA.
+# The same with TMA, where an SM has one CTA: 64 KiB saturate, the rest covers pauses, and the next
+# launch's CTA has room beside it.
 _TMA_RING_BYTES = 128 * 1024
 # Dims of a product, and of a block of NVFP4.
 _BLOCK_DIMS = 16
 # Static shared memory of the attention kernels, with room to spare.
-STATIC_BYTES = 2 * 1024 + 4 * MAX_PIECES
+STATIC_BYTES = 2 * 1024 + 4 * MAX_WORK_TILES
 # What two CTAs of an SM of sm_90 or sm_100 may use each.
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA, 16 a warp.
@@ -128,9 +128,9 @@ def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
     )
 
 
-# Tiles of warpgroups by the most columns of Q and V: warpgroups that compute and that bring, tokens
-# of a tile without more, with a soft cap, and with a variant, whose computations need registers,
-# stages of K and V, and of Q. Scores take half a register a token and the output half a register a
+# Warpgroup tiles by the most columns of Q and V: consumers, producers, KV tokens of a tile (plain,
+# with a soft cap, with a variant: their computations need registers), stages of K and V, stages of
+# Q. Scores take half a register a token and the output half a register a
 # column; what is left of 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
     (64, 64, 3, 1, 112, 80, 64, 3, 2),
@@ -139,8 +139,8 @@ _WARPGROUP_TILES = (
     (192, 192, 2, 1, 96, 80, 80, 2, 1),
     (256, 256, 2, 1, 80, 64, 48, 2, 1),
 )
-# The same of quantised caches, a tile of which lands in shared memory before it is converted.
-_CONVERT_TILES = (
+# The same of quantised caches, whose tiles land in shared memory before they are dequantised.
+_DEQUANT_TILES = (
     (64, 64, 2, 2, 128, 128, 112, 3, 2),
     (128, 128, 2, 2, 128, 96, 96, 2, 2),
     (192, 128, 2, 2, 96, 96, 96, 2, 1),
@@ -149,7 +149,7 @@ _CONVERT_TILES = (
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
 # warpgroup of producers, where pages are too small for TMA.
 _GATHERED_BYTES = (192 + 128) * 2
-# Registers of a thread that brings and of one that computes, by the warpgroups of either kind.
+# Registers of a producer and of a consumer thread, by (consumer, producer) warpgroups.
 _WARPGROUP_REGISTERS = {(2, 1): (72, 216), (2, 2): (64, 192), (3, 1): (56, 152)}
 
 
@@ -213,7 +213,7 @@ def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         merge_splits=merge_splits,
         product_dtype=_decode_product_dtype(spec),
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
-        box_tokens=_tma_tokens(spec, warp_tokens),
+        tma_tokens=_tma_tokens(spec, warp_tokens),
     )
 
 
@@ -240,7 +240,7 @@ def _merge_loads(spec: DecodeSpec, value_dim: int, merge_splits: int) -> int:
 
 
 def _tma_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
-    """Return the tokens of a warp's slice that one page has; 0 where there are no boxes."""
+    """Return the tokens of a warp's slice that one page has; 0 without TMA."""
     sizes = (n for n in (32, 16, 8) if n <= warp_tokens and spec.page_size % n == 0)
     return next(sizes, 0)
 
@@ -280,10 +280,12 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
 
 
 def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
-    converts = spec.kv_dtype is not spec.q_dtype
+    is_dequantised = spec.kv_dtype is not spec.q_dtype
     groups, num_producers, *tokens, num_stages, num_query_stages = next(
         shape
-        for most_keys, most_values, *shape in (_CONVERT_TILES if converts else _WARPGROUP_TILES)
+        for most_keys, most_values, *shape in (
+            _DEQUANT_TILES if is_dequantised else _WARPGROUP_TILES
+        )
         if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
     )
     tile_tokens = tokens[2 if spec.variant is not None else spec.use_logits_soft_cap]
@@ -293,11 +295,11 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
     )
     smem_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
     smem_bytes += 64 * groups * num_query_stages * key_bytes
-    gathers = spec.loader is Loader.VECTOR and not converts
+    gathers = spec.loader is Loader.VECTOR and not is_dequantised
     if gathers and groups == 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
         num_producers = 2
     producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups, num_producers]
-    if converts:  # half of the warps that bring take eight rows of K at a time, the others of V
+    if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers
         smem_bytes += -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
     return WarpgroupTile(
@@ -313,9 +315,9 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
         merge_rows=2 if spec.changes_scores or spec.head_dim_vo > 192 else 4,
         merge_splits=8,
         merge_loads=0,
-        box_tokens=_prefill_tma_tokens(spec, tile_tokens),
+        tma_tokens=_prefill_tma_tokens(spec, tile_tokens),
         # A segment: that puts all rows of a tile one after the other.
-        key_box_columns=0 if converts else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
+        key_tma_columns=0 if is_dequantised else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         num_producers=num_producers,
         producer_registers=producer_registers,
         consumer_registers=consumer_registers,
@@ -333,7 +335,7 @@ def _prefill_tma_tokens(spec: AttentionSpec, tile_tokens: int) -> int:
 
 
 def _decode_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
-    # As of boxes.
+    # As with TMA: rows have the same bits.
     if spec.row_tile == 32:
         return 4
     return 8 if value_dim <= 128 else 4 if spec.head_dim <= 256 else 2

@@ -17,9 +17,9 @@ from jitattn.spec.variant import AttentionVariant
 
 # Custom masks: MaskKind in attention_params.cuh.
 MASK_BOOL, MASK_PACKED, MASK_RAGGED = 0, 1, 2
-# Bytes of the entries of a schedule: ScheduleHeader, Request, Unit, SlotBoundary, and the scans.
-HEADER_BYTES, REQUEST_BYTES, UNIT_BYTES, BOUNDARY_BYTES = 16, 16, 32, 8
-UNIT_BEGIN_BYTES, COST_BYTES = 4, 8
+# Bytes of the entries of a schedule: ScheduleHeader, Request, QueryTile, SlotBoundary, scans.
+HEADER_BYTES, REQUEST_BYTES, QUERY_TILE_BYTES, BOUNDARY_BYTES = 16, 16, 32, 8
+QUERY_TILE_BEGIN_BYTES, COST_BYTES = 4, 8
 
 
 class Schedule(ctypes.Structure):
@@ -28,9 +28,9 @@ class Schedule(ctypes.Structure):
     _fields_ = (
         ("header", c_void_p),
         ("requests", c_void_p),
-        ("units", c_void_p),
+        ("query_tiles", c_void_p),
         ("boundaries", c_void_p),
-        ("unit_begin", c_void_p),
+        ("query_tile_begin", c_void_p),
         ("cost_begin", c_void_p),
     )
 
@@ -57,12 +57,12 @@ class ScheduleParams(ctypes.Structure):
         ("group_size", c_int32),
         ("decode_rows", c_int32),
         ("prefill_rows", c_int32),
-        ("round_slots", c_int32),
-        ("max_rounds", c_int32),
+        ("wave_slots", c_int32),
+        ("max_waves", c_int32),
         ("num_ctas", c_int32),
         ("num_head_blocks", c_int32),
         ("tile_tokens", c_int32),
-        ("unit_cost", c_int32),
+        ("tile_visit_cost", c_int32),
         ("min_slot_cost", c_int32),
         ("max_splits", c_int32),
         ("min_split_tiles", c_int32),
@@ -109,7 +109,7 @@ class AttentionParams(ctypes.Structure):
         ("group_size", Divisor),
         ("num_row_blocks", Divisor),
         ("num_head_blocks", Divisor),
-        ("claims_pieces", c_int32),
+        ("claims_work_tiles", c_int32),
         ("max_splits", c_int32),
         ("is_causal", c_int32),
         ("window_left", c_int32),

@@ -15,14 +15,14 @@ from jitattn.kernels.common.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
     HEADER_BYTES,
+    QUERY_TILE_BEGIN_BYTES,
+    QUERY_TILE_BYTES,
     REQUEST_BYTES,
-    UNIT_BEGIN_BYTES,
-    UNIT_BYTES,
     ParamFields,
     ScheduleParams,
     kernel_params,
 )
-from jitattn.kernels.common.tile import MAX_PIECES, DecodeTile
+from jitattn.kernels.common.tile import MAX_WORK_TILES, DecodeTile
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.layout import Layout
 from jitattn.spec.params import Divisor
@@ -221,7 +221,7 @@ def _work_slots(
     max_waves = 1
     if isinstance(kernel.tile, DecodeTile) and not config.batch_invariant:
         # A CTA notes one work tile more than it may do: that there is none.
-        most = (MAX_PIECES - 1) // (wave_slots * num_head_blocks)
+        most = (MAX_WORK_TILES - 1) // (wave_slots * num_head_blocks)
         max_waves = max(1, min(MAX_WAVES, most))
     return _WorkSlots(grid, wave_slots, max_waves)
 
@@ -237,7 +237,7 @@ def _kernel_params(
     attention = params.attention
     attention.num_row_blocks = Divisor.of(blocks.num_row_blocks)
     attention.num_head_blocks = Divisor.of(blocks.num_head_blocks)
-    attention.claims_pieces = work.max_waves > 1
+    attention.claims_work_tiles = work.max_waves > 1
     attention.max_splits = max_splits
     attention.num_qo_heads = config.num_qo_heads
     attention.group_size = Divisor.of(config.group_size)
@@ -270,13 +270,13 @@ def _schedule_params(
             decode_rows=decode_rows,
             prefill_rows=prefill_rows,
             tile_tokens=tile_tokens,
-            unit_cost=traits.tile_visit_cost,
+            tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
             min_split_tiles=max(1, MIN_SPLIT_TOKENS // tile_tokens),
             entry_tokens=config.page_size or 1,
             max_splits=max_splits,
-            round_slots=work.wave_slots,
-            max_rounds=work.max_waves,
+            wave_slots=work.wave_slots,
+            max_waves=work.max_waves,
             num_ctas=work.grid,
             num_head_blocks=blocks.num_head_blocks,
         )
@@ -311,9 +311,9 @@ def schedule_offsets(capacity: int, max_slots: int) -> tuple[tuple[int, ...], in
     parts = (
         HEADER_BYTES,
         REQUEST_BYTES * capacity,
-        UNIT_BYTES * capacity,
+        QUERY_TILE_BYTES * capacity,
         BOUNDARY_BYTES * (max_slots + 1),
-        UNIT_BEGIN_BYTES * (capacity + 1),
+        QUERY_TILE_BEGIN_BYTES * (capacity + 1),
         COST_BYTES * (capacity + 1),
     )
     *offsets, size = itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 VECTOR_BYTES = 16
-# The most pieces of work that a launch may let its CTAs claim.
-MAX_PIECES = 1024
+# Most work tiles of a launch whose CTAs claim them.
+MAX_WORK_TILES = 1024
 
 
 # Named tuples: every process makes these classes, and dataclasses take six times as long to make.
@@ -23,10 +23,10 @@ class DecodeTile(NamedTuple):
     merge_dims: int  # columns of the output that warps merge at a time
     merge_splits: int  # of a row that are merged at a time, which has a say in its bits
     product_dtype: str  # of the operands of products
-    max_pieces: int = MAX_PIECES  # of a launch whose CTAs claim them
+    max_work_tiles: int = MAX_WORK_TILES  # of a launch whose CTAs claim them
     merge_loads: int = 0  # of those that are loaded at a time; 0: all
-    box_tokens: int = 0  # of a slice that a tensor map brings at a time; 0 where no cache has maps
-    key_box_columns: int = 0  # of K that it brings at a time; 0: all
+    tma_tokens: int = 0  # of a TMA tile; 0 where no cache has tensor maps
+    key_tma_columns: int = 0  # of K in a TMA tile; 0: all
     num_producers: int = 0  # warpgroups beside ``num_warps`` that load
 
     @property
@@ -54,8 +54,8 @@ class PrefillTile(NamedTuple):
     merge_splits: int
     product_dtype: str
     merge_loads: int = 0
-    box_tokens: int = 0
-    key_box_columns: int = 0
+    tma_tokens: int = 0
+    key_tma_columns: int = 0
     num_producers: int = 0
 
     @property
@@ -70,9 +70,9 @@ class PrefillTile(NamedTuple):
 
 
 class WarpgroupTile(NamedTuple):
-    """The same of a CTA whose warpgroups compute together.
+    """The shape of a CTA of producer and consumer warpgroups.
 
-    ``num_producers`` warpgroups that ``num_warps`` doesn't count bring Q, K and V.
+    ``num_producers`` warpgroups load Q, K and V; ``num_warps`` counts consumers only.
     """
 
     num_warps: int
@@ -87,8 +87,8 @@ class WarpgroupTile(NamedTuple):
     merge_rows: int  # that a thread merges at a time
     merge_splits: int
     merge_loads: int
-    box_tokens: int
-    key_box_columns: int  # of K that a tensor map brings at a time; 0: all
+    tma_tokens: int
+    key_tma_columns: int  # of K in a TMA tile; 0: all
     num_producers: int
     producer_registers: int  # per thread
     consumer_registers: int

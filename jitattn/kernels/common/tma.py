@@ -31,12 +31,12 @@ class LoadedTile(Protocol):
     """What TMA loads for a kernel at a time."""
 
     @property
-    def box_tokens(self) -> int:
+    def tma_tokens(self) -> int:
         """Tokens of a page."""
         ...
 
     @property
-    def key_box_columns(self) -> int:
+    def key_tma_columns(self) -> int:
         """Columns of K; 0: all."""
         ...
 
@@ -53,8 +53,8 @@ class LoadedTile(Protocol):
 
 def tma_tile_of(tile: LoadedTile, head_dim: int) -> TmaTile:
     """Return the TMA tile of a kernel of ``tile``, whose K has ``head_dim`` columns."""
-    key_columns = tile.key_box_columns or head_dim
-    return TmaTile(tile.box_tokens, key_columns, tile.value_dim, fetches_pairs=tile.fetches_pairs)
+    key_columns = tile.key_tma_columns or head_dim
+    return TmaTile(tile.tma_tokens, key_columns, tile.value_dim, fetches_pairs=tile.fetches_pairs)
 
 
 class TensorMaps:

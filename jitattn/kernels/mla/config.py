@@ -112,12 +112,12 @@ def cache_specs(config: MLAConfig, arch: str) -> tuple[MLASpec, ...]:
         use_custom_mask=False,
         variant=None if config.variant is None else config.variant.code,
         row_tile=mla_row_tile(config.num_heads, q_dtype, kv_dtype, arch),
-        rope_dtype=kv_dtype,
+        k_pe_dtype=kv_dtype,
         has_scales=False,
     )
     fast = Loader.TENSOR if base.uses_tma(arch) else Loader.VECTOR
     return tuple(
-        replace(base, loader=loader, rope_dtype=rope_dtype, has_scales=has_scales)
-        for rope_dtype, has_scales in forms
+        replace(base, loader=loader, k_pe_dtype=k_pe_dtype, has_scales=has_scales)
+        for k_pe_dtype, has_scales in forms
         for loader in (fast, Loader.PLAIN)
     )

@@ -18,7 +18,7 @@ from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tma import TensorMaps, TmaTile
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
 from jitattn.kernels.mla.config import mla_specs
-from jitattn.kernels.mla.params import LATENT
+from jitattn.kernels.mla.params import MLA_FIELDS
 from jitattn.kernels.mla.spec import MLASpec
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import DType
@@ -28,7 +28,7 @@ from jitattn.tensors.tensor_layouts import NO_LAYOUT
 
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
 # long to load as two tiles, and each eight splits of a row take as long to merge as a tile or two.
-TRAITS = FamilyTraits(max_splits=8, tile_visit_cost=2, min_slot_cost=2, params=LATENT)
+TRAITS = FamilyTraits(max_splits=8, tile_visit_cost=2, min_slot_cost=2, params=MLA_FIELDS)
 
 # CTAs of the merge kernel for each of the attention kernel's: they are small, and wait for memory.
 _MERGE_CTAS = 8
@@ -88,24 +88,24 @@ class MLAKernelLaunch(KernelLaunch):
         """Write into the parameters what differs from the last call."""
         super().patch(call)
         assert isinstance(call, MLACall)
-        kv, latent, pe_at = call.kv, self.params.latent, call.q_pe.data_ptr()
+        kv, mla, pe_at = call.kv, self.params.mla, call.q_pe.data_ptr()
         pages = call.pages
         if pages.value_stride:
             # One tensor has the ids of row 0 only.
             self.params.pages.kv_stride = pages.value_stride if kv.is_pair else 0
         if call.q_pe_layout is not self._pe_layout:
-            latent.q_pe_token_stride, latent.q_pe_head_stride = call.q_pe_layout.strides[:2]
+            mla.q_pe_token_stride, mla.q_pe_head_stride = call.q_pe_layout.strides[:2]
             self._pe_layout = call.q_pe_layout
-        latent.q_pe = pe_at
-        latent.q_pe_is_aligned = call.q_pe_layout.is_aligned(pe_at)
+        mla.q_pe = pe_at
+        mla.q_pe_is_aligned = call.q_pe_layout.is_aligned(pe_at)
         # A value is the latent, which has one scale.
         scale = kv.k_scale or _UNSCALED
         write_scale(self.params.attention.k_scale, scale)
         write_scale(self.params.attention.v_scale, scale)
         if kv.latent_scales is not None:
-            latent.latent_scales = kv.latent_scales.tensor.data_ptr()
-            latent.scale_page_stride = kv.latent_scales.page_stride
-            latent.scale_token_stride = kv.latent_scales.token_stride
+            mla.latent_scales = kv.latent_scales.tensor.data_ptr()
+            mla.scale_page_stride = kv.latent_scales.page_stride
+            mla.scale_token_stride = kv.latent_scales.token_stride
 
 
 class MLAKernels(CudaKernels):
@@ -123,7 +123,7 @@ class MLAKernels(CudaKernels):
             # One kernel loads the same tiles, whatever it is for.
             tile, rope_dim = first.tile(target.arch), config.qk_rope_head_dim
             self._tma_tiles["decode"] = TmaTile(
-                tile.box_tokens, tile.key_box_columns, rope_dim, is_grouped=True
+                tile.tma_tokens, tile.key_tma_columns, rope_dim, is_grouped=True
             )
         super().__init__(
             config,
@@ -141,7 +141,7 @@ class MLAKernels(CudaKernels):
         spec = next(
             spec
             for spec in self._mla_specs
-            if spec.rope_dtype == DType.of(kv.rope.tensor.dtype)
+            if spec.k_pe_dtype == DType.of(kv.rope.tensor.dtype)
             and spec.has_scales == (kv.latent_scales is not None)
             and (spec.loader is not Loader.PLAIN) == is_aligned
         )

@@ -1,4 +1,4 @@
-"""Launch arguments that latent attention has besides those of attention, as kernels lay them out.
+"""Launch arguments that MLA has besides those of attention, as kernels lay them out.
 
 Twin: templates/include/jitattn/mla_params.cuh; tests/compile/test_params.py has the compiler
 compare both.
@@ -13,8 +13,8 @@ from jitattn.kernels.common.params import kernel_params
 from jitattn.spec.layout import Layout
 
 
-class LatentParams(ctypes.Structure):
-    """What kernels of multi-head latent attention get besides ``AttentionParams``."""
+class MLAParams(ctypes.Structure):
+    """Arguments of MLA kernels besides ``AttentionParams``."""
 
     _fields_ = (
         ("q_pe", c_void_p),
@@ -28,8 +28,8 @@ class LatentParams(ctypes.Structure):
     )
 
 
-LATENT = (("latent", LatentParams),)
+MLA_FIELDS = (("mla", MLAParams),)
 """Where they lie in ``struct KernelParams``: behind the page table."""
 
-# ``struct KernelParams`` of mla/constants.cuh.jinja: its maps are those of latents and rope parts.
-MLA_PARAMS = {layout: kernel_params(layout, None, LATENT) for layout in Layout}
+# ``struct KernelParams`` of mla/constants.cuh.jinja, with tensor maps of latents and of k_pe.
+MLA_PARAMS = {layout: kernel_params(layout, None, MLA_FIELDS) for layout in Layout}

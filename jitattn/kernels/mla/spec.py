@@ -13,20 +13,20 @@ from jitattn.spec.dtype import DType
 class MLASpec(AttentionSpec):
     """The kernel of multi-head latent attention, for requests of any number of query rows.
 
-    ``head_dim`` is that of a latent and a rope part together, ``head_dim_vo`` of a latent.
+    ``head_dim`` counts a latent and its ``k_pe``, ``head_dim_vo`` the latent.
     """
 
     kernel: ClassVar[str] = "mla"
 
     row_tile: int  # query rows that a CTA handles
-    rope_dtype: DType
+    k_pe_dtype: DType
     has_scales: bool  # rows hold a float32 scale for each 128 elements of their latent
 
     @property
     def symbol(self) -> str:
         """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
         parts = [f"jitattn_mla_r{self.row_tile}_{self._suffix}"]
-        parts += [f"rope{self.rope_dtype.short}"] * (self.rope_dtype is not self.kv_dtype)
+        parts += [f"rope{self.k_pe_dtype.short}"] * (self.k_pe_dtype is not self.kv_dtype)
         parts += ["scales"] * self.has_scales
         return "_".join(parts)
 

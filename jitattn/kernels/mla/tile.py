@@ -23,9 +23,9 @@ def mla_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) -> 
     """Return the query rows of a CTA of latent attention: those of a token, if they are few."""
     if has_warpgroup_tile(q_dtype, kv_dtype, arch):
         return 64
-    # Where instructions for FP8 are missing, conversions take the registers of more rows.
-    converts_slowly = not ARCHS[arch].has_fp8_conversions and kv_dtype is not q_dtype
-    return 16 if num_heads <= 16 or converts_slowly else 32
+    # Without FP8 instructions, dequantisation takes the registers of more rows.
+    dequantises_slowly = not ARCHS[arch].has_fp8_conversions and kv_dtype is not q_dtype
+    return 16 if num_heads <= 16 or dequantises_slowly else 32
 
 
 def has_warpgroup_tile(q_dtype: DType, kv_dtype: DType, arch: str) -> bool:
@@ -58,12 +58,12 @@ _SM_REGISTERS = 3 * 168
 
 def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     tile_tokens, num_stages, row_tile = 64, 2, 64
-    # Of those who bring: boxes ask for few, vectors have their places there, conversions half a
-    # tile. The others' are for those who compute, and variants need them.
+    # TMA needs few registers, vector loads hold addresses, dequantisation half a tile. Consumers
+    # get the rest, which variants need.
     producer_registers = 72 if spec.loader is Loader.TENSOR else 104
     if spec.kv_dtype is not spec.q_dtype:
         producer_registers = 120 if spec.variant is None else 72
-    # Tiles have the type of Q. A rope part has a segment to itself.
+    # Tiles have the type of Q. k_pe has a segment to itself.
     row_bytes = spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
     return WarpgroupTile(
         num_warps=8,
@@ -80,9 +80,9 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         output_columns=spec.head_dim_vo // 2,
         merge_splits=8,
         merge_loads=0,
-        # Pages of other sizes are not brought in boxes.
-        box_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
-        key_box_columns=spec.head_dim_vo // 2,
+        # TMA does not load pages of other sizes.
+        tma_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
+        key_tma_columns=spec.head_dim_vo // 2,
         num_producers=1,
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
@@ -92,18 +92,18 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
 def _product_dtype(spec: MLASpec) -> str:
     # FP8 becomes float16 in fewer steps than bfloat16. A k_pe of 16 bits may exceed float16, and a
     # variant reads scores in the type of q.
-    is_narrow = spec.rope_dtype is spec.kv_dtype is not spec.q_dtype and spec.variant is None
+    is_narrow = spec.k_pe_dtype is spec.kv_dtype is not spec.q_dtype and spec.variant is None
     return (DType.FLOAT16 if is_narrow else spec.q_dtype).value
 
 
 def _warp_tile(spec: MLASpec, arch: str) -> PrefillTile:
     # Four warps for each 16 tokens.
     tile_tokens = 32
-    rope_dim = spec.head_dim - spec.head_dim_vo
+    k_pe_dim = spec.head_dim - spec.head_dim_vo
     scale_bytes = 4 * spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
     token_bytes = (
         row_bytes(spec.kv_dtype.num_bytes * spec.head_dim_vo)
-        + row_bytes(spec.rope_dtype.num_bytes * rope_dim)
+        + row_bytes(spec.k_pe_dtype.num_bytes * k_pe_dim)
         + scale_bytes
     )
     score_bytes = 4 * 4 * spec.row_tile * (tile_tokens + 8)

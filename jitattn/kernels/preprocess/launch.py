@@ -132,8 +132,8 @@ class PreprocessLauncher:
         op = self._op
         num_rows = op.num_qo_heads + 2 * op.num_kv_heads
         num_sms = device_facts(self._card).num_sms
-        num_items = items_per_token(num_rows, self._num_tokens, tile.groups, num_sms)
-        op.items_per_token = Divisor.of(num_items)
+        num_items = groups_per_token(num_rows, self._num_tokens, tile.groups, num_sms)
+        op.groups_per_token = Divisor.of(num_items)
         grid = -(-self._num_tokens * num_items // tile.groups)
         launch = self._launches[is_aligned] = Launch(
             kernel, self._params.struct, grid, tile.num_threads
@@ -181,7 +181,7 @@ def verify(given: PreprocessCall) -> None:
         places_of(call)
 
 
-def items_per_token(num_rows: int, num_tokens: int, groups: int, num_sms: int) -> int:
+def groups_per_token(num_rows: int, num_tokens: int, groups: int, num_sms: int) -> int:
     """Return to how many groups of threads the rows of a token are dealt.
 
     ``groups`` are those of a CTA. Launches of few tokens deal each row to one.

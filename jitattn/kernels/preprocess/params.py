@@ -69,7 +69,7 @@ class PreprocessParams(ctypes.Structure):
         ("zero_tail", c_int32),
         ("q_norm_code", c_int32),
         ("k_norm_code", c_int32),
-        ("items_per_token", Divisor),
+        ("groups_per_token", Divisor),
         ("norm_eps", c_float),
         ("attention_factor", c_float),
     )

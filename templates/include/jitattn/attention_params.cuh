@@ -15,8 +15,8 @@ enum class MaskKind : int32_t {
   kRagged = 2,  // one bit a key, over all keys; rows of whole bytes from mask_indptr[request] on
 };
 
-// K or V to the hardware that copies boxes of it: {elements of a segment, tokens, segments of
-// a row, heads, pages}. Encoded by the driver.
+// Tensor map of K or V, as the driver encodes it, with dimensions {elements of a segment, tokens,
+// segments of a row, heads, pages}.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };
@@ -43,7 +43,7 @@ struct AttentionParams {
   float* partials;       // [max_slots, 2, splits, num_head_blocks, kRowTile, kValueDim]
   float2* partial_sums;  // [max_slots, 2, splits, num_head_blocks, kRowTile]: maximum (log2), sum
   int32_t* counters;     // [max_slots, num_head_blocks], zero between launches
-  int32_t* num_claimed;  // pieces that CTAs claimed; likewise
+  int32_t* num_claimed;  // work tiles that CTAs claimed; likewise
   const uint8_t* mask;   // by mask_kind
   const int32_t* mask_indptr;  // [batch_size + 1], in bytes
   Schedule schedule;
@@ -71,10 +71,10 @@ struct AttentionParams {
   int32_t num_tokens;  // rows of q and out
   int32_t num_qo_heads;
   Divisor group_size;
-  Divisor num_row_blocks;   // decode: row tiles that the group of a KV head takes
-  Divisor num_head_blocks;  // num_kv_heads * num_row_blocks * kNumValueBlocks
-  int32_t claims_pieces;    // whether CTAs claim pieces, or take them a grid apart
-  int32_t max_splits;       // batch-invariant: partial rows of a unit; else 0
+  Divisor num_row_blocks;     // decode: row tiles that the group of a KV head takes
+  Divisor num_head_blocks;    // num_kv_heads * num_row_blocks * kNumValueBlocks
+  int32_t claims_work_tiles;  // whether CTAs claim work tiles, or take them a grid apart
+  int32_t max_splits;         // batch-invariant: partial rows of a query tile; else 0
   int32_t is_causal;
   int32_t window_left;  // -1: all
   int32_t has_padding;  // q may have rows past the last request's

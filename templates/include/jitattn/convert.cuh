@@ -1,4 +1,4 @@
-// What a float becomes in the types that caches store: the nearest value, ties to even, and the
+// Conversion of a float to the types that caches store: the nearest value, ties to even, and the
 // largest finite one where none is near enough, infinities included. NaN stays NaN where a type has
 // one, and is 0 in the others. Twin: jitattn/tensors/quantization.py, which is the definition.
 #pragma once

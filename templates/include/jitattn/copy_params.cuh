@@ -8,7 +8,7 @@ namespace jitattn {
 constexpr int kMaxPools = 128;
 constexpr int kPageDims = 4;
 
-// Where the pages of a source and of a destination begin.
+// Base addresses of a source and a destination.
 struct CopyPool {
   const void* src;
   void* dst;

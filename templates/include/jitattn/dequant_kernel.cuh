@@ -33,14 +33,15 @@ constexpr bool kUsesTma = 0;
 
 constexpr int kValueDim = 128;  // columns of V and out that a CTA computes
 constexpr int kNumValueBlocks = 128 / kValueDim;
-constexpr int kNumWarps = 8;          // that compute
-constexpr int kNumProducers = 2;  // warpgroups beside them
+// Warps of consumers, and producer warpgroups beside them.
+constexpr int kNumWarps = 8;
+constexpr int kNumProducers = 2;
 constexpr int kTileTokens = 128;
 constexpr int kNumStages = 2;
 constexpr int kCtasPerSm = 1;
 constexpr int kSmemBytes = 229376;
 constexpr int kMergeSplits = 8;  // of a row at a time
-// Of those at a time; 0 in the tile stands for all.
+// Splits loaded at a time; 0 in the tile stands for all.
 constexpr int kMergeLoads = 0 > 0 ? 0 : kMergeSplits;
 // Whether a stage is one tile that all warps read, or each warp has a ring of its own slices.
 constexpr bool kSharesTiles = 1;
@@ -48,25 +49,25 @@ constexpr bool kSharesTiles = 1;
 constexpr int kNumThreads = kNumWarps * kWarpSize;
 constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 
-// Caches of 8-bit types and of NVFP4 are converted to QType on the way.
-constexpr bool kConverts = sizeof(KVType::Storage) == 1;
-// NVFP4: two elements a byte, and a scale for 16 of them. Where warps convert what they multiply,
-// products take 32 dims in two steps.
+// Caches of 8-bit types and NVFP4 are dequantised to ProductType.
+constexpr bool kDequantises = sizeof(KVType::Storage) == 1;
+// NVFP4: two elements a byte, and a scale for 16 of them. Where consumers dequantise, products take
+// 32 dims in two steps.
 constexpr bool kHasBlocks = 0;
 constexpr int kElementBits = kHasBlocks ? 4 : 8 * sizeof(KVType::Storage);
 constexpr bool kTakesSteps = kHasBlocks && kNumProducers == 0;
 constexpr int kKeyTiles = kTakesSteps ? (kKeyDim + 31) / 32 * 2 : kKeyDim / 16;
 constexpr int kValueTiles = kTakesSteps ? (kValueDim + 31) / 32 * 2 : kValueDim / 16;
 
-// Tensor maps see a row as segments of so many bytes, and bring so many tokens at a time.
+// Tensor maps see a row as segments of so many bytes, and load so many tokens at a time.
 constexpr int kSegmentBytes = 128;
 constexpr int kTmaTokens = 16 > 0 ? 16 : 8;
 
 // A row of K or V as caches store it, but for the scales of its blocks, and these.
 __device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
 __device__ constexpr int block_bytes(int dim) { return kHasBlocks ? dim / 16 : 0; }
-// What is copied at a time of rows, and of their scales: rows that follow each other begin at
-// multiples of it. Twin: jitattn/tensors/cache_views.py.
+// Vector sizes of rows and of their scales, whose strides are multiples of them. Twin:
+// jitattn/tensors/cache_views.py.
 constexpr int kVectorBytes = kHasBlocks && (kKeyDim % 32 || kValueDim % 32) ? 8 : 16;
 __device__ constexpr int block_vector(int dim) {
   const int bytes = dim / 16;
@@ -75,30 +76,30 @@ __device__ constexpr int block_vector(int dim) {
 constexpr int kQueryRowBytes = padded_row(2 * 16 * kKeyTiles);
 constexpr int kKeyRowBytes = padded_row(stored_bytes(kKeyDim));
 constexpr int kValueRowBytes = padded_row(stored_bytes(kValueDim));
-// Of a row: what a product takes, or two products of NVFP4.
+// Bytes of a row that a product takes, or two products with NVFP4.
 constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
 constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
 constexpr int kTokenBytes =
     kUsesTma ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
-               : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
+             : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
 constexpr int kStageBytes = kStageTokens * kTokenBytes;
 constexpr int kRingBytes = (kSharesTiles ? 1 : kNumWarps) * kNumStages * kStageBytes;
 constexpr int kQueryBytes = kRowTile * kQueryRowBytes;
 
-static_assert(kConverts || 0, "q and 16-bit K/V have one type");
+static_assert(kDequantises || 0, "q and 16-bit K/V have one type");
 static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0, "mma.m16n8k16 takes 16 dims at a time");
 static_assert(kValueDim * kNumValueBlocks == 128, "value blocks cover V");
-// Where the tokens of a request lie, one struct per layout with the same methods: the only place
-// where page table layouts differ. Twin: jitattn/spec/params.py.
+// Page table of a layout, one struct each with the same methods: the only place where layouts
+// differ. Twin: jitattn/spec/params.py.
 //
-//   row(request)          what k_id and v_id need to know of a request
+//   row(request)          argument of k_id and v_id for a request
 //   k_id(row, token)      the entry of a token, for K; v_id likewise for V
 //   locate(id, token)     the page and the place in it that the entry stands for
-//   kRunTokens            aligned runs of so many tokens have one entry and lie token by token
+//   kContiguousTokens     tokens of an aligned run that has one entry and lies token by token
 //   kSharesPages          v_id equals k_id
 //   kHasPages             tokens lie in pages; else their entries are their places in K and V
-//   holds(request, n)     whether the request may read n tokens, where run() may bring a table
-//                         that allows less than the planned one
+//   holds(request, n)     whether the request may read n tokens, since run() may get a table that
+//                         allows less than the planned one
 
 struct Location {
   int32_t page;
@@ -124,7 +125,7 @@ struct TableRows {
 };
 // table [num_rows, width]: one page id for K and V.
 struct PageTable : TableRows {
-  static constexpr int kRunTokens = kPageSize;
+  static constexpr int kContiguousTokens = kPageSize;
   static constexpr bool kSharesPages = true;
   static constexpr bool kHasPages = true;
 
@@ -149,14 +150,12 @@ struct KernelParams {
   AttentionParams attention;
   PageTable pages;
 };
-constexpr bool kHasWholeUnits = true;
+constexpr bool kHasWholeQueryTiles = true;
 constexpr int kNumQueryStages = 2;
 
 using cute::SM90::GMMA::Major;
-using ScoreProduct =
-    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
-using OutputProduct =
-    cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
+using ScoreProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
+using OutputProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
 
 }  // namespace jitattn
 #endif

@@ -82,9 +82,9 @@ struct Int8 {
 
 // Whether an instruction converts two bytes.
 template <typename Type>
-constexpr bool kConvertsPairs = false;
+constexpr bool kDequantisesPairs = false;
 template <>
-constexpr bool kConvertsPairs<Float8E4M3> = kArch >= 890;
+constexpr bool kDequantisesPairs<Float8E4M3> = kArch >= 890;
 
 // Whether a type has an element in each byte.
 struct Float4E2M1;
@@ -109,7 +109,7 @@ __device__ __forceinline__ uint2 unpack(uint32_t bytes) {
   else {
     // Bytes change places before the conversion, of two neighbours at a time; what is to become
     // BFloat16 goes one by one in any case.
-    constexpr bool kByPairs = To::kMantissaBits == 10 && kConvertsPairs<From>;
+    constexpr bool kByPairs = To::kMantissaBits == 10 && kDequantisesPairs<From>;
     const uint2 halves =
         kByPairs ? From::to_pairs(__byte_perm(bytes, 0, 0x3120)) : From::to_halves(bytes);
     return {To::from_halves(halves.x), To::from_halves(halves.y)};

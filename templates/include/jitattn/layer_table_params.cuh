@@ -23,7 +23,7 @@ struct SlotChange {
   int32_t slot;
 };
 
-// Where a slot has the page of a layer, and how many pages it has.
+// Page of a layer in a slot, and pages of a slot.
 struct TableLayer {
   int32_t num_pages;
   int32_t offset;

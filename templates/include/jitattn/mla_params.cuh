@@ -1,12 +1,12 @@
-// What kernels of multi-head latent attention get besides AttentionParams, whose q is q_nope, whose
-// k is the latents and whose v is the rope parts. Twin: jitattn/kernels/mla/params.py.
+// Arguments of MLA kernels besides AttentionParams, whose q is q_nope, k the latents and v the
+// k_pe. Twin: jitattn/kernels/mla/params.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"
 
 namespace jitattn {
 
-struct LatentParams {
+struct MLAParams {
   const uint16_t* q_pe;        // [num_tokens, num_heads, qk_rope_head_dim]
   const float* latent_scales;  // [num_pages, page_size, kv_lora_rank / 128], of rows that hold them
 

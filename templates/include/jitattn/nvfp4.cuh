@@ -13,9 +13,9 @@ namespace jitattn {
 template <typename Type>
 constexpr bool kGoesByE4M3 = Type::kMantissaBits == 10 && kArch >= 890;
 
-// What the products below are to be multiplied with, whose at most six significant bits stay exact:
-// numbers of four bits are so much less as those of e4m3. Else a scale of 448 times the factor that
-// makes a subnormal of a 16-bit type a number would be none, and times this much less it is one.
+// Inverse factor of the products below, whose at most six significant bits stay exact: numbers of
+// four bits are so much less as those of e4m3. Else a scale of 448 times the factor that makes a
+// subnormal of a 16-bit type a number would be none, and times this much less it is one.
 template <typename Type>
 constexpr float kBlockFactor = kGoesByE4M3<Type> ? 64.f : 128.f;
 
@@ -55,8 +55,8 @@ struct BlockPairs {
 
   __device__ __forceinline__ BlockPairs(uint32_t elements, uint32_t scales) {
     if constexpr (kGoesByE4M3<Type>) {
-      // Elements i and i + 4 in bytes side by side; magnitudes as the lowest bits of e4m3's exponent
-      // and the highest one of its mantissa.
+      // Elements i and i + 4 in bytes side by side; magnitudes as the lowest bits of e4m3's
+      // exponent and the highest one of its mantissa.
       const uint32_t bytes = __byte_perm(elements, 0, 0x3120);
       constexpr uint32_t kSigns = 0x80808080u, kMagnitudes = 0x1c1c1c1cu;
       const uint2 even = Float8E4M3::to_pairs(bytes << 4 & kSigns | bytes << 2 & kMagnitudes);

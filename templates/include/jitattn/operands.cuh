@@ -18,7 +18,7 @@ struct Divisor {
   }
 };
 
-// What a stored value of a KV head is multiplied with.
+// Scale of a stored value of a KV head.
 struct Scale {
   const float* values;  // [num_kv_heads], or one with a stride of 0; null: `value`
   int64_t stride;

@@ -1,6 +1,5 @@
-// Where the tokens of a request lie, whatever the layout of its page table: for kernels that move
-// tokens, which it costs nothing to ask at launch. Attention has parts/page_table.cuh.jinja. Twin:
-// jitattn/spec/params.py.
+// Page list of any page table layout, read at run time by kernels that move tokens. Attention has
+// parts/page_table.cuh.jinja. Twin: jitattn/spec/params.py.
 #pragma once
 
 #include "jitattn/operands.cuh"

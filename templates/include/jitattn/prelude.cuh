@@ -1,4 +1,4 @@
-// What NVRTC does not predeclare. First include of every kernel; no toolkit header is needed.
+// Declarations that NVRTC lacks. First include of every kernel; no toolkit header is needed.
 #pragma once
 
 using int8_t = signed char;

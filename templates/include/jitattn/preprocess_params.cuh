@@ -72,7 +72,7 @@ struct PreprocessParams {
   int32_t zero_tail;  // whether the rest of a request's last page becomes 0
   int32_t q_norm_code;
   int32_t k_norm_code;
-  Divisor items_per_token;  // each has every so many rows of a token
+  Divisor groups_per_token;  // stride of a token group's rows
   float norm_eps;
   float attention_factor;  // of cos and sin
 };

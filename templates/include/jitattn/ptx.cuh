@@ -95,7 +95,7 @@ __device__ __forceinline__ void mbarrier_inval(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Makes initialised barriers known to the hardware that copies boxes.
+// Makes initialised barriers known to the hardware that copies TMA tiles.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -131,12 +131,12 @@ __device__ __forceinline__ void mbarrier_arrive_later(uint32_t barrier) {
 }
 
 // Orders this thread's writes to shared memory, and those that it has waited for, before later
-// copies of boxes to it and products of it.
+// copies of TMA tiles to it and products of it.
 __device__ __forceinline__ void fence_before_tma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// True in one lane of the warp. The compiler knows that it is one, and boxes need no loop over
+// True in one lane of the warp. The compiler knows that it is one, and TMA tiles need no loop over
 // lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t is_elected;
@@ -155,11 +155,11 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box of a tensor map that begins at these coordinates, and counts its bytes to
+// Copies the TMA tile of a tensor map that begins at these coordinates, and counts its bytes to
 // `barrier`. What lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_tma(uint32_t smem, const void* map, uint32_t barrier,
-                                         int32_t token, int32_t segment, int32_t head,
-                                         int32_t page, int32_t column = 0) {
+                                         int32_t token, int32_t segment, int32_t head, int32_t page,
+                                         int32_t column = 0) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(smem),
@@ -167,8 +167,8 @@ __device__ __forceinline__ void copy_tma(uint32_t smem, const void* map, uint32_
       : "memory");
 }
 
-// Loads 16 bytes, or zeros where they don't exist, straight to where they are needed: of a load under
-// a condition the compiler would wait for the outcome.
+// Loads 16 bytes, or zeros where they don't exist, straight to where they are needed: of a load
+// under a condition the compiler would wait for the outcome.
 __device__ __forceinline__ uint4 ld_global_16(const void* global, bool exists) {
   uint4 words;
   asm volatile(

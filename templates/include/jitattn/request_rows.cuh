@@ -1,5 +1,4 @@
-// Which request each row of a batch belongs to, from lengths that only the device knows. Twin:
-// jitattn/spec/params.py.
+// Request of each row of a batch, from lengths on the device. Twin: jitattn/spec/params.py.
 #pragma once
 
 #include "jitattn/types.cuh"
@@ -86,8 +85,7 @@ struct RequestRows {
     return {request, row};
   }
 
-  // Where each request begins, and where the last one ends, in int32: what is beyond ends at the
-  // largest number.
+  // Begin of each request and end of the last, in int32, saturated.
   __device__ __forceinline__ void write_indptr(int32_t* indptr) const {
     if (threadIdx.x == 0) indptr[0] = 0;
     int64_t end = sums.begins[threadIdx.x];

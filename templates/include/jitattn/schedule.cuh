@@ -1,22 +1,22 @@
-// What the schedule kernel writes and the attention kernels read.
-// Twin: jitattn/kernels/common/params.py.
+// Schedule that attention kernels read. Written by attention/schedule.cu.jinja. Twin:
+// jitattn/kernels/common/params.py.
 //
-// Work comes in units: the query rows of a request for the decode kernel, a block of them for the
-// prefill kernel, packed token by token, head by head of a KV head's group. The KV that a unit sees
-// is cut into tiles; the tiles of all units, one unit after the other, are dealt to `num_slots`
-// slots as contiguous ranges. A slot is served by one CTA for each head block, so neighbouring CTAs
-// read the same tokens at the same time. What a slot holds of a unit is one split of it; the splits
-// are merged in order.
+// Query tiles are the query rows of a request for the decode kernel, a block of them for the
+// prefill kernel, packed token by token, head by head of a KV head's group. The KV that a query
+// tile sees is cut into tiles; the tiles of all query tiles, one query tile after the other, are
+// dealt to `num_slots` slots as contiguous ranges. One CTA for each head block computes a slot, so
+// neighbouring CTAs read the same tokens at the same time. A slot's KV tiles of a query tile are
+// one split of it; the splits are merged in order.
 //
-// Slots come in rounds; those of a round have equal cost, and those of later rounds less. Each CTA
-// does a slot of the first round, and claims others as it gets ready, so that all end together
-// however unequally memory serves them.
+// Slots come in waves; those of a wave have equal cost, and those of later waves less. Each CTA
+// computes a slot of the first wave and claims others when it is done, so that all end together
+// however unequal their memory speed.
 //
-// Where that leaves few CTAs idle, slots of the prefill kernel are whole units instead: slot s is
-// unit s, the long ones come first, and nothing is cut or merged.
+// If that leaves few CTAs idle, slots of the prefill kernel are whole query tiles instead: slot s
+// is query tile s, the long ones come first, and nothing is cut or merged.
 //
-// A batch-invariant schedule cuts each unit into splits whose length depends on that unit alone,
-// and deals whole splits to slots.
+// A batch-invariant schedule cuts each query tile into splits whose length depends on that query
+// tile alone, and deals whole splits to slots.
 #pragma once
 
 #include "jitattn/prelude.cuh"
@@ -25,18 +25,18 @@ namespace jitattn {
 
 struct alignas(16) Request {
   int32_t q_begin;  // first row of q
-  int32_t q_len;    // 0 when the other kernel serves the request
+  int32_t q_len;    // 0 when the other kernel computes the request
   int32_t kv_len;
-  int32_t is_invalid;  // a length exceeds what was planned
+  int32_t is_invalid;  // a length exceeds the plan
 };
 
 // A block of query rows. Tokens [kv_begin, kv_end) are visible to one of them at least; kv_end = 0
 // means none are.
-struct alignas(16) Unit {
+struct alignas(16) QueryTile {
   int32_t request;
   int32_t first_row;  // packed row of the request
   int32_t kv_begin;
-  int32_t kv_end;      // kInvalidLength: a length exceeds what was planned: to be answered with NaN
+  int32_t kv_end;      // kInvalidLength: a length exceeds the plan: rows become NaN
   int32_t first_slot;  // the slots of its first and last split
   int32_t last_slot;
   int32_t num_splits;
@@ -44,27 +44,27 @@ struct alignas(16) Unit {
 };
 constexpr int32_t kInvalidLength = -1;
 
-// Where a slot begins, and where its predecessor ends: at tile `tile` of unit `unit`.
+// Begin of a slot and end of its predecessor: at KV tile `tile` of query tile `query_tile`.
 struct alignas(8) SlotBoundary {
-  int32_t unit;
+  int32_t query_tile;
   int32_t tile;
 };
 
 struct alignas(16) ScheduleHeader {
-  int32_t num_slots;  // with is_whole as many as units, and maybe more than max_slots
-  int32_t num_units;
+  int32_t num_slots;  // with is_whole as many as query tiles, and maybe more than max_slots
+  int32_t num_query_tiles;
   int32_t q_end;     // rows of q that requests own; the others are padding
-  int32_t is_whole;  // slot s is unit s: then the boundaries are not written
+  int32_t is_whole;  // slot s is query tile s: then the boundaries are not written
 };
 
 // Pointers into one allocation, in this order; each part is 16-byte aligned.
 struct Schedule {
-  ScheduleHeader* header;    // [1]
-  Request* requests;         // [batch_size]
-  Unit* units;               // [max_units]
-  SlotBoundary* boundaries;  // [max_slots + 1]
-  int32_t* unit_begin;       // [batch_size + 1]; this and the next only the schedule kernel reads
-  int64_t* cost_begin;       // [max_units + 1]
+  ScheduleHeader* header;     // [1]
+  Request* requests;          // [batch_size]
+  QueryTile* query_tiles;     // [max_query_tiles]
+  SlotBoundary* boundaries;   // [max_slots + 1]
+  int32_t* query_tile_begin;  // [batch_size + 1]; this and the next only the schedule kernel reads
+  int64_t* cost_begin;        // [max_query_tiles + 1]
 };
 
 }  // namespace jitattn

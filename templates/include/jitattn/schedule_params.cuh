@@ -22,16 +22,17 @@ struct ScheduleParams {
   int32_t is_causal;
   int32_t window_left;  // -1: all
   int32_t group_size;
-  int32_t decode_rows;   // requests of more rows, and of more than one query token, are prefill
-  int32_t prefill_rows;  // rows of a unit of the prefill kernel; 0: the schedule is for decode
-  int32_t round_slots;   // the most slots of a round
-  int32_t max_rounds;
+  int32_t decode_rows;  // requests of more rows, and of more than one query token, are prefill
+  int32_t
+      prefill_rows;    // rows of a query tile of the prefill kernel; 0: the schedule is for decode
+  int32_t wave_slots;  // the most slots of a wave
+  int32_t max_waves;
   int32_t num_ctas;         // of the attention kernel's grid
   int32_t num_head_blocks;  // CTAs of a slot
   int32_t tile_tokens;
-  int32_t unit_cost;        // cost of visiting a unit, in tiles
+  int32_t tile_visit_cost;  // cost of visiting a query tile, in tiles
   int32_t min_slot_cost;    // no slot gets less, in tiles
-  int32_t max_splits;       // batch-invariant: most splits of a unit; else 0
+  int32_t max_splits;       // batch-invariant: most splits of a query tile; else 0
   int32_t min_split_tiles;  // batch-invariant: no split but the last is shorter
 };
 

@@ -35,7 +35,7 @@ struct Half {
     return word;
   }
   static __device__ __forceinline__ uint32_t from_halves(uint32_t word) { return word; }
-  // Of two numbers in a word each; subnormal ones count.
+  // Product of two numbers in a word each; subnormal ones count.
   static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
     uint32_t word;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
@@ -65,7 +65,7 @@ struct BFloat16 {
     asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
   }
-  // Of two Half in a word; exact for what has few bits, infinities too.
+  // Conversion of two Half in a word; exact for values of few bits and infinities.
   static __device__ __forceinline__ uint32_t from_halves(uint32_t word) {
     uint16_t low, high;
     split(word, low, high);

@@ -1,4 +1,4 @@
-"""The schedule kernel's arithmetic: a model of its rounds, and the template itself on the host.
+"""The schedule kernel's arithmetic: a model of its waves, and the template itself on the host.
 
 Where there is a C++ compiler, the template is compiled for the CPU, with one thread and with
 several, and what it writes is held against the model and what the attention kernels rely on.
@@ -20,10 +20,10 @@ from jitattn.kernels.common.params import Schedule, ScheduleParams
 from jitattn.kernels.common.schedule_config import MAX_WAVES, MIN_SPLIT_TOKENS
 from tests.emulator import launch_recorder
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
-from tests.gpu.test_claims import IN_ROUNDS
+from tests.gpu.test_claims import IN_WAVES
 from tests.support.cases import Case
 
-_UNIT_COST, _MIN_SLOT_COST = TRAITS.tile_visit_cost, TRAITS.min_slot_cost
+_VISIT_COST, _MIN_SLOT_COST = TRAITS.tile_visit_cost, TRAITS.min_slot_cost
 
 random_examples = settings(
     max_examples=300,
@@ -38,27 +38,27 @@ random_examples = settings(
 
 
 MIN_CLAIM = 4
-LATER = 8  # the part of the cost that later rounds have
-SPARE = 8  # the part of the slots that even units may cost
+LATER = 8  # the part of the cost that later waves have
+SPARE = 8  # the part of the slots that even query tiles may cost
 NUM_BUCKETS = 6
-MANY_PIECES = 8
+MANY_WORK_TILES = 8
 MERGE_COST = 4
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """``struct Rounds``: how so many positions are dealt to slots."""
+class Waves:
+    """``struct Waves``: how so many positions are dealt to slots."""
 
     total_cost: int
     width: int
-    max_rounds: int
+    max_waves: int
     min_claim: int = MIN_CLAIM
 
     @property
     def count(self) -> int:
         count = 1
         while (
-            count < self.max_rounds
+            count < self.max_waves
             and self.total_cost // LATER >> (count - 1) >= self.min_claim * self.width
         ):
             count += 1
@@ -90,41 +90,43 @@ class Rounds:
         return self.width * self.count
 
 
-def count_whole(num_units: int, most: int) -> int:
-    """``count_whole()``: slots of whole units, or whole units of slots."""
+def count_whole(num_query_tiles: int, most: int) -> int:
+    """``count_whole()``: slots of whole query tiles, or whole query tiles of slots."""
     least = most - most // SPARE
-    whole = most // num_units * num_units if most >= num_units else most
-    while whole >= least and whole < num_units and num_units % whole:
+    whole = most // num_query_tiles * num_query_tiles if most >= num_query_tiles else most
+    while whole >= least and whole < num_query_tiles and num_query_tiles % whole:
         whole -= 1
     return whole if whole >= least else 0
 
 
-def rounds_of(costs: list[int], most: int, max_rounds: int, max_splits: int) -> Rounds:
-    """The rounds that the kernel deals units of these costs to."""
-    total, num_units = sum(costs), len(costs)
-    is_alike = not max_splits and all(cost * num_units == total for cost in costs)
-    whole = count_whole(num_units, most) if is_alike else 0
-    unit_cost = total // num_units if whole else 0
+def waves_of(costs: list[int], most: int, max_waves: int, max_splits: int) -> Waves:
+    """The waves that the kernel deals query tiles of these costs to."""
+    total, num_query_tiles = sum(costs), len(costs)
+    is_alike = not max_splits and all(cost * num_query_tiles == total for cost in costs)
+    whole = count_whole(num_query_tiles, most) if is_alike else 0
+    tile_cost = total // num_query_tiles if whole else 0
     if visit_cost(costs, whole) == 0:
-        total -= num_units * _UNIT_COST
-    return Rounds(total, whole or most, max_rounds, max(unit_cost, MIN_CLAIM))
+        total -= num_query_tiles * _VISIT_COST
+    return Waves(total, whole or most, max_waves, max(tile_cost, MIN_CLAIM))
 
 
 def visit_cost(costs: list[int], whole: int) -> int:
-    """What a visit to a unit costs: nothing where as many slots share each, and all visit one."""
+    """Visit cost of a query tile: 0 where as many slots share each, and all visit one."""
     sharing = whole // len(costs)
-    return 0 if sharing > 1 and costs[0] - _UNIT_COST >= sharing else _UNIT_COST
+    return 0 if sharing > 1 and costs[0] - _VISIT_COST >= sharing else _VISIT_COST
 
 
-def suits_whole_units(costs: list[int], num_ctas: int, num_head_blocks: int) -> bool:
-    """``suits_whole_units()``, of a prefill schedule that is not batch-invariant."""
+def suits_whole_query_tiles(costs: list[int], num_ctas: int, num_head_blocks: int) -> bool:
+    """``suits_whole_query_tiles()``, of a prefill schedule that is not batch-invariant."""
     if not costs:
         return False
-    total, longest, pieces = sum(costs), max(costs), len(costs) * num_head_blocks
+    total, longest, work_tiles = sum(costs), max(costs), len(costs) * num_head_blocks
     even = total * num_head_blocks + MERGE_COST * num_ctas
     if 4 * total >= 3 * longest * len(costs):
-        passes = -(-pieces // num_ctas)
-        many = 100 * pieces >= 93 * passes * num_ctas or pieces >= MANY_PIECES * num_ctas
+        passes = -(-work_tiles // num_ctas)
+        many = (
+            100 * work_tiles >= 93 * passes * num_ctas or work_tiles >= MANY_WORK_TILES * num_ctas
+        )
         return many or passes * longest * num_ctas <= even
     return longest * num_ctas <= even
 
@@ -135,16 +137,16 @@ def bucket_of(cost: int, longest: int) -> int:
 
 
 @st.composite
-def rounds(draw: st.DrawFn) -> Rounds:
+def waves(draw: st.DrawFn) -> Waves:
     width = draw(st.integers(1, 300))
     largest = draw(st.sampled_from((2 * width, 100 * width, 2**22, 2**40)))
     total = draw(st.integers(width, max(largest, width)))
-    return Rounds(total, width, draw(st.integers(1, MAX_WAVES)))
+    return Waves(total, width, draw(st.integers(1, MAX_WAVES)))
 
 
 @random_examples
-@given(rounds())
-def test_slots_of_rounds(dealt: Rounds) -> None:
+@given(waves())
+def test_slots_of_waves(dealt: Waves) -> None:
     positions = [dealt.position(slot) for slot in range(dealt.num_slots)]
     ends = [*positions[1:], dealt.total_cost]
     assert positions[0] == 0
@@ -153,45 +155,45 @@ def test_slots_of_rounds(dealt: Rounds) -> None:
         # Both ends of a slot, and so all between them, lie in it.
         assert dealt.slot(position) == dealt.slot(end - 1) == slot
     costs = [end - position for position, end in zip(positions, ends, strict=True)]
-    of_rounds = [costs[i : i + dealt.width] for i in range(0, len(costs), dealt.width)]
-    assert len(of_rounds) == dealt.count <= dealt.max_rounds
-    for of_round in of_rounds:
-        assert max(of_round) - min(of_round) <= 1
+    of_waves = [costs[i : i + dealt.width] for i in range(0, len(costs), dealt.width)]
+    assert len(of_waves) == dealt.count <= dealt.max_waves
+    for of_wave in of_waves:
+        assert max(of_wave) - min(of_wave) <= 1
     if dealt.count > 1:
         assert min(costs) >= MIN_CLAIM
-    assert 8 * sum(of_rounds[0]) >= 7 * dealt.total_cost
-    sums = [sum(of_round) for of_round in of_rounds]
+    assert 8 * sum(of_waves[0]) >= 7 * dealt.total_cost
+    sums = [sum(of_wave) for of_wave in of_waves]
     assert sums == sorted(sums, reverse=True)
 
 
-def test_more_work_has_more_rounds() -> None:
-    counts = [Rounds(total, 132, 6).count for total in range(132, 200_000, 100)]
+def test_more_work_has_more_waves() -> None:
+    counts = [Waves(total, 132, 6).count for total in range(132, 200_000, 100)]
     assert counts == sorted(counts)
     assert set(counts) == {1, 2, 3, 4, 5, 6}
     # An eighth of the work is worth four positions a slot.
-    assert Rounds(8 * 4 * 132 - 1, 132, 6).count == 1
-    assert Rounds(8 * 4 * 132, 132, 6).count == 2
+    assert Waves(8 * 4 * 132 - 1, 132, 6).count == 1
+    assert Waves(8 * 4 * 132, 132, 6).count == 2
 
 
 @random_examples
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 10**6))
-def test_even_units_get_whole_slots(most: int, num_units: int, cost: int) -> None:
-    found = count_whole(num_units, most)
+def test_even_query_tiles_get_whole_slots(most: int, num_query_tiles: int, cost: int) -> None:
+    found = count_whole(num_query_tiles, most)
     possible = [
         n
         for n in range(most - most // 8, most + 1)
-        if n % num_units == 0 or (n < num_units and num_units % n == 0)
+        if n % num_query_tiles == 0 or (n < num_query_tiles and num_query_tiles % n == 0)
     ]
     assert found == max(possible, default=0)
-    costs = [cost] * num_units
-    dealt = rounds_of(costs, most, 6, 0)
+    costs = [cost] * num_query_tiles
+    dealt = waves_of(costs, most, 6, 0)
     assert dealt.width == (found or most)
     if found and dealt.count > 1:
         ends = [dealt.position(slot) for slot in range(found, dealt.num_slots + 1)]
         sizes = [end - begin for begin, end in itertools.pairwise(ends)]
-        assert min(sizes) >= cost, "who claims gets as much as a unit at least"
-    assert rounds_of(costs, most, 6, 16).width == most
-    assert rounds_of([*costs, cost + 1], most, 6, 0).width == most
+        assert min(sizes) >= cost, "who claims gets as much as a query tile at least"
+    assert waves_of(costs, most, 6, 16).width == most
+    assert waves_of([*costs, cost + 1], most, 6, 0).width == most
 
 
 # --- the template on the host ---------------------------------------------------------------------
@@ -219,8 +221,8 @@ class Batch:
 
     lengths: tuple[int, ...]
     q_lens: tuple[int, ...] | None = None
-    round_slots: int = 132
-    max_rounds: int = 6
+    wave_slots: int = 132
+    max_waves: int = 6
     tile_tokens: int = 64
     max_splits: int = 0
     window_left: int = -1
@@ -237,7 +239,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Unit:
+class QueryTile:
     """An entry of the schedule: see schedule.cuh."""
 
     request: int
@@ -262,10 +264,10 @@ class Scheduled:
 
     num_slots: int
     is_whole: bool
-    units: list[Unit]
+    query_tiles: list[QueryTile]
     boundaries: list[tuple[int, int]]
     costs: list[int]  # with what a visit costs
-    unit_cost: int  # of a visit, where it counts
+    tile_cost: int  # of a visit, where it counts
     found: list[list[int]]
 
 
@@ -273,10 +275,10 @@ def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
     count = len(batch.lengths)
     q_lens = batch.q_lens or (1,) * count
     rows = [q_len * batch.group_size for q_len in q_lens]
-    most_units = count
+    most_query_tiles = count
     if batch.prefill_rows:
-        most_units = sum(-(-n // batch.prefill_rows) for n in rows)
-    most_slots = batch.round_slots * batch.max_rounds
+        most_query_tiles = sum(-(-n // batch.prefill_rows) for n in rows)
+    most_slots = batch.wave_slots * batch.max_waves
     seq_lens = torch.tensor(batch.lengths, dtype=torch.int64)
     starts = torch.tensor([0, *q_lens], dtype=torch.int64).cumsum(0).int()
     parts = [
@@ -284,45 +286,47 @@ def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
         for shape, dtype in (
             ((4,), torch.int32),
             ((count, 4), torch.int32),
-            ((most_units + 1, 8), torch.int32),
+            ((most_query_tiles + 1, 8), torch.int32),
             ((most_slots + 1, 2), torch.int32),
             ((count + 1,), torch.int32),
-            ((most_units + 1,), torch.int64),
+            ((most_query_tiles + 1,), torch.int64),
         )
     ]
     params = params_of(batch, seq_lens, starts, parts, max(q_lens))
     call(params)
-    header, _, units, boundaries, _, cost_begin = parts
-    num_slots, num_units, q_end, is_whole = header.tolist()
+    header, _, query_tiles, boundaries, _, cost_begin = parts
+    num_slots, num_query_tiles, q_end, is_whole = header.tolist()
     assert q_end == sum(q_lens)
     assert is_whole in (0, 1)
-    assert set(units[num_units:].flatten().tolist()) == {UNWRITTEN}
-    found = [Unit(*unit) for unit in units[:num_units].tolist()]
-    begins = cost_begin[:num_units].tolist()
-    costs = [_UNIT_COST + len(unit.tiles(batch.tile_tokens)) for unit in found]
-    # The scan is of the units as requests list them.
+    assert set(query_tiles[num_query_tiles:].flatten().tolist()) == {UNWRITTEN}
+    found = [QueryTile(*query_tile) for query_tile in query_tiles[:num_query_tiles].tolist()]
+    begins = cost_begin[:num_query_tiles].tolist()
+    costs = [_VISIT_COST + len(query_tile.tiles(batch.tile_tokens)) for query_tile in found]
+    # The scan is of the query tiles as requests list them.
     listed = costs if not is_whole else [costs[i] for i in as_requests_list(found)]
-    unit_cost = _UNIT_COST
+    tile_cost = _VISIT_COST
     if found and not is_whole and not batch.max_splits and len(set(costs)) == 1:
         most = most_slots_of(costs, batch)
-        unit_cost = visit_cost(costs, count_whole(len(costs), most))
-    listed = [cost - _UNIT_COST + unit_cost for cost in listed]
+        tile_cost = visit_cost(costs, count_whole(len(costs), most))
+    listed = [cost - _VISIT_COST + tile_cost for cost in listed]
     assert begins == list(itertools.accumulate(listed, initial=0))[:-1]
-    most_parts = 2 * (num_slots + num_units) + 1
+    most_parts = 2 * (num_slots + num_query_tiles) + 1
     return Scheduled(
         num_slots,
         bool(is_whole),
         found,
         [(u, t) for u, t in boundaries.tolist()],
         costs,
-        unit_cost,
+        tile_cost,
         call.find(params.schedule, batch.tile_tokens, most_parts),
     )
 
 
-def as_requests_list(units: list[Unit]) -> list[int]:
-    """The units in order of their requests, and of one with its last rows first."""
-    return sorted(range(len(units)), key=lambda i: (units[i].request, -units[i].first_row))
+def as_requests_list(query_tiles: list[QueryTile]) -> list[int]:
+    """The query tiles in order of their requests, and of one with its last rows first."""
+    return sorted(
+        range(len(query_tiles)), key=lambda i: (query_tiles[i].request, -query_tiles[i].first_row)
+    )
 
 
 def params_of(
@@ -343,12 +347,12 @@ def params_of(
         group_size=batch.group_size,
         decode_rows=batch.decode_rows,
         prefill_rows=batch.prefill_rows,
-        round_slots=batch.round_slots,
-        max_rounds=batch.max_rounds,
+        wave_slots=batch.wave_slots,
+        max_waves=batch.max_waves,
         num_ctas=batch.num_ctas,
         num_head_blocks=batch.num_head_blocks,
         tile_tokens=batch.tile_tokens,
-        unit_cost=_UNIT_COST,
+        tile_visit_cost=_VISIT_COST,
         min_slot_cost=_MIN_SLOT_COST,
         max_splits=batch.max_splits,
         min_split_tiles=max(1, MIN_SPLIT_TOKENS // batch.tile_tokens),
@@ -357,65 +361,65 @@ def params_of(
 
 def check(batch: Batch, found: Scheduled) -> None:
     """Assert what the attention kernels rely on, and that the model says the same."""
-    num_units, tile_tokens = len(found.units), batch.tile_tokens
+    num_query_tiles, tile_tokens = len(found.query_tiles), batch.tile_tokens
     check_rows(batch, found)
     parts = parts_of(found)
-    for unit, unit_parts in zip(found.units, parts, strict=True):
+    for query_tile, tile_parts in zip(found.query_tiles, parts, strict=True):
         # Every tile once; and one slot answers for what sees nothing.
-        assert unit_parts
-        tiles = unit.tiles(tile_tokens)
-        assert [tile for _, part in unit_parts for tile in part] == list(tiles)
-        assert tiles or len(unit_parts) == 1
+        assert tile_parts
+        tiles = query_tile.tiles(tile_tokens)
+        assert [tile for _, part in tile_parts for tile in part] == list(tiles)
+        assert tiles or len(tile_parts) == 1
     may_be_whole = batch.prefill_rows and not batch.max_splits
     assert found.is_whole == bool(
-        may_be_whole and suits_whole_units(found.costs, batch.num_ctas, batch.num_head_blocks)
+        may_be_whole and suits_whole_query_tiles(found.costs, batch.num_ctas, batch.num_head_blocks)
     )
     if found.is_whole:
         check_whole(found)
         return
-    assert found.boundaries[found.num_slots :] == [(num_units, 0)] * (
+    assert found.boundaries[found.num_slots :] == [(num_query_tiles, 0)] * (
         len(found.boundaries) - found.num_slots
     )
-    if num_units == 0:
+    if num_query_tiles == 0:
         assert found.num_slots == 0
         return
     assert found.boundaries[: found.num_slots] == sorted(found.boundaries[: found.num_slots])
     check_rounds(batch, found)
     places: set[tuple[int, bool]] = set()
-    for unit, found_parts in zip(found.units, parts, strict=True):
-        tiles = unit.tiles(tile_tokens)
+    for query_tile, found_parts in zip(found.query_tiles, parts, strict=True):
+        tiles = query_tile.tiles(tile_tokens)
         if not tiles:
             continue
         slots = [slot for slot, _ in found_parts]
-        assert (slots[0], slots[-1]) == (unit.first_slot, unit.last_slot)
+        assert (slots[0], slots[-1]) == (query_tile.first_slot, query_tile.last_slot)
         if batch.max_splits:
-            check_splits(unit, tiles, found_parts)
+            check_splits(query_tile, tiles, found_parts)
         else:
             # Split i lies in slot first_slot + i, and none between is empty.
-            assert slots == [*range(unit.first_slot, unit.last_slot + 1)]
-            assert (unit.num_splits, unit.split_tiles) == (len(slots), 0)
+            assert slots == [*range(query_tile.first_slot, query_tile.last_slot + 1)]
+            assert (query_tile.num_splits, query_tile.split_tiles) == (len(slots), 0)
         if len(slots) > 1:
-            # Where a unit's counter and partial rows are: nobody else's.
-            kept = {(unit.first_slot, True), *((slot, False) for slot in slots[1:])}
+            # Where a query tile's counter and partial rows are: nobody else's.
+            kept = {(query_tile.first_slot, True), *((slot, False) for slot in slots[1:])}
             assert not places & kept
             places |= kept
 
 
 def parts_of(found: Scheduled) -> list[list[tuple[int, range]]]:
-    """Slots and tiles of each unit's parts."""
-    parts: list[list[tuple[int, range]]] = [[] for _ in found.units]
+    """Slots and tiles of each query tile's parts."""
+    parts: list[list[tuple[int, range]]] = [[] for _ in found.query_tiles]
     for slot, index, begin, end, num_splits in found.found:
         # What sees nothing has one split, which is not merged.
-        assert num_splits == max(1, found.units[index].num_splits)
+        assert num_splits == max(1, found.query_tiles[index].num_splits)
         assert begin <= end
         parts[index].append((slot, range(begin, end)))
     return parts
 
 
 def check_rows(batch: Batch, found: Scheduled) -> None:
-    """Assert that one unit answers for each row of a request that this kernel serves."""
+    """Assert that one query tile answers for each row of a request that this kernel serves."""
     if not batch.prefill_rows:
-        assert [(unit.request, unit.first_row) for unit in found.units] == [
+        assert [(query_tile.request, query_tile.first_row) for query_tile in found.query_tiles] == [
             (request, 0) for request in range(len(batch.lengths))
         ]
         return
@@ -424,57 +428,61 @@ def check_rows(batch: Batch, found: Scheduled) -> None:
         if q_len > 1 and q_len * batch.group_size > DECODE_ROWS and batch.is_valid(request):
             rows = range(0, q_len * batch.group_size, batch.prefill_rows)
             want += [(request, row) for row in (rows if batch.max_splits else reversed(rows))]
-    order = as_requests_list(found.units) if found.is_whole else range(len(found.units))
-    assert [(found.units[i].request, found.units[i].first_row) for i in order] == want
+    order = as_requests_list(found.query_tiles) if found.is_whole else range(len(found.query_tiles))
+    assert [(found.query_tiles[i].request, found.query_tiles[i].first_row) for i in order] == want
 
 
 def check_whole(found: Scheduled) -> None:
-    """Assert that slots are units, in the order of their buckets and inside one as listed."""
-    assert found.num_slots == len(found.units)
+    """Assert that slots are query tiles, in the order of their buckets and inside one as listed."""
+    assert found.num_slots == len(found.query_tiles)
     assert set(found.boundaries) == {(UNWRITTEN, UNWRITTEN)}
-    for slot, unit in enumerate(found.units):
-        assert (unit.first_slot, unit.last_slot, unit.num_splits) == (slot, slot, 1)
-        assert unit.split_tiles == 0
+    for slot, query_tile in enumerate(found.query_tiles):
+        assert (query_tile.first_slot, query_tile.last_slot, query_tile.num_splits) == (
+            slot,
+            slot,
+            1,
+        )
+        assert query_tile.split_tiles == 0
     longest = max(found.costs)
     buckets = [bucket_of(cost, longest) for cost in found.costs]
-    places = {index: place for place, index in enumerate(as_requests_list(found.units))}
-    order = [(buckets[i], places[i]) for i in range(len(found.units))]
+    places = {index: place for place, index in enumerate(as_requests_list(found.query_tiles))}
+    order = [(buckets[i], places[i]) for i in range(len(found.query_tiles))]
     assert order == sorted(order)
 
 
-def check_splits(unit: Unit, tiles: range, parts: list[tuple[int, range]]) -> None:
-    """Batch-invariant: the lengths of splits go by the unit alone, and slots hold whole ones."""
-    size = unit.split_tiles
-    assert unit.num_splits == -(-len(tiles) // size) <= 16
+def check_splits(query_tile: QueryTile, tiles: range, parts: list[tuple[int, range]]) -> None:
+    """Batch-invariant: split lengths go by the query tile alone, and slots hold whole splits."""
+    size = query_tile.split_tiles
+    assert query_tile.num_splits == -(-len(tiles) // size) <= 16
     for _, part in parts:
         assert (part.start - tiles.start) % size == 0
 
 
 def check_rounds(batch: Batch, found: Scheduled) -> None:
     most = most_slots_of(found.costs, batch)
-    model = rounds_of(found.costs, most, batch.max_rounds, batch.max_splits)
-    assert found.num_slots == model.num_slots <= batch.round_slots * batch.max_rounds
+    model = waves_of(found.costs, most, batch.max_waves, batch.max_splits)
+    assert found.num_slots == model.num_slots <= batch.wave_slots * batch.max_waves
     if batch.max_splits:
         return
-    begins, unit_cost = [0], found.unit_cost
+    begins, tile_cost = [0], found.tile_cost
     for cost in found.costs:
-        begins.append(begins[-1] + cost - _UNIT_COST + unit_cost)
+        begins.append(begins[-1] + cost - _VISIT_COST + tile_cost)
     for slot in range(found.num_slots):
         index, tile = found.boundaries[slot]
         position = model.position(slot)
-        # A boundary is where its position lies, or the tile after a unit's fixed cost.
-        at = begins[min(index, len(found.units))]
-        if index < len(found.units):
-            tiles = found.units[index].tiles(batch.tile_tokens)
-            at += (tile - tiles.start + unit_cost) if tile > tiles.start else 0
-        assert 0 <= at - position <= unit_cost or (
-            at <= position <= at + unit_cost and found.costs[index] > _UNIT_COST
+        # A boundary is where its position lies, or the tile after a query tile's fixed cost.
+        at = begins[min(index, len(found.query_tiles))]
+        if index < len(found.query_tiles):
+            tiles = found.query_tiles[index].tiles(batch.tile_tokens)
+            at += (tile - tiles.start + tile_cost) if tile > tiles.start else 0
+        assert 0 <= at - position <= tile_cost or (
+            at <= position <= at + tile_cost and found.costs[index] > _VISIT_COST
         )
 
 
 def most_slots_of(costs: list[int], batch: Batch) -> int:
-    """The most slots of a round."""
-    return max(1, min(sum(costs) // _MIN_SLOT_COST, batch.round_slots))
+    """The most slots of a wave."""
+    return max(1, min(sum(costs) // _MIN_SLOT_COST, batch.wave_slots))
 
 
 LENGTHS = st.one_of(
@@ -497,8 +505,8 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(
         lengths,
         q_lens,
-        round_slots=draw(st.sampled_from((1, 2, 5, 16, 33, 132, 264))),
-        max_rounds=draw(st.integers(1, MAX_WAVES)) if has_rounds else 1,
+        wave_slots=draw(st.sampled_from((1, 2, 5, 16, 33, 132, 264))),
+        max_waves=draw(st.integers(1, MAX_WAVES)) if has_rounds else 1,
         tile_tokens=draw(st.sampled_from((16, 64, 128))),
         max_splits=max_splits,
         window_left=draw(st.sampled_from((-1, -1, 0, 100, 1000))),
@@ -518,7 +526,7 @@ def test_every_tile_has_its_slot(on_threads: EmulatedSchedule, batch: Batch) -> 
 
 @st.composite
 def prefill_batches(draw: st.DrawFn) -> Batch:
-    """Of the prefill kernel, whose slots may be whole units."""
+    """Of the prefill kernel, whose slots may be whole query tiles."""
     lengths = st.sampled_from((-1, 0, 100, 2000, 2001, 9000, MAX_KV_LEN + 1))
     q_lens = st.sampled_from((0, 1, 2, 40, 100, 100, 1000))
     requests = draw(st.lists(st.tuples(lengths, q_lens), min_size=1, max_size=30))
@@ -527,8 +535,8 @@ def prefill_batches(draw: st.DrawFn) -> Batch:
     return Batch(
         tuple(kv_len for kv_len, _ in requests),
         tuple(q_len for _, q_len in requests),
-        round_slots=draw(st.sampled_from((1, 16, 132))),
-        max_rounds=1,
+        wave_slots=draw(st.sampled_from((1, 16, 132))),
+        max_waves=1,
         window_left=draw(st.sampled_from((-1, -1, 100, 1000))),
         is_causal=draw(st.booleans()),
         prefill_rows=draw(st.sampled_from((64, 128))),
@@ -546,29 +554,29 @@ def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> N
 @pytest.mark.parametrize(
     ("batch", "num_slots"),
     [
-        # Requests that are worth all rounds, and some.
-        (Batch((10**6, 10**5), round_slots=16), 16 * 6),
-        (Batch((100_000, 90_000), round_slots=16), 16 * 4),
+        # Requests that are worth all waves, and some.
+        (Batch((10**6, 10**5), wave_slots=16), 16 * 6),
+        (Batch((100_000, 90_000), wave_slots=16), 16 * 4),
         # One that is cut evenly.
-        (Batch((10**6,), round_slots=16), 16),
+        (Batch((10**6,), wave_slots=16), 16),
         # Whole ones, claimed one by one at the end.
-        (Batch((1000,) * 256, round_slots=16), 16 * 3),
+        (Batch((1000,) * 256, wave_slots=16), 16 * 3),
         # Too little to claim.
-        (Batch((3000,), round_slots=16), 16),
-        (Batch((70_000,) * 3, round_slots=5), 5 * 6),
+        (Batch((3000,), wave_slots=16), 16),
+        (Batch((70_000,) * 3, wave_slots=5), 5 * 6),
         # Requests of one tile: whole ones in each slot, at most a slot each.
-        (Batch((17,) * 264, round_slots=132), 132),
-        (Batch((17,) * 120, round_slots=132), 120),
-        (Batch((1000,) * 43, round_slots=132), 129),
+        (Batch((17,) * 264, wave_slots=132), 132),
+        (Batch((17,) * 120, wave_slots=132), 120),
+        (Batch((1000,) * 43, wave_slots=132), 129),
         # Nobody sees anything, but each has to be answered for.
-        (Batch((0,) * 300, round_slots=132), 132),
+        (Batch((0,) * 300, wave_slots=132), 132),
         (Batch((0, -5, 0)), 3),
-        (Batch((10**6, *[0] * 299), round_slots=132), 132 * 3),
+        (Batch((10**6, *[0] * 299), wave_slots=132), 132 * 3),
         # All rows fit a wider tile, and one tile of rows has too many for the narrower.
-        (Batch((100_000, 90_000), (4, 2), round_slots=16, decode_rows=16), 16 * 4),
-        (Batch((100_000, 90_000), (4, 2), round_slots=16), 16 * 3),
+        (Batch((100_000, 90_000), (4, 2), wave_slots=16, decode_rows=16), 16 * 4),
+        (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16 * 3),
         # No request is for this kernel.
-        (Batch((100, 100), (1, 1), prefill_rows=64, max_rounds=1), 0),
+        (Batch((100, 100), (1, 1), prefill_rows=64, max_waves=1), 0),
     ],
 )
 def test_some_batches(on_threads: EmulatedSchedule, batch: Batch, num_slots: int) -> None:
@@ -577,7 +585,7 @@ def test_some_batches(on_threads: EmulatedSchedule, batch: Batch, num_slots: int
     assert found.num_slots == num_slots
 
 
-PREFILL = Batch((), round_slots=16, max_rounds=1, prefill_rows=64, num_head_blocks=8)
+PREFILL = Batch((), wave_slots=16, max_waves=1, prefill_rows=64, num_head_blocks=8)
 
 
 def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object) -> Batch:
@@ -587,7 +595,7 @@ def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object
 @pytest.mark.parametrize(
     ("batch", "is_whole"),
     [
-        # Alike: 16 units of a CTA's pieces make one pass, which 128 of 132 CTAs fill.
+        # Alike: 16 query tiles of a CTA's work_tiles make one pass, which 128 of 132 CTAs fill.
         (prefill((20_000,) * 16, (16,) * 16), True),
         # A pass is filled to 93 % and no less.
         (prefill((20_000,) * 93, (16,) * 93, num_ctas=100, num_head_blocks=1), True),
@@ -597,12 +605,12 @@ def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object
         # Eight full passes make up for it.
         (prefill((20_000,) * 132, (16,) * 132), True),
         (prefill((20_000,) * 133, (16,) * 133), True),
-        # A causal prompt, long enough for its longest units to be a part of a CTA's share.
+        # A causal prompt, long enough for its longest query tiles to be a part of a CTA's share.
         (prefill((8000,), (8000,)), True),
         (prefill((8000,), (8000,), num_ctas=10**6), False),
-        # One unit alone takes longer than all CTAs together, however many pieces there are.
+        # One query tile takes longer than all CTAs together, however many work tiles there are.
         (prefill((10**6, *[64] * 200), (16,) * 201), False),
-        # More units than there is room for boundaries.
+        # More query tiles than there is room for boundaries.
         (prefill((1000,) * 300, (100,) * 300), True),
         # Nobody sees anything, but each has to be answered for.
         (prefill((0,) * 16, (16,) * 16), True),
@@ -629,10 +637,10 @@ def test_short_units_come_last(on_threads: EmulatedSchedule) -> None:
     lengths = (300, 9000, 20, 9000, 0, 1000)
     found = schedule(on_threads, prefill(lengths, (16,) * 6, num_ctas=2, window_left=-1))
     assert found.is_whole
-    assert [unit.request for unit in found.units] == [1, 3, 5, 0, 2, 4]
+    assert [query_tile.request for query_tile in found.query_tiles] == [1, 3, 5, 0, 2, 4]
 
 
-@pytest.mark.parametrize(("case", "changes", "at_least"), IN_ROUNDS, ids=str)
+@pytest.mark.parametrize(("case", "changes", "at_least"), IN_WAVES, ids=str)
 def test_what_is_run_in_rounds_has_them(
     on_host: EmulatedSchedule,
     monkeypatch: pytest.MonkeyPatch,
@@ -648,8 +656,8 @@ def test_what_is_run_in_rounds_has_them(
     batch = Batch(
         case.lengths,
         case.q_lens,
-        round_slots=params.round_slots,
-        max_rounds=params.max_rounds,
+        wave_slots=params.wave_slots,
+        max_waves=params.max_waves,
         tile_tokens=params.tile_tokens,
         window_left=case.window_left,
         group_size=case.group_size,
@@ -657,4 +665,4 @@ def test_what_is_run_in_rounds_has_them(
     )
     found = schedule(on_host, batch)
     check(batch, found)
-    assert found.num_slots == at_least * params.round_slots
+    assert found.num_slots == at_least * params.wave_slots

@@ -195,7 +195,7 @@ def test_what_its_launches_are_given(
     assert (attention.num_row_blocks.value, attention.num_head_blocks.value) == (1, HKV)
     (part,) = backend_of(plan).launches
     partials, counters = part.buffers
-    slots = schedule.params.round_slots * schedule.params.max_rounds
+    slots = schedule.params.wave_slots * schedule.params.max_waves
     rows = slots * 2 * HKV * 16
     assert partials.numel() >= rows * (128 + 2)
     assert counters.numel() >= 1 + slots * HKV
@@ -262,7 +262,7 @@ def test_tiles_differ_in_their_rows_only(arch: str) -> None:
     specs = narrow_specs(arch)
     assert len(specs) > 20
     assert {spec.loader for spec in specs} >= {Loader.VECTOR, Loader.PLAIN}
-    names = ("num_warps", "tile_tokens", "ctas_per_sm", "value_dim", "box_tokens", "merge_splits")
+    names = ("num_warps", "tile_tokens", "ctas_per_sm", "value_dim", "tma_tokens", "merge_splits")
     for spec in specs:
         narrow, wide = (decode_tile(replace(spec, row_tile=rows), arch) for rows in (8, 16))
         for name in names:
@@ -290,7 +290,7 @@ def test_schedules_and_parameters_are_the_same(
             assert (ours.pop("decode_rows"), theirs.pop("decode_rows")) == (8, 16)
             assert ours == theirs
             assert ours["tile_tokens"] == wide.kernel.tile.tile_tokens
-            assert ours["round_slots"] * ours["max_rounds"] == wide.max_slots
+            assert ours["wave_slots"] * ours["max_waves"] == wide.max_slots
             assert ours["num_head_blocks"] == num_kv_heads
 
 
@@ -312,11 +312,11 @@ def boxes(cuda: LaunchRecorder) -> list[Map]:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "head_dim", "box_tokens"),
+    ("page_size", "head_dim", "tma_tokens"),
     [(16, 128, 16), (64, 128, 16), (16, 64, 16), (32, 64, 32), (96, 64, 32)],
 )
 def test_boxes_are_those_of_the_tile(
-    cuda: LaunchRecorder, page_size: int, head_dim: int, box_tokens: int
+    cuda: LaunchRecorder, page_size: int, head_dim: int, tma_tokens: int
 ) -> None:
     """Layers in turn, through the repeated call of each plan, and memory that moves."""
     planner = planner_of(cuda, page_size=page_size, head_dim=head_dim)
@@ -329,7 +329,7 @@ def test_boxes_are_those_of_the_tile(
             plan.run(q, kv)
             places = [pool.data_ptr(), pool[:, 1].data_ptr()]
             assert [found.pointer for found in boxes(cuda)] == places
-            assert {found.box[1] for found in boxes(cuda)} == {box_tokens}
+            assert {found.box[1] for found in boxes(cuda)} == {tma_tokens}
         if turn == 2:
             storage = pools[0].untyped_storage()
             storage.resize_(storage.nbytes() + 4096)

@@ -19,11 +19,11 @@ from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
     BOUNDARY_BYTES,
     COST_BYTES,
+    QUERY_TILE_BEGIN_BYTES,
+    QUERY_TILE_BYTES,
     REQUEST_BYTES,
-    UNIT_BEGIN_BYTES,
-    UNIT_BYTES,
 )
-from jitattn.kernels.common.tile import MAX_PIECES
+from jitattn.kernels.common.tile import MAX_WORK_TILES
 from jitattn.kernels.common.tma import TmaTile
 from jitattn.spec.params import TENSOR_MAP_BYTES
 from jitattn.tensors.cache_views import CacheView
@@ -169,22 +169,50 @@ def test_a_launch_gets_the_maps_of_its_cache(cuda: LaunchRecorder, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("page_size", "head_dim", "box_tokens"),
+    ("page_size", "head_dim", "tma_tokens"),
     [(8, 128, 8), (24, 128, 8), (48, 128, 16), (64, 128, 16), (64, 64, 32), (48, 64, 16)],
 )
 def test_boxes_lie_in_one_page(
-    cuda: LaunchRecorder, page_size: int, head_dim: int, box_tokens: int
+    cuda: LaunchRecorder, page_size: int, head_dim: int, tma_tokens: int
 ) -> None:
     """The largest that divide it, up to a warp's slice."""
     planner = cuda.planner(num_qo_heads=4, num_kv_heads=4, head_dim=head_dim, page_size=page_size)
     plan = planner.plan(table(), LENS)
     plan.run(zeros(B, 4, head_dim), planner.bind(zeros(2, 2, page_size, 4, head_dim)))
     for found in maps_of(cuda.last()):
-        assert (found.dims[1], found.box[1]) == (page_size, box_tokens)
+        assert (found.dims[1], found.box[1]) == (page_size, tma_tokens)
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 160])
+def test_prefill_cuts_rows_that_end_inside_a_segment(cuda: LaunchRecorder, head_dim: int) -> None:
+    """The first dimension is the whole row, of which a tile has 64 columns."""
+    planner = cuda.planner(num_qo_heads=4, num_kv_heads=4, head_dim=head_dim, page_size=PAGE)
+    plan = planner.plan(table(), LENS, OFFSETS, max_q_len=64)
+    q = zeros(int(OFFSETS[-1]), 4, head_dim)
+    plan.run(q, planner.bind(zeros(PAGES, 2, PAGE, 4, head_dim)))
+    launch = next(found for found in cuda.launches if "_prefill_" in found.symbol)
+    for found in maps_of(launch):
+        assert found.dims == (head_dim, PAGE, 1, 4, PAGES)
+        assert found.box == (64, PAGE, 1, 1, 1)
+
+
+def test_tokens_without_pages_are_one_page(cuda: LaunchRecorder) -> None:
+    planner = cuda.planner(
+        num_qo_heads=4, num_kv_heads=4, head_dim=128, page_size=None, page_table="ragged"
+    )
+    starts = torch.tensor([0, 5, 14, 14], dtype=torch.int32)
+    plan = planner.plan(jitattn.RaggedKV(starts), LENS, OFFSETS, max_q_len=64)
+    k, v = zeros(20, 4, 128), zeros(20, 4, 128)
+    plan.run(zeros(int(OFFSETS[-1]), 4, 128), planner.bind((k, v)))
+    launch = next(found for found in cuda.launches if "_prefill_" in found.symbol)
+    for found, columns in zip(maps_of(launch), (1, 2), strict=True):
+        assert found.dims == (64, 20, 2, 4, 1)
+        assert found.strides[0] == 4 * 128 * 2
+        assert found.box == (64, 64, columns, 1, 1)
 
 
 def test_kernels_without_boxes_get_no_maps(cuda: LaunchRecorder) -> None:
-    for arguments in ({"page_size": 4}, {"head_dim": 32}, {"page_table": "token"}):
+    for arguments in ({"page_size": 4}, {"page_size": 12}, {"page_table": "token"}):
         planner = cuda.planner(
             **{"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": 128, "page_size": 16}
             | arguments
@@ -471,8 +499,8 @@ def test_both_kernels_of_a_batch_get_their_own_boxes(
     value_dim = config.head_dim_vo or config.head_dim
     # Tokens of a box, and segments of a box of K and of V: prefill brings K segment by segment.
     boxes = [
-        (kernels.decode.tile.box_tokens, config.head_dim // 64, value_dim // 64),
-        (kernels.prefill.tile.box_tokens, 1, value_dim // 64),
+        (kernels.decode.tile.tma_tokens, config.head_dim // 64, value_dim // 64),
+        (kernels.prefill.tile.tma_tokens, 1, value_dim // 64),
     ]
     assert not [tokens for tokens, *_ in boxes if config.page_size % tokens]
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
@@ -545,14 +573,14 @@ def test_early_kv_reaches_both_kernels(cuda: LaunchRecorder, early_kv: bool) -> 
         ({"num_kv_heads": 2000, "num_qo_heads": 2000}, False),
     ],
 )
-def test_who_claims_pieces(
+def test_claims_of_work_tiles(
     cuda: LaunchRecorder, arguments: dict[str, object], claims: bool
 ) -> None:
     found = launches_of(cuda, **arguments)
-    assert found["decode"].params.attention.claims_pieces == claims
-    assert (found["schedule decode"].params.max_rounds > 1) == claims
-    assert found["prefill"].params.attention.claims_pieces == 0
-    assert found["schedule prefill"].params.max_rounds == 1
+    assert found["decode"].params.attention.claims_work_tiles == claims
+    assert (found["schedule decode"].params.max_waves > 1) == claims
+    assert found["prefill"].params.attention.claims_work_tiles == 0
+    assert found["schedule prefill"].params.max_waves == 1
 
 
 @pytest.mark.parametrize("num_sms", [None, 1, 2, 5, 1000])
@@ -582,7 +610,7 @@ def test_buffers_hold_every_slot(
     decode = kernels.decode_multi_token or kernels.decode
     for part, kernel in zip(plan.backend.launches, (decode, kernels.prefill), strict=True):
         attention, schedule = part.params.attention, part.schedule_launch.params
-        slots = schedule.round_slots * schedule.max_rounds
+        slots = schedule.wave_slots * schedule.max_waves
         blocks = attention.num_head_blocks.value
         check_schedule_room(part, slots)
         assert schedule.num_head_blocks == blocks
@@ -602,10 +630,10 @@ def test_buffers_hold_every_slot(
         assert attention.counters == counters.data_ptr() + SLICE_BYTES
         assert counters.nbytes >= SLICE_BYTES + 4 * slots * blocks
         assert not counters.any()
-        if attention.claims_pieces:
+        if attention.claims_work_tiles:
             # One CTA may do all pieces but the others' first; it notes those, one ask in vain, and
             # that there is room for another.
-            assert slots * blocks - schedule.num_ctas + 2 <= MAX_PIECES
+            assert slots * blocks - schedule.num_ctas + 2 <= MAX_WORK_TILES
 
 
 def check_schedule_room(part: KernelLaunch, slots: int) -> None:
@@ -623,9 +651,9 @@ def check_schedule_room(part: KernelLaunch, slots: int) -> None:
     sizes = (
         16,
         REQUEST_BYTES * B,
-        UNIT_BYTES * num_units,
+        QUERY_TILE_BYTES * num_units,
         BOUNDARY_BYTES * (slots + 1),
-        UNIT_BEGIN_BYTES * (B + 1),
+        QUERY_TILE_BEGIN_BYTES * (B + 1),
         COST_BYTES * (num_units + 1),
     )
     assert begins[0] == memory.data_ptr()

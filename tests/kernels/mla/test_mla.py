@@ -372,7 +372,7 @@ def test_kernels_and_why_there_is_none(capsys: pytest.CaptureFixture[str]) -> No
 def test_every_cache_has_kernels_of_one_tile(arch: str, num_heads: int, kv_dtype: str) -> None:
     """A plan's launches with any of them have the same schedule and partial rows."""
     specs = cache_specs(MLAConfig(num_heads=num_heads, kv_dtype=kv_dtype), arch)
-    assert len({(spec.rope_dtype, spec.has_scales) for spec in specs}) == (
+    assert len({(spec.k_pe_dtype, spec.has_scales) for spec in specs}) == (
         1 if kv_dtype == "bfloat16" else 3
     )
     tiles = [mla_tile(spec, arch) for spec in specs]

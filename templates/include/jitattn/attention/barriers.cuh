@@ -1,4 +1,4 @@
-// Where those who bring and those who compute meet.
+// Barriers between producers and consumers.
 #pragma once
 
 #include "jitattn/attention/wgmma_tiles.cuh"
@@ -8,26 +8,26 @@
 
 namespace jitattn {
 
-// All that bring, where they convert as well.
-constexpr int kNumQueryWarps = kConverts ? kProducerThreads / kWarpSize : 2;
+// All producer warps, where they dequantise.
+constexpr int kNumQueryWarps = kDequantises ? kProducerThreads / kWarpSize : 2;
 constexpr int kQueryThreads = kNumQueryWarps * kWarpSize;
-// Likewise K, and V.
+// Producer warps of K, and of V.
 constexpr int kTileWarps = (kProducerThreads / kWarpSize - 2) / 2;
 
-// Numbers of barriers of the hardware; 0 is that of the whole CTA.
+// Hardware barriers; 0 is the whole CTA's.
 constexpr int kTurnBarrier = 1;  // and the next, one a warpgroup
 constexpr int kConsumerBarrier = kTurnBarrier + kNumGroups;
 constexpr int kQueryBarrier = kConsumerBarrier + 1;
 
 struct Shared {
-  Job jobs[kNumJobs];
+  WorkItem work_items[kNumWorkItems];
   bool is_last;
-  uint64_t job_barriers[kNumJobs];
+  uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2][kNumQueryStages];
   uint64_t key_barriers[2][kNumStages];
   uint64_t value_barriers[2][kNumStages];
 
-  __device__ __forceinline__ uint32_t job_full(int i) { return smem_address(job_barriers + i); }
+  __device__ __forceinline__ uint32_t item_full(int i) { return smem_address(item_barriers + i); }
   __device__ __forceinline__ uint32_t q_full(int i) { return smem_address(query_barriers[0] + i); }
   __device__ __forceinline__ uint32_t q_empty(int i) { return smem_address(query_barriers[1] + i); }
   __device__ __forceinline__ uint32_t k_full(int i) { return smem_address(key_barriers[0] + i); }
@@ -36,10 +36,12 @@ struct Shared {
   __device__ __forceinline__ uint32_t v_empty(int i) { return smem_address(value_barriers[1] + i); }
 
   __device__ __forceinline__ void init_barriers() {
-    // Boxes are announced by one lane, a warp's conversions too; each lane says when its own copies
-    // have landed.
-    constexpr int kLoaders = kConverts ? kNumQueryWarps / 2 : kUsesTma ? 1 : kTileWarps * kWarpSize;
-    for (int i = 0; i < kNumJobs; ++i) mbarrier_init(job_full(i), 1);
+    // Arrivals: one lane for TMA tiles, one a warp for dequantised tiles, each lane for its own
+    // asynchronous copies.
+    constexpr int kLoaders = kDequantises ? kNumQueryWarps / 2
+                             : kUsesTma   ? 1
+                                          : kTileWarps * kWarpSize;
+    for (int i = 0; i < kNumWorkItems; ++i) mbarrier_init(item_full(i), 1);
     for (int i = 0; i < kNumQueryStages; ++i) {
       mbarrier_init(q_full(i), kQueryThreads);
       mbarrier_init(q_empty(i), kNumWarps);

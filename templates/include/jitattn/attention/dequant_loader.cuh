@@ -1,7 +1,7 @@
-// The warpgroups that bring Q, and K and V of quantised caches, which they convert on the way: half of
-// the warps K, the others V. Vectors of 16 elements land in shared memory a tile ahead; the lane that
-// asked for one converts it. Of NVFP4 that is a block; its scale lands beside that of its row's first
-// in the segment, four together.
+// Producers of Q, and of K and V of quantised caches, with dequantisation: half of the warps load
+// K, the others V. Vectors of 16 elements land in shared memory a tile ahead, and the lane that
+// issued the copy dequantises them. With NVFP4 a vector is a block, whose scale lands beside the
+// scale of its row's first block in the segment, four together.
 #pragma once
 
 #include "jitattn/dequant_kernel.cuh"
@@ -16,57 +16,58 @@
 
 namespace jitattn {
 
-constexpr int kPartWarps = kProducerThreads / kWarpSize / 2;
-constexpr int kPartThreads = kPartWarps * kWarpSize;
+constexpr int kOperandWarps = kProducerThreads / kWarpSize / 2;
+constexpr int kOperandThreads = kOperandWarps * kWarpSize;
 constexpr int kVectorElements = 16;
 constexpr int kVectorSize = stored_bytes(kVectorElements) / sizeof(KVType::Storage);
 // A warp has eight rows of a tile at a time, four lanes a row: their writes meet no bank twice.
 constexpr int kRowGroups = kTileTokens / 8;
-constexpr int kWarpGroups = (kRowGroups + kPartWarps - 1) / kPartWarps;
+constexpr int kWarpGroups = (kRowGroups + kOperandWarps - 1) / kOperandWarps;
 constexpr int kLandingOffset = kQueryOffset + kNumQueryStages * kQueryStageBytes;
 
 static_assert(8 * kWarpGroups <= kWarpSize, "each lane finds one row");
-static_assert(kLandingOffset + kWarpGroups * (kKeySegments + kValueSegments) * kPartThreads * 16 ==
+static_assert(kLandingOffset +
+                      kWarpGroups * (kKeySegments + kValueSegments) * kOperandThreads * 16 ==
                   kSmemBytes,
               "the host asks for exactly the shared memory that is used");
 
-// A tile of a job, whose tables are found once a job.
-struct TilePlace {
-  int32_t job;  // kNoPiece after the last
+// KV tile of a work item, with the page row of its request.
+struct ItemTile {
+  int32_t item;  // kNoWork after the last
   int32_t tile;
   PageTable::Row page_row;
 };
 
-// Brings K or V, one tile after the other.
+// Dequantising loader of K or V, tile by tile.
 template <bool kIsKey>
-struct TileConverter {
+struct TileDequantiser {
   const KernelParams& params;
   Shared& shared;
   uint32_t smem;
 
   static constexpr int kSegments = kIsKey ? kKeySegments : kValueSegments;
 
-  // Converts a tile, unless there is none, and asks for the next.
-  __device__ __forceinline__ void bring(const TilePlace& now, const TilePlace& next,
-                                        Ring& ring) const {
+  // Dequantises a tile, if there is one, and issues the copies of the next.
+  __device__ __forceinline__ void load(const ItemTile& now, const ItemTile& next,
+                                       Ring& ring) const {
     const int32_t page = find_page(next);  // before it is needed
-    if (now.job != kNoPiece) {
+    if (now.item != kNoWork) {
       mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
       cp_async_wait_all();
-      if constexpr (kHasBlocks) __syncwarp();  // the scales of a row were asked for by another lane
+      if constexpr (kHasBlocks) __syncwarp();  // another lane copied the scales of a row
       const uint32_t stage = smem + (kIsKey ? kKeyOffset + ring.stage * kKeyStageBytes
                                             : kValueOffset + ring.stage * kValueStageBytes);
 #pragma unroll 1
       for (int group = 0; group < kWarpGroups; ++group) convert(stage, group);
-      fence_before_tma();  // the products read by the same way as boxes are written
+      fence_before_tma();  // the products read by the same way as TMA tiles are written
       __syncwarp();
       if (lane_idx() == 0) {
         mbarrier_arrive(kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));
       }
       ring.next(kNumStages);
     }
-    // Not before the fence, which would wait for what is asked for.
-    if (next.job != kNoPiece) ask(next, page);
+    // After the fence, which would wait for these copies.
+    if (next.item != kNoWork) ask(next, page);
   }
 
  private:
@@ -76,38 +77,38 @@ struct TileConverter {
 
   // Row of the tile that is row `row` of the warp's group `group`.
   static __device__ __forceinline__ int tile_row(int group, int row) {
-    return ((warp_idx() - kNumWarps) % kPartWarps + group * kPartWarps) * 8 + row;
+    return ((warp_idx() - kNumWarps) % kOperandWarps + group * kOperandWarps) * 8 + row;
   }
 
-  // Where a vector of this lane lands.
+  // Landing place of a vector of this lane.
   __device__ __forceinline__ uint32_t landing(int group, int segment) const {
     constexpr int kFirst = kIsKey ? 0 : kWarpGroups * kKeySegments;
-    const int thread = (threadIdx.x - kNumThreads) % kPartThreads;
+    const int thread = (threadIdx.x - kNumThreads) % kOperandThreads;
     return smem + kLandingOffset +
-           ((kFirst + group * kSegments + segment) * kPartThreads + thread) * 16;
+           ((kFirst + group * kSegments + segment) * kOperandThreads + thread) * 16;
   }
 
-  // Of this lane's row: each lane has one of the warp's.
+  // Tile row of this lane, one of the warp's rows.
   static __device__ __forceinline__ int lane_row() {
     return tile_row(lane_idx() / 8, lane_idx() % 8);
   }
-  __device__ __forceinline__ int32_t find_page(const TilePlace& place) const {
-    if (place.job == kNoPiece) return 0;
-    const TileTokens tokens(shared.jobs[place.job], place.tile);
+  __device__ __forceinline__ int32_t find_page(const ItemTile& place) const {
+    if (place.item == kNoWork) return 0;
+    const TileTokens tokens(shared.work_items[place.item], place.tile);
     const int row = lane_row();
     if (row < tokens.first || row >= tokens.last) return 0;
     return Source<kIsKey>::id(params, place.page_row, tokens.begin + row);
   }
 
-  // Asks for a tile; zeros where there are no tokens, for a NaN left in a slot that the request does
-  // not own must not meet a probability of zero.
-  __device__ __forceinline__ void ask(const TilePlace& place, int32_t page) const {
+  // Issues the copies of a tile, zeros where it has no tokens: a NaN left in a slot that the
+  // request does not own must not meet a probability of zero.
+  __device__ __forceinline__ void ask(const ItemTile& place, int32_t page) const {
     const AttentionParams& attention = params.attention;
-    const Job& job = shared.jobs[place.job];
-    const TileTokens tokens(job, place.tile);
+    const WorkItem& item = shared.work_items[place.item];
+    const TileTokens tokens(item, place.tile);
     const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
-    base +=
-        job.block(attention).kv_head * (kIsKey ? attention.k_head_stride : attention.v_head_stride);
+    base += item.block(attention).kv_head *
+            (kIsKey ? attention.k_head_stride : attention.v_head_stride);
     const int row = lane_row();
     const bool exists = row >= tokens.first && row < tokens.last;
     const Location at = PageTable::locate(page, tokens.begin + row);
@@ -115,7 +116,7 @@ struct TileConverter {
         base + at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
         at.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride);
     const auto address = exists ? reinterpret_cast<uint64_t>(source) : 0;
-    if constexpr (kHasBlocks) ask_scales(job.block(attention).kv_head, at, exists);
+    if constexpr (kHasBlocks) ask_scales(item.block(attention).kv_head, at, exists);
 #pragma unroll 1
     for (int group = 0; group < kWarpGroups; ++group) {
       const uint64_t row_address = __shfl_sync(0xffffffff, address, group * 8 + lane_idx() / 4);
@@ -128,12 +129,12 @@ struct TileConverter {
     }
   }
 
-  // Where the scales of a lane's row in a segment land, one for each of its four lanes.
+  // Landing place of the scales of a lane's row in a segment, one for each of its four lanes.
   __device__ __forceinline__ uint32_t scale_landing(int group, int segment) const {
     return landing(group, segment) - lane_idx() % 4 * 16 + 8;
   }
 
-  // Asks for the scales of the blocks of a tile; `at` and `exists` are of the row of each lane.
+  // Issues the copies of a tile's block scales; `at` and `exists` are of the row of each lane.
   __device__ __forceinline__ void ask_scales(int32_t kv_head, const Location& at,
                                              bool exists) const {
     constexpr bool kAreFours = kUseVectorLoads && block_bytes(Source<kIsKey>::kDim) % 4 == 0;
@@ -185,7 +186,7 @@ struct TileConverter {
 
   __device__ __forceinline__ void convert(uint32_t stage, int group) const {
     const int row = tile_row(group, lane_idx() / 4);
-    if (kRowGroups % kPartWarps != 0 && row >= kTileTokens) return;
+    if (kRowGroups % kOperandWarps != 0 && row >= kTileTokens) return;
     for_each<kSegments>([&](int segment) {
       if (!has(segment)) return;
       const uint32_t place =
@@ -209,50 +210,50 @@ struct TileConverter {
   }
 };
 
-// Finds the jobs, and brings their Q, K and V. Empty ones are answered for on the way. A tile is
-// brought when the one after it is known: that of the next job once the last is under way.
+// Producer loop: finds the work items, loads their Q, K and V, and writes the rows of empty ones. A
+// tile is loaded when the next one is known, across work items.
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
-  JobSource source(params);
-  const TileConverter<true> keys = {params, shared, smem};
-  const TileConverter<false> values = {params, shared, smem};
-  const bool is_key = warp_idx() - kNumWarps < kPartWarps;
+  WorkItemIterator source(params);
+  const TileDequantiser<true> keys = {params, shared, smem};
+  const TileDequantiser<false> values = {params, shared, smem};
+  const bool is_key = warp_idx() - kNumWarps < kOperandWarps;
   Ring ring = {0, 1};  // the stages are empty: the phase before their first is over
   Ring queries = {0, 1};
   const bool is_first = threadIdx.x % kQueryThreads == 0;
   int32_t index = 0;
-  TilePlace now = {kNoPiece};
+  ItemTile now = {kNoWork};
 #pragma unroll 1
   while (true) {
-    Job& job = shared.jobs[index];
-    // Where Q has one stage, it is free when the scores of the last tile are there.
+    WorkItem& item = shared.work_items[index];
+    // With one stage, Q is free when the scores of the last tile are complete.
     if (kNumQueryStages > 1) mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     if (is_first) {
-      source.next(job);
-      job.query_stage = queries.stage;
+      source.next(item);
+      item.query_stage = queries.stage;
     }
-    sync_threads<kQueryThreads>(kQueryBarrier);  // the job is written
-    const bool is_end = job.work == kNoPiece;
-    if (!is_end && job.is_empty()) {
-      write_empty(params.attention, job, threadIdx.x % kQueryThreads, kQueryThreads);
+    sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
+    const bool is_end = item.work == kNoWork;
+    if (!is_end && item.is_empty()) {
+      write_empty(params.attention, item, threadIdx.x % kQueryThreads, kQueryThreads);
       sync_threads<kQueryThreads>(kQueryBarrier);  // and read
       continue;
     }
     const auto deliver_query = [&] {
       const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
-      if (!is_end) bring_query(params.attention, job, stage);
+      if (!is_end) copy_query(params.attention, item, stage);
       mbarrier_arrive(shared.q_full(queries.stage));
     };
     if (kNumQueryStages > 1) deliver_query();
-    TilePlace next = {kNoPiece};
-    if (!is_end) next = {index, job.begin, params.pages.row(job.unit.request)};
+    ItemTile next = {kNoWork};
+    if (!is_end) next = {index, item.begin, params.pages.row(item.query_tile.request)};
     bool is_begun = false;
 #pragma unroll 1
     while (true) {
       if (is_key) {
-        keys.bring(now, next, ring);
+        keys.load(now, next, ring);
       } else {
-        values.bring(now, next, ring);
+        values.load(now, next, ring);
       }
       if (kNumQueryStages == 1 && !is_begun) {
         mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
@@ -260,11 +261,11 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
       }
       is_begun = true;
       now = next;
-      if (is_end || ++next.tile == job.end) break;
+      if (is_end || ++next.tile == item.end) break;
     }
     if (is_end) break;
     queries.next(kNumQueryStages);
-    index = (index + 1) % kNumJobs;
+    index = (index + 1) % kNumWorkItems;
   }
 }
 

@@ -1,4 +1,4 @@
-// Brings K and V to shared memory ahead of their use, in copies of 16 bytes or less.
+// Loads K and V to shared memory ahead of their use, in copies of 16 bytes or less.
 #pragma once
 
 #include "jitattn/attention/tile_iterator.cuh"
@@ -10,21 +10,21 @@ namespace jitattn {
 
 // Copies the slices that this warp loads of the tile kNumStages ahead of the one that is consumed.
 struct KvLoader {
-  TileIterator walk;
+  TileIterator iterator;
   uint32_t ring;   // in shared memory: this warp's, or everyone's
   uint32_t stage;  // byte offset into the ring
 
-  // What issue_v() copies: the step of the last issue_k().
+  // Source of issue_v(): the step of the last issue_k().
   int32_t v_issue_work;
   int32_t v_issue_id;
   int32_t v_issue_slice;
   int32_t v_issue_tokens;  // first and last, in one register
 
   static constexpr int kVectorSize = kVectorBytes / sizeof(KVType::Storage);
-  static constexpr bool kIsOneRunASlice = TileIterator::kIsOneRunASlice;
+  static constexpr bool kIsContiguousSlice = TileIterator::kIsContiguousSlice;
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const Queue& queue, uint32_t smem)
-      : walk(params, queue) {
+      : iterator(params, queue) {
     ring = smem + (kSharesTiles ? 0 : warp_idx() * kNumStages * kStageBytes);
     stage = 0;
   }
@@ -43,7 +43,7 @@ struct KvLoader {
     return k_scales_smem() + kStageTokens * block_bytes(kKeyDim);
   }
 
-  // Waits for the oldest copy, K and V in turn. Every copy is a group, and groups that bring
+  // Waits for the oldest copy, K and V in turn. Every copy is a group, and groups that load
   // nothing are committed too, so the count never changes. The first kNumStages steps only fill the
   // ring: there is nothing to wait for yet.
   __device__ __forceinline__ void wait_k() { wait(); }
@@ -55,7 +55,7 @@ struct KvLoader {
     copy_next_k();
   }
 
-  // Likewise V, which ends the step.
+  // The same for V, which ends the step.
   __device__ __forceinline__ void issue_v() {
     synchronize();
     copy_next_v();
@@ -82,28 +82,29 @@ struct KvLoader {
   }
 
   __device__ __forceinline__ void copy_next_k() {
-    const AttentionParams& params = walk.params.attention;
-    walk.wait_for_tokens();
-    const HeadBlock block(params, walk.work);
+    const AttentionParams& params = iterator.params.attention;
+    iterator.wait_for_tokens();
+    const HeadBlock block(params, iterator.work);
     const auto* k = static_cast<const KVType::Storage*>(params.k);
     copy_rows<kKeyDim>(k_smem() + first_row() * kKeyRowBytes,
                        k + block.kv_head * params.k_head_stride, params.k_page_stride,
-                       params.k_token_stride, walk.k_id, walk.slice, walk.first, walk.last);
+                       params.k_token_stride, iterator.k_id, iterator.slice, iterator.first,
+                       iterator.last);
     if constexpr (kHasBlocks) {
-      copy_scales<kKeyDim>(k_scales_smem(), walk.params.k_blocks, block.kv_head, 0, walk.k_id,
-                           walk.slice, walk.first, walk.last);
+      copy_scales<kKeyDim>(k_scales_smem(), iterator.params.k_blocks, block.kv_head, 0,
+                           iterator.k_id, iterator.slice, iterator.first, iterator.last);
     }
     cp_async_commit();
-    v_issue_work = walk.work;
-    v_issue_id = walk.v_id;
-    v_issue_slice = walk.slice;
-    v_issue_tokens = min(walk.first, kSliceTokens) | walk.last << 16;
-    walk.next_step();
+    v_issue_work = iterator.work;
+    v_issue_id = iterator.v_id;
+    v_issue_slice = iterator.slice;
+    v_issue_tokens = min(iterator.first, kSliceTokens) | iterator.last << 16;
+    iterator.next_step();
   }
 
   __device__ __forceinline__ void copy_next_v() {
-    const AttentionParams& params = walk.params.attention;
-    const HeadBlock block(params, Queue::kIsOnePiece ? walk.work : v_issue_work);
+    const AttentionParams& params = iterator.params.attention;
+    const HeadBlock block(params, Queue::kHasOneWorkTile ? iterator.work : v_issue_work);
     const auto* v = static_cast<const KVType::Storage*>(params.v);
     constexpr int kBlockSize = stored_bytes(kValueDim) / sizeof(KVType::Storage);
     copy_rows<kValueDim>(v_smem() + first_row() * kValueRowBytes,
@@ -111,7 +112,7 @@ struct KvLoader {
                          params.v_page_stride, params.v_token_stride, v_issue_id, v_issue_slice,
                          v_issue_tokens & 0xffff, v_issue_tokens >> 16);
     if constexpr (kHasBlocks) {
-      copy_scales<kValueDim>(v_scales_smem(), walk.params.v_blocks, block.kv_head,
+      copy_scales<kValueDim>(v_scales_smem(), iterator.params.v_blocks, block.kv_head,
                              block.value_block * block_bytes(kValueDim), v_issue_id, v_issue_slice,
                              v_issue_tokens & 0xffff, v_issue_tokens >> 16);
     }
@@ -128,11 +129,11 @@ struct KvLoader {
     // A tile that all warps read must not keep what it held before.
     if (!kSharesTiles && first >= last) return;
     // The token whose entry this lane holds.
-    const int32_t token = slice + (kIsOneRunASlice ? first : lane_idx() % kSliceTokens);
+    const int32_t token = slice + (kIsContiguousSlice ? first : lane_idx() % kSliceTokens);
     const Location place = PageTable::locate(id, token);
     int64_t offset = place.page * page_stride + place.token * token_stride;
-    if (kIsOneRunASlice) offset -= first * token_stride;  // to row 0 of the slice
-    // A row is copied as pieces of 32, 16, ... vectors, so that every lane's place is a shift away.
+    if (kIsContiguousSlice) offset -= first * token_stride;  // to row 0 of the slice
+    // A row is copied in parts of 32, 16, ... vectors, so that every lane's place is a shift away.
     const SliceRows rows = {smem, base, offset, token_stride, first, last};
     for_each<kVectors / 32>([&](int i) { copy_columns<kVectors, 32>(rows, i * 32); });
     if constexpr (kVectors & 16) copy_columns<kVectors, 16>(rows, kVectors & ~31);
@@ -162,7 +163,7 @@ struct KvLoader {
 #pragma unroll(!kUseVectorLoads ? 1 : kIsWide ? 2 : 8)
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRows + lane_idx() / kWidth;
-      const int64_t row_offset = kIsOneRunASlice
+      const int64_t row_offset = kIsContiguousSlice
                                      ? rows.offset + row * rows.token_stride
                                      : __shfl_sync(0xffffffff, rows.offset, row % kSliceTokens);
       if (kRows > kSliceTokens && row >= kSliceTokens) continue;
@@ -207,9 +208,9 @@ struct KvLoader {
     constexpr int kLanes = kWarpSize / kSliceTokens;
     if (!kSharesTiles && first >= last) return;
     const int row = lane_idx() % kSliceTokens;
-    const Location place = PageTable::locate(id, slice + (kIsOneRunASlice ? first : row));
+    const Location place = PageTable::locate(id, slice + (kIsContiguousSlice ? first : row));
     int64_t offset = place.page * blocks.page_stride + place.token * blocks.token_stride;
-    if (kIsOneRunASlice) offset += (row - first) * blocks.token_stride;
+    if (kIsContiguousSlice) offset += (row - first) * blocks.token_stride;
     const uint8_t* source = blocks.scales + kv_head * blocks.head_stride + offset + begin;
     const uint32_t target = smem + (first_row() + row) * kBytes;
     const bool exists = row >= first && row < last;

@@ -25,13 +25,13 @@ template <int kDim>
 struct BlockScaleRows {
   static constexpr int kBytes = block_bytes(kDim);
 
-  // Of token `row`; `half` says which of a step's blocks.
+  // Block scale of token `row`; `half` says which of a step's blocks.
   static __device__ __forceinline__ uint32_t place(uint32_t smem, int row, int half) {
     return smem + row * kBytes + half;
   }
 
-  // Of a row and of another, so many further, as bytes. Past the last block there are zeros, for
-  // what lies there may be NaN.
+  // Block scales of two rows, `apart` rows from each other, as bytes. Zeros past the last block,
+  // where memory may hold NaN.
   static __device__ __forceinline__ uint32_t load(uint32_t place, int rows_apart, int step,
                                                   int half) {
     if (kBytes % 2 != 0 && 2 * step + half >= kBytes) return 0;
@@ -40,11 +40,11 @@ struct BlockScaleRows {
   }
 };
 
-// Which block of a step a lane has of K, and of V.
+// Block of a step that a lane has, of K and of V.
 __device__ __forceinline__ int key_half() { return lane_idx() % 4 / 2; }
 __device__ __forceinline__ int value_half() { return lane_idx() / 16; }
 
-// Where a lane's scales of a tile begin.
+// Address of a lane's first block scale of a tile.
 __device__ __forceinline__ uint32_t key_scale_place(uint32_t smem) {
   return BlockScaleRows<kKeyDim>::place(smem, lane_idx() / 4, key_half());
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, uint32_
   return tile;
 }
 
-// Likewise of V.
+// The same of V.
 __device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem, uint32_t scale_place,
                                                        int step) {
   using Scales = BlockScaleRows<kValueDim>;

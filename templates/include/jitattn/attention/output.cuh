@@ -1,4 +1,4 @@
-// From the states of warps and splits to out and lse.
+// Merge of softmax states of warps and splits into out and lse.
 #pragma once
 
 #include "jitattn/attention/work_tile.cuh"
@@ -39,11 +39,11 @@ __device__ __forceinline__ float soft_cap(float x, float scale, const TanhNear& 
   return fabsf(x) * scale <= TanhNear::kLimit ? near.at(x) : far;
 }
 
-// What the scores of a KV head are multiplied with.
+// Score scale of a KV head.
 __device__ __forceinline__ float score_scale_of(const AttentionParams& params, int32_t kv_head) {
   if constexpr (kHasBlocks)
     return params.score_scale * params.k_scale.of(kv_head) * kBlockFactor<ProductType>;
-  return kConverts ? params.score_scale * params.k_scale.of(kv_head) : params.score_scale;
+  return kDequantises ? params.score_scale * params.k_scale.of(kv_head) : params.score_scale;
 }
 
 // A score in log2 units, the soft cap applied.
@@ -53,13 +53,13 @@ __device__ __forceinline__ float to_logit(float score, float score_scale,
   return kUseLogitsSoftCap ? soft_cap(scaled, 1.f, TanhNear(1.f, cap), cap) : scaled;
 }
 
-// What a row's unnormalised output is multiplied with, and its lse. A row without tokens has
-// m = -inf and d = 0. The sink joins the sum here, once. Both are NaN where a length is invalid.
+// Final factor and lse of a row. A row without tokens has m = -inf and d = 0. The sink joins the
+// sum here, once. Both are NaN where a length is invalid.
 struct RowResult {
   float factor;
   float lse;
 
-  __device__ __forceinline__ RowResult(const AttentionParams& params, const Unit& unit,
+  __device__ __forceinline__ RowResult(const AttentionParams& params, const QueryTile& query_tile,
                                        int32_t head, float m, float d) {
     float sink = neg_inf();
     if (params.sinks)
@@ -70,11 +70,11 @@ struct RowResult {
     const float sum = d * scale + exp2_approx(sink - finite_maximum(top));
     // The sum is at least 1 where the maximum is finite, and NaN where a score is.
     factor = scale * reciprocal_approx(sum);
-    if constexpr (kConverts) factor *= params.v_scale.of(params.group_size.divide(head));
+    if constexpr (kDequantises) factor *= params.v_scale.of(params.group_size.divide(head));
     if constexpr (kHasBlocks) factor *= kBlockFactor<ProductType>;
     if (sum == 0.f) factor = 0.f;
     lse = sum == 0.f ? neg_inf() : kLn2 * (finite_maximum(top) + log2_approx(sum));
-    if (unit.kv_end == kInvalidLength) factor = lse = quiet_nan();
+    if (query_tile.kv_end == kInvalidLength) factor = lse = quiet_nan();
   }
 };
 
@@ -132,25 +132,25 @@ __device__ __forceinline__ void write_padding(const AttentionParams& params) {
   }
 }
 
-// Where the splits of a unit keep their rows in the partial buffers.
+// Rows of a query tile's splits in the partial buffers.
 struct PartialRows {
   int64_t first;
   int64_t step;
-  int64_t first_shift;  // what split 0 lies further
+  int64_t first_shift;  // extra offset of split 0
 
   __device__ __forceinline__ PartialRows(const AttentionParams& params, const HeadBlock& block,
-                                         const Unit& unit) {
+                                         const QueryTile& query_tile) {
     const int64_t place_rows = static_cast<int64_t>(params.num_head_blocks) * kRowTile;
     if (params.max_splits == 0) {
-      // A slot has at most two split units: the one that began in an earlier slot, and the one
-      // that goes on in the next.
-      first = unit.first_slot * 2;
+      // A slot has at most two split query tiles: the one that began in an earlier slot, and the
+      // one that goes on in the next.
+      first = query_tile.first_slot * 2;
       step = 2 * place_rows;
       first_shift = place_rows;
     } else {
-      // A unit in several slots uses the room of its first, which no other such unit begins in; one
-      // that a slot has to itself is merged before the slot's next begins.
-      first = (unit.first_slot * 2 + (unit.last_slot > unit.first_slot)) *
+      // A query tile in several slots uses the rows of its first slot, in which no other such query
+      // tile begins; one in a single slot is merged before the slot's next begins.
+      first = (query_tile.first_slot * 2 + (query_tile.last_slot > query_tile.first_slot)) *
               static_cast<int64_t>(params.max_splits);
       step = place_rows;
       first_shift = 0;
@@ -163,25 +163,26 @@ struct PartialRows {
   }
 };
 
-// Publishes `count` splits of this CTA, and says whether they were the last of the unit: then all
-// can be merged. A unit that one slot holds needs no counter, and must not touch that of the unit
-// the slot ends with.
+// Publishes `count` splits of this CTA; true if they are the query tile's last, so that all can be
+// merged. A query tile in one slot needs no counter, and must not touch that of the slot's last
+// query tile.
 __device__ __forceinline__ bool publish_splits(const AttentionParams& params,
-                                               const HeadBlock& block, const Unit& unit,
+                                               const HeadBlock& block, const QueryTile& query_tile,
                                                int32_t count) {
-  bool is_last = unit.first_slot == unit.last_slot;
+  bool is_last = query_tile.first_slot == query_tile.last_slot;
   __syncthreads();  // every thread's part is written
   if (threadIdx.x == 0 && !is_last) {
-    int32_t* counter = params.counters + unit.first_slot * params.num_head_blocks + block.index;
-    is_last = atomic_add_acq_rel(counter, count) == unit.num_splits - count;
+    int32_t* counter =
+        params.counters + query_tile.first_slot * params.num_head_blocks + block.index;
+    is_last = atomic_add_acq_rel(counter, count) == query_tile.num_splits - count;
     if (is_last) *counter = 0;  // ready for the next launch
   }
   return __syncthreads_or(is_last);
 }
 
-// Four columns of a row of a unit, of splits [begin, end) merged in order, kMergeSplits at a time; and
-// their maximum and sum. Past the last split of a block, the last is loaded again and has no weight;
-// with kSkips nothing is.
+// Four columns of a row of a query tile, of splits [begin, end) merged in order, kMergeSplits at a
+// time; and their maximum and sum. Past the last split of a block, the last one is loaded again
+// with no weight, or none with kSkips.
 template <bool kSkips = false>
 struct MergedSplits {
   float m;
@@ -189,7 +190,7 @@ struct MergedSplits {
   float4 o;
 
   static constexpr int kBlock = kMergeSplits;
-  // Loads of so many splits overlap: nothing else hides their latency.
+  // Splits whose loads overlap: nothing else hides their latency.
   static constexpr int kLoads = kMergeLoads;
 
   __device__ __forceinline__ MergedSplits(const AttentionParams& params,
@@ -213,7 +214,7 @@ struct MergedSplits {
         float2 sums[kLoads];
         float4 parts[kLoads];
         for_each<kLoads>([&](int i) {
-          // What other SMs wrote during this launch is read from L2.
+          // Loads from L2, since other SMs write partials during this launch.
           const int64_t index = partials.row(min(first + i, end - 1)) + row;
           if (kSkips && first + i >= end) {
             parts[i] = {0.f, 0.f, 0.f, 0.f};

@@ -24,21 +24,21 @@ __device__ __forceinline__ uint4 transpose_quad(uint32_t (&words)[4]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Where a row of out lies and what it is multiplied with. Of the rows of four lanes each lane finds
-// one, and asks the others for theirs.
+// Address and final factor of a row of out. Each of four lanes finds one row, and shuffles the
+// others'.
 struct OutputRow {
   uint64_t columns;  // 0 where there is no such row
   float factor;
 
-  // Finds those of a row with this maximum and sum, and writes its lse.
-  __device__ __forceinline__ OutputRow(const AttentionParams& params, const Job& job,
+  // Finds both for a row with this maximum and sum, and writes its lse.
+  __device__ __forceinline__ OutputRow(const AttentionParams& params, const WorkItem& item,
                                        const QueryRows& rows, int row, float m, float d,
                                        bool writes_lse) {
     columns = 0;
     factor = 0.f;
     if (row >= rows.num_rows) return;
     const int32_t token = rows.token(row), head = rows.head(row);
-    const RowResult result(params, job.unit, head, m, d);
+    const RowResult result(params, item.query_tile, head, m, d);
     if (writes_lse) write_lse(params, token, head, result.lse);
     factor = result.factor;
     columns =
@@ -46,7 +46,7 @@ struct OutputRow {
                                    token * params.out_token_stride + head * params.out_head_stride);
   }
 
-  // Of lane `lane` of the four.
+  // Factor and columns of lane `lane` of the four.
   __device__ __forceinline__ float factor_of(int lane) const {
     return __shfl_sync(0xffffffff, factor, lane_idx() / 4 * 4 + lane);
   }

@@ -1,4 +1,4 @@
-// What all ways to bring Q, K and V to shared memory have in common.
+// Copies of Q, and sources of K and V, of all warpgroup loaders.
 #pragma once
 
 #include "jitattn/attention/barriers.cuh"
@@ -21,16 +21,16 @@ struct Source {
     return kIsKey ? params.pages.k_id(row, token) : params.pages.v_id(row, token);
   }
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
-    return kIsKey ? KeyImage::row(smem, segment, row) : ValueImage::row(smem, segment, row);
+    return kIsKey ? KeyLayout::row(smem, segment, row) : ValueLayout::row(smem, segment, row);
   }
 };
 
-// Copies Q of a job, zeros past its last row. Scores are multiplied with the scale's amount only,
-// so Q takes its sign.
-__device__ __forceinline__ void bring_query(const AttentionParams& params, const Job& job,
-                                            uint32_t smem) {
+// Copies Q of a work item, zeros past its last row. Scores are multiplied with the scale's amount
+// only, so Q takes its sign.
+__device__ __forceinline__ void copy_query(const AttentionParams& params, const WorkItem& item,
+                                           uint32_t smem) {
   constexpr int kVectors = kKeyDim / 8;
-  const QueryRows rows = job.rows(params);
+  const QueryRows rows = item.rows(params);
   const bool is_negative = score_scale_of(params, rows.kv_head) < 0.f;
   const uint32_t sign = is_negative ? 0x80008000u : 0u;
   const bool is_plain = !params.q_is_aligned || is_negative;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void bring_query(const AttentionParams& params, const
   static_assert(kRowTile % kWarpSize == 0, "each lane finds one row");
 #pragma unroll 1
   for (int first = warp * kWarpSize; first < kRowTile; first += kQueryThreads) {
-    // Of a row, a lane each: the last again where there is none.
+    // Source row of each lane; past the end, the last row again.
     const int lane_row = min(first + lane, max(rows.num_rows - 1, 0));
     const uint16_t* lane_source = params.q + rows.token(lane_row) * params.q_token_stride +
                                   rows.head(lane_row) * params.q_head_stride;
@@ -54,20 +54,20 @@ __device__ __forceinline__ void bring_query(const AttentionParams& params, const
           words = load_16(reinterpret_cast<const uint16_t*>(source) + vector * 8);
         }
         words = {words.x ^ sign, words.y ^ sign, words.z ^ sign, words.w ^ sign};
-        st_shared_16(QueryImage::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16, words);
+        st_shared_16(QueryLayout::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16, words);
       }
     } else {
       // Four lanes a row, eight rows at a time: one exchange of an address for all its vectors.
       const int part = lane % 4, group_row = lane / 4;
-      const uint32_t places[2] = {group_row * kSegmentBytes + (part ^ group_row) * 16,
-                                  group_row * kSegmentBytes + (part ^ group_row ^ 4) * 16};
+      const uint32_t addresses[2] = {group_row * kSegmentBytes + (part ^ group_row) * 16,
+                                     group_row * kSegmentBytes + (part ^ group_row ^ 4) * 16};
       for_each<kWarpSize / 8>([&](int group) {
         const uint64_t source = __shfl_sync(0xffffffff, lane_address, group * 8 + group_row);
         const auto* vectors = reinterpret_cast<const uint16_t*>(source) + part * 8;
         const int group_begin = first + group * 8;
         for_each<(kVectors + 3) / 4>([&](int i) {
           if (i * 4 + 4 > kVectors && i * 4 + part >= kVectors) return;
-          cp_async_16<128>(QueryImage::row(smem, i / 2, group_begin) + places[i % 2],
+          cp_async_16<128>(QueryLayout::row(smem, i / 2, group_begin) + addresses[i % 2],
                            vectors + i * 32, group_begin + group_row < rows.num_rows);
         });
       });

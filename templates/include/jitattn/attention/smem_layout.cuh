@@ -1,9 +1,10 @@
-// How the tokens of a warp's slice lie in shared memory.
+// Shared memory layout of a warp's slice of tokens.
 //
-// Copies of 16 bytes leave rows one after the other, padded. Boxes of a tensor map leave segments
-// of kSegmentBytes of kTmaTokens rows each, segment after segment and box after box, with the
-// vectors of a segment's row exchanged by the hardware's 128-byte swizzle: vector v of row r lies
-// at v ^ r % 8. Either way the eight rows that ldmatrix reads together lie in different banks.
+// Copies of 16 bytes leave rows one after the other, padded. TMA tiles of a tensor map leave
+// segments of kSegmentBytes of kTmaTokens rows each, segment after segment and TMA tile after TMA
+// tile, with the vectors of a segment's row exchanged by the hardware's 128-byte swizzle: vector v
+// of row r lies at v ^ r % 8. Either way the eight rows that ldmatrix reads together lie in
+// different banks.
 #pragma once
 
 #include "jitattn/kernel.cuh"
@@ -18,14 +19,14 @@ struct SmemLayout {
   static constexpr int kSegments = kRowBytes / kSegmentBytes;
   static constexpr int kTmaBytes = kTmaTokens * kRowBytes;
 
-  // Of vector `vector` of row `row`, where rows begin at a multiple of 8 and vectors at 0 or 1.
+  // Address of vector `vector`, 0 or 1, of row `row`; the slice begins at a multiple of 8 rows.
   static __device__ __forceinline__ uint32_t place(uint32_t smem, int row, int vector) {
     if constexpr (!kUsesTma) return smem + row * padded_row(kRowBytes) + vector * 16;
     return smem + row / kTmaTokens * kTmaBytes + row % kTmaTokens * kSegmentBytes +
            (vector ^ row % 8) * 16;
   }
 
-  // So many rows, a multiple of 8, and bytes, of whole products, further than a place().
+  // Address `rows` rows, a multiple of 8, and `bytes` bytes of whole products beyond a place().
   static __device__ __forceinline__ uint32_t advance(uint32_t place, int rows, int bytes) {
     if constexpr (!kUsesTma) return place + rows * padded_row(kRowBytes) + bytes;
     return (place ^ bytes % kSegmentBytes) + rows / kTmaTokens * kTmaBytes +
@@ -33,7 +34,8 @@ struct SmemLayout {
   }
 
   // Zeros in the rows outside [first, last), where a NaN may lie: one that the request does not
-  // own, or one from before that no box has overwritten. It must not meet a probability of zero.
+  // own, or one from before that no TMA tile has overwritten. It must not meet a probability of
+  // zero.
   static __device__ __forceinline__ void clear_outside(uint32_t smem, int32_t first, int32_t last) {
     constexpr int kVectors = (kRowBytes + 15) / 16;
 #pragma unroll 1
@@ -46,7 +48,7 @@ struct SmemLayout {
   }
 };
 
-using KeyImage = SmemLayout<kKeyDim>;
-using ValueImage = SmemLayout<kValueDim>;
+using KeyLayout = SmemLayout<kKeyDim>;
+using ValueLayout = SmemLayout<kValueDim>;
 
 }  // namespace jitattn

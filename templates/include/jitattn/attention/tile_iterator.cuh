@@ -1,4 +1,4 @@
-// Which tokens a CTA reads, step by step.
+// Iterator over the KV tiles of a CTA's work tiles.
 #pragma once
 
 #include "jitattn/attention/work_queue.cuh"
@@ -9,17 +9,18 @@
 
 namespace jitattn {
 
-// Walks the tiles of a CTA's pieces, across units, one step ahead of what is copied next.
+// Steps through the KV tiles of a CTA's work tiles, across query tiles, one step ahead of the
+// copies.
 struct TileIterator {
   const KernelParams& params;
   const Queue& queue;
-  int32_t index;  // of the piece
+  int32_t index;  // of the work tile
   int32_t work;
-  bool is_done;       // there is no further piece
-  int32_t last_unit;  // of its slot
+  bool is_done;             // there is no further work tile
+  int32_t last_query_tile;  // of its slot
 
   // The step whose page ids are under way.
-  int32_t unit;
+  int32_t query_tile;
   int32_t tile;
   int32_t tile_end;
   int32_t kv_begin;
@@ -36,31 +37,31 @@ struct TileIterator {
 
   // The prefill kernel waits first thing.
   static constexpr bool kMayBeEarly = !kSharesTiles;
-  static constexpr bool kIsOneRunASlice = PageTable::kRunTokens % kSliceTokens == 0;
+  static constexpr bool kIsContiguousSlice = PageTable::kContiguousTokens % kSliceTokens == 0;
 
   __device__ __forceinline__ TileIterator(const KernelParams& params, const Queue& queue)
       : params(params), queue(queue) {
     index = -1;
-    work = last_unit = unit = 0;
+    work = last_query_tile = query_tile = 0;
     is_done = false;
     tile = tile_end = 0;
     kv_begin = kv_end = early_end = 0;
     page_row = {};
-    next_piece();
+    next_work_tile();
     next_step();
   }
 
-  // Moves to the next step and asks for its page ids; past the last piece, for nothing.
+  // Moves to the next step and loads its page ids; none past the last work tile.
   __device__ __forceinline__ void next_step() {
     ++tile;
 #pragma unroll 1
     while (tile >= tile_end && !is_done) {
-      if (unit < last_unit) {
-        next_unit();
-      } else if (Queue::kIsOnePiece) {
+      if (query_tile < last_query_tile) {
+        next_query_tile();
+      } else if (Queue::kHasOneWorkTile) {
         break;
       } else {
-        next_piece();
+        next_work_tile();
       }
     }
     slice = tile * kTileTokens + warp_idx() * kSliceTokens;
@@ -75,32 +76,32 @@ struct TileIterator {
   }
 
  private:
-  __device__ __forceinline__ void next_piece() {
-    const int32_t next = queue.piece(++index);
-    is_done = next == kNoPiece;
+  __device__ __forceinline__ void next_work_tile() {
+    const int32_t next = queue.work_tile(++index);
+    is_done = next == kNoWork;
     if (is_done) return;
     work = next;
     const SlotRange slot(params.attention, work);
-    last_unit = slot.last_unit;
-    unit = slot.begin.unit - 1;
+    last_query_tile = slot.last_query_tile;
+    query_tile = slot.begin.query_tile - 1;
   }
 
-  __device__ __forceinline__ void next_unit() {
-    ++unit;
-    const TileRange tiles(params, SlotRange(params.attention, work), unit);
+  __device__ __forceinline__ void next_query_tile() {
+    ++query_tile;
+    const TileRange tiles(params, SlotRange(params.attention, work), query_tile);
     if (tiles.begin >= tiles.end) return;
     tile = tiles.begin;
     tile_end = tiles.end;
-    kv_begin = tiles.unit.kv_begin;
-    kv_end = tiles.unit.kv_end;
+    kv_begin = tiles.query_tile.kv_begin;
+    kv_end = tiles.query_tile.kv_end;
     if constexpr (kMayBeEarly) early_end = tiles.early_end;
-    page_row = params.pages.row(tiles.unit.request);
+    page_row = params.pages.row(tiles.query_tile.request);
   }
 
-  // Reads only entries of tokens that exist. Where a slice may hold several runs, each lane reads
-  // the entry of its own token, lane % kSliceTokens.
+  // Reads only entries of tokens that exist. If a slice may not be contiguous, each lane reads the
+  // entry of its own token, lane % kSliceTokens.
   __device__ __forceinline__ void fetch_page_ids() {
-    const int token = kIsOneRunASlice ? first : lane_idx() % kSliceTokens;
+    const int token = kIsContiguousSlice ? first : lane_idx() % kSliceTokens;
     k_id = v_id = 0;
     if (token < first || token >= last) return;
     k_id = params.pages.k_id(page_row, slice + token);

@@ -13,104 +13,103 @@ namespace jitattn {
 
 // Loaders of a tile of K or V.
 enum class TileLoader { kTma, kGather, kElements };
-constexpr TileLoader kTileLoader = kUsesTma        ? TileLoader::kTma
+constexpr TileLoader kTileLoader = kUsesTma          ? TileLoader::kTma
                                    : kUseVectorLoads ? TileLoader::kGather
                                                      : TileLoader::kElements;
 template <bool kIsKey, TileLoader kLoader = kTileLoader>
-struct TilePlaces;
+struct TileAddresses;
 
-// What a tile's boxes are read by, looked up ahead: lane i has the page of box i. Boxes without
-// tokens are left out, for their pages need not exist.
+// Pages of a KV tile's TMA tiles, looked up ahead: lane i has the page of TMA tile i. TMA tiles
+// without tokens are skipped, since their pages need not exist.
 template <bool kIsKey>
-struct TilePlaces<kIsKey, TileLoader::kTma> {
+struct TileAddresses<kIsKey, TileLoader::kTma> {
   TileTokens tokens;
   int32_t page;
 
-  static_assert(kNumBoxes <= kWarpSize, "each lane finds one page");
+  static_assert(kNumTmaTiles <= kWarpSize, "each lane finds one page");
 
-  TilePlaces() = default;
+  TileAddresses() = default;
 
-  __device__ __forceinline__ int32_t first_box() const { return tokens.first / kTmaTokens; }
-  __device__ __forceinline__ int32_t end_box() const {
+  __device__ __forceinline__ int32_t first_tma_tile() const { return tokens.first / kTmaTokens; }
+  __device__ __forceinline__ int32_t end_tma_tile() const {
     return (tokens.last + kTmaTokens - 1) / kTmaTokens;
   }
 
-  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
-                                        const Job& job, int32_t tile)
-      : tokens(job, tile) {
+  __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
+                                           const WorkItem& item, int32_t tile)
+      : tokens(item, tile) {
     const int32_t lane = lane_idx();
     page = 0;
-    if (lane >= first_box() && lane < end_box()) {
+    if (lane >= first_tma_tile() && lane < end_tma_tile()) {
       page = Source<kIsKey>::id(params, page_row, tokens.begin + lane * kTmaTokens);
     }
   }
 
-  // Copies the boxes, by one lane. The products wait for the last, so that little may stand between
-  // two.
-  __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
-                                        uint32_t smem, uint32_t barrier) const {
-    // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those of
-    // V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
+  // One lane issues the copies back to back, since the products wait for the last.
+  __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
+                                       uint32_t smem, uint32_t barrier) const {
+    // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those
+    // of V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
     constexpr bool kIsClipped = Source<kIsKey>::kDim * 2 % kSegmentBytes != 0;
     constexpr bool kHasOneSegment = kIsKey || kIsClipped;
-    constexpr int kBoxSegments = kHasOneSegment ? 1 : kValueSegments;
+    constexpr int kTmaTileSegments = kHasOneSegment ? 1 : kValueSegments;
     constexpr int kSteps = kIsKey ? kKeySegments : kIsClipped ? kValueSegments : 1;
     constexpr int kSegmentColumns = kSegmentBytes / 2;
-    constexpr int kCopyBytes = kTmaTokens * kBoxSegments * kSegmentBytes;
-    const int begin = first_box(), end = end_box();
+    constexpr int kCopyBytes = kTmaTokens * kTmaTileSegments * kSegmentBytes;
+    const int begin = first_tma_tile(), end = end_tma_tile();
     const int32_t head = block.kv_head, segment = kIsKey ? 0 : block.value_block * kValueSegments;
-    // In registers, not found again from what they are made of.
+    // Kept in registers, not recomputed.
     smem = forget(smem);
     barrier = forget(barrier);
-    const auto copy = [&](int i, int32_t box_page) {
+    const auto copy = [&](int i, int32_t tile_page) {
       for_each<kSteps>([&](int s) {
-        const int32_t token = PageTable::kHasPages ? token_in_page(i) : box_page;
+        const int32_t token = PageTable::kHasPages ? token_in_page(i) : tile_page;
         copy_tma(Source<kIsKey>::row(smem, s, i * kTmaTokens),
                  kIsKey ? &params.k_map : &params.v_map, barrier, token,
-                 kIsClipped ? 0 : segment + s, head, PageTable::kHasPages ? box_page : 0,
+                 kIsClipped ? 0 : segment + s, head, PageTable::kHasPages ? tile_page : 0,
                  kIsClipped ? s * kSegmentColumns : 0);
       });
     };
     if (lane_idx() == 0) mbarrier_expect(barrier, (end - begin) * kSteps * kCopyBytes);
     __syncwarp();
-    if (begin == 0 && end == kNumBoxes) {
-      int32_t pages[kNumBoxes];
-      for_each<kNumBoxes>([&](int i) { pages[i] = __shfl_sync(0xffffffff, page, i); });
+    if (begin == 0 && end == kNumTmaTiles) {
+      int32_t pages[kNumTmaTiles];
+      for_each<kNumTmaTiles>([&](int i) { pages[i] = __shfl_sync(0xffffffff, page, i); });
       if (!elect_one()) return;
-      for_each<kNumBoxes>([&](int i) { copy(i, pages[i]); });
+      for_each<kNumTmaTiles>([&](int i) { copy(i, pages[i]); });
       return;
     }
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      const int32_t box_page = __shfl_sync(0xffffffff, page, i);
-      if (elect_one()) copy(i, box_page);
+      const int32_t tile_page = __shfl_sync(0xffffffff, page, i);
+      if (elect_one()) copy(i, tile_page);
     }
   }
 
  private:
-  __device__ __forceinline__ int32_t token_in_page(int box) const {
-    constexpr uint32_t kPageBoxes = kPageSize / kTmaTokens;
-    return (tokens.begin / uint32_t(kTmaTokens) + box) % kPageBoxes * kTmaTokens;
+  __device__ __forceinline__ int32_t token_in_page(int tma_tile) const {
+    constexpr uint32_t kPageTmaTiles = kPageSize / kTmaTokens;
+    return (tokens.begin / uint32_t(kTmaTokens) + tma_tile) % kPageTmaTiles * kTmaTokens;
   }
 };
 
 // Gathers a tile by asynchronous copies of 16 bytes, zeros where it has no tokens: a NaN left in a
-// slot that the request does not own must not meet a probability of zero. Warps take groups of eight
-// rows in turn, four lanes a row. Where the rows are is found a tile ahead, by one lane each.
+// slot that the request does not own must not meet a probability of zero. Warps take groups of
+// eight rows in turn, four lanes a row. Row addresses are found a tile ahead, by one lane each.
 template <bool kIsKey>
-struct TilePlaces<kIsKey, TileLoader::kGather> {
+struct TileAddresses<kIsKey, TileLoader::kGather> {
   static constexpr int kGroups = (kTokenGroups + kTileWarps - 1) / kTileWarps;  // of a warp
-  // Of row lane / 4 of the warp's groups lane % 4 + 4 i, in bytes from the first of the pool;
-  // negative where there is no token.
+  // Offsets of row lane / 4 of the warp's groups lane % 4 + 4 i, in bytes from the pool's begin;
+  // negative without a token.
   int64_t offsets[(kGroups + 3) / 4];
 
   using S = Source<kIsKey>;
 
-  TilePlaces() = default;
+  TileAddresses() = default;
 
-  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
-                                        const Job& job, int32_t tile) {
-    const TileTokens tokens(job, tile);
+  __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
+                                           const WorkItem& item, int32_t tile) {
+    const TileTokens tokens(item, tile);
     const AttentionParams& attention = params.attention;
     for_each<(kGroups + 3) / 4>([&](int i) {
       const int row = 8 * group(lane_idx() % 4 + 4 * i) + lane_idx() / 4;
@@ -123,10 +122,10 @@ struct TilePlaces<kIsKey, TileLoader::kGather> {
     });
   }
 
-  // Asks for the tile; the barrier hears of it when the copies have landed. Who multiplies with it
-  // fences first.
-  __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
-                                        uint32_t smem, uint32_t barrier) const {
+  // Issues the copies, which arrive at the barrier when they have landed. Consumers fence before
+  // their products.
+  __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
+                                       uint32_t smem, uint32_t barrier) const {
     const AttentionParams& attention = params.attention;
     const int part = lane_idx() % 4, lane_row = lane_idx() / 4;
     const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
@@ -151,7 +150,7 @@ struct TilePlaces<kIsKey, TileLoader::kGather> {
   }
 
  private:
-  // Which group of the tile is group `i` of this warp.
+  // Row group of the tile that is group `i` of this warp.
   static __device__ __forceinline__ int group(int i) {
     return (warp_idx() - kNumWarps) % kTileWarps + i * kTileWarps;
   }
@@ -160,18 +159,18 @@ struct TilePlaces<kIsKey, TileLoader::kGather> {
 // Copies a tile element by element, zeros where it has no tokens: a NaN left in a slot that the
 // request does not own must not meet a probability of zero.
 template <bool kIsKey>
-struct TilePlaces<kIsKey, TileLoader::kElements> {
+struct TileAddresses<kIsKey, TileLoader::kElements> {
   PageTable::Row page_row;
   TileTokens tokens;
 
-  TilePlaces() = default;
+  TileAddresses() = default;
 
-  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
-                                        const Job& job, int32_t tile)
-      : page_row(page_row), tokens(job, tile) {}
+  __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
+                                           const WorkItem& item, int32_t tile)
+      : page_row(page_row), tokens(item, tile) {}
 
-  __device__ __forceinline__ void bring(const KernelParams& params, const HeadBlock& block,
-                                        uint32_t smem, uint32_t barrier) const {
+  __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
+                                       uint32_t smem, uint32_t barrier) const {
     using S = Source<kIsKey>;
     const AttentionParams& attention = params.attention;
     const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
@@ -194,12 +193,12 @@ struct TilePlaces<kIsKey, TileLoader::kElements> {
       }
     }
     cp_async_wait_all();
-    fence_before_tma();  // the products read by the same way as boxes are written
+    fence_before_tma();  // the products read by the same way as TMA tiles are written
     mbarrier_arrive(barrier);
   }
 
  private:
-  // Of a row of the tile, in elements; -1 where it has no token.
+  // Offset of a row of the tile, in elements; -1 without a token.
   __device__ __forceinline__ int64_t row_offset(const KernelParams& params, int row) const {
     if (row < tokens.first || row >= tokens.last) return -1;
     const AttentionParams& attention = params.attention;
@@ -217,67 +216,67 @@ struct TilePlaces<kIsKey, TileLoader::kElements> {
   }
 };
 
-// Brings K or V of all jobs.
+// Loads K or V of all work items.
 template <bool kIsKey>
 __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& shared,
-                                            uint32_t smem) {
-  Ring jobs = {0, 0};
+                                           uint32_t smem) {
+  Ring work_items = {0, 0};
   Ring ring = {0, 1};  // the stages are empty: the phase before their first is over
 #pragma unroll 1
   while (true) {
-    mbarrier_wait(shared.job_full(jobs.stage), jobs.parity);
-    const Job& job = shared.jobs[jobs.stage];
-    if (job.work == kNoPiece) break;
-    const HeadBlock block = job.block(params.attention);
-    const int32_t begin = job.begin, end = job.end;
-    const PageTable::Row page_row = params.pages.row(job.unit.request);
-    TilePlaces<kIsKey> next;
+    mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
+    const WorkItem& item = shared.work_items[work_items.stage];
+    if (item.work == kNoWork) break;
+    const HeadBlock block = item.block(params.attention);
+    const int32_t begin = item.begin, end = item.end;
+    const PageTable::Row page_row = params.pages.row(item.query_tile.request);
+    TileAddresses<kIsKey> next;
 #pragma unroll 1
     for (int32_t tile = begin; tile <= end; ++tile) {
-      const TilePlaces<kIsKey> now = next;
-      // Looked up before the room is there.
-      if (tile < end) next = TilePlaces<kIsKey>(params, page_row, job, tile);
+      const TileAddresses<kIsKey> now = next;
+      // Looked up before the stage is empty.
+      if (tile < end) next = TileAddresses<kIsKey>(params, page_row, item, tile);
       if (tile == begin) continue;
       mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
       const int bytes = kIsKey ? kKeyStageBytes : kValueStageBytes;
-      now.bring(params, block, smem + ring.stage * bytes,
-                kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));
+      now.load(params, block, smem + ring.stage * bytes,
+               kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));
       ring.next(kNumStages);
     }
-    jobs.next(kNumJobs);
+    work_items.next(kNumWorkItems);
   }
 }
 
-// Finds the jobs and brings their Q. Empty ones are answered for on the way.
+// Finds the work items, loads their Q and writes the rows of empty ones.
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
-                                              uint32_t smem) {
+                                             uint32_t smem) {
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
-  JobSource source(params);
+  WorkItemIterator source(params);
   Ring queries = {0, 1};
   const bool is_first = threadIdx.x % kQueryThreads == 0;
   int32_t index = 0;
 #pragma unroll 1
   while (true) {
-    // Who computes is past the job before the last, so that the oldest can be overwritten.
+    // The consumer is past the work item before the last, so that the oldest can be overwritten.
     mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
-    Job& job = shared.jobs[index];
+    WorkItem& item = shared.work_items[index];
     if (is_first) {
-      source.next(job);
-      job.query_stage = queries.stage;
+      source.next(item);
+      item.query_stage = queries.stage;
     }
-    sync_threads<kQueryThreads>(kQueryBarrier);  // the job is written
-    const bool is_end = job.work == kNoPiece;
-    if (!is_end && job.is_empty()) {
-      write_empty(params.attention, job, threadIdx.x % kQueryThreads, kQueryThreads);
+    sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
+    const bool is_end = item.work == kNoWork;
+    if (!is_end && item.is_empty()) {
+      write_empty(params.attention, item, threadIdx.x % kQueryThreads, kQueryThreads);
       sync_threads<kQueryThreads>(kQueryBarrier);  // and read
       continue;
     }
-    if (is_first) mbarrier_arrive(shared.job_full(index));
-    if (!is_end) bring_query(params.attention, job, smem + queries.stage * kQueryStageBytes);
+    if (is_first) mbarrier_arrive(shared.item_full(index));
+    if (!is_end) copy_query(params.attention, item, smem + queries.stage * kQueryStageBytes);
     mbarrier_arrive(shared.q_full(queries.stage));
     if (is_end) break;
     queries.next(kNumQueryStages);
-    index = (index + 1) % kNumJobs;
+    index = (index + 1) % kNumWorkItems;
   }
 }
 

@@ -1,5 +1,5 @@
-// Brings K and V to shared memory ahead of their use, in boxes of tensor maps: one instruction of
-// one lane copies the rows that a slice has in a page.
+// Loads K and V to shared memory ahead of their use, in TMA tiles of tensor maps: one instruction
+// of one lane copies the rows that a slice has in a page.
 #pragma once
 
 #include "jitattn/attention/smem_layout.cuh"
@@ -12,23 +12,23 @@ namespace jitattn {
 
 // Fetches the slices that this warp reads of the tile kNumStages ahead of the one that is consumed.
 struct KvLoader {
-  TileIterator walk;
+  TileIterator iterator;
   uint32_t ring;      // in shared memory: this warp's
   uint32_t barriers;  // likewise, of K and V of each stage
   uint32_t stage;
   uint32_t parity;  // of the phase that ends when the copy that is waited for has landed
 
-  // What issue_v() copies: the step of the last issue_k().
+  // Source of issue_v(): the step of the last issue_k().
   int32_t v_issue_work;
   int32_t v_issue_id;
   int32_t v_issue_slice;
   int32_t v_issue_tokens;  // first and last, in one register
 
-  static constexpr int kBoxes = kSliceTokens / kTmaTokens;
+  static constexpr int kTmaTiles = kSliceTokens / kTmaTokens;
   static constexpr int kBarrierBytes = 8;
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const Queue& queue, uint32_t smem)
-      : walk(params, queue) {
+      : iterator(params, queue) {
     __shared__ uint64_t smem_barriers[kNumWarps][kNumStages][2];
     ring = smem + warp_idx() * kNumStages * kStageBytes;
     barriers = smem_address(smem_barriers[warp_idx()]);
@@ -39,7 +39,7 @@ struct KvLoader {
     __syncwarp();
   }
 
-  // After the last step: whoever counts barriers, as sanitizers do, may forget these.
+  // Ends the barriers after the last step, for sanitizers that count them.
   __device__ __forceinline__ void finish() {
     __syncwarp();
     if (lane_idx() < 2 * kNumStages) mbarrier_inval(barriers + lane_idx() * kBarrierBytes);
@@ -47,39 +47,39 @@ struct KvLoader {
 
   __device__ __forceinline__ uint32_t k_smem() const { return ring + stage * kStageBytes; }
   __device__ __forceinline__ uint32_t v_smem() const {
-    return k_smem() + kSliceTokens * KeyImage::kRowBytes;
+    return k_smem() + kSliceTokens * KeyLayout::kRowBytes;
   }
-  // Caches whose blocks have scales have no boxes.
+  // Caches whose blocks have scales have no TMA tiles.
   __device__ __forceinline__ uint32_t k_scales_smem() const { return 0; }
   __device__ __forceinline__ uint32_t v_scales_smem() const { return 0; }
 
   // Waits for K of the oldest step.
   __device__ __forceinline__ void wait_k() { mbarrier_wait(k_barrier(), parity); }
 
-  // Likewise V.
+  // The same for V.
   __device__ __forceinline__ void wait_v() { mbarrier_wait(v_barrier(), parity); }
 
   // The K just consumed makes room for the next; every lane has read it.
   __device__ __forceinline__ void issue_k() {
     __syncwarp();
-    walk.wait_for_tokens();
-    const HeadBlock block(walk.params.attention, walk.work);
-    fetch<KeyImage>(walk.params.k_map, k_smem(), k_barrier(), block.kv_head, 0, walk.k_id,
-                    walk.slice, walk.first, walk.last);
-    v_issue_work = walk.work;
-    v_issue_id = walk.v_id;
-    v_issue_slice = walk.slice;
-    v_issue_tokens = min(walk.first, kSliceTokens) | max(walk.last, 0) << 16;
-    walk.next_step();
+    iterator.wait_for_tokens();
+    const HeadBlock block(iterator.params.attention, iterator.work);
+    fetch<KeyLayout>(iterator.params.k_map, k_smem(), k_barrier(), block.kv_head, 0, iterator.k_id,
+                     iterator.slice, iterator.first, iterator.last);
+    v_issue_work = iterator.work;
+    v_issue_id = iterator.v_id;
+    v_issue_slice = iterator.slice;
+    v_issue_tokens = min(iterator.first, kSliceTokens) | max(iterator.last, 0) << 16;
+    iterator.next_step();
   }
 
-  // Likewise V, which ends the step.
+  // The same for V, which ends the step.
   __device__ __forceinline__ void issue_v() {
     __syncwarp();
-    const HeadBlock block(walk.params.attention, v_issue_work);
-    fetch<ValueImage>(walk.params.v_map, v_smem(), v_barrier(), block.kv_head,
-                      block.value_block * ValueImage::kSegments, v_issue_id, v_issue_slice,
-                      v_issue_tokens & 0xffff, v_issue_tokens >> 16);
+    const HeadBlock block(iterator.params.attention, v_issue_work);
+    fetch<ValueLayout>(iterator.params.v_map, v_smem(), v_barrier(), block.kv_head,
+                       block.value_block * ValueLayout::kSegments, v_issue_id, v_issue_slice,
+                       v_issue_tokens & 0xffff, v_issue_tokens >> 16);
     if (++stage == kNumStages) stage = 0, parity ^= 1;
   }
 
@@ -89,25 +89,25 @@ struct KvLoader {
   }
   __device__ __forceinline__ uint32_t v_barrier() const { return k_barrier() + kBarrierBytes; }
 
-  // The tokens [first, last) of a slice, and what else their boxes hold. Boxes without any are left
-  // out, for their pages need not exist.
-  template <typename Image>
+  // The tokens [first, last) of a slice, and what else their TMA tiles hold. TMA tiles without any
+  // are left out, for their pages need not exist.
+  template <typename Layout>
   __device__ __forceinline__ void fetch(const TensorMap& map, uint32_t smem, uint32_t barrier,
                                         int32_t kv_head, int32_t segment, int32_t id, int32_t slice,
                                         int32_t first, int32_t last) {
     const int32_t begin = first / kTmaTokens, end = (last + kTmaTokens - 1) / kTmaTokens;
-    const int32_t num_boxes = first < last ? end - begin : 0;
-    int32_t pages[kBoxes];
-    for_each<kBoxes>([&](int i) {
+    const int32_t num_tma_tiles = first < last ? end - begin : 0;
+    int32_t pages[kTmaTiles];
+    for_each<kTmaTiles>([&](int i) {
       // Lanes of tokens before the first hold no entry.
       const int lane = max(i * kTmaTokens, first) % kWarpSize;
-      pages[i] = TileIterator::kIsOneRunASlice ? id : __shfl_sync(0xffffffff, id, lane);
+      pages[i] = TileIterator::kIsContiguousSlice ? id : __shfl_sync(0xffffffff, id, lane);
     });
     if (!elect_one()) return;
-    mbarrier_expect(barrier, num_boxes * Image::kTmaBytes);
-    for_each<kBoxes>([&](int i) {
-      if (i < begin || i >= begin + num_boxes) return;
-      copy_tma(smem + i * Image::kTmaBytes, &map, barrier, (slice + i * kTmaTokens) % kPageSize,
+    mbarrier_expect(barrier, num_tma_tiles * Layout::kTmaBytes);
+    for_each<kTmaTiles>([&](int i) {
+      if (i < begin || i >= begin + num_tma_tiles) return;
+      copy_tma(smem + i * Layout::kTmaBytes, &map, barrier, (slice + i * kTmaTokens) % kPageSize,
                segment, kv_head, pages[i]);
     });
   }

@@ -1,4 +1,4 @@
-// What a warpgroup's products are told of matrices in shared memory.
+// Descriptors of shared memory matrices for warpgroup products.
 #pragma once
 
 #include "jitattn/kernel.cuh"
@@ -8,14 +8,14 @@ namespace jitattn {
 
 constexpr int kGroupThreads = 128;
 
-// The same in all lanes, as the compiler sees.
+// Uniform value, as the compiler sees.
 __device__ __forceinline__ int group_idx() {
   return __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
 }
 
 // Rows that lie one after the other, kRows to a segment: Q and K.
 template <int kRows>
-struct RowImage {
+struct RowLayout {
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
     return smem + (segment * kRows + row) * kSegmentBytes;
   }
@@ -32,7 +32,7 @@ struct Descriptor {
     low = __shfl_sync(0xffffffff, smem / 16 | kLeap / 16 << 16, 0);
   }
 
-  // What lies `bytes` further.
+  // Descriptor `bytes` further.
   __device__ __forceinline__ uint64_t at(int bytes) const {
     constexpr uint32_t kSwizzle128 = 1u << 30;
     uint64_t words;

@@ -2,7 +2,7 @@
 //
 // Rows lie in segments of 128 bytes, with the hardware's 128-byte swizzle: vector v of row r of a
 // segment lies at v ^ r % 8. Of K all rows of a tile follow each other, segment after segment; V
-// lies box after box, each of kTmaTokens rows, segment after segment.
+// lies TMA tile after TMA tile, each of kTmaTokens rows, segment after segment.
 #pragma once
 
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -13,10 +13,10 @@
 
 namespace jitattn {
 
-constexpr int kNumGroups = kNumThreads / kGroupThreads;  // of those that compute
+constexpr int kNumGroups = kNumThreads / kGroupThreads;  // of consumers
 constexpr int kProducerThreads = kNumProducers * kGroupThreads;
 constexpr int kCtaThreads = kNumThreads + kProducerThreads;
-constexpr int kNumBoxes = kTileTokens / kTmaTokens;
+constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
 constexpr int kTokenGroups = kTileTokens / 8;
 
 constexpr int kKeySegments = (2 * kKeyDim + kSegmentBytes - 1) / kSegmentBytes;
@@ -28,18 +28,18 @@ constexpr int kKeyOffset = 0;
 constexpr int kValueOffset = kKeyOffset + kNumStages * kKeyStageBytes;
 constexpr int kQueryOffset = kValueOffset + kNumStages * kValueStageBytes;
 
-static_assert(kConverts || kQueryOffset + kNumQueryStages * kQueryStageBytes == kSmemBytes,
+static_assert(kDequantises || kQueryOffset + kNumQueryStages * kQueryStageBytes == kSmemBytes,
               "the host asks for exactly the shared memory that is used");
 
-// The row of the unit that half 0 or 1 of a lane's values belong to.
+// The row of the query tile that half 0 or 1 of a lane's values belong to.
 __device__ __forceinline__ int row_of(int half, int thread = threadIdx.x) {
   return thread / kWarpSize * 16 + half * 8 + thread % kWarpSize / 4;
 }
 
-using QueryImage = RowImage<kRowTile>;
-using KeyImage = RowImage<kTileTokens>;
+using QueryLayout = RowLayout<kRowTile>;
+using KeyLayout = RowLayout<kTileTokens>;
 
-struct ValueImage {
+struct ValueLayout {
   static constexpr int kTmaBytes = kTmaTokens * kValueSegments * kSegmentBytes;
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
     return smem + row / kTmaTokens * kTmaBytes +
@@ -65,13 +65,13 @@ struct ScoreTile {
     for_each<kKeyTiles>([&](int i) {
       const int segment = i / 4, bytes = i % 4 * 32;
       FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
-          values, i ? ScaleOut::One : ScaleOut::Zero, q.at(QueryImage::row(bytes, segment, 0)),
-          k.at(KeyImage::row(bytes, segment, 0)));
+          values, i ? ScaleOut::One : ScaleOut::Zero, q.at(QueryLayout::row(bytes, segment, 0)),
+          k.at(KeyLayout::row(bytes, segment, 0)));
     });
     cute::warpgroup_commit_batch();
   }
 
-  // Has the values now: what computes them may not move past a later wait().
+  // Requires the values now: their computation may not move past a later wait().
   __device__ __forceinline__ void settle() {
     for_each<kTileTokens / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
   }
@@ -103,9 +103,9 @@ struct ProbabilityTile {
 struct OutputTile {
   float values[kValueDim / 2];
 
-  // Boxes of eight tokens are groups themselves.
-  using Values = Descriptor<kTmaTokens == 8 ? ValueImage::kTmaBytes : 8 * kSegmentBytes,
-                             kTmaTokens * kSegmentBytes>;
+  // TMA tiles of eight tokens are groups themselves.
+  using Values = Descriptor<kTmaTokens == 8 ? ValueLayout::kTmaBytes : 8 * kSegmentBytes,
+                            kTmaTokens * kSegmentBytes>;
 
   // Begins O += P V.
   __device__ __forceinline__ void multiply(const ProbabilityTile& p, const Values& v) {
@@ -115,7 +115,7 @@ struct OutputTile {
     for_each<kTileTokens / 16>([&](int j) {
       const uint32_t (&a)[4] = p.fragments[j];
       FirstRegisters<kValueDim / 2>::multiply<OutputProduct>(
-          values, ScaleOut::One, a[0], a[1], a[2], a[3], v.at(ValueImage::row(0, 0, j * 16)));
+          values, ScaleOut::One, a[0], a[1], a[2], a[3], v.at(ValueLayout::row(0, 0, j * 16)));
     });
     cute::warpgroup_commit_batch();
   }

@@ -1,4 +1,4 @@
-// What a CTA does, job by job.
+// Work items of a warpgroup CTA.
 #pragma once
 
 #include "jitattn/attention/output.cuh"
@@ -8,38 +8,39 @@
 
 namespace jitattn {
 
-// Jobs are written while those before are still being served.
-constexpr int kNumJobs = 4;
+// Ring of work items, written ahead of the consumers.
+constexpr int kNumWorkItems = 4;
 
-// Tiles [begin, end) of a unit, for one block of heads: one at least.
-struct Job {
-  int32_t work;  // kNoPiece: there is no further job
+// Tiles [begin, end) of a query tile, for one block of heads: one at least.
+struct WorkItem {
+  int32_t work;  // kNoWork: there is no further work item
   int32_t slot;
   int32_t query_stage;
-  int32_t first;  // tile of the unit
+  int32_t first;  // tile of the query tile
   int32_t begin;
   int32_t end;
   int32_t first_common;  // keys [first_common, last_common) are seen by all rows
   int32_t last_common;
   int32_t num_rows;   // of Q
   float score_scale;  // positive: Q has its sign
-  Unit unit;
+  QueryTile query_tile;
   Request request;
 
   __device__ __forceinline__ HeadBlock block(const AttentionParams& params) const {
     return HeadBlock(params, work);
   }
   __device__ __forceinline__ QueryRows rows(const AttentionParams& params) const {
-    return QueryRows(params, block(params), unit, request);
+    return QueryRows(params, block(params), query_tile, request);
   }
-  // Of what the soft cap leaves.
+  // Scale that the soft cap leaves.
   __device__ __forceinline__ float scale() const { return kUseLogitsSoftCap ? 1.f : score_scale; }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
-    return unit.split_tiles > 0 ? (tile - first) / unit.split_tiles : slot - unit.first_slot;
+    return query_tile.split_tiles > 0 ? (tile - first) / query_tile.split_tiles
+                                      : slot - query_tile.first_slot;
   }
   __device__ __forceinline__ int32_t split_end(int32_t tile) const {
-    return unit.split_tiles > 0 ? min(tile + unit.split_tiles, end) : end;
+    return query_tile.split_tiles > 0 ? min(tile + query_tile.split_tiles, end) : end;
   }
 };
 
@@ -53,76 +54,77 @@ struct Ring {
   }
 };
 
-// K and V of so many tokens of a head are read by many CTAs at a time without leaving the L2 cache.
+// Tokens of a head whose K and V stay in the L2 cache while many CTAs read them.
 constexpr int32_t kSectionTokens = (16 << 20) / (2 * (kKeyDim + kValueDim));
 
-// Has the begin of the schedule in the SM's own cache: one thread looks all up that is there, one
-// thing after the other.
+// Prefetches the begin of the schedule to L1, since one thread looks entries up one after the
+// other.
 __device__ __forceinline__ void prefetch_schedule(const Schedule& schedule, int thread) {
   constexpr int kLineBytes = 128;
   const auto* line = reinterpret_cast<const char*>(schedule.header) + thread * kLineBytes;
   if (line < reinterpret_cast<const char*>(schedule.boundaries)) prefetch_line(line);
 }
 
-// Finds the jobs of this CTA: the units of one piece of the work after the other. The first piece
-// of a CTA is that of its index; where there are more pieces than CTAs the others are claimed, so
-// that all end together.
+// Work items of this CTA: the query tiles of its work tiles. The first work tile is that of the
+// CTA's index; if there are more work tiles than CTAs, the others are claimed, so that all CTAs end
+// together.
 //
-// Piece x is head block x % num_head_blocks of slot x / num_head_blocks. Whole units are dealt some
-// heads at a time, so that CTAs that run together read the same K and V.
-struct JobSource {
+// Work tile x is head block x % num_head_blocks of slot x / num_head_blocks. Whole query tiles are
+// dealt one head section at a time, so that CTAs that run together read the same K and V.
+struct WorkItemIterator {
   static constexpr int32_t kNotBegun = -2;  // in the place of the work
 
   const KernelParams& params;
-  int32_t num_pieces;
+  int32_t num_work_tiles;
   int32_t section_heads;
   int32_t work;
-  int32_t unit;
-  int32_t last_unit;
+  int32_t query_tile;
+  int32_t last_query_tile;
 
-  __device__ __forceinline__ explicit JobSource(const KernelParams& params) : params(params) {
-    num_pieces = params.attention.schedule.header->num_slots * params.attention.num_head_blocks;
+  __device__ __forceinline__ explicit WorkItemIterator(const KernelParams& params)
+      : params(params) {
+    num_work_tiles = params.attention.schedule.header->num_slots * params.attention.num_head_blocks;
     section_heads = find_section_heads();
     work = kNotBegun;
-    unit = last_unit = 0;
+    query_tile = last_query_tile = 0;
   }
 
-  // Writes the next job, which may be empty; kNoPiece after the last.
-  __device__ __forceinline__ void next(Job& job) {
-    job.work = kNoPiece;
+  // Writes the next work item, which may be empty; kNoWork after the last.
+  __device__ __forceinline__ void next(WorkItem& item) {
+    item.work = kNoWork;
 #pragma unroll 1
-    while (work != kNoPiece) {
-      if (++unit > last_unit) {
-        begin_piece(claim());
+    while (work != kNoWork) {
+      if (++query_tile > last_query_tile) {
+        begin_work_tile(claim());
         continue;
       }
       const SlotRange slot(params.attention, work);
-      const TileRange tiles(params, slot, unit);
+      const TileRange tiles(params, slot, query_tile);
       if (tiles.is_skipped) continue;
-      job.slot = slot.slot;
-      job.first = tiles.first;
-      job.begin = tiles.begin;
-      job.end = tiles.end;
-      job.unit = tiles.unit;
-      job.request = params.attention.schedule.requests[tiles.unit.request];
-      job.work = work;
-      const QueryRows rows = job.rows(params.attention);
-      job.first_common = rows.first_common_key();
-      job.last_common = rows.last_common_key();
-      job.num_rows = rows.num_rows;
+      item.slot = slot.slot;
+      item.first = tiles.first;
+      item.begin = tiles.begin;
+      item.end = tiles.end;
+      item.query_tile = tiles.query_tile;
+      item.request = params.attention.schedule.requests[tiles.query_tile.request];
+      item.work = work;
+      const QueryRows rows = item.rows(params.attention);
+      item.first_common = rows.first_common_key();
+      item.last_common = rows.last_common_key();
+      item.num_rows = rows.num_rows;
       // Not zero, so that -inf stays what it is.
-      job.score_scale = fmaxf(fabsf(score_scale_of(params.attention, rows.kv_head)), 1e-30f);
+      item.score_scale = fmaxf(fabsf(score_scale_of(params.attention, rows.kv_head)), 1e-30f);
       return;
     }
   }
 
  private:
-  // How many heads are dealt together: a divisor of their number.
+  // Heads of a head section: a divisor of their number.
   __device__ __forceinline__ int32_t find_section_heads() const {
     const Schedule& schedule = params.attention.schedule;
     const int32_t num_heads = params.attention.num_head_blocks;
-    // The first unit is one of the longest. Read in any case, beside the header.
-    const int32_t longest = max(schedule.units[0].kv_end, 1);
+    // The first query tile is one of the longest. Read in any case, beside the header.
+    const int32_t longest = max(schedule.query_tiles[0].kv_end, 1);
     if (!schedule.header->is_whole) return num_heads;
     int32_t count = min(max(kSectionTokens / longest, 1), num_heads);
     while (num_heads % count != 0) --count;
@@ -130,30 +132,30 @@ struct JobSource {
   }
 
   // Head block work % num_head_blocks of slot work / num_head_blocks.
-  __device__ __forceinline__ int32_t work_of(int32_t piece) const {
+  __device__ __forceinline__ int32_t work_of(int32_t work_tile) const {
     const int32_t num_heads = params.attention.num_head_blocks;
-    if (section_heads == num_heads) return piece;
-    const int32_t section_pieces = params.attention.schedule.header->num_slots * section_heads;
-    const int32_t section = piece / section_pieces, rest = piece % section_pieces;
+    if (section_heads == num_heads) return work_tile;
+    const int32_t section_work_tiles = params.attention.schedule.header->num_slots * section_heads;
+    const int32_t section = work_tile / section_work_tiles, rest = work_tile % section_work_tiles;
     return rest / section_heads * num_heads + section * section_heads + rest % section_heads;
   }
 
-  __device__ __forceinline__ void begin_piece(int32_t piece) {
-    work = piece == kNoPiece ? kNoPiece : work_of(piece);
-    if (work == kNoPiece) return;
+  __device__ __forceinline__ void begin_work_tile(int32_t work_tile) {
+    work = work_tile == kNoWork ? kNoWork : work_of(work_tile);
+    if (work == kNoWork) return;
     const SlotRange slot(params.attention, work);
-    unit = slot.begin.unit - 1;
-    last_unit = slot.last_unit;
+    query_tile = slot.begin.query_tile - 1;
+    last_query_tile = slot.last_query_tile;
   }
 
   __device__ __forceinline__ int32_t claim() const {
     const int32_t num_ctas = gridDim.x, own = blockIdx.x;
-    if (work == kNotBegun) return own < num_pieces ? own : kNoPiece;
-    if (num_pieces <= num_ctas) return kNoPiece;
+    if (work == kNotBegun) return own < num_work_tiles ? own : kNoWork;
+    if (num_work_tiles <= num_ctas) return kNoWork;
     const int32_t claimed = atomicAdd(params.attention.num_claimed, 1);
-    // Every CTA asks once in vain: the last of them leaves the counter ready for the next launch.
-    if (claimed == num_pieces - 1) *params.attention.num_claimed = 0;
-    return claimed + num_ctas < num_pieces ? claimed + num_ctas : kNoPiece;
+    // Every CTA claims once in vain, and the last of them resets the counter for the next launch.
+    if (claimed == num_work_tiles - 1) *params.attention.num_claimed = 0;
+    return claimed + num_ctas < num_work_tiles ? claimed + num_ctas : kNoWork;
   }
 };
 
@@ -165,32 +167,33 @@ struct TileTokens {
 
   TileTokens() = default;
 
-  __device__ __forceinline__ TileTokens(const Job& job, int32_t tile) {
+  __device__ __forceinline__ TileTokens(const WorkItem& item, int32_t tile) {
     begin = tile * kTileTokens;
-    first = max(job.unit.kv_begin - begin, 0);
-    // Not the unit's end: what lies between is the request's own, and saves clearing V.
-    last = min(job.request.kv_len - begin, kTileTokens);
+    first = max(item.query_tile.kv_begin - begin, 0);
+    // Not the query tile's end: what lies between is the request's own, and saves clearing V.
+    last = min(item.request.kv_len - begin, kTileTokens);
   }
 };
 
-// Writes the rows of a unit that sees no token: thread `thread` of `num_threads`.
-__device__ __forceinline__ void write_empty(const AttentionParams& params, const Job& job,
+// Writes the rows of a query tile that sees no token: thread `thread` of `num_threads`.
+__device__ __forceinline__ void write_empty(const AttentionParams& params, const WorkItem& item,
                                             int thread, int num_threads) {
-  const HeadBlock block = job.block(params);
-  QueryRows rows = job.rows(params);
+  const HeadBlock block = item.block(params);
+  QueryRows rows = item.rows(params);
 #pragma unroll 1
   do {
 #pragma unroll 1
     for (int i = thread; i < rows.num_rows * (kValueDim / 4); i += num_threads) {
       const int row = i / (kValueDim / 4), dim = i % (kValueDim / 4) * 4;
       const int32_t token = rows.token(row), head = rows.head(row);
-      const RowResult result(params, job.unit, head, neg_inf(), 0.f);
+      const RowResult result(params, item.query_tile, head, neg_inf(), 0.f);
       const float4 zeros = {0.f, 0.f, 0.f, 0.f};
       write_out(params, token, head, block.value_block * kValueDim + dim, zeros * result.factor);
       if (dim == 0) write_lse(params, token, head, result.lse);
     }
-    // Where a length is invalid, all rows of the request are answered for.
-  } while (job.unit.kv_end == kInvalidLength && rows.advance(params.num_row_blocks * kRowTile));
+    // An invalid length has one query tile, which answers for all rows of the request.
+  } while (item.query_tile.kv_end == kInvalidLength &&
+           rows.advance(params.num_row_blocks * kRowTile));
 }
 
 }  // namespace jitattn

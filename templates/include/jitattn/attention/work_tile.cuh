@@ -1,4 +1,4 @@
-// What a CTA works on: its slot, the units and tiles in it, and the query rows of a unit.
+// Coordinates of a work tile: slot, query tiles, KV tiles and query rows.
 #pragma once
 
 #include "jitattn/kernel.cuh"
@@ -7,7 +7,7 @@
 
 namespace jitattn {
 
-constexpr int32_t kNoPiece = -1;  // in the place of a piece's index
+constexpr int32_t kNoWork = -1;  // in the place of a work tile's index
 
 // A copy of a number that the compiler can't trace to it: what is computed from the copy need not
 // stay in registers across a long loop.
@@ -33,69 +33,70 @@ struct HeadBlock {
 };
 
 // The range of tiles that this CTA's slot covers. A kernel that includes this defines
-// kHasWholeUnits: whether its schedule's slots may be whole units.
+// kHasWholeQueryTiles: whether its schedule's slots may be whole query tiles.
 struct SlotRange {
   int32_t slot;
   SlotBoundary begin;
   SlotBoundary end;
-  int32_t last_unit;
+  int32_t last_query_tile;
 
   __device__ __forceinline__ SlotRange(const AttentionParams& params, int32_t work) {
     slot = params.num_head_blocks.divide(work);
-    if constexpr (kHasWholeUnits) {
+    if constexpr (kHasWholeQueryTiles) {
       if (params.schedule.header->is_whole) {
         begin = {slot, -1};  // before its first tile, whichever that is
         end = {slot + 1, 0};
-        last_unit = slot;
+        last_query_tile = slot;
         return;
       }
     }
     begin = params.schedule.boundaries[slot];
     end = params.schedule.boundaries[slot + 1];
-    last_unit = min(end.unit, params.schedule.header->num_units - 1);
+    last_query_tile = min(end.query_tile, params.schedule.header->num_query_tiles - 1);
   }
 };
 
-// The tiles of one unit that lie in a slot.
+// The tiles of one query tile that lie in a slot.
 struct TileRange {
-  Unit unit;
-  int32_t first;  // first tile of the unit
-  int32_t begin;  // no tiles of a unit that sees no token
+  QueryTile query_tile;
+  int32_t first;  // first tile of the query tile
+  int32_t begin;  // no tiles of a query tile that sees no token
   int32_t end;
-  bool is_skipped;    // nothing of the unit lies in this slot, and another answers for it
+  bool is_skipped;    // no KV tile in this slot, and another slot writes the rows
   int32_t early_end;  // tokens from here on belong to this step
 
   __device__ __forceinline__ TileRange(const KernelParams& params, const SlotRange& slot,
                                        int32_t index) {
     const Schedule& schedule = params.attention.schedule;
-    unit = schedule.units[index];
-    const Request request = schedule.requests[unit.request];
-    if (unit.kv_end > 0 && !params.pages.holds(unit.request, request.kv_len)) {
-      unit.kv_end = kInvalidLength;
+    query_tile = schedule.query_tiles[index];
+    const Request request = schedule.requests[query_tile.request];
+    if (query_tile.kv_end > 0 && !params.pages.holds(query_tile.request, request.kv_len)) {
+      query_tile.kv_end = kInvalidLength;
     }
-    // What is read after the wait for the previous kernel needs none.
+    // Reads after the wait for the previous kernel need no limit.
     early_end = params.attention.early_kv ? request.kv_len - request.q_len : kInt32Max;
-    const bool is_empty = unit.kv_end <= 0;
-    if (is_empty) unit.num_splits = 1;
-    const bool is_begun = index == slot.begin.unit, is_cut = index == slot.end.unit;
-    first = unit.kv_begin / kTileTokens;
+    const bool is_empty = query_tile.kv_end <= 0;
+    if (is_empty) query_tile.num_splits = 1;
+    const bool is_begun = index == slot.begin.query_tile, is_cut = index == slot.end.query_tile;
+    first = query_tile.kv_begin / kTileTokens;
     begin = is_begun ? slot.begin.tile : first;
-    if constexpr (kHasWholeUnits) begin = max(begin, first);
-    end = is_cut ? slot.end.tile : (unit.kv_end + kTileTokens - 1) / kTileTokens;
+    if constexpr (kHasWholeQueryTiles) begin = max(begin, first);
+    end = is_cut ? slot.end.tile : (query_tile.kv_end + kTileTokens - 1) / kTileTokens;
     is_skipped = is_empty ? is_cut : begin >= end;
     if (is_empty) end = begin;
   }
 
-  // Which split of the unit begins at `tile`, and where it ends in this slot.
+  // Split that begins at `tile`, and its end in this slot.
   __device__ __forceinline__ int32_t split(const SlotRange& slot, int32_t tile) const {
-    return unit.split_tiles > 0 ? (tile - first) / unit.split_tiles : slot.slot - unit.first_slot;
+    return query_tile.split_tiles > 0 ? (tile - first) / query_tile.split_tiles
+                                      : slot.slot - query_tile.first_slot;
   }
   __device__ __forceinline__ int32_t split_end(int32_t tile) const {
-    return unit.split_tiles > 0 ? min(tile + unit.split_tiles, end) : end;
+    return query_tile.split_tiles > 0 ? min(tile + query_tile.split_tiles, end) : end;
   }
 };
 
-// The query rows of a unit that this CTA has: packed row r of a request is query token
+// The query rows of a query tile that this CTA has: packed row r of a request is query token
 // r / group_size, and head r % group_size of the KV head's group.
 struct QueryRows {
   const AttentionParams& params;
@@ -109,14 +110,14 @@ struct QueryRows {
   int32_t offset;  // position of query token 0
 
   __device__ __forceinline__ QueryRows(const AttentionParams& params, const HeadBlock& block,
-                                       const Unit& unit)
-      : QueryRows(params, block, unit, params.schedule.requests[unit.request]) {}
+                                       const QueryTile& query_tile)
+      : QueryRows(params, block, query_tile, params.schedule.requests[query_tile.request]) {}
 
   __device__ __forceinline__ QueryRows(const AttentionParams& params, const HeadBlock& block,
-                                       const Unit& unit, const Request& request)
+                                       const QueryTile& query_tile, const Request& request)
       : params(params), request(request) {
-    request_index = unit.request;
-    first_row = unit.first_row + block.row_block * kRowTile;
+    request_index = query_tile.request;
+    first_row = query_tile.first_row + block.row_block * kRowTile;
     kv_head = block.kv_head;
     first_head = kv_head * params.group_size;
     offset = request.kv_len - request.q_len;
@@ -157,7 +158,7 @@ struct QueryRows {
     if (params.mask_kind == MaskKind::kRagged) {
       const int64_t byte = params.mask_indptr[request_index * params.mask_indptr_stride] +
                            query(row) * static_cast<int64_t>((request.kv_len + 7) / 8) + key / 8;
-      // What the mask is too short to say is not seen.
+      // Keys beyond the mask are masked.
       if (byte < 0 || byte >= params.mask_bytes) return true;
       return !(params.mask[byte] >> key % 8 & 1);
     }
@@ -175,12 +176,12 @@ struct QueryRows {
   }
 };
 
-// What a CTA does for one unit, found again from two numbers wherever it is needed, so that little
-// of it stays in registers.
-struct Piece {
+// Work item as two indices, from which its coordinates are recomputed where they are needed, so
+// that few registers are live.
+struct WorkItemRef {
   const KernelParams& params;
   int32_t work;
-  int32_t index;  // of the unit
+  int32_t index;  // of the query tile
 
   __device__ __forceinline__ HeadBlock block() const {
     return HeadBlock(params.attention, forget(work));
@@ -192,12 +193,12 @@ struct Piece {
     return TileRange(params, slot(), forget(index));
   }
   __device__ __forceinline__ QueryRows rows() const {
-    return QueryRows(params.attention, block(), tiles().unit);
+    return QueryRows(params.attention, block(), tiles().query_tile);
   }
 };
 
 // Q of the rows in shared memory, zeros past the last row and dim. The caller synchronises. Where K
-// has 8 bits, the even ones of each 16 dims come first, since load_keys() brings those of K in that
+// has 8 bits, the even ones of each 16 dims come first, since load_keys() loads those of K in that
 // order; where it has 4, dims i and i + 4 of each eight are neighbours, for load_key_blocks().
 __device__ __forceinline__ void load_query(const QueryRows& rows, uint32_t q_smem) {
   constexpr int kVectors = 2 * kKeyTiles;
@@ -220,7 +221,7 @@ __device__ __forceinline__ void load_query(const QueryRows& rows, uint32_t q_sme
       st_shared_4(lane + 16, __byte_perm(words.x, words.z, 0x7632));
       st_shared_4(lane + 32, __byte_perm(words.y, words.w, 0x5410));
       st_shared_4(lane + 48, __byte_perm(words.y, words.w, 0x7632));
-    } else if constexpr (kConverts) {
+    } else if constexpr (kDequantises) {
       const uint32_t half = place + vector / 2 * 32 + vector % 2 * 8;
       st_shared_8(half,
                   {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410)});

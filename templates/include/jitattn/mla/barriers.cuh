@@ -1,4 +1,4 @@
-// Where those who bring latents and those who compute meet.
+// Barriers between producers and consumers of MLA.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -10,33 +10,33 @@
 
 namespace jitattn {
 
-// Numbers of barriers of the hardware; 0 is that of the whole CTA.
+// Hardware barriers; 0 is the whole CTA's.
 constexpr int kProbabilityBarrier = 1;  // and the next: those of a warpgroup are there
 constexpr int kGroupBarrier = 3;        // and the next: of a warpgroup
 constexpr int kConsumerBarrier = 5;
 constexpr int kQueryBarrier = 6;
 
-// Whether tokens are copied by instructions that end later, by themselves.
-constexpr bool kCopiesLater = kUseVectorLoads && !kConverts;
-// Whether Q is converted too, each row with a scale of its own.
+// Whether tokens arrive by asynchronous copies.
+constexpr bool kCopiesLater = kUseVectorLoads && !kDequantises;
+// Whether Q is converted to another product type, with a scale for each row.
 constexpr bool kScalesRows = QType::kMantissaBits != ProductType::kMantissaBits;
 
-// Boxes of a tile, and who copies them: of two warps each has every second.
-constexpr int kNumBoxes = kTileTokens / kTmaTokens;
-constexpr int kTileWarps = kNumBoxes > 1 ? 2 : 1;
+// TMA tiles of a KV tile, and warps that copy them in turn.
+constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
+constexpr int kTileWarps = kNumTmaTiles > 1 ? 2 : 1;
 
-// A half of a stage is the latents that are the values of one warpgroup, which empties it: it has seen
-// the probabilities then, and they were made after the scores.
+// Each half of a stage holds the values of one warpgroup, which empties it after the probabilities,
+// hence after the scores.
 struct Shared {
-  Job jobs[kNumJobs];
+  WorkItem work_items[kNumWorkItems];
   float2 tops[kNumGroups][kRowTile];    // of a warpgroup's last tile: maximum, old scale
-  float sums[2][kNumGroups][kRowTile];  // of runs in turn
-  float row_scales[kRowTile];           // of the last job
-  uint64_t job_barriers[kNumJobs];
+  float sums[2][kNumGroups][kRowTile];  // of kv splits in turn
+  float row_scales[kRowTile];           // of the last work item
+  uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2];
   uint64_t tile_barriers[2][2][2];  // full or empty, stage, half
 
-  __device__ __forceinline__ uint32_t job_full(int i) { return smem_address(job_barriers + i); }
+  __device__ __forceinline__ uint32_t item_full(int i) { return smem_address(item_barriers + i); }
   __device__ __forceinline__ uint32_t q_full() { return smem_address(query_barriers); }
   __device__ __forceinline__ uint32_t q_empty() { return smem_address(query_barriers + 1); }
   __device__ __forceinline__ uint32_t full(int stage, int half) {
@@ -47,11 +47,11 @@ struct Shared {
   }
 
   __device__ __forceinline__ void init_barriers() {
-    // Boxes are announced by a lane of each warp, and what a warp has stored by one of it; each lane
-    // says when its own copies have landed.
+    // Arrivals: one lane a warp for TMA tiles and for stored tiles, each lane for its own
+    // asynchronous copies.
     constexpr int kStorers = kCopiesLater ? kProducerThreads : kProducerThreads / kWarpSize;
     constexpr int kLoaders = kUsesTma ? kTileWarps : kStorers;
-    for (int i = 0; i < kNumJobs; ++i) mbarrier_init(job_full(i), 1);
+    for (int i = 0; i < kNumWorkItems; ++i) mbarrier_init(item_full(i), 1);
     mbarrier_init(q_full(), kQueryThreads);
     mbarrier_init(q_empty(), kNumWarps);
     for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
-// Brings latents, rope parts and scales to shared memory ahead of their use, in copies of 16 bytes
-// or less. Each warp loads kSliceTokens tokens of a tile.
+// Loader of latents, k_pe and scales into a ring in shared memory, in copies of 16 bytes or less.
+// Each warp loads kSliceTokens tokens of a tile.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -11,29 +11,29 @@
 namespace jitattn {
 
 constexpr int kLatentRowBytes = padded_row(sizeof(KVType::Storage) * kLatentDim);
-constexpr int kRopeRowBytes = padded_row(sizeof(RopeType::Storage) * kRopeDim);
-constexpr int kRopeOffset = kTileTokens * kLatentRowBytes;
-constexpr int kScaleOffset = kRopeOffset + kTileTokens * kRopeRowBytes;
+constexpr int kKpeRowBytes = padded_row(sizeof(KpeType::Storage) * kKpeDim);
+constexpr int kKpeOffset = kTileTokens * kLatentRowBytes;
+constexpr int kScaleOffset = kKpeOffset + kTileTokens * kKpeRowBytes;
 constexpr int kTileBytes = kScaleOffset + kTileTokens * kNumScales * 4;
 
-struct LatentLoader {
-  TileIterator walk;
+struct MLAKvLoader {
+  TileIterator iterator;
   uint32_t ring;
   int32_t next_stage;  // that is filled next
   int32_t stage;       // that is read
 
-  // So many calls of advance() only fill the ring.
+  // Calls of advance() that only fill the ring.
   static constexpr int kLead = kNumStages - 1;
 
-  __device__ __forceinline__ LatentLoader(const KernelParams& params, const Queue& queue,
-                                          uint32_t smem)
-      : walk(params, queue), ring(smem), next_stage(0), stage(0) {}
+  __device__ __forceinline__ MLAKvLoader(const KernelParams& params, const Queue& queue,
+                                         uint32_t smem)
+      : iterator(params, queue), ring(smem), next_stage(0), stage(0) {}
 
   __device__ __forceinline__ uint32_t tile() const { return ring + stage * kTileBytes; }
 
-  // Moves to the next tile, which is complete then; every thread is done with the one before, whose
-  // room gets the next that isn't under way. Every tile is a group of copies, and those past the
-  // last are too, so that the count never changes.
+  // Moves to the next tile, which is complete then. Every thread is done with the last one, whose
+  // stage is refilled. Every tile is a group of copies, and those past the last are too, so that
+  // the count never changes.
   __device__ __forceinline__ void advance() {
     cp_async_wait<kNumStages - 2>();
     __syncthreads();
@@ -47,30 +47,30 @@ struct LatentLoader {
   }
 
   __device__ __forceinline__ void copy_next() {
-    const AttentionParams& attention = walk.params.attention;
+    const AttentionParams& attention = iterator.params.attention;
     const uint32_t smem = ring + next_stage * kTileBytes;
     copy_rows<KVType, kLatentDim>(smem, attention.k, attention.k_page_stride,
-                                  attention.k_token_stride, walk.k_id);
-    copy_rows<RopeType, kRopeDim>(smem + kRopeOffset, attention.v, attention.v_page_stride,
-                                  attention.v_token_stride, walk.v_id);
+                                  attention.k_token_stride, iterator.k_id);
+    copy_rows<KpeType, kKpeDim>(smem + kKpeOffset, attention.v, attention.v_page_stride,
+                                attention.v_token_stride, iterator.v_id);
     if constexpr (kNumScales > 0) copy_scales(smem + kScaleOffset);
     cp_async_commit();
     next_stage = following(next_stage);
-    walk.next_step();
+    iterator.next_step();
   }
 
-  // Where this lane's token lies, lane % kSliceTokens of the slice: what follows from an entry of
-  // the table and two strides.
+  // Offset of this lane's token, lane % kSliceTokens of the slice, by its table entry and two
+  // strides.
   __device__ __forceinline__ int64_t lane_offset(int64_t page_stride, int64_t token_stride,
                                                  int32_t id) const {
     const int row = lane_idx() % kSliceTokens;
-    const int first = TileIterator::kIsOneRunASlice ? walk.first : row;
-    const Location place = PageTable::locate(id, walk.slice + first);
+    const int first = TileIterator::kIsContiguousSlice ? iterator.first : row;
+    const Location place = PageTable::locate(id, iterator.slice + first);
     return place.page * page_stride + place.token * token_stride + (row - first) * token_stride;
   }
 
   __device__ __forceinline__ bool exists(int row) const {
-    return row >= walk.first && row < walk.last;
+    return row >= iterator.first && row < iterator.last;
   }
 
   // Zeros for tokens that don't exist: a NaN left in a slot that the request does not own must not
@@ -115,15 +115,15 @@ struct LatentLoader {
   }
 
   __device__ __forceinline__ void copy_scales(uint32_t smem) {
-    const LatentParams& latent = walk.params.latent;
+    const MLAParams& mla = iterator.params.mla;
     const int64_t offset =
-        lane_offset(latent.scale_page_stride, latent.scale_token_stride, walk.k_id);
+        lane_offset(mla.scale_page_stride, mla.scale_token_stride, iterator.k_id);
     static_assert(kSliceTokens * kNumScales <= kWarpSize, "a lane has a scale at most");
     const int row = lane_idx() % kSliceTokens, scale = lane_idx() / kSliceTokens;
     if (scale >= kNumScales) return;
     const int tile_row = warp_idx() * kSliceTokens + row;
-    cp_async_few<4>(smem + (tile_row * kNumScales + scale) * 4,
-                    latent.latent_scales + offset + scale, exists(row));
+    cp_async_few<4>(smem + (tile_row * kNumScales + scale) * 4, mla.latent_scales + offset + scale,
+                    exists(row));
   }
 };
 

@@ -1,6 +1,6 @@
-// What the splits of a unit hold together. Where they lie in one slot, its CTA merges them; where
-// in several, a kernel of its own does, whose CTAs have a row each: one CTA alone would take longer
-// for the wide rows of a unit than all took to make them.
+// Merge of a query tile's splits. Splits in one slot are merged by its CTA, splits in several slots
+// by a second kernel with a row for each CTA: one CTA would take longer to merge the wide rows than
+// all CTAs to compute them.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -13,54 +13,54 @@
 namespace jitattn {
 
 // Four columns of a row: out and lse.
-__device__ __forceinline__ void write_result(const QueryRows& rows, const Unit& unit, int row,
-                                             int dim, float2 sums, float4 o) {
+__device__ __forceinline__ void write_result(const QueryRows& rows, const QueryTile& query_tile,
+                                             int row, int dim, float2 sums, float4 o) {
   const AttentionParams& params = rows.params;
   const int32_t token = rows.token(row), head = rows.head(row);
-  const RowResult result(params, unit, head, sums.x, sums.y);
+  const RowResult result(params, query_tile, head, sums.x, sums.y);
   write_out(params, token, head, dim, o * result.factor);
   if (dim == 0) write_lse(params, token, head, result.lse);
 }
 
 __device__ __forceinline__ void merge_row(const PartialRows& partials, const QueryRows& rows,
-                                          const Unit& unit, int row, int dim) {
-  const MergedSplits splits(rows.params, partials, unit.num_splits, row, dim);
-  write_result(rows, unit, row, dim, {splits.m, splits.d}, splits.o);
+                                          const QueryTile& query_tile, int row, int dim) {
+  const MergedSplits splits(rows.params, partials, query_tile.num_splits, row, dim);
+  write_result(rows, query_tile, row, dim, {splits.m, splits.d}, splits.o);
 }
 
 constexpr int kMergeThreads = kLatentDim / 4;
 constexpr int kMergeWarps = kMergeThreads / kWarpSize;
 
-// Units whose splits lie in several slots, of those that the threads look at together.
-struct SplitUnits {
+// Query tiles with splits in several slots, among those that the threads of a CTA look at together.
+struct SplitQueryTiles {
   int32_t most_rows;
   int32_t most_splits;
   uint32_t votes[kMergeWarps];
-  Unit units[kMergeThreads];
+  QueryTile query_tiles[kMergeThreads];
   Request requests[kMergeThreads];
 
   // To be called by all threads. Returns how many there are. All CTAs list them in the same order,
-  // since each has its share of the rows of this list.
+  // since each merges its part of the list's rows.
   __device__ __forceinline__ int32_t find(const KernelParams& params, int32_t first,
-                                          int32_t num_units) {
+                                          int32_t num_query_tiles) {
     if (threadIdx.x == 0) most_rows = most_splits = 0;
     __syncthreads();
     const Schedule& schedule = params.attention.schedule;
     const int32_t index = first + threadIdx.x;
-    Unit unit = {};
+    QueryTile query_tile = {};
     Request request = {};
     int32_t num_rows = 0;
-    if (index < num_units) {
-      unit = schedule.units[index];
-      request = schedule.requests[unit.request];
-      num_rows = rows_of(params, unit, request);
+    if (index < num_query_tiles) {
+      query_tile = schedule.query_tiles[index];
+      request = schedule.requests[query_tile.request];
+      num_rows = rows_of(params, query_tile, request);
     }
     const int warp = threadIdx.x / kWarpSize;
     const uint32_t vote = __ballot_sync(0xffffffff, num_rows > 0);
     if (lane_idx() == 0) votes[warp] = vote;
     if (num_rows > 0) {
       atomicMax(&most_rows, num_rows);
-      atomicMax(&most_splits, unit.num_splits);
+      atomicMax(&most_splits, query_tile.num_splits);
     }
     __syncthreads();
     int32_t place = __popc(vote & ((1u << lane_idx()) - 1)), count = 0;
@@ -69,52 +69,58 @@ struct SplitUnits {
       if (w < warp) place += found;
       count += found;
     });
-    if (num_rows > 0) units[place] = unit, requests[place] = request;
+    if (num_rows > 0) query_tiles[place] = query_tile, requests[place] = request;
     __syncthreads();
     return count;
   }
 
  private:
-  // Of a unit from its first on, if its splits are to be merged.
-  static __device__ __forceinline__ int32_t rows_of(const KernelParams& params, const Unit& unit,
+  // Rows of a query tile whose splits this kernel merges; else 0.
+  static __device__ __forceinline__ int32_t rows_of(const KernelParams& params,
+                                                    const QueryTile& query_tile,
                                                     const Request& request) {
-    if (unit.kv_end <= 0 || unit.num_splits <= 1 || unit.first_slot >= unit.last_slot) return 0;
-    // Whose table allows less than the planned one has its answer, and no splits.
-    if (!params.pages.holds(unit.request, request.kv_len)) return 0;
-    return request.q_len * params.attention.group_size - unit.first_row;
+    if (query_tile.kv_end <= 0 || query_tile.num_splits <= 1 ||
+        query_tile.first_slot >= query_tile.last_slot)
+      return 0;
+    // A request whose table allows less than planned has its NaN rows already.
+    if (!params.pages.holds(query_tile.request, request.kv_len)) return 0;
+    return request.q_len * params.attention.group_size - query_tile.first_row;
   }
 };
 
-// What a thread merges of a row: splits [begin, end) of four columns. Where there are many splits,
-// the warps share them, each for the same columns.
-struct MergeShare {
+// Splits [begin, end) of four columns that a thread merges. Warps share many splits of the same
+// columns.
+struct SplitRange {
   bool is_shared;
   int32_t begin;
   int32_t end;
   int dim;
 
   // `block` counts the columns of a warp.
-  __device__ __forceinline__ MergeShare(const Unit& unit, int block)
-      : is_shared(has_many(unit.num_splits)), begin(0), end(unit.num_splits), dim(threadIdx.x * 4) {
+  __device__ __forceinline__ SplitRange(const QueryTile& query_tile, int block)
+      : is_shared(has_many(query_tile.num_splits)),
+        begin(0),
+        end(query_tile.num_splits),
+        dim(threadIdx.x * 4) {
     if (!is_shared) return;
-    const int32_t share = (end + kMergeWarps - 1) / kMergeWarps;
-    begin = min(static_cast<int32_t>(threadIdx.x) / kWarpSize * share, end);
-    end = min(begin + share, end);
+    const int32_t range = (end + kMergeWarps - 1) / kMergeWarps;
+    begin = min(static_cast<int32_t>(threadIdx.x) / kWarpSize * range, end);
+    end = min(begin + range, end);
     dim = (block * kWarpSize + lane_idx()) * 4;
   }
 
-  // A batch-invariant unit never has as many, so that its rows are merged in one order.
+  // A batch-invariant query tile never has as many, so that its rows are merged in one order.
   static __device__ __forceinline__ bool has_many(int32_t num_splits) {
     return num_splits > kMergeSplits;
   }
 };
 
-// What the warps of a CTA have of a row.
+// Per-warp softmax states of a row.
 struct WarpStates {
   float2 sums[kMergeWarps];
   float4 o[kMergeWarps][kWarpSize];
 
-  // To be called by all threads: puts together what they have, in every warp.
+  // Merges the states of all warps, in every warp. For all threads.
   __device__ __forceinline__ void combine(float2& own_sums, float4& own_o) {
     const int warp = threadIdx.x / kWarpSize, lane = lane_idx();
     o[warp][lane] = own_o;
@@ -132,42 +138,42 @@ struct WarpStates {
   }
 };
 
-// Rows of the units that lie in several slots, a CTA each, or some where there are many splits. The
-// kernel before began this one when the schedule was there, so that the first units are found beside
-// it.
-__device__ __forceinline__ void merge_units(const KernelParams& params) {
-  __shared__ SplitUnits split;
+// Merges the query tiles that lie in several slots, a row for each CTA, or for several with many
+// splits. The attention kernel launches this one once the schedule is complete, so that the first
+// query tiles are found beside it.
+__device__ __forceinline__ void merge_query_tiles(const KernelParams& params) {
+  __shared__ SplitQueryTiles split;
   __shared__ WarpStates states;
   const AttentionParams& attention = params.attention;
-  const int32_t num_units = attention.schedule.header->num_units;
+  const int32_t num_query_tiles = attention.schedule.header->num_query_tiles;
   const int32_t block_rows = attention.num_head_blocks * kRowTile;
 #pragma unroll 1
-  for (int32_t first = 0; first == 0 || first < num_units; first += kMergeThreads) {
-    const int32_t count = split.find(params, first, num_units);
+  for (int32_t first = 0; first == 0 || first < num_query_tiles; first += kMergeThreads) {
+    const int32_t count = split.find(params, first, num_query_tiles);
     const int32_t num_rows = min(split.most_rows, block_rows);
-    // Column blocks of a row, of which but the first are for rows of many splits.
-    const int32_t num_blocks = MergeShare::has_many(split.most_splits) ? kMergeWarps : 1;
+    // Column blocks of a row; only rows of many splits use more than the first.
+    const int32_t num_blocks = SplitRange::has_many(split.most_splits) ? kMergeWarps : 1;
     if (first == 0) wait_for_previous_kernel();
 #pragma unroll 1
-    for (int32_t item = blockIdx.x; item < count * num_rows * num_blocks; item += gridDim.x) {
-      const int32_t place = item / (num_rows * num_blocks), rest = item % (num_rows * num_blocks);
+    for (int32_t work = blockIdx.x; work < count * num_rows * num_blocks; work += gridDim.x) {
+      const int32_t place = work / (num_rows * num_blocks), rest = work % (num_rows * num_blocks);
       const int32_t row = rest / num_blocks, column_block = rest % num_blocks;
-      const Unit& unit = split.units[place];
+      const QueryTile& query_tile = split.query_tiles[place];
       const HeadBlock block(attention, row / kRowTile);
-      const QueryRows rows(attention, block, unit, split.requests[place]);
+      const QueryRows rows(attention, block, query_tile, split.requests[place]);
       if (row % kRowTile >= rows.num_rows) continue;
-      const MergeShare share(unit, column_block);
-      if (!share.is_shared && column_block > 0) continue;
-      const PartialRows partials(attention, block, unit);
-      const MergedSplits<true> own(attention, partials, share.end, row % kRowTile, share.dim,
-                                   share.begin);
+      const SplitRange range(query_tile, column_block);
+      if (!range.is_shared && column_block > 0) continue;
+      const PartialRows partials(attention, block, query_tile);
+      const MergedSplits<true> own(attention, partials, range.end, row % kRowTile, range.dim,
+                                   range.begin);
       float2 sums = {own.m, own.d};
       float4 o = own.o;
-      if (share.is_shared) states.combine(sums, o);
-      if (share.is_shared && threadIdx.x >= kWarpSize) continue;
-      write_result(rows, unit, row % kRowTile, share.dim, sums, o);
+      if (range.is_shared) states.combine(sums, o);
+      if (range.is_shared && threadIdx.x >= kWarpSize) continue;
+      write_result(rows, query_tile, row % kRowTile, range.dim, sums, o);
     }
-    __syncthreads();  // all have read the units
+    __syncthreads();  // all have read the query tiles
   }
 }
 

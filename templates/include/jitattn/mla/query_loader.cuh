@@ -1,4 +1,4 @@
-// Q of a job, brought to shared memory in vectors by two warps.
+// Loader of Q, in vectors by two warps.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -12,8 +12,8 @@ namespace jitattn {
 
 constexpr int kQueryThreads = 2 * kWarpSize;
 
-// Where a warp puts vectors of Q, kVectors of each of its rows: some vectors of a row, or some rows,
-// at a time.
+// Places of a warp's vectors of Q, kVectors for each row: some vectors of a row, or some rows, at a
+// time.
 template <int kVectors>
 struct QueryVectors {
   static constexpr int kPasses = kVectors > kWarpSize ? kVectors / kWarpSize : 1;
@@ -30,9 +30,9 @@ struct QueryVectors {
   __device__ __forceinline__ uint32_t place(int first, int pass) const {
     const int warp_row = threadIdx.x % kQueryThreads / kWarpSize * kWarpSize;
     const int v = vector(pass), r = warp_row + row(first);
-    return QueryImage::row(smem, segment + v / 8, r) + (v % 8 ^ r % 8) * 16;
+    return QueryLayout::row(smem, segment + v / 8, r) + (v % 8 ^ r % 8) * 16;
   }
-  // Of a row that a lane knows the place of; nullptr where there is none.
+  // Source of a row whose address a lane holds; nullptr without a row.
   static __device__ __forceinline__ const uint16_t* source(const uint16_t* lane_source, int first) {
     const auto address = reinterpret_cast<uint64_t>(lane_source);
     return reinterpret_cast<const uint16_t*>(
@@ -40,8 +40,8 @@ struct QueryVectors {
   }
 };
 
-// Copies them. The places of several rows are found before the first is copied: one row's copies
-// would wait for its place.
+// Copies the vectors. Addresses of several rows are found before the first copy, which would wait
+// for its own.
 template <int kVectors>
 __device__ __forceinline__ void copy_part(const QueryVectors<kVectors>& q,
                                           const uint16_t* lane_source) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void copy_part(const QueryVectors<kVectors>& q,
   }
 }
 
-// The same of vectors at any address, with the sign of the scale.
+// The same for vectors at any address, with the sign of the scale.
 template <int kVectors>
 __device__ __forceinline__ void copy_plain(const QueryVectors<kVectors>& q,
                                            const uint16_t* lane_source, uint32_t sign) {
@@ -76,13 +76,13 @@ __device__ __forceinline__ void copy_plain(const QueryVectors<kVectors>& q,
   }
 }
 
-// Begins to bring Q of a job: parts of two tensors, zeros past the last row. Scores are multiplied
-// with the scale's amount only, so Q takes its sign.
-__device__ __forceinline__ void bring_query(const KernelParams& params, const Job& job,
-                                            uint32_t smem) {
+// Issues the copies of Q of a work item: parts of two tensors, zeros past the last row. Scores are
+// multiplied with the scale's amount only, so Q takes its sign.
+__device__ __forceinline__ void copy_query(const KernelParams& params, const WorkItem& item,
+                                           uint32_t smem) {
   const AttentionParams& attention = params.attention;
-  const LatentParams& latent = params.latent;
-  const QueryRows rows = job.rows(attention);
+  const MLAParams& mla = params.mla;
+  const QueryRows rows = item.rows(attention);
   const uint32_t sign = attention.score_scale < 0.f ? 0x80008000u : 0u;
   static_assert(kRowTile == kQueryThreads, "each lane finds one row");
   const int row = threadIdx.x % kQueryThreads;
@@ -90,11 +90,11 @@ __device__ __forceinline__ void bring_query(const KernelParams& params, const Jo
   if (row < rows.num_rows) {
     const int64_t token = rows.token(row), head = rows.head(row);
     nope = attention.q + token * attention.q_token_stride + head * attention.q_head_stride;
-    pe = latent.q_pe + token * latent.q_pe_token_stride + head * latent.q_pe_head_stride;
+    pe = mla.q_pe + token * mla.q_pe_token_stride + head * mla.q_pe_head_stride;
   }
   const QueryVectors<kLatentDim / 8> nope_vectors = {smem, 0};
-  const QueryVectors<kRopeDim / 8> pe_vectors = {smem, kRopeSegment};
-  if (attention.q_is_aligned && latent.q_pe_is_aligned && !sign) {
+  const QueryVectors<kKpeDim / 8> pe_vectors = {smem, kKpeSegment};
+  if (attention.q_is_aligned && mla.q_pe_is_aligned && !sign) {
     copy_part(nope_vectors, nope);
     copy_part(pe_vectors, pe);
   } else {

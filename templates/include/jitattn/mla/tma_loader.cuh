@@ -1,5 +1,4 @@
-// The warpgroup that brings Q and tiles of tokens to shared memory: two warps copy boxes, where a tile
-// has several, and two bring Q.
+// Producer warpgroup of Q and KV tiles: up to two warps copy TMA tiles, and two load Q.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -13,126 +12,128 @@
 
 namespace jitattn {
 
-// What a tile's boxes are read by, looked up ahead: lane i has the pages of box i. Boxes without
-// tokens are left out, for their pages need not exist.
-struct TilePlaces {
+// Pages of a KV tile's TMA tiles, looked up ahead: lane i has the pages of TMA tile i. TMA tiles
+// without tokens are skipped, since their pages need not exist.
+struct TileAddresses {
   TileTokens tokens;
   int32_t latent_page;
-  int32_t rope_page;
+  int32_t k_pe_page;
 
-  static_assert(kNumBoxes <= kWarpSize, "each lane finds the pages of one");
+  static_assert(kNumTmaTiles <= kWarpSize, "each lane finds the pages of one");
 
-  __device__ __forceinline__ TilePlaces(const KernelParams& params, PageTable::Row page_row,
-                                        const Job& job, int32_t tile)
-      : tokens(job, tile) {
-    latent_page = rope_page = 0;
-    if (static_cast<int32_t>(lane_idx()) < num_boxes()) {
+  __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
+                                           const WorkItem& item, int32_t tile)
+      : tokens(item, tile) {
+    latent_page = k_pe_page = 0;
+    if (static_cast<int32_t>(lane_idx()) < num_tma_tiles()) {
       const int32_t token = tokens.begin + lane_idx() * kTmaTokens;
       latent_page = params.pages.k_id(page_row, token);
-      rope_page = PageTable::kSharesPages ? latent_page : params.pages.v_id(page_row, token);
+      k_pe_page = PageTable::kSharesPages ? latent_page : params.pages.v_id(page_row, token);
     }
   }
 
-  // Copies a half of the latents, and with the second the rope parts: a box a page, for each that is
-  // asked for takes time.
-  __device__ __forceinline__ void bring(const KernelParams& params, int half, uint32_t smem,
-                                        uint32_t barrier) const {
+  // Copies a half of the latents, and k_pe with the second: one TMA tile for each page, since each
+  // copy takes time to issue.
+  __device__ __forceinline__ void load(const KernelParams& params, int half, uint32_t smem,
+                                       uint32_t barrier) const {
     constexpr int kLineBytes = kTmaTokens * kSegmentBytes;
-    const int warp = warp_idx() % kTileWarps, count = num_boxes();
-    const int own_boxes = (count - warp + kTileWarps - 1) / kTileWarps;
-    if (lane_idx() == 0) mbarrier_expect(barrier, own_boxes * (kHalfSegments + half) * kLineBytes);
+    const int warp = warp_idx() % kTileWarps, count = num_tma_tiles();
+    const int own_tma_tiles = (count - warp + kTileWarps - 1) / kTileWarps;
+    if (lane_idx() == 0)
+      mbarrier_expect(barrier, own_tma_tiles * (kHalfSegments + half) * kLineBytes);
     __syncwarp();
-    // Unrolled, so that what boxes are asked for with is found at once.
-    for_each<kNumBoxes / kTileWarps>([&](int i) {
-      const int box = i * kTileWarps + warp, segment = half * kHalfSegments;
-      const int32_t latent = __shfl_sync(0xffffffff, latent_page, box);
-      const int32_t rope = __shfl_sync(0xffffffff, rope_page, box);
-      if (box >= count || !elect_one()) return;
-      const int32_t group = group_in_page(box);
-      copy_tma(TileImage::row(smem, segment, box * kTmaTokens), &params.k_map, barrier, 0, segment,
-               group, latent);
+    // Unrolled, so that the operands of all copies are found at once.
+    for_each<kNumTmaTiles / kTileWarps>([&](int i) {
+      const int tma_tile = i * kTileWarps + warp, segment = half * kHalfSegments;
+      const int32_t latent = __shfl_sync(0xffffffff, latent_page, tma_tile);
+      const int32_t k_pe = __shfl_sync(0xffffffff, k_pe_page, tma_tile);
+      if (tma_tile >= count || !elect_one()) return;
+      const int32_t group = group_in_page(tma_tile);
+      copy_tma(TileLayout::row(smem, segment, tma_tile * kTmaTokens), &params.k_map, barrier, 0,
+               segment, group, latent);
       if (half == 0) return;
-      copy_tma(RopeImage::row(smem, box * kTmaTokens), &params.v_map, barrier, 0, 0, group, rope);
+      copy_tma(KpeLayout::row(smem, tma_tile * kTmaTokens), &params.v_map, barrier, 0, 0, group,
+               k_pe);
     });
   }
 
  private:
-  __device__ __forceinline__ int32_t num_boxes() const {
+  __device__ __forceinline__ int32_t num_tma_tiles() const {
     return (tokens.last + kTmaTokens - 1) / kTmaTokens;
   }
-  // Of eight tokens.
-  __device__ __forceinline__ int32_t group_in_page(int box) const {
-    constexpr uint32_t kPageBoxes = kPageSize / kTmaTokens;
-    return (tokens.begin / uint32_t(kTmaTokens) + box) % kPageBoxes * (kTmaTokens / 8);
+  // Group of eight tokens in its page.
+  __device__ __forceinline__ int32_t group_in_page(int tma_tile) const {
+    constexpr uint32_t kPageTmaTiles = kPageSize / kTmaTokens;
+    return (tokens.begin / uint32_t(kTmaTokens) + tma_tile) % kPageTmaTiles * (kTmaTokens / 8);
   }
 };
 
-// Brings the tiles of all jobs.
+// Loads the tiles of all work items.
 __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& shared,
-                                            uint32_t smem) {
-  Ring jobs = {0, 0};
+                                           uint32_t smem) {
+  Ring work_items = {0, 0};
   uint32_t parities = 3;  // a bit a stage: they are empty, the phases before their first are over
 #pragma unroll 1
   while (true) {
-    mbarrier_wait(shared.job_full(jobs.stage), jobs.parity);
-    const Job& job = shared.jobs[jobs.stage];
-    if (job.work == kNoPiece) break;
-    const PageTable::Row page_row = params.pages.row(job.unit.request);
-    const int32_t end = job.end;
-    int32_t tile = job.begin, run_begin = tile;
-    TilePlaces places(params, page_row, job, tile);
+    mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
+    const WorkItem& item = shared.work_items[work_items.stage];
+    if (item.work == kNoWork) break;
+    const PageTable::Row page_row = params.pages.row(item.query_tile.request);
+    const int32_t end = item.end;
+    int32_t tile = item.begin, split_begin = tile;
+    TileAddresses addresses(params, page_row, item, tile);
 #pragma unroll 1
     while (true) {
-      const TilePlaces now = places;
-      const int stage = (tile - run_begin) % 2;
-      // Looked up before the room is there.
-      if (tile + 1 < end) places = TilePlaces(params, page_row, job, tile + 1);
+      const TileAddresses now = addresses;
+      const int stage = (tile - split_begin) % 2;
+      // Looked up before the stage is empty.
+      if (tile + 1 < end) addresses = TileAddresses(params, page_row, item, tile + 1);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         mbarrier_wait(shared.empty(stage, half), parities >> stage & 1);
-        now.bring(params, half, smem + stage * kTileBytes, shared.full(stage, half));
+        now.load(params, half, smem + stage * kTileBytes, shared.full(stage, half));
       }
       parities ^= 1 << stage;
       if (++tile == end) break;
-      if (tile == job.split_end(run_begin)) run_begin = tile;
+      if (tile == item.split_end(split_begin)) split_begin = tile;
     }
-    jobs.next(kNumJobs);
+    work_items.next(kNumWorkItems);
   }
 }
 
-// Finds the jobs and brings their Q. Empty ones are answered for on the way.
+// Finds the work items, loads their Q and writes the rows of empty ones.
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
-                                              uint32_t smem) {
+                                             uint32_t smem) {
   const int thread = threadIdx.x % kQueryThreads;
   prefetch_schedule(params.attention.schedule, thread);
-  JobSource source(params);
+  WorkItemIterator source(params);
   uint32_t parity = 1;
   int32_t index = 0;
   bool is_first = true;
 #pragma unroll 1
   while (true) {
-    // Who computes is past the job before the last, so that the oldest can be overwritten.
+    // The consumer is past the work item before the last, so that the oldest can be overwritten.
     mbarrier_wait(shared.q_empty(), parity);
-    Job& job = shared.jobs[index];
-    if (thread == 0) source.next(job);
-    sync_threads<kQueryThreads>(kQueryBarrier);  // the job is written
-    const bool is_end = job.work == kNoPiece;
-    if (!is_end && (job.is_empty() || job.rows(params.attention).num_rows == 0)) {
-      write_empty(params.attention, job, thread, kQueryThreads);
+    WorkItem& item = shared.work_items[index];
+    if (thread == 0) source.next(item);
+    sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
+    const bool is_end = item.work == kNoWork;
+    if (!is_end && (item.is_empty() || item.rows(params.attention).num_rows == 0)) {
+      write_empty(params.attention, item, thread, kQueryThreads);
       sync_threads<kQueryThreads>(kQueryBarrier);  // and read
       continue;
     }
-    if (thread == 0 && !is_first) mbarrier_arrive(shared.job_full(index));
-    if (!is_end) bring_query(params, job, smem);
-    // The first job's Q is asked for before its tokens, behind which it would come late.
-    if (thread == 0 && is_first) mbarrier_arrive(shared.job_full(index));
+    if (thread == 0 && !is_first) mbarrier_arrive(shared.item_full(index));
+    if (!is_end) copy_query(params, item, smem);
+    // Q of the first work item is issued before its tokens, behind which it would arrive late.
+    if (thread == 0 && is_first) mbarrier_arrive(shared.item_full(index));
     is_first = false;
     cp_async_wait_all();
     fence_before_tma();
     mbarrier_arrive(shared.q_full());
     if (is_end) break;
     parity ^= 1;
-    index = (index + 1) % kNumJobs;
+    index = (index + 1) % kNumWorkItems;
   }
 }
 

@@ -1,11 +1,11 @@
 // Tiles of latent attention: Q, K, P and S of two warpgroups' products.
 //
-// A tile of tokens lies in segments of 128 bytes with the hardware's swizzle: a half of the latents,
-// the other, and rope parts. In a half, eight tokens have all their segments before the next eight
-// do: that is how a box of many tokens and segments arrives. The two stages take turns; one
-// warpgroup computes the scores and probabilities of the tiles in stage 0, the other of those in
-// stage 1. Each has half of the columns of the output, of all rows. Probabilities lie where the rope
-// parts of their own tile did, which nobody needs any more then.
+// A tile of tokens lies in segments of 128 bytes with the hardware's swizzle: two halves of the
+// latents, then k_pe. In a half, eight tokens have all their segments before the next eight, as TMA
+// tiles of many tokens and segments arrive. The two stages take turns; one warpgroup computes the
+// scores and probabilities of the tiles in stage 0, the other of those in stage 1. Each has half of
+// the columns of the output, of all rows. Probabilities replace the k_pe of their own tile, which
+// is no longer needed then.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -27,7 +27,7 @@ constexpr int kTokenGroups = kTileTokens / 8;
 // Tiles have the type of products.
 constexpr int kLatentSegments = 2 * kLatentDim / kSegmentBytes;
 constexpr int kHalfSegments = kLatentSegments / 2;
-constexpr int kRopeSegment = kLatentSegments;
+constexpr int kKpeSegment = kLatentSegments;
 constexpr int kSegments = kLatentSegments + 1;
 constexpr int kHalfDim = kLatentDim / 2;
 constexpr int kTileBytes = kTileTokens * kSegments * kSegmentBytes;
@@ -37,15 +37,15 @@ constexpr int kQueryBytesAll = kRowTile * kSegments * kSegmentBytes;
 static_assert(kNumThreads == kNumGroups * kGroupThreads, "two warpgroups compute");
 static_assert(kRowTile == 64, "a product has 64 rows");
 static_assert(kTileTokens == 64, "probabilities of a row fill a segment");
-static_assert(2 * kRopeDim <= kSegmentBytes, "a rope part fits a segment");
+static_assert(2 * kKpeDim <= kSegmentBytes, "a k_pe fits a segment");
 static_assert(kNumStages == 2, "one a warpgroup");
 static_assert(kQueryOffset + kQueryBytesAll == kSmemBytes,
               "the host asks for exactly the shared memory that is used");
 
-using QueryImage = RowImage<kRowTile>;
+using QueryLayout = RowLayout<kRowTile>;
 
 // Latents of a tile.
-struct TileImage {
+struct TileLayout {
   static constexpr int kGroupBytes = 8 * kHalfSegments * kSegmentBytes;  // of eight tokens
   static constexpr int kHalfBytes = kTileTokens / 8 * kGroupBytes;
 
@@ -55,19 +55,19 @@ struct TileImage {
   }
 };
 
-// Rope parts of a tile, and probabilities after them.
-struct RopeImage {
+// k_pe of a tile, and probabilities after them.
+struct KpeLayout {
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int row) {
-    return smem + 2 * TileImage::kHalfBytes + row * kSegmentBytes;
+    return smem + 2 * TileLayout::kHalfBytes + row * kSegmentBytes;
   }
 };
 
-// Of Q, of rope parts and of P: rows of a product's columns.
+// Operands Q, k_pe and P: rows of a product's columns.
 using Rows = Descriptor<8 * kSegmentBytes, 0>;
 // The same of latents.
-using LatentRows = Descriptor<TileImage::kGroupBytes, 0>;
-// Of V: its columns are those of a product.
-using Columns = Descriptor<TileImage::kGroupBytes, 8 * kSegmentBytes>;
+using KvRows = Descriptor<TileLayout::kGroupBytes, 0>;
+// Operand V: its columns are those of a product.
+using Columns = Descriptor<TileLayout::kGroupBytes, 8 * kSegmentBytes>;
 
 // The row of the block that half 0 or 1 of a lane's values belong to.
 __device__ __forceinline__ int row_of(int half) {
@@ -83,14 +83,14 @@ struct ScoreTile {
   __device__ __forceinline__ float at(int group, int i) const { return values[4 * group + i]; }
 
   // Begins the products with the first half of latents, and the rest when that is there.
-  __device__ __forceinline__ void multiply_first(const Rows& q, const LatentRows& k) {
+  __device__ __forceinline__ void multiply_first(const Rows& q, const KvRows& k) {
     cute::warpgroup_arrive();
     multiply_half<0>(q, k);
   }
-  // Scores of latents are multiplied with `scale` before those of rope parts join them, where these
+  // Scores of latents are multiplied with `scale` before those of k_pe join them, where these
   // have none.
-  __device__ __forceinline__ void multiply_rest(const Rows& q, const LatentRows& k,
-                                                const Rows& rope, float scale) {
+  __device__ __forceinline__ void multiply_rest(const Rows& q, const KvRows& k, const Rows& k_pe,
+                                                float scale) {
     multiply_half<1>(q, k);
     if constexpr (kIsMixed && kNumScales == 0) {
       cute::warpgroup_commit_batch();
@@ -99,8 +99,8 @@ struct ScoreTile {
       for_each<kTileTokens / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
       cute::warpgroup_arrive();
     }
-    for_each<kRopeDim / 16>([&](int i) {
-      multiply(q.at(QueryImage::row(i * 32, kRopeSegment, 0)), rope.at(i * 32), true);
+    for_each<kKpeDim / 16>([&](int i) {
+      multiply(q.at(QueryLayout::row(i * 32, kKpeSegment, 0)), k_pe.at(i * 32), true);
     });
     cute::warpgroup_commit_batch();
   }
@@ -114,14 +114,14 @@ struct ScoreTile {
 
  private:
   template <int kHalf>
-  __device__ __forceinline__ void multiply_half(const Rows& q, const LatentRows& k) {
+  __device__ __forceinline__ void multiply_half(const Rows& q, const KvRows& k) {
     for_each<4 * kHalfSegments>([&](int i) {
       const int segment = kHalf * kHalfSegments + i / 4, bytes = i % 4 * 32;
-      multiply(q.at(QueryImage::row(bytes, segment, 0)), k.at(TileImage::row(bytes, segment, 0)),
+      multiply(q.at(QueryLayout::row(bytes, segment, 0)), k.at(TileLayout::row(bytes, segment, 0)),
                kHalf > 0 || i > 0);
     });
   }
-  // Of 16 dims.
+  // A product of 16 dims.
   __device__ __forceinline__ void multiply(uint64_t q, uint64_t k, bool adds) {
     using namespace cute::SM90::GMMA;
     FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
@@ -129,13 +129,13 @@ struct ScoreTile {
   }
 };
 
-// Writes P, rounded, in the place of rope parts: rows of the product with V.
+// Writes P, rounded, in the place of k_pe: rows of the product with V.
 __device__ __forceinline__ void write_probabilities(const ScoreTile& s, uint32_t tile_smem) {
   for_each<2>([&](int half) {
     const int row = row_of(half);
     // Found here, and not kept in registers from tile to tile.
     const uint32_t place =
-        forget(RopeImage::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4);
+        forget(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4);
     for_each<kTokenGroups>([&](int j) {
       st_shared_4(place ^ j * 16, ProductType::pack(s.at(j, 2 * half), s.at(j, 2 * half + 1)));
     });
@@ -152,8 +152,8 @@ struct OutputTile {
     using namespace cute::SM90::GMMA;
     begin();
     for_each<kTileTokens / 16>([&](int j) {
-      FirstRegisters<kHalfDim / 2>::multiply<OutputProduct>(
-          values, ScaleOut::One, p.at(j * 32), v.at(TileImage::row(0, 0, j * 16)));
+      FirstRegisters<kHalfDim / 2>::multiply<OutputProduct>(values, ScaleOut::One, p.at(j * 32),
+                                                            v.at(TileLayout::row(0, 0, j * 16)));
     });
     cute::warpgroup_commit_batch();
   }
