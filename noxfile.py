@@ -44,6 +44,11 @@ UNIT = (
     ),
     *("-m", "not emulator"),
 )
+MODELS = (
+    "tests/tensors/test_rope_models.py",
+    "tests/tensors/test_rope.py",
+    "tests/bundles/test_model_config.py",
+)
 TORCHES = {
     "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
     "torch2.13": ("torch==2.13.0",),
@@ -75,3 +80,10 @@ def interpreter(session: nox.Session) -> None:
     """Run the same with one Python and the versions of constraints.txt."""
     session.install("-c", "constraints.txt", "-e", ".[test]")
     session.run("pytest", "-q", *(session.posargs or UNIT))
+
+
+@nox.session(python="3.11")
+def models(session: nox.Session) -> None:
+    """Compare the rotation of every model type with transformers' own modules."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", "transformers==5.24.*")
+    session.run("pytest", "-q", *(session.posargs or MODELS))

@@ -51,7 +51,7 @@ def construct(config_text: str, arch: str) -> dict[str, object]:
 
     start = time.perf_counter()
     from jitattn.device.driver import DeviceFacts
-    from jitattn.kernels.attention.launch import AttentionKernels
+    from jitattn.kernels.attention.kernels import AttentionKernels
     from jitattn.kernels.common import cuda_kernels, kernel_loader
     from jitattn.spec.config import PlannerConfig
 

@@ -1,9 +1,9 @@
 """Generate the documents that are derived from code: ``python docs/generate.py``.
 
 The support table of README.md and docs/support.md comes from the registry, docs/environment.md from
-knobs.py, docs/api/ from the docstrings of the public names. All are committed: they read without a
-build, and a change of the public surface shows in review. With ``--check`` nothing is written and
-the exit status is 1 when something is out of date.
+knobs.py, docs/models.md from the table of model types, docs/api/ from the docstrings of the public
+names. All are committed: they read without a build, and a change of the public surface shows in
+review. With ``--check`` nothing is written and the exit status is 1 when something is out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import sglang, transformers, vllm
 from jitattn.kernels import registry, torch_ops
 from jitattn.spec.arch import ARCHITECTURES
-from jitattn.tensors.page_table import PageTable
+from jitattn.spec.model_types import MODEL_TYPES, ROTATED_OTHERWISE, Attention, ModelType
+from jitattn.spec.rotary_fields import ROPE_TYPES
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tools import configs_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +85,11 @@ def generated() -> dict[Path, str]:
         for path in (ROOT / "README.md", ROOT / "docs/support.md")
     }
     api = {ROOT / "docs/api" / name: _with_links(name, pages) for name in pages}
-    return marked | {ROOT / "docs/environment.md": environment_page()} | api
+    own = {
+        ROOT / "docs/environment.md": environment_page(),
+        ROOT / "docs/models.md": models_page(),
+    }
+    return marked | own | api
 
 
 def _replace(path: Path, name: str, body: str) -> str:
@@ -141,6 +147,69 @@ def environment_page() -> str:
 Everything jitattn reads from the environment. No variable changes results.
 
 {_table(("variable", "meaning"), rows)}"""
+
+
+def models_page() -> str:
+    """Return docs/models.md, from the table of model types."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, known in sorted(MODEL_TYPES.items()):
+        groups.setdefault(_row_of_model(known), []).append(f"`{name}`")
+    rows = [(", ".join(names), *row) for row, names in groups.items()]
+    rows.sort(key=lambda row: row[2] == "only rotation")
+    others = [(f"`{name}`", reason) for name, reason in sorted(ROTATED_OTHERWISE.items())]
+    heading = ("`model_type`", "pairs", "attention", "three positions", "left out of files")
+    return f"""# Models
+
+{NOTE}
+
+What `Rope.from_hf_config` and `precompile --model` know of models beyond their files. Frequencies,
+amplitude, pairing and rotated vectors of every row are compared with transformers' own modules
+(`nox -s models`, transformers 5.24), but those of `kimi_k2` and `bailing_moe_v2_5`, which it
+does not have and whose code is that of other rows: DeepSeek-V3 and `bailing_hybrid`.
+
+* A file's `rope_interleave` decides over its `model_type`.
+* Other model types are refused by `Rope.from_hf_config`: pass `interleaved=True` if the model's
+  code rotates the elements 2 i and 2 i + 1, `interleaved=False` if i and i + rotary_dim / 2.
+  `precompile --model` makes kernels for both.
+* "only rotation": windows, biases and norms are read from fields alone, and a field that may change
+  attention and is not understood is refused.
+* A `partial_rotary_factor` is one of `head_dim`, also beside `qk_rope_head_dim`.
+* Scalings: {", ".join(ROPE_TYPES)}.
+* A scale of q by its position (`llama_4_scaling_beta`, `attn_temperature_tuning`) is not part of a
+  `Rope`: multiply q by it.
+
+{_table(heading, rows)}
+Not rotated as any `Rope` does:
+
+{_table(("`model_type`", "why"), others)}"""
+
+
+def _row_of_model(known: ModelType) -> tuple[str, ...]:
+    pairs = {"neox": "NeoX", "interleaved": "neighbours"}[known.pairing.value]
+    axes, attention = known.axes, known.attention
+    turns = ""
+    if axes is not None:
+        section = list(axes.section or ())
+        turns = f"{section}, {'pair by pair' if axes.is_interleaved else 'one after the other'}"
+        turns = turns if axes.is_known else "text only"
+    said = "only rotation" if attention is None else _words_of_attention(attention)
+    return (pairs, said, turns, ", ".join(f"`{k}` {v}" for k, v in (known.defaults or {}).items()))
+
+
+def _words_of_attention(attention: Attention) -> str:
+    bias = attention.bias
+    parts = [
+        {"all": "", "some": "window in some layers", "asked": "window if asked for"}[
+            attention.windows
+        ],
+        bias if isinstance(bias, str) and bias != Attention.bias else "",
+        "biases" if bias is True else "",
+        "norms of heads" if attention.use_norm else "",
+        "sinks" if attention.use_sinks else "",
+        "layers without rotation" if attention.has_nope_layers else "",
+        "latents" if attention.has_latents else "",
+    ]
+    return ", ".join(filter(None, parts)) or "plain"
 
 
 def _attribute_docstrings(cls: type) -> dict[str, str]:

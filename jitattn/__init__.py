@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitattn.base.door import lazy_names
+from jitattn.base.lazy_names import lazy_names
 from jitattn.version import __version__
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitattn.base.door import lazy_names
+from jitattn.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jitattn.tensors.quantization import QuantizedKV, dequantize_kv, quantize_kv

@@ -150,6 +150,7 @@ def model_of(config: Mapping[str, object]) -> Model:
         ConfigError: as ``read_model`` does.
     """
     fields = _Fields(_text_fields(config))
+    fields.refuse_models_without()
     fields.refuse_the_unknown()
     latent = _latent(fields)
     num_qo_heads = fields.count("num_attention_heads")
@@ -224,6 +225,9 @@ class _Fields:
         value = self.get(name)
         if value is None and default is not None:
             return default
+        if value is None and not self.has(name):
+            self.refuse(f"{name} is missing: expected a positive integer")
+            return 1
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.refuse(f"{name} is {value!r}: expected a positive integer")
             return 1
@@ -240,6 +244,13 @@ class _Fields:
             self.refuse(f"{name} is {value!r}: expected a finite number")
             return None
         return float(value)
+
+    def refuse_models_without(self) -> None:
+        """Refuse models without attention, before what is missing is told of each field."""
+        if self.get("num_attention_heads") is None and (kind := _state_space(self._fields)):
+            raise ConfigError(
+                [f"{kind}: the model has no attention, and needs no kernel of this package"]
+            )
 
     def refuse_the_unknown(self) -> None:
         if reason := _REFUSED_TYPES.get(self.model_type):
@@ -291,6 +302,15 @@ class _Fields:
             is_known = name in self._asked or name in _HARMLESS or _OTHER_PARTS.match(name)
             if value and not is_known and _WORDS.search(name):
                 yield name
+
+
+def _state_space(fields: Mapping[str, object]) -> str:
+    """Return what says that layers keep a state and no tokens; nothing where nothing does."""
+    kind = fields.get("model_type")
+    if isinstance(kind, str) and re.match(r"(falcon_)?mamba2?$|rwkv|xlstm|retnet", kind):
+        return f"model_type is {kind!r}"
+    given = next((name for name in ("state_size", "ssm_cfg", "d_state") if name in fields), None)
+    return f"{given} is {_short(fields[given])} and num_attention_heads is missing" if given else ""
 
 
 def _short(value: object) -> str:

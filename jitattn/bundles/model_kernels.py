@@ -203,6 +203,17 @@ def _latent_needs(model: Model, heads: tuple[int, int], cache: _Cache) -> Iterat
         # Latents stand in the place of K, rope parts of V.
         writer = _writer(cache, table, latent.kv_lora_rank, head_dim_vo=latent.qk_rope_head_dim)
         yield Need(use="append", config=writer)
+        # What rotates takes rope parts as K, and latents, which it leaves as they are, as V.
+        for pairing in model.pairings:
+            rotating = _writer(
+                cache,
+                table,
+                latent.qk_rope_head_dim,
+                head_dim_vo=latent.kv_lora_rank,
+                pairing=pairing.value,
+                use_mrope=model.use_mrope and pairing is not Pairing.NONE,
+            )
+            yield Need(use="preprocess", config=rotating, reasons=_why_not(model, rotating))
 
 
 def _writer(cache: _Cache, table: str, head_dim: int, **others: object) -> PreprocessConfig:

@@ -16,10 +16,10 @@ from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.mla.api import MLAPlanner
 from jitattn.tensors.bound_cache import BoundCache
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.scales import ScaleLike
 
 Planner = AttentionPlanner | MLAPlanner
-Scale = float | Tensor
 
 FP8 = {
     "fp8": torch.float8_e4m3fn,
@@ -157,8 +157,8 @@ class BoundCaches:
         planner: AttentionPlanner,
         k_cache: Tensor,
         v_cache: Tensor,
-        k_scale: Scale | None,
-        v_scale: Scale | None,
+        k_scale: ScaleLike | None,
+        v_scale: ScaleLike | None,
     ) -> BoundCache:
         """Return what ``planner.bind`` returns, from the last call where nothing has moved.
 
@@ -191,14 +191,14 @@ class _Bound:
     def __init__(
         self,
         cache: BoundCache,
-        parts: tuple[Tensor, Tensor, Scale | None, Scale | None],
+        parts: tuple[Tensor, Tensor, ScaleLike | None, ScaleLike | None],
         places: tuple[object, ...],
     ) -> None:
         self.cache, self._parts, self.places = cache, parts, places
         self._k_at, self._v_at = parts[0].data_ptr(), parts[1].data_ptr()
 
     def is_of(
-        self, k_cache: Tensor, v_cache: Tensor, k_scale: Scale | None, v_scale: Scale | None
+        self, k_cache: Tensor, v_cache: Tensor, k_scale: ScaleLike | None, v_scale: ScaleLike | None
     ) -> bool:
         """Whether the parts are the same tensors, where they were; not of others that lie there.
 
@@ -215,7 +215,7 @@ class _Bound:
         )
 
 
-def place_of(part: Scale | None) -> object:
+def place_of(part: ScaleLike | None) -> object:
     """Return what says where a tensor lies, or the number that is given instead."""
     if isinstance(part, Tensor):
         return part.data_ptr(), part.shape, part.stride(), part.dtype

@@ -78,13 +78,13 @@ def _entry_points(text: str) -> Iterator[tuple[str, str]]:
 def _folder_of(site: Path, name: str, package: str) -> Path | None:
     if len(package) > _MAX_PACKAGE or not _PACKAGE.fullmatch(package):
         logger.warning(
-            "entry point %.80s of %s: %.80r is no package, and is passed over", name, GROUP, package
+            "entry point %.80r of %s: %.80r is no package, and is passed over", name, GROUP, package
         )
         return None
     folder = site.joinpath(*package.split(".")).absolute()
     if is_folder(folder):
         return folder
-    logger.warning("entry point %.80s of %s: there is no %s", name, GROUP, folder)
+    logger.warning("entry point %.80r of %s: there is no %s", name, GROUP, folder)
     return None
 
 

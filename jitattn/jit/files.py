@@ -1,4 +1,4 @@
-"""The door through which every file of caches and bundles is read: no file is taken on trust.
+"""Reading of all files of caches and bundles: no file is taken on trust.
 
 No link is followed, nothing is waited for, no more than a stated size is read, and what belongs to
 others, or may be written by them, is refused. Whatever is wrong is an OSError or a ValueError that

@@ -17,13 +17,14 @@ from torch import Tensor
 from jitattn.base.errors import ConfigError
 from jitattn.base.validate import check_flag
 from jitattn.device.workspace import Workspace
-from jitattn.kernels.attention.api import AttentionPlanner, Plan, Scale
+from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.common.planner_base import is_capturing
 from jitattn.kernels.merge.api import merge_into
 from jitattn.spec.config import PlannerConfig
 from jitattn.tensors.bound_cache import BoundCache
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.quantization import KVCache
+from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_checks import check_rows, check_tensor, check_writable
 
 
@@ -145,7 +146,11 @@ class CascadePlanner:
         self.backend = self.last.backend
 
     def bind(
-        self, kv_cache: KVCache, *, k_scale: Scale | None = None, v_scale: Scale | None = None
+        self,
+        kv_cache: KVCache,
+        *,
+        k_scale: ScaleLike | None = None,
+        v_scale: ScaleLike | None = None,
     ) -> BoundCascadeCache:
         """Check a cache, which holds the pages of all levels, once per layer.
 

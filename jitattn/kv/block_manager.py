@@ -580,6 +580,7 @@ class BlockManager:
     def advance(
         self,
         states: Sequence[State],
+        rows: NDArray[np.int64],
         flat: NDArray[np.int64],
         counts: NDArray[np.int64],
         is_slow: NDArray[np.bool_],
@@ -589,12 +590,13 @@ class BlockManager:
 
         Args:
             states: different ones.
+            rows: theirs in the ledger.
             flat: their tokens, one after the other.
             counts: how many each has.
             is_slow: those whose pages may change.
             num_inputs: tokens that there is to be room for.
         """
-        grown = self._advance(states, flat, counts, is_slow, num_inputs)
+        grown = self._advance(states, rows, flat, counts, is_slow, num_inputs)
         if self._owed:
             self.make_copies([state for state, ok in zip(states, grown, strict=True) if ok])
         return grown
@@ -603,12 +605,12 @@ class BlockManager:
     def _advance(
         self,
         states: Sequence[State],
+        rows: NDArray[np.int64],
         flat: NDArray[np.int64],
         counts: NDArray[np.int64],
         is_slow: NDArray[np.bool_],
         num_inputs: int,
     ) -> list[bool]:
-        rows = np.fromiter((state.row for state in states), np.int64, len(states))
         self.ledger.append(rows, flat, counts, ~is_slow, num_inputs)
         grown = [True] * len(states)
         slow = np.flatnonzero(is_slow).tolist()

@@ -225,7 +225,7 @@ class KVCacheManager:
         if len(np.unique(rows)) < len(rows):
             raise KVCacheError("seqs has a sequence twice")
         is_slow = self._look(states, rows, counts, num_inputs)
-        return self._blocks.advance(states, flat, counts, is_slow, num_inputs)
+        return self._blocks.advance(states, rows, flat, counts, is_slow, num_inputs)
 
     def _look(
         self, states: list[State], rows: NDArray[np.int64], counts: NDArray[np.int64], inputs: int

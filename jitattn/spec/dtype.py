@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class DType(StrEnum):
     """Element type of a tensor, named as in torch.
 
-    A new one is a row here, a struct in templates/include/jitattn/convert.cuh and a conversion in
-    ``jitattn.tensors.quantization``.
+    A new one is a row here, a struct and a conversion in templates/include/jitattn, and the
+    definition in ``jitattn.tensors.quantization``: docs/add-dtype.md.
     """
 
     _value_: str

@@ -31,7 +31,7 @@ class Divisor(ctypes.Structure):
         return cls(value, -(-(1 << (31 + shift)) // value), shift)
 
 
-class Scale(ctypes.Structure):
+class ScaleParams(ctypes.Structure):
     """What a stored value of a KV head is multiplied with: one of ``values``, or ``value``."""
 
     _fields_ = (("values", c_void_p), ("stride", c_int64), ("value", c_float))
@@ -91,19 +91,19 @@ _TABLE_ROWS = (
 )
 
 
-class TablePages(ctypes.Structure):
+class RowTableParams(ctypes.Structure):
     """``struct PageTable`` of the layouts "shared" and "token"."""
 
     _fields_ = _TABLE_ROWS
 
 
-class SeparatePages(ctypes.Structure):
+class SeparateTableParams(ctypes.Structure):
     """``struct PageTable`` of the layout "separate"."""
 
     _fields_ = (*_TABLE_ROWS, ("kv_stride", c_int64))
 
 
-class CsrPages(ctypes.Structure):
+class CsrTableParams(ctypes.Structure):
     """``struct PageTable`` of the layout "csr"."""
 
     _fields_ = (
@@ -115,7 +115,7 @@ class CsrPages(ctypes.Structure):
     )
 
 
-class RaggedPages(ctypes.Structure):
+class RaggedTableParams(ctypes.Structure):
     """``struct PageTable`` of the layout "ragged"."""
 
     _fields_ = (
@@ -126,11 +126,11 @@ class RaggedPages(ctypes.Structure):
 
 
 PAGE_PARAMS: dict[Layout, type[ctypes.Structure]] = {
-    Layout.SHARED: TablePages,
-    Layout.SEPARATE: SeparatePages,
-    Layout.CSR: CsrPages,
-    Layout.TOKEN: TablePages,
-    Layout.RAGGED: RaggedPages,
+    Layout.SHARED: RowTableParams,
+    Layout.SEPARATE: SeparateTableParams,
+    Layout.CSR: CsrTableParams,
+    Layout.TOKEN: RowTableParams,
+    Layout.RAGGED: RaggedTableParams,
 }
 TENSOR_MAP_BYTES = 128
 """Of a ``TensorMap``, or of ``BlockScales`` in its place, at a multiple of 64."""

@@ -13,10 +13,10 @@ from jitattn.tensors.scales import Scale
 from jitattn.tensors.tensor_handles import new_handle
 
 
-class TensorMaps(Protocol):
-    """Tensor maps of K and V, for kernels that copy boxes of them, or the scales of their blocks.
+class LeadingParams(Protocol):
+    """What launches have in front of their other parameters.
 
-    Launches have them in front of their other parameters.
+    Tensor maps of K and V, for kernels that copy TMA tiles of them, or the scales of their blocks.
     """
 
     def at(self, role: str, k_at: int, v_at: int) -> bytes:
@@ -67,7 +67,7 @@ class BoundCache:
         kernels: object,
         *,
         layout_key: object,
-        tensor_maps: TensorMaps | None = None,
+        tensor_maps: LeadingParams | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
         block_scales: tuple[CacheView, CacheView] | None = None,

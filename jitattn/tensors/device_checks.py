@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import PagedConfig
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import refuse_falling, refuse_first
 from jitattn.tensors.tensor_layouts import Batch
 

@@ -17,7 +17,7 @@ from jitattn.base.validate import INT32_MAX
 from jitattn.spec.config import MAX_KV_LEN
 from jitattn.spec.layout import Layout
 from jitattn.spec.params import PageList
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import (
     INTEGERS,
     check_device,

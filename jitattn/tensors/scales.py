@@ -12,6 +12,9 @@ from torch import Tensor
 from jitattn.spec.dtype import QUANTISED_DTYPES
 from jitattn.tensors.tensor_checks import check_device, check_tensor
 
+ScaleLike = float | Tensor
+"""A scale as callers give it: a number, or a float32 tensor that is read when a kernel runs."""
+
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
@@ -30,7 +33,7 @@ class Scale:
 
 def view_scale(
     name: str,
-    scale: float | Tensor | None,
+    scale: ScaleLike | None,
     kv_dtype: str,
     device: torch.device,
     *,
@@ -51,7 +54,7 @@ def view_scale(
 
 
 def check_scale(
-    name: str, scale: float | Tensor | None, device: torch.device, *, num_kv_heads: int = 1
+    name: str, scale: ScaleLike | None, device: torch.device, *, num_kv_heads: int = 1
 ) -> Scale:
     """Return the scale of a quantised cache, 1 when it is not given.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jitattn.tensors.overlap import span_of
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import row_strides
 
 try:

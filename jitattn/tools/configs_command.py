@@ -108,7 +108,8 @@ def _model_configs(model: Path, serving: Serving, archs: Sequence[str], *, as_js
         for arch in archs:
             answer = _support(need, arch)
             config = need.config.arguments_text()
-            rows.append({"arch": arch, "use": need.use, "config": config, **asdict(answer)})
+            said = {"use": need.use, "what": _words_of(need), "config": config}
+            rows.append({"arch": arch, **said, **asdict(answer)})
     if as_json:
         print_json(rows)
     else:
@@ -122,9 +123,30 @@ def _model_configs(model: Path, serving: Serving, archs: Sequence[str], *, as_js
         table.add_column("kernel, or why not", overflow="fold", min_width=width)
         for row in rows:
             told = row["kernel"] or "; ".join(row["reasons"])
-            table.add_row(row["arch"], row["use"], row["config"], escape(told))
+            use = f"{row['use']}: {row['what']}" if row["what"] else row["use"]
+            table.add_row(row["arch"], use, row["config"], escape(told))
         console.print(table)
     return 0 if all(row["supported"] for row in rows) else 1
+
+
+def _words_of(need: Need) -> str:
+    """Say what a kernel does with tokens, of which a configuration shows only what is unusual."""
+    from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
+
+    config = need.config
+    if not isinstance(config, PreprocessConfig):
+        return ""
+    pairs = {"none": "no rotation", "neox": "NeoX pairs", "interleaved": "neighbouring pairs"}
+    where = "slots" if config.page_table == SLOTS else f"{config.page_table} tables"
+    parts = [
+        f"heads of {config.head_dim}",
+        *([f"V of {config.head_dim_vo}"] if config.head_dim_vo else []),
+        pairs[config.pairing] + (" by three positions" if config.use_mrope else ""),
+        *["biases"] * config.use_bias,
+        *["norms of heads"] * config.use_norm,
+        f"{config.qkv_dtype} into {config.kv_dtype} pages of {config.page_size}, by {where}",
+    ]
+    return ", ".join(parts)
 
 
 def _support(need: Need, arch: str) -> registry.Support:

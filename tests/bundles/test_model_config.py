@@ -190,7 +190,7 @@ def test_fields_are_understood(fields: dict[str, object], expected: dict[str, ob
         ({"num_attention_heads": True}, "num_attention_heads is True: expected a positive integer"),
         ({"num_attention_heads": 33}, "hidden_size 4096 is not a multiple of num_attention_heads"),
         ({"num_key_value_heads": [8, 4]}, r"num_key_value_heads is \[8, 4\]"),
-        ({"kv_lora_rank": 512}, "qk_rope_head_dim is None: expected a positive integer"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing: expected a positive integer"),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"text_config": 3}, "text_config is a int: expected an object"),
     ],
@@ -199,6 +199,23 @@ def test_fields_are_understood(fields: dict[str, object], expected: dict[str, ob
 def test_what_no_kernel_computes_is_refused(fields: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         model_of(LLAMA | fields)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "falcon_mamba", "rwkv", "mine"])
+def test_models_without_attention_are_said_to_have_none(model_type: str) -> None:
+    fields = {"model_type": model_type, "hidden_size": 768, "state_size": 16}
+    with pytest.raises(ConfigError, match="no attention") as caught:
+        model_of(fields)
+    assert len(caught.value.reasons) == 1
+
+
+def test_missing_fields_are_named_as_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_of({"model_type": "llama"})
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == [
+        "num_attention_heads is missing",
+        "hidden_size is missing",
+    ]
 
 
 def test_every_reason_is_told() -> None:
@@ -276,9 +293,9 @@ def test_a_file_or_its_folder(tmp_path: Path) -> None:
         ("[" * 100000, "is not JSON"),
         ("\N{LATIN SMALL LETTER E WITH ACUTE}", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ("{}", "num_attention_heads is None"),
+        ("{}", "num_attention_heads is missing"),
         ('{"num_attention_heads": "32"}', "num_attention_heads is '32'"),
-        ('{"num_attention_heads": 32}', "hidden_size is None"),
+        ('{"num_attention_heads": 32}', "hidden_size is missing"),
     ],
     ids=lambda text: text[:20],
 )

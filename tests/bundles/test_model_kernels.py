@@ -101,7 +101,9 @@ def test_latent_attention() -> None:
     (prompt,) = planners(found)
     assert (prompt.head_dim, prompt.head_dim_vo, prompt.page_table) == (192, 128, "ragged")
     assert (prompt.num_qo_heads, prompt.num_kv_heads) == (16, 16)
-    assert {(c.head_dim, c.head_dim_vo, c.pairing) for c in writers(found)} == {(512, 64, "none")}
+    assert {(c.head_dim, c.head_dim_vo, c.pairing) for c in writers(found)} == {
+        (512, 64, "none"), (64, 512, "interleaved"),
+    }  # fmt: skip
     gathers = {c for need in found if isinstance(c := need.config, TransferConfig)}
     assert TransferConfig(kv_dtype="float8_e4m3fn", out_dtype="bfloat16") in gathers
 

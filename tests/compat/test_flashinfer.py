@@ -19,18 +19,7 @@ from torch import Tensor
 
 from jitattn.compat import flashinfer
 from tests.support import flashinfer_signatures as signatures
-from tests.support.scattered import (
-    FP8,
-    GARBAGE,
-    NAN,
-    Scattered,
-    check_lse,
-    check_out,
-    defined,
-    indptr_of,
-    nan_like,
-    normal,
-)
+from tests.support import scattered
 
 MANY = settings(
     max_examples=120,
@@ -58,7 +47,7 @@ class Scores:
         self.scale = self.sm_scale or dim**-0.5
         self.sinks = None
         if rng.random() < 0.3:
-            self.sinks = normal(rng.randrange(2**31), heads)
+            self.sinks = scattered.normal(rng.randrange(2**31), heads)
 
     def planned(self) -> dict[str, object]:
         return {
@@ -91,10 +80,10 @@ def _generator(rng: random.Random) -> torch.Generator:
     return torch.Generator().manual_seed(rng.randrange(2**31))
 
 
-def draw_cache(rng: random.Random, lens: list[int], dims: tuple[int, int]) -> Scattered:
-    dtype = rng.choice([*HALVES, *HALVES, *FP8])
+def draw_cache(rng: random.Random, lens: list[int], dims: tuple[int, int]) -> scattered.Scattered:
+    dtype = rng.choice([*HALVES, *HALVES, *scattered.FP8])
     form = rng.choice(["pair", "strided", "interleaved", *(["one"] if dims[0] == dims[1] else [])])
-    return Scattered.of(
+    return scattered.Scattered.of(
         rng,
         lens,
         page_size=rng.choice([1, 3, 4, 16]),
@@ -106,7 +95,9 @@ def draw_cache(rng: random.Random, lens: list[int], dims: tuple[int, int]) -> Sc
     )
 
 
-def types_of(rng: random.Random, cache: Scattered) -> tuple[torch.dtype, dict[str, object]]:
+def types_of(
+    rng: random.Random, cache: scattered.Scattered
+) -> tuple[torch.dtype, dict[str, object]]:
     """The dtype of q, and what ``plan`` is told of dtypes."""
     stored = cache.caches[0].dtype
     q_dtype = stored if stored in HALVES else rng.choice(HALVES)
@@ -116,7 +107,7 @@ def types_of(rng: random.Random, cache: Scattered) -> tuple[torch.dtype, dict[st
     return q_dtype, named
 
 
-def given_cache(rng: random.Random, cache: Scattered) -> Tensor | tuple[Tensor, Tensor]:
+def given_cache(rng: random.Random, cache: scattered.Scattered) -> Tensor | tuple[Tensor, Tensor]:
     base = cache.caches[0]._base
     is_one = base is not None and base is cache.caches[1]._base and base.dim() == 5
     if is_one and base.shape[1] == 2:
@@ -128,7 +119,7 @@ def checked(
     found: object,
     rows: list[range],
     qs: Tensor,
-    cache: Scattered,
+    cache: scattered.Scattered,
     scales: tuple[Tensor, Tensor],
     meant: dict[str, object],
     *,
@@ -144,9 +135,9 @@ def checked(
         )
         mask = None if masks is None else masks[b]
         span = slice(own.start, own.stop)
-        want, want_lse, size = defined(qs[span], k, v, causal=causal, mask=mask, **meant)
-        check_out(out[span], want, size)
-        check_lse(lse[span], want_lse, base=base)
+        want, want_lse, size = scattered.defined(qs[span], k, v, causal=causal, mask=mask, **meant)
+        scattered.check_out(out[span], want, size)
+        scattered.check_lse(lse[span], want_lse, base=base)
 
 
 # --- decode ---------------------------------------------------------------------------------------
@@ -163,7 +154,7 @@ def test_decode_is_its_definition(seed: int) -> None:
     heads, q_len = heads_k * rng.choice([1, 3]), rng.choice([1, 1, 2, 3])
     scores = Scores(rng, heads, dim)
     q_dtype, types = types_of(rng, cache)
-    is_fp8 = cache.caches[0].dtype in FP8
+    is_fp8 = cache.caches[0].dtype in scattered.FP8
     (k_scale, k_factor), (v_scale, v_factor) = (
         draw_scales(rng, heads_k) if is_fp8 else (rng.choice([None, 1.0]), torch.ones(heads_k))
         for _ in range(2)
@@ -175,7 +166,7 @@ def test_decode_is_its_definition(seed: int) -> None:
         others["seq_lens"] = torch.tensor(lens, dtype=rng.choice([torch.int32, torch.int64]))
     if rng.random() < 0.3:
         others["block_tables"] = cache.table()
-        indices = torch.full_like(indices, GARBAGE)  # not read
+        indices = torch.full_like(indices, scattered.GARBAGE)  # not read
     if rng.random() < 0.3:
         others["disable_split_kv"] = True
     out_dtype = rng.choice([None, torch.float32])
@@ -188,7 +179,7 @@ def test_decode_is_its_definition(seed: int) -> None:
         **types,
         **others,
     )
-    q = normal(seed % 2**31, len(lens) * q_len, heads, dim).to(q_dtype)
+    q = scattered.normal(seed % 2**31, len(lens) * q_len, heads, dim).to(q_dtype)
     run = {"k_scale": k_scale, "v_scale": v_scale, "sinks": scores.sinks}
     if rng.random() < 0.3:
         run["out"] = torch.empty_like(q, dtype=out_dtype)
@@ -215,7 +206,9 @@ def test_decode_of_a_graph_reads_its_buffers(seed: int) -> None:
     batch, heads_k, dim, q_len = rng.randint(1, 4), rng.choice([1, 2]), 16, rng.choice([1, 2])
     page_size = rng.choice([1, 4, 16])
     room = batch * -(-40 // page_size)
-    buffers = [torch.full((n,), GARBAGE, dtype=torch.int32) for n in (batch + 1, room, batch)]
+    buffers = [
+        torch.full((n,), scattered.GARBAGE, dtype=torch.int32) for n in (batch + 1, room, batch)
+    ]
     if rng.random() < 0.5:
         wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers)
     else:
@@ -227,7 +220,7 @@ def test_decode_of_a_graph_reads_its_buffers(seed: int) -> None:
     plans = set()
     for _ in range(3):
         lens = [rng.choice([0, rng.randint(1, 40)]) for _ in range(batch)]
-        cache = Scattered.of(
+        cache = scattered.Scattered.of(
             rng, lens, page_size=page_size, layout="NHD", heads=heads_k, dims=(dim, dim),
             dtype=torch.float16,
         )  # fmt: skip
@@ -240,9 +233,9 @@ def test_decode_of_a_graph_reads_its_buffers(seed: int) -> None:
         assert torch.equal(buffers[1][: len(tables[1])], tables[1])
         assert torch.equal(buffers[2], tables[2])
         for table in tables:
-            table.fill_(GARBAGE)  # the caller's are done with
+            table.fill_(scattered.GARBAGE)  # the caller's are done with
         plans.add(id(wrapper._planned.plan_with({})[1]))
-        q = normal(rng.randrange(2**31), batch * q_len, 2 * heads_k, dim).half()
+        q = scattered.normal(rng.randrange(2**31), batch * q_len, 2 * heads_k, dim).half()
         found = wrapper.run(q, cache.caches, return_lse=True, sinks=scores.sinks)
         rows = [range(b * q_len, (b + 1) * q_len) for b in range(batch)]
         ones = torch.ones(heads_k)
@@ -253,12 +246,12 @@ def test_decode_of_a_graph_reads_its_buffers(seed: int) -> None:
 def test_pages_of_one_token_need_no_dimension_for_them() -> None:
     rng = random.Random(0)
     for layout in ("NHD", "HND"):
-        cache = Scattered.of(
+        cache = scattered.Scattered.of(
             rng, [5, 3], page_size=1, layout=layout, heads=2, dims=(16, 16), dtype=torch.float16
         )
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
         wrapper.plan(*cache.csr(rng), 2, 2, 16, 1)
-        q = normal(1, 2, 2, 16).half()
+        q = scattered.normal(1, 2, 2, 16).half()
         narrow = tuple(x.squeeze(1 if layout == "NHD" else 2) for x in cache.caches)
         want = wrapper.run(q, cache.caches)
         assert torch.equal(wrapper.run(q, narrow), want)
@@ -268,12 +261,12 @@ def test_pages_of_one_token_need_no_dimension_for_them() -> None:
 def test_forward_is_run_with_other_scores() -> None:
     rng = random.Random(5)
     lens = [9, 4]
-    cache = Scattered.of(
+    cache = scattered.Scattered.of(
         rng, lens, page_size=4, layout="NHD", heads=1, dims=(16, 16), dtype=torch.float16
     )
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
     wrapper.begin_forward(*cache.csr(rng), 2, 1, 16, 4, window_left=1)
-    q = normal(3, 2, 2, 16).half()
+    q = scattered.normal(3, 2, 2, 16).half()
     found = wrapper.forward_return_lse(
         q, cache.caches, window_left=2, logits_soft_cap=1.5, sm_scale=0.2
     )
@@ -345,7 +338,7 @@ def test_paged_prefill_is_its_definition(seed: int) -> None:
     heads = heads_k * rng.choice([1, 4])
     scores = Scores(rng, heads, dims[0])
     q_dtype, types = types_of(rng, cache)
-    is_fp8 = cache.caches[0].dtype in FP8
+    is_fp8 = cache.caches[0].dtype in scattered.FP8
     (k_scale, k_factor), (v_scale, v_factor) = (
         draw_scales(rng, heads_k) if is_fp8 else (None, torch.ones(heads_k)) for _ in range(2)
     )
@@ -363,7 +356,7 @@ def test_paged_prefill_is_its_definition(seed: int) -> None:
         others["block_tables"] = cache.table()
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, cache.layout)
     wrapper.plan(
-        indptr_of(q_lens),
+        scattered.indptr_of(q_lens),
         *cache.csr(rng),
         *(heads, heads_k, dims[0], cache.page_size),
         head_dim_vo=dims[1] if dims[0] != dims[1] or rng.random() < 0.5 else None,
@@ -373,8 +366,8 @@ def test_paged_prefill_is_its_definition(seed: int) -> None:
         **others,
     )
     spare = rng.choice([0, 0, 2])
-    q = normal(seed % 2**31, sum(q_lens) + spare, heads, dims[0]).to(q_dtype)
-    q[sum(q_lens) :] = NAN
+    q = scattered.normal(seed % 2**31, sum(q_lens) + spare, heads, dims[0]).to(q_dtype)
+    q[sum(q_lens) :] = scattered.NAN
     form, base = lse_form(rng)
     run = {"k_scale": k_scale, "v_scale": v_scale, "sinks": scores.sinks, **form}
     kv = given_cache(rng, cache)
@@ -402,25 +395,26 @@ def test_ragged_prefill_is_its_definition(seed: int) -> None:
     heads_k = rng.choice([1, 2])
     heads = heads_k * rng.choice([1, 4])
     scores = Scores(rng, heads, dims[0])
-    dtype = rng.choice([*HALVES, *FP8])
+    dtype = rng.choice([*HALVES, *scattered.FP8])
     q_dtype = dtype if dtype in HALVES else torch.bfloat16
     spare = rng.choice([0, 3])
     rooms = [n + rng.choice([0, 2]) for n in kv_lens]
     is_short = rng.random() < 0.3
     rooms = rooms if is_short else kv_lens
-    starts = indptr_of(rooms)
-    k, v = (nan_like((sum(rooms) + spare, heads_k, dim), dtype) for dim in dims)
+    starts = scattered.indptr_of(rooms)
+    k, v = (scattered.nan_like((sum(rooms) + spare, heads_k, dim), dtype) for dim in dims)
     tokens: list[list[Tensor]] = [[], []]
     for b, n in enumerate(kv_lens):
         for which, (cache, dim) in enumerate(zip((k, v), dims, strict=True)):
-            values = normal(rng.randrange(2**31), n, heads_k, dim).to(dtype)
+            values = scattered.normal(rng.randrange(2**31), n, heads_k, dim).to(dtype)
             cache[int(starts[b]) : int(starts[b]) + n] = values
             tokens[which].append(values)
-    laid = Scattered(kv_lens, 1, layout, tokens[0], tokens[1], (k, v), [])
+    laid = scattered.Scattered(kv_lens, 1, layout, tokens[0], tokens[1], (k, v), [])
     if layout == "HND":
         k, v = (x.transpose(0, 1).contiguous() for x in (k, v))
     (k_scale, k_factor), (v_scale, v_factor) = (
-        draw_scales(rng, heads_k) if dtype in FP8 else (1.0, torch.ones(heads_k)) for _ in range(2)
+        draw_scales(rng, heads_k) if dtype in scattered.FP8 else (1.0, torch.ones(heads_k))
+        for _ in range(2)
     )
     mask, masks = draw_masks(rng, q_lens, kv_lens)
     causal = rng.random() < 0.5
@@ -429,14 +423,14 @@ def test_ragged_prefill_is_its_definition(seed: int) -> None:
         others["seq_lens"] = torch.tensor(kv_lens)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, layout)
     wrapper.plan(
-        *(indptr_of(q_lens), starts, heads, heads_k, dims[0], dims[1]),
+        *(scattered.indptr_of(q_lens), starts, heads, heads_k, dims[0], dims[1]),
         causal=causal,
         q_data_type=q_dtype,
         kv_data_type=dtype,
         **scores.planned(),
         **others,
     )
-    q = normal(seed % 2**31, sum(q_lens), heads, dims[0]).to(q_dtype)
+    q = scattered.normal(seed % 2**31, sum(q_lens), heads, dims[0]).to(q_dtype)
     form, base = lse_form(rng)
     found = wrapper.run(q, k, v, k_scale=k_scale, v_scale=v_scale, return_lse=True, **form)
     meant = {**scores.meant(), "sinks": None}
@@ -464,7 +458,7 @@ def test_prefill_of_a_graph_reads_its_buffers(seed: int) -> None:
     batch, heads_k, dim, page_size = rng.randint(1, 3), 1, 16, rng.choice([1, 4])
     room, is_ragged, with_mask = batch * 40, rng.random() < 0.4, rng.random() < 0.5
     sizes = (batch + 1, batch + 1) if is_ragged else (batch + 1, batch + 1, room, batch)
-    buffers = [torch.full((n,), GARBAGE, dtype=torch.int32) for n in sizes]
+    buffers = [torch.full((n,), scattered.GARBAGE, dtype=torch.int32) for n in sizes]
     masks_room = [torch.zeros(2000, dtype=torch.uint8), torch.zeros(batch + 1, dtype=torch.int32)]
     kind = (
         flashinfer.BatchPrefillWithRaggedKVCacheWrapper
@@ -481,7 +475,7 @@ def test_prefill_of_a_graph_reads_its_buffers(seed: int) -> None:
             q_lens = [1 if i == 0 else 0 for i in range(batch)]
         num_rows = num_rows or sum(q_lens)
         kv_lens = [rng.choice([0, rng.randint(1, 40)]) for _ in range(batch)]
-        cache = Scattered.of(
+        cache = scattered.Scattered.of(
             rng, kv_lens, page_size=page_size, layout="NHD", heads=heads_k, dims=(dim, dim),
             dtype=torch.float16,
         )  # fmt: skip
@@ -491,18 +485,18 @@ def test_prefill_of_a_graph_reads_its_buffers(seed: int) -> None:
             masks = [torch.rand(a, b, generator=_generator(rng)) < 0.7
                      for a, b in zip(q_lens, kv_lens, strict=True)]  # fmt: skip
             given["custom_mask"] = torch.cat([mask.flatten() for mask in masks])
-        q = normal(rng.randrange(2**31), num_rows, 2, dim).half()
+        q = scattered.normal(rng.randrange(2**31), num_rows, 2, dim).half()
         if is_ragged:
-            tables = [indptr_of(q_lens), indptr_of(kv_lens)]
+            tables = [scattered.indptr_of(q_lens), scattered.indptr_of(kv_lens)]
             wrapper.plan(*tables, 2, heads_k, dim, causal=True, **given)
             kv = [torch.cat(x) for x in (cache.k, cache.v)]
         else:
-            tables = [indptr_of(q_lens), *cache.csr(random.Random(1))]
+            tables = [scattered.indptr_of(q_lens), *cache.csr(random.Random(1))]
             wrapper.plan(*tables, 2, heads_k, dim, page_size, causal=True, **given)
             kv = [cache.caches]
         for buffer, table in zip(buffers, tables, strict=True):
             assert torch.equal(buffer[: len(table)], table)
-            table.fill_(GARBAGE)
+            table.fill_(scattered.GARBAGE)
         plans.add(id(wrapper._planned.plan_with({})[1]))
         found = wrapper.run(q, *kv, return_lse=True)
         ones, meant = torch.ones(heads_k), {"scale": 0.25}
@@ -520,7 +514,7 @@ def test_nvfp4_caches_have_their_scales_beside_them() -> None:
     lens = [9, 0, 6]
     for layout in ("NHD", "HND"):
         middle = (page_size, heads) if layout == "NHD" else (heads, page_size)
-        cache = Scattered.of(
+        cache = scattered.Scattered.of(
             rng, lens, page_size=page_size, layout=layout, heads=heads, dims=(dim, dim),
             dtype=torch.float16,
         )  # fmt: skip
@@ -537,9 +531,9 @@ def test_nvfp4_caches_have_their_scales_beside_them() -> None:
                     tokens[b][t] = own
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, layout)
         q_lens = [2, 1, 3]
-        tables = indptr_of(q_lens), *cache.csr(rng)
+        tables = scattered.indptr_of(q_lens), *cache.csr(rng)
         wrapper.plan(*tables, 4, heads, dim, page_size, causal=True, kv_data_type=torch.uint8)
-        q = normal(4, 6, 4, dim).half()
+        q = scattered.normal(4, 6, 4, dim).half()
         data, block_scales = (tuple(pair[i] for pair in pairs) for i in range(2))
         found = wrapper.run(
             q, data, kv_cache_sf=block_scales, k_scale=0.5, v_scale=torch.tensor([2.0]),
@@ -562,7 +556,7 @@ def latent(
 ) -> object:
     keys = torch.cat((ckv.double(), kpe.double()), dim=1)[:, None]
     queries = torch.cat([x.double() for x in q], dim=2)
-    return defined(queries, keys, ckv.double()[:, None], scale=scale, causal=causal)
+    return scattered.defined(queries, keys, ckv.double()[:, None], scale=scale, causal=causal)
 
 
 @settings(MANY, max_examples=40)
@@ -573,7 +567,7 @@ def test_latent_attention_is_its_definition(seed: int) -> None:
     dims, heads, page_size = (256, 32), rng.choice([1, 4]), rng.choice([1, 4, 16])
     q_dtype = rng.choice(HALVES)
     dtype = rng.choice([q_dtype, q_dtype, torch.float8_e4m3fn])
-    cache = Scattered.of(
+    cache = scattered.Scattered.of(
         rng, kv_lens, page_size=page_size, layout="NHD", heads=1, dims=dims, dtype=dtype,
         form=rng.choice(["pair", "strided", "interleaved"]),
     )  # fmt: skip
@@ -590,22 +584,28 @@ def test_latent_attention_is_its_definition(seed: int) -> None:
     form = rng.choice(["flat", "metadata", "dense", "graph"])
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
     if form == "flat":
-        wrapper.plan(indptr_of(q_lens), indptr, indices, lens, **plan)
+        wrapper.plan(scattered.indptr_of(q_lens), indptr, indices, lens, **plan)
     elif form == "metadata":
-        metadata = flashinfer.MLAPlanMetadata.csr(indptr_of(q_lens), indptr, indices, lens)
+        metadata = flashinfer.MLAPlanMetadata.csr(
+            scattered.indptr_of(q_lens), indptr, indices, lens
+        )
         wrapper.plan(metadata=metadata, lse_mode="base2", **plan)
     elif form == "dense":
-        metadata = flashinfer.MLAPlanMetadata.dense(indptr_of(q_lens), cache.table(), lens)
+        metadata = flashinfer.MLAPlanMetadata.dense(
+            scattered.indptr_of(q_lens), cache.table(), lens
+        )
         wrapper.plan(metadata=metadata, lse_mode="base2", **plan)
     else:
         sizes = len(q_lens) + 1, len(q_lens) + 1, len(indices) + 9, len(q_lens)
-        buffers = [torch.full((n,), GARBAGE, dtype=torch.int32) for n in sizes]
+        buffers = [torch.full((n,), scattered.GARBAGE, dtype=torch.int32) for n in sizes]
         wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, True, *buffers)
         # First as many queries over one page of nothing, then those that are meant.
         nothing = torch.zeros_like(lens)
-        wrapper.plan(indptr_of(q_lens), indptr, indices, nothing, **plan)
-        wrapper.plan(indptr_of(q_lens), indptr, indices, lens, **plan)
-    q = tuple(normal(rng.randrange(2**31), sum(q_lens), heads, dim).to(q_dtype) for dim in dims)
+        wrapper.plan(scattered.indptr_of(q_lens), indptr, indices, nothing, **plan)
+        wrapper.plan(scattered.indptr_of(q_lens), indptr, indices, lens, **plan)
+    q = tuple(
+        scattered.normal(rng.randrange(2**31), sum(q_lens), heads, dim).to(q_dtype) for dim in dims
+    )
     scales = {"ckv_scale": scale, "kpe_scale": scale} if dtype not in HALVES else {}
     kind = rng.choice(["parts", "pairs", "packed"])
     if kind == "parts":
@@ -620,8 +620,8 @@ def test_latent_attention_is_its_definition(seed: int) -> None:
         ckv, kpe = (x[b].squeeze(1).double() * scale for x in (cache.k, cache.v))
         parts = q[0][span], q[1][span]
         want, want_lse, size = latent(parts, ckv, kpe, scale=0.1, causal=causal)
-        check_out(found[0][span], want, size)
-        check_lse(found[1][span], want_lse)
+        scattered.check_out(found[0][span], want, size)
+        scattered.check_lse(found[1][span], want_lse)
     if form in ("flat", "graph"):
         natural = wrapper.run(*q, *caches, return_lse=True, return_lse_base_on_e=True, **scales)
         torch.testing.assert_close(natural[1], found[1] * math.log(2))
@@ -638,17 +638,17 @@ def test_appended_tokens_are_where_attention_reads_them(seed: int) -> None:
     lens = [n + rng.choice([0, 1, rng.randint(0, 20)]) for n in new]
     is_latent = rng.random() < 0.2
     heads, dims = (1, (32, 16)) if is_latent else (rng.choice([1, 2]), (16, 16))
-    dtype = rng.choice([*HALVES, *HALVES, *FP8])
+    dtype = rng.choice([*HALVES, *HALVES, *scattered.FP8])
     layout = "NHD" if is_latent else rng.choice(["NHD", "HND"])
     form = rng.choice(["pair", "strided", "interleaved", *([] if is_latent else ["one"])])
-    cache = Scattered.of(
+    cache = scattered.Scattered.of(
         rng, lens, page_size=rng.choice([1, 3, 16]), layout=layout, heads=heads, dims=dims,
         dtype=dtype, form=form,
     )  # fmt: skip
     before = [x.clone() for x in cache.caches]
     indptr, indices, last = cache.csr(rng)
     nnz = sum(new) + rng.choice([0, 2])
-    append_indptr = indptr_of(new)
+    append_indptr = scattered.indptr_of(new)
     seq_lens = flashinfer.get_seq_lens(indptr, last, cache.page_size)
     assert seq_lens.tolist() == lens
     batch, positions = flashinfer.get_batch_indices_positions(append_indptr, seq_lens, nnz)
@@ -656,8 +656,8 @@ def test_appended_tokens_are_where_attention_reads_them(seed: int) -> None:
     assert list(zip(batch.tolist(), positions.tolist(), strict=True)) == want + [(-1, 0)] * (
         nnz - len(want)
     )
-    source = torch.float16 if dtype in FP8 else dtype
-    k, v = (normal(rng.randrange(2**31), nnz, heads, dim).to(source) for dim in dims)
+    source = torch.float16 if dtype in scattered.FP8 else dtype
+    k, v = (scattered.normal(rng.randrange(2**31), nnz, heads, dim).to(source) for dim in dims)
     order = list(range(nnz))
     rng.shuffle(order)  # tokens may come in any order
     k, v, batch, positions = (x[order] for x in (k, v, batch, positions))
@@ -679,7 +679,7 @@ def test_appended_tokens_are_where_attention_reads_them(seed: int) -> None:
         for stored, old, value in zip(cache.caches, before, (k[i], v[i]), strict=True):
             assert torch.equal(stored[at].float(), value.to(dtype).float())
             old[at] = stored[at]
-    kind = torch.uint8 if dtype in FP8 else torch.int16
+    kind = torch.uint8 if dtype in scattered.FP8 else torch.int16
     for stored, old in zip(cache.caches, before, strict=True):
         assert torch.equal(stored.contiguous().view(kind), old.contiguous().view(kind))
 
@@ -690,11 +690,11 @@ def test_merged_states_are_attention_over_all_keys(seed: int) -> None:
     rng = random.Random(seed)
     num_states, tokens, heads, dim = rng.choice([1, 2, 5]), rng.randint(1, 4), 2, 16
     dtype = rng.choice([*HALVES, torch.float32])
-    v = normal(seed % 2**31, tokens, num_states, heads, dim).to(dtype)
-    s = normal(seed // 7 % 2**31, tokens, num_states, heads) * 8
+    v = scattered.normal(seed % 2**31, tokens, num_states, heads, dim).to(dtype)
+    s = scattered.normal(seed // 7 % 2**31, tokens, num_states, heads) * 8
     dead = torch.rand(s.shape, generator=_generator(rng)) < 0.3
     s[dead] = -math.inf
-    v[dead] = NAN  # whatever a state without keys holds
+    v[dead] = scattered.NAN  # whatever a state without keys holds
     total = torch.logsumexp(s.double() * math.log(2), dim=1)
     weights = torch.exp(s.double() * math.log(2) - total.nan_to_num(neginf=0.0)[:, None])
     weights = torch.where(dead, 0.0, weights)
@@ -702,8 +702,10 @@ def test_merged_states_are_attention_over_all_keys(seed: int) -> None:
     want, size = ((weights[..., None] * x).sum(dim=1) for x in (values, values.abs()))
     found = flashinfer.merge_states(v, s)
     assert found[0].dtype == dtype
-    check_out(found[0], want, size, slack=1e-5)  # a logarithm of 30 in float32, of another base
-    check_lse(found[1], total)
+    scattered.check_out(
+        found[0], want, size, slack=1e-5
+    )  # a logarithm of 30 in float32, of another base
+    scattered.check_lse(found[1], total)
     if num_states != 2:
         return
     pair = flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1].contiguous(), s[:, 1].double())
@@ -727,13 +729,13 @@ def test_positions_outside_of_requests_are_not_written(monkeypatch: pytest.Monke
     from jitattn.compat.flashinfer import page
 
     monkeypatch.setattr(page, "_check_places", lambda *_: None)
-    cache = torch.full((3, 2, 4, 2, 16), NAN).half()
+    cache = torch.full((3, 2, 4, 2, 16), scattered.NAN).half()
     append(
         paged_kv_cache=cache,
         batch_indices=torch.tensor([0, 0, 1, 1, 7, -3, 0]),
         positions=torch.tensor([2, 3, 1, 0, 0, 0, -1]),
-        append_key=normal(0, 7, 2, 16).half(),
-        append_value=normal(1, 7, 2, 16).half(),
+        append_key=scattered.normal(0, 7, 2, 16).half(),
+        append_value=scattered.normal(1, 7, 2, 16).half(),
     )
     written = (~cache.isnan()).all(dim=-1).all(dim=-1).nonzero().tolist()
     assert written == [[0, 0, 0], [0, 1, 0], [2, 0, 2], [2, 1, 2]]
@@ -742,13 +744,13 @@ def test_positions_outside_of_requests_are_not_written(monkeypatch: pytest.Monke
 def test_positions_fill_what_is_given() -> None:
     batch, positions = (torch.full((6,), 9, dtype=torch.int32) for _ in range(2))
     found = flashinfer.get_batch_indices_positions(
-        indptr_of([2, 0, 3]), torch.tensor([5, 7, 3]), 6, batch, positions
+        scattered.indptr_of([2, 0, 3]), torch.tensor([5, 7, 3]), 6, batch, positions
     )
     assert found[0] is batch
     assert found[1] is positions
     assert batch.tolist() == [0, 0, 2, 2, 2, -1]
     assert positions.tolist() == [3, 4, 0, 1, 2, 0]
-    empty = flashinfer.get_batch_indices_positions(indptr_of([]), torch.zeros(0).int(), 2)
+    empty = flashinfer.get_batch_indices_positions(scattered.indptr_of([]), torch.zeros(0).int(), 2)
     assert empty[0].tolist() == [-1, -1]
     assert empty[1].tolist() == [0, 0]
 
@@ -826,8 +828,8 @@ def decode(**changes: object) -> object:
             "page_size": 4,
         },
         {
-            "q": normal(0, 2, 4, 16).half(),
-            "paged_kv_cache": normal(1, 3, 2, 4, 2, 16).half(),
+            "q": scattered.normal(0, 2, 4, 16).half(),
+            "paged_kv_cache": scattered.normal(1, 3, 2, 4, 2, 16).half(),
         },
     ]
     return called(kind, methods, given, changes)
@@ -863,8 +865,8 @@ def prefill(**changes: object) -> object:
             "page_size": 4,
         },
         {
-            "q": normal(0, 5, 4, 16).half(),
-            "paged_kv_cache": normal(1, 3, 2, 4, 2, 16).half(),
+            "q": scattered.normal(0, 5, 4, 16).half(),
+            "paged_kv_cache": scattered.normal(1, 3, 2, 4, 2, 16).half(),
         },
     ]
     methods = ("__init__", "plan", "run")
@@ -882,9 +884,9 @@ def ragged(**changes: object) -> object:
             "head_dim_qk": 16,
         },
         {
-            "q": normal(0, 5, 4, 16).half(),
-            "k": normal(1, 6, 2, 16).half(),
-            "v": normal(2, 6, 2, 16).half(),
+            "q": scattered.normal(0, 5, 4, 16).half(),
+            "k": scattered.normal(1, 6, 2, 16).half(),
+            "v": scattered.normal(2, 6, 2, 16).half(),
         },
     ]
     methods = ("__init__", "plan", "run")
@@ -909,10 +911,10 @@ def latents(**changes: object) -> object:
             "kv_data_type": torch.float16,
         },
         {
-            "q_nope": normal(0, 5, 2, 256).half(),
-            "q_pe": normal(1, 5, 2, 32).half(),
-            "ckv_cache": normal(2, 3, 4, 256).half(),
-            "kpe_cache": normal(3, 3, 4, 32).half(),
+            "q_nope": scattered.normal(0, 5, 2, 256).half(),
+            "q_pe": scattered.normal(1, 5, 2, 32).half(),
+            "ckv_cache": scattered.normal(2, 3, 4, 256).half(),
+            "kpe_cache": scattered.normal(3, 3, 4, 32).half(),
         },
     ]
     methods = ("__init__", "plan", "run")
@@ -921,8 +923,8 @@ def latents(**changes: object) -> object:
 
 def append(**changes: object) -> None:
     given: dict[str, object] = {
-        "append_key": normal(0, 3, 2, 16).half(),
-        "append_value": normal(1, 3, 2, 16).half(),
+        "append_key": scattered.normal(0, 3, 2, 16).half(),
+        "append_value": scattered.normal(1, 3, 2, 16).half(),
         "batch_indices": torch.tensor([0, 0, 1]),
         "positions": torch.tensor([1, 2, 0]),
         "paged_kv_cache": torch.zeros(3, 2, 4, 2, 16).half(),
@@ -942,8 +944,8 @@ def append(**changes: object) -> None:
 
 def append_latents(**changes: object) -> None:
     given: dict[str, object] = {
-        "append_ckv": normal(0, 3, 32).half(),
-        "append_kpe": normal(1, 3, 16).half(),
+        "append_ckv": scattered.normal(0, 3, 32).half(),
+        "append_kpe": scattered.normal(1, 3, 16).half(),
         "batch_indices": torch.tensor([0, 0, 1]),
         "positions": torch.tensor([1, 2, 0]),
         "ckv_cache": torch.zeros(3, 4, 32).half(),
@@ -957,33 +959,37 @@ def append_latents(**changes: object) -> None:
 
 def merge(**changes: object) -> None:
     given: dict[str, object] = {
-        "v": normal(0, 3, 2, 16),
-        "s": normal(1, 3, 2),
-        "v_other": normal(2, 3, 2, 16),
-        "s_other": normal(3, 3, 2),
+        "v": scattered.normal(0, 3, 2, 16),
+        "s": scattered.normal(1, 3, 2),
+        "v_other": scattered.normal(2, 3, 2, 16),
+        "s_other": scattered.normal(3, 3, 2),
     }
     flashinfer.merge_state_in_place(**(given | changes))
 
 
 def merge_two(**changes: object) -> object:
-    given = {n: normal(i, 3, 2, *([16] if n[0] == "v" else []))
+    given = {n: scattered.normal(i, 3, 2, *([16] if n[0] == "v" else []))
              for i, n in enumerate(("v_a", "s_a", "v_b", "s_b"))}  # fmt: skip
     return flashinfer.merge_state(**(given | changes))
 
 
 def merge_many(**changes: object) -> object:
-    given = {"v": normal(0, 3, 4, 2, 16), "s": normal(1, 3, 4, 2)}
+    given = {"v": scattered.normal(0, 3, 4, 2, 16), "s": scattered.normal(1, 3, 4, 2)}
     return flashinfer.merge_states(**(given | changes))
 
 
 def positions(**changes: object) -> object:
-    given = {"append_indptr": indptr_of([1, 2]), "seq_lens": torch.tensor([4, 2]), "nnz": 3}
+    given = {
+        "append_indptr": scattered.indptr_of([1, 2]),
+        "seq_lens": torch.tensor([4, 2]),
+        "nnz": 3,
+    }
     return flashinfer.get_batch_indices_positions(**(given | changes))
 
 
 def lengths(**changes: object) -> object:
     given = {
-        "kv_indptr": indptr_of([1, 2]),
+        "kv_indptr": scattered.indptr_of([1, 2]),
         "kv_last_page_len": torch.tensor([4, 2]).int(),
         "page_size": 4,
     }
@@ -1033,7 +1039,7 @@ PLAN_ALL = [
     ({"jit_args": ["name"]}, "jit_args is"),
     ({"use_cuda_graph": 1}, "use_cuda_graph is a int"),
     ({"float_workspace_buffer": 128}, "float_workspace_buffer is a int"),
-    ({"q": normal(0, 2, 16).half()}, r"q has shape \[2, 16\]"),
+    ({"q": scattered.normal(0, 2, 16).half()}, r"q has shape \[2, 16\]"),
     ({"q": None}, "q is a NoneType"),
     ({"q_scale": 0.5}, "q_scale is 0.5"),
     ({"q_scale": ONE}, "q_scale is a tensor"),
@@ -1050,12 +1056,15 @@ PAGED_ALL = [
     ({"page_size": 0}, "page_size is 0"),
     ({"page_size": 5}, "paged_kv_cache has pages of"),
     ({"paged_kv_cache": None}, "paged_kv_cache is a NoneType"),
-    ({"paged_kv_cache": (normal(0, 3, 4, 2, 16).half(),)}, "paged_kv_cache is a tuple"),
-    ({"paged_kv_cache": normal(0, 3, 2, 4, 2, 16)}, "paged_kv_cache has dtype float32"),
-    ({"paged_kv_cache": normal(0, 4, 16).half()}, "paged_kv_cache has shape"),
-    ({"paged_kv_cache": normal(0, 3, 2, 4, 3, 16).half()}, "paged_kv_cache has pages of"),
-    ({"paged_kv_cache": normal(0, 3, 3, 4, 2, 16).half()}, "paged_kv_cache has shape"),
-    ({"paged_kv_cache": normal(0, 3, 2, 4, 2, 16).half().requires_grad_()}, "requires a gradient"),
+    ({"paged_kv_cache": (scattered.normal(0, 3, 4, 2, 16).half(),)}, "paged_kv_cache is a tuple"),
+    ({"paged_kv_cache": scattered.normal(0, 3, 2, 4, 2, 16)}, "paged_kv_cache has dtype float32"),
+    ({"paged_kv_cache": scattered.normal(0, 4, 16).half()}, "paged_kv_cache has shape"),
+    ({"paged_kv_cache": scattered.normal(0, 3, 2, 4, 3, 16).half()}, "paged_kv_cache has pages of"),
+    ({"paged_kv_cache": scattered.normal(0, 3, 3, 4, 2, 16).half()}, "paged_kv_cache has shape"),
+    (
+        {"paged_kv_cache": scattered.normal(0, 3, 2, 4, 2, 16).half().requires_grad_()},
+        "requires a gradient",
+    ),
     ({"window_left": 2.5}, "window_left is a float"),
     ({"sinks": torch.ones(3)}, "sinks has shape"),
     ({"sinks": torch.ones(4).int()}, "sinks has dtype"),
@@ -1096,7 +1105,7 @@ PREFILL_ALL = [
     ),
     ({"lse_base": "log10"}, "lse_base is 'log10'"),
     ({"lse_layout": "NHD"}, "lse_layout is 'NHD'"),
-    ({"q": normal(0, 4, 4, 16).half()}, "q has 4 rows"),
+    ({"q": scattered.normal(0, 4, 4, 16).half()}, "q has 4 rows"),
 ]
 DECODE = [
     ({"head_dim": 24}, "head_dim is 24"),
@@ -1172,10 +1181,10 @@ RAGGED = [
     ({"kv_indptr": torch.tensor([0, 2, 9]).int()}, "request 1 has 7 tokens"),
     ({"seq_lens": torch.tensor([2, 5])}, r"seq_lens is \[2, 5\]"),
     ({"seq_lens": torch.tensor([2])}, "seq_lens has shape"),
-    ({"k": normal(0, 6, 1, 2, 16).half()}, "k has shape"),
-    ({"v": normal(0, 6, 2, 16)}, "v has dtype float32"),
-    ({"k": normal(0, 6, 2, 16).half().requires_grad_()}, "k requires a gradient"),
-    ({"v": normal(0, 5, 2, 16).half()}, "tokens"),
+    ({"k": scattered.normal(0, 6, 1, 2, 16).half()}, "k has shape"),
+    ({"v": scattered.normal(0, 6, 2, 16)}, "v has dtype float32"),
+    ({"k": scattered.normal(0, 6, 2, 16).half().requires_grad_()}, "k requires a gradient"),
+    ({"v": scattered.normal(0, 5, 2, 16).half()}, "tokens"),
     ({"use_cuda_graph": True, "qo_indptr_buf": INTS}, "kv_indptr_buf is None"),
 ]
 LATENTS = [
@@ -1214,12 +1223,15 @@ LATENTS = [
     ({"query": ONE}, "q_nope is given"),
     ({"kpe_cache": None}, "kpe_cache is None"),
     ({"kv_cache": ONE}, "ckv_cache is given"),
-    ({"q_nope": normal(0, 5, 2, 128).half()}, "q_nope has shape"),
-    ({"q_nope": normal(0, 5, 2, 256)}, "q_nope has dtype"),
-    ({"q_pe": normal(0, 5, 2, 32).half().requires_grad_()}, "query requires a gradient"),
-    ({"kpe_cache": normal(0, 3, 4, 32).half().requires_grad_()}, "kv_cache requires a gradient"),
-    ({"ckv_cache": normal(0, 3, 2, 256).half()}, "ckv_cache has shape"),
-    ({"kpe_cache": normal(0, 3, 4, 32)}, "kpe_cache has dtype"),
+    ({"q_nope": scattered.normal(0, 5, 2, 128).half()}, "q_nope has shape"),
+    ({"q_nope": scattered.normal(0, 5, 2, 256)}, "q_nope has dtype"),
+    ({"q_pe": scattered.normal(0, 5, 2, 32).half().requires_grad_()}, "query requires a gradient"),
+    (
+        {"kpe_cache": scattered.normal(0, 3, 4, 32).half().requires_grad_()},
+        "kv_cache requires a gradient",
+    ),
+    ({"ckv_cache": scattered.normal(0, 3, 2, 256).half()}, "ckv_cache has shape"),
+    ({"kpe_cache": scattered.normal(0, 3, 4, 32)}, "kpe_cache has dtype"),
     ({"query": [ONE], "q_nope": None, "q_pe": None}, "query is a list"),
     ({"query": (ONE, 1), "q_nope": None, "q_pe": None}, "query has a int"),
     ({"q_pe": None, "q_nope": None}, "q_nope is None"),
@@ -1239,9 +1251,13 @@ LATENTS = [
 ]
 AROUND = [
     (append, {"kv_layout": "DHN"}, "kv_layout is 'DHN'"),
-    (append, {"append_key": normal(0, 3, 2, 16)}, "append_key has dtype float32"),
-    (append, {"append_value": normal(0, 3, 16).half()}, "append_value has shape"),
-    (append, {"append_key": normal(0, 3, 2, 16).half().requires_grad_()}, "append_key requires"),
+    (append, {"append_key": scattered.normal(0, 3, 2, 16)}, "append_key has dtype float32"),
+    (append, {"append_value": scattered.normal(0, 3, 16).half()}, "append_value has shape"),
+    (
+        append,
+        {"append_key": scattered.normal(0, 3, 2, 16).half().requires_grad_()},
+        "append_key requires",
+    ),
     (append, {"batch_indices": torch.tensor([0, 1])}, "batch_indices has shape"),
     (append, {"batch_indices": torch.tensor([0, 0, 2])}, r"batch_indices\[2\] is 2"),
     (append, {"positions": torch.tensor([1, 2, 0]).float()}, "positions has dtype"),
@@ -1255,23 +1271,23 @@ AROUND = [
     (append, {"kv_indptr": torch.tensor([0, 1, 2])}, "kv_indptr has dtype int64"),
     (append, {"kv_last_page_len": torch.tensor([3])}, "kv_last_page_len has shape"),
     (append, {"kv_last_page_len": torch.tensor([5, 1])}, r"kv_last_page_len\[0\] is 5"),
-    (append_latents, {"append_ckv": normal(0, 3, 1, 32).half()}, "append_ckv has shape"),
-    (append_latents, {"append_kpe": normal(0, 3, 16)}, "append_kpe has dtype"),
+    (append_latents, {"append_ckv": scattered.normal(0, 3, 1, 32).half()}, "append_ckv has shape"),
+    (append_latents, {"append_kpe": scattered.normal(0, 3, 16)}, "append_kpe has dtype"),
     (append_latents, {"ckv_cache": None}, "ckv_cache is a NoneType"),
     (append_latents, {"kpe_cache": torch.zeros(3, 4, 1, 16).half()}, "kpe_cache has shape"),
-    (merge, {"s": normal(0, 3, 2).half()}, "s has dtype float16"),
-    (merge, {"s_other": normal(0, 3)}, "s_other has shape"),
-    (merge, {"v_other": normal(0, 3, 2, 8)}, "v_other has shape"),
-    (merge, {"v_other": normal(0, 3, 2, 16).half()}, "v_other has dtype"),
+    (merge, {"s": scattered.normal(0, 3, 2).half()}, "s has dtype float16"),
+    (merge, {"s_other": scattered.normal(0, 3)}, "s_other has shape"),
+    (merge, {"v_other": scattered.normal(0, 3, 2, 8)}, "v_other has shape"),
+    (merge, {"v_other": scattered.normal(0, 3, 2, 16).half()}, "v_other has dtype"),
     (merge, {"mask": torch.ones(2).bool()}, "mask has shape"),
     (merge, {"mask": torch.ones(3)}, "mask has dtype"),
-    (merge_two, {"v_a": normal(0, 3, 16)}, "v_a has shape"),
-    (merge_two, {"v_b": normal(0, 2, 2, 16)}, "v_b has shape"),
+    (merge_two, {"v_a": scattered.normal(0, 3, 16)}, "v_a has shape"),
+    (merge_two, {"v_b": scattered.normal(0, 2, 2, 16)}, "v_b has shape"),
     (merge_two, {"s_b": torch.ones(3, 2).int()}, "s_b has dtype"),
-    (merge_two, {"s_a": normal(0, 2, 3)}, "s_a has shape"),
-    (merge_many, {"v": normal(0, 3, 2, 16)}, "v has shape"),
-    (merge_many, {"s": normal(0, 3, 2, 4)}, "s has shape"),
-    (merge_many, {"v": normal(0, 3, 4, 2, 16).int()}, "v has dtype"),
+    (merge_two, {"s_a": scattered.normal(0, 2, 3)}, "s_a has shape"),
+    (merge_many, {"v": scattered.normal(0, 3, 2, 16)}, "v has shape"),
+    (merge_many, {"s": scattered.normal(0, 3, 2, 4)}, "s has shape"),
+    (merge_many, {"v": scattered.normal(0, 3, 4, 2, 16).int()}, "v has dtype"),
     (positions, {"nnz": 2}, "nnz is 2"),
     (positions, {"nnz": None}, "nnz is a NoneType"),
     (positions, {"seq_lens": torch.tensor([4])}, "seq_lens has shape"),
@@ -1377,8 +1393,8 @@ def test_choices_of_an_implementation_change_nothing() -> None:
 def test_a_latent_cache_in_fp8_needs_both_scales_to_be_one() -> None:
     fp8 = {
         "kv_data_type": torch.float8_e4m3fn,
-        "ckv_cache": normal(2, 3, 4, 256).to(torch.float8_e4m3fn),
-        "kpe_cache": normal(3, 3, 4, 32).to(torch.float8_e4m3fn),
+        "ckv_cache": scattered.normal(2, 3, 4, 256).to(torch.float8_e4m3fn),
+        "kpe_cache": scattered.normal(3, 3, 4, 32).to(torch.float8_e4m3fn),
     }
     latents(**fp8, ckv_scale=0.5, kpe_scale=0.5)
     for scales, message in (
@@ -1408,7 +1424,7 @@ def test_run_comes_after_plan(kind: type) -> None:
         if p.default is p.empty and p.kind is not p.VAR_KEYWORD
     ]
     with pytest.raises(RuntimeError, match="run was called before plan"):
-        wrapper.run(*(normal(0, 1, 1, 16).half() for _ in needed))
+        wrapper.run(*(scattered.normal(0, 1, 1, 16).half() for _ in needed))
 
 
 def graph_decode() -> tuple[flashinfer.BatchDecodeWithPagedKVCacheWrapper, dict[str, object]]:
@@ -1475,10 +1491,10 @@ def test_prefill_of_a_graph_keeps_its_most_queries(
         WORKSPACE, "NHD", True, *(x.clone() for x in PREFILL_BUFFERS.values())
     )
     tables = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 1]).int(), torch.tensor([3, 4]).int()
-    wrapper.plan(indptr_of([2, 2]), *tables, 4, 2, 16, 4)
-    wrapper.plan(indptr_of([4, 0]), *tables, 4, 2, 16, 4)
+    wrapper.plan(scattered.indptr_of([2, 2]), *tables, 4, 2, 16, 4)
+    wrapper.plan(scattered.indptr_of([4, 0]), *tables, 4, 2, 16, 4)
     with pytest.raises(ValueError, match=message):
-        wrapper.plan(indptr_of(q_lens), *tables, 4, 2, 16, 4, **given)
+        wrapper.plan(scattered.indptr_of(q_lens), *tables, 4, 2, 16, 4, **given)
 
 
 def test_masks_of_a_graph_fit_the_buffer() -> None:
@@ -1487,11 +1503,18 @@ def test_masks_of_a_graph_fit_the_buffer() -> None:
         torch.zeros(4).byte(), torch.zeros(2).int(),
     )  # fmt: skip
     small = torch.ones(2 * 9).bool()
-    wrapper.plan(indptr_of([2]), indptr_of([9]), 1, 1, 16, custom_mask=small)
+    wrapper.plan(scattered.indptr_of([2]), scattered.indptr_of([9]), 1, 1, 16, custom_mask=small)
     with pytest.raises(ValueError, match="custom_mask_buf has 4 bytes"):
-        wrapper.plan(indptr_of([2]), indptr_of([90]), 1, 1, 16, custom_mask=torch.ones(180).bool())
+        wrapper.plan(
+            scattered.indptr_of([2]),
+            scattered.indptr_of([90]),
+            1,
+            1,
+            16,
+            custom_mask=torch.ones(180).bool(),
+        )
     with pytest.raises(ValueError, match="a custom_mask is False"):
-        wrapper.plan(indptr_of([2]), indptr_of([9]), 1, 1, 16)
+        wrapper.plan(scattered.indptr_of([2]), scattered.indptr_of([9]), 1, 1, 16)
 
 
 def test_workspaces_are_looked_at_only() -> None:
@@ -1506,7 +1529,7 @@ def test_workspaces_are_looked_at_only() -> None:
 
 
 def test_gradients_are_no_matter_without_grad_mode() -> None:
-    q = normal(0, 2, 4, 16).half().requires_grad_()
+    q = scattered.normal(0, 2, 4, 16).half().requires_grad_()
     with pytest.raises(ValueError, match="q requires a gradient"):
         decode(q=q)
     with torch.no_grad():
@@ -1517,7 +1540,7 @@ def test_empty_batches() -> None:
     none, start = torch.zeros(0).int(), torch.zeros(1).int()
     decoder = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
     decoder.plan(start, none, none, 4, 2, 16, 4)
-    cache = normal(1, 3, 2, 4, 2, 16).half()
+    cache = scattered.normal(1, 3, 2, 4, 2, 16).half()
     assert decoder.run(torch.zeros(0, 4, 16).half(), cache).shape == (0, 4, 16)
     prefiller = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     prefiller.plan(start, start, none, none, 4, 2, 16, 4)

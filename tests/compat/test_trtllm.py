@@ -18,18 +18,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.compat import flashinfer, trtllm
-from tests.support.scattered import (
-    FP8,
-    GARBAGE,
-    NAN,
-    Scattered,
-    check_lse,
-    check_out,
-    defined,
-    indptr_of,
-    nan_like,
-    normal,
-)
+from tests.support import scattered
 
 MANY = settings(
     max_examples=120,
@@ -77,7 +66,7 @@ def test_batch_decode_is_its_definition(seed: int) -> None:
     case = Drawn(rng, lens, q_lens, spare=0 if form == "even" else rng.choice([0, 2]))
     queries: dict[str, object] = {"q_len_per_req": q_len}
     if form == "ragged":
-        queries = {"cum_seq_lens_q": indptr_of(q_lens), "max_q_len": max(q_lens) + 1}
+        queries = {"cum_seq_lens_q": scattered.indptr_of(q_lens), "max_q_len": max(q_lens) + 1}
     elif q_len == 1 and rng.random() < 0.5:
         queries = {"q_len_per_req": None}
     found = flashinfer.trtllm_batch_decode_with_kv_cache(
@@ -99,7 +88,7 @@ def test_batch_context_is_its_definition(seed: int) -> None:
     found = flashinfer.trtllm_batch_context_with_kv_cache(
         *case.arguments(),
         *(max(q_lens) + 1, max(lens), *scales, len(lens)),
-        *(indptr_of(q_lens), indptr_of(lens)),
+        *(scattered.indptr_of(q_lens), scattered.indptr_of(lens)),
         **others,
         causal=causal,
         return_lse=True,
@@ -114,10 +103,10 @@ class Drawn:
         self, rng: random.Random, lens: list[int], q_lens: list[int], *, spare: int
     ) -> None:
         self.rng, self.q_lens = rng, q_lens
-        dtype = rng.choice([*HALVES, *FP8])
+        dtype = rng.choice([*HALVES, *scattered.FP8])
         self.separate = rng.random() < 0.5
         heads_k = rng.choice([1, 2])
-        self.cache = Scattered.of(
+        self.cache = scattered.Scattered.of(
             rng,
             lens,
             page_size=rng.choice([1, 3, 4, 16]),
@@ -130,13 +119,13 @@ class Drawn:
         )
         heads = heads_k * rng.choice([1, 3])
         q_dtype = dtype if dtype in HALVES else rng.choice(HALVES)
-        self.q = normal(rng.randrange(2**31), sum(q_lens) + spare, heads, 16).to(q_dtype)
-        self.q[sum(q_lens) :] = NAN
-        is_fp8 = dtype in FP8
+        self.q = scattered.normal(rng.randrange(2**31), sum(q_lens) + spare, heads, 16).to(q_dtype)
+        self.q[sum(q_lens) :] = scattered.NAN
+        is_fp8 = dtype in scattered.FP8
         self.bmm1, self.scale = scale_of(rng, is_fp8, values=False)
         self.bmm2, self.factor = scale_of(rng, is_fp8, values=True)
         self.window = rng.choice([-1, 0, 3, 100])
-        self.sinks = normal(rng.randrange(2**31), heads) if rng.random() < 0.3 else None
+        self.sinks = scattered.normal(rng.randrange(2**31), heads) if rng.random() < 0.3 else None
         self.out_dtype = rng.choice([None, torch.float16, torch.bfloat16])
         self.lse = torch.empty(self.q.shape[:2]) if rng.random() < 0.3 else None
 
@@ -170,7 +159,7 @@ class Drawn:
         assert out.dtype == (self.out_dtype or self.q.dtype)
         assert self.lse is None or lse is self.lse
         for b, span in enumerate(rows_of(self.q_lens)):
-            want, want_lse, size = defined(
+            want, want_lse, size = scattered.defined(
                 self.q[span],
                 self.cache.k[b],
                 self.cache.v[b].double() * self.factor,
@@ -179,25 +168,25 @@ class Drawn:
                 window_left=self.window,
                 sinks=self.sinks,
             )
-            check_out(out[span], want, size)
-            check_lse(lse[span], want_lse)
+            scattered.check_out(out[span], want, size)
+            scattered.check_lse(lse[span], want_lse)
         assert not out[sum(self.q_lens) :].any()
         assert bool((lse[sum(self.q_lens) :] == -math.inf).all())
 
 
 def test_one_plane_is_keys_and_values() -> None:
     rng = random.Random(0)
-    cache = Scattered.of(
+    cache = scattered.Scattered.of(
         rng, [9, 5], page_size=4, layout="HND", heads=2, dims=(16, 16), dtype=torch.float16
     )
-    q = normal(1, 2, 4, 16).half()
+    q = scattered.normal(1, 2, 4, 16).half()
     lens = torch.tensor([9, 5])
     found = flashinfer.trtllm_batch_decode_with_kv_cache(
         q, cache.caches[0].unsqueeze(1), WORKSPACE, cache.table(), lens, 9, 0.25
     )
     for b in range(2):
-        want, _, size = defined(q[b : b + 1], cache.k[b], cache.k[b], scale=0.25)
-        check_out(found[b : b + 1], want, size)
+        want, _, size = scattered.defined(q[b : b + 1], cache.k[b], cache.k[b], scale=0.25)
+        scattered.check_out(found[b : b + 1], want, size)
 
 
 @settings(MANY, max_examples=40)
@@ -208,7 +197,7 @@ def test_latent_decode_is_its_definition(seed: int) -> None:
     lens = [rng.choice([0, rng.randint(1, 30)]) for _ in range(rng.randint(1, 3))]
     q_dtype = rng.choice(HALVES)
     dtype = rng.choice([q_dtype, torch.float8_e4m3fn])
-    cache = Scattered.of(
+    cache = scattered.Scattered.of(
         rng, lens, page_size=page_size, layout="NHD", heads=1, dims=dims, dtype=dtype,
         form="interleaved",
     )  # fmt: skip
@@ -218,11 +207,11 @@ def test_latent_decode_is_its_definition(seed: int) -> None:
     is_ragged, q_len = rng.random() < 0.4, rng.choice([1, 1, 3])
     q_lens = [rng.randint(0, 3) if is_ragged else q_len for _ in lens]
     shape = (sum(q_lens),) if is_ragged else (len(lens), q_len)
-    query = normal(seed % 2**31, *shape, heads, sum(dims)).to(q_dtype)
+    query = scattered.normal(seed % 2**31, *shape, heads, sum(dims)).to(q_dtype)
     bmm2 = 0.5 if dtype not in HALVES else 1.0
     given: dict[str, object] = {}
     if is_ragged:
-        given["cum_seq_lens_q"] = indptr_of(q_lens)
+        given["cum_seq_lens_q"] = scattered.indptr_of(q_lens)
         if rng.random() < 0.5:
             given["max_q_len"] = max(q_lens) + 1
     separate = rng.random() < 0.4
@@ -245,9 +234,9 @@ def test_latent_decode_is_its_definition(seed: int) -> None:
     for b, span in enumerate(rows_of(q_lens)):
         ckv, kpe = (x[b].double() * bmm2 for x in (cache.k, cache.v))
         keys = torch.cat((ckv, kpe), dim=2)
-        want, want_lse, size = defined(rows[span], keys, ckv, scale=0.1, causal=True)
-        check_out(out[span], want, size)
-        check_lse(lse[span], want_lse, base=math.e if base == "basee" else 2.0)
+        want, want_lse, size = scattered.defined(rows[span], keys, ckv, scale=0.1, causal=True)
+        scattered.check_out(out[span], want, size)
+        scattered.check_lse(lse[span], want_lse, base=math.e if base == "basee" else 2.0)
 
 
 # --- pools and tables -----------------------------------------------------------------------------
@@ -265,12 +254,12 @@ class Pools:
         self.first = rng.randint(0, 2)  # sequences before those
         counts = [-(-n // self.size) for n in self.lens]
         self.pages = sum(counts) + 2
-        self.pool = nan_like(
+        self.pool = scattered.nan_like(
             (self.pages, self.layers, kv_factor, self.heads, self.size, self.dim), dtype
         )
         width = max(counts) + 2
         self.offsets = torch.full(
-            (2, self.first + len(self.lens) + 1, 2, width), GARBAGE, dtype=torch.int32
+            (2, self.first + len(self.lens) + 1, 2, width), scattered.GARBAGE, dtype=torch.int32
         )
         self.pool_idx, self.layer = rng.randint(0, 1), rng.randrange(self.layers)
         ids = iter(rng.sample(range(self.pages), sum(counts)))
@@ -278,7 +267,7 @@ class Pools:
         self.v: list[Tensor] = []
         for b, n in enumerate(self.lens):
             tokens = [
-                normal(rng.randrange(2**31), n, self.heads, self.dim).to(dtype)
+                scattered.normal(rng.randrange(2**31), n, self.heads, self.dim).to(dtype)
                 for _ in range(kv_factor)
             ]
             self.k.append(tokens[0])
@@ -346,13 +335,13 @@ def test_layers_of_a_pool_are_read_where_they_lie(seed: int) -> None:
         page_size=pools.size, q_dtype=q_dtype, kv_dtype=dtype, kv_layout="HND",
         page_table=table.layout.value,
     )  # fmt: skip
-    q = normal(seed % 2**31, len(pools.lens), 2 * pools.heads, 16).to(q_dtype)
+    q = scattered.normal(seed % 2**31, len(pools.lens), 2 * pools.heads, 16).to(q_dtype)
     kv = planner.bind(layer.kv(uses_shared_paged_kv_idx=shared))
     out, lse = planner.plan(table, torch.tensor(pools.lens)).run(q, kv, return_lse=True)
     for b in range(len(pools.lens)):
-        want, want_lse, size = defined(q[b : b + 1], pools.k[b], pools.v[b], scale=0.25)
-        check_out(out[b : b + 1], want, size)
-        check_lse(lse[b : b + 1], want_lse, base=math.e)
+        want, want_lse, size = scattered.defined(q[b : b + 1], pools.k[b], pools.v[b], scale=0.25)
+        scattered.check_out(out[b : b + 1], want, size)
+        scattered.check_lse(lse[b : b + 1], want_lse, base=math.e)
     same = flashinfer.trtllm_batch_decode_with_kv_cache(
         q, layer.kv(uses_shared_paged_kv_idx=shared), WORKSPACE, table.table,
         torch.tensor(pools.lens), 30, 0.25, uses_shared_paged_kv_idx=shared,
@@ -371,13 +360,13 @@ def test_layers_of_latents_are_read_where_they_lie(seed: int) -> None:
         sm_scale=0.1, num_heads=2, kv_lora_rank=256, qk_rope_head_dim=32, page_size=pools.size,
         q_dtype=torch.float16, kv_dtype=torch.float16,
     )  # fmt: skip
-    q = normal(seed % 2**31, len(pools.lens), 2, 288).half()
+    q = scattered.normal(seed % 2**31, len(pools.lens), 2, 288).half()
     plan = planner.plan(table, torch.tensor(pools.lens))
     out = plan.run(q[..., :256], q[..., 256:], planner.bind(layer.latent()))
     for b in range(len(pools.lens)):
         latents = pools.k[b]
-        want, _, size = defined(q[b : b + 1], latents, latents[..., :256], scale=0.1)
-        check_out(out[b : b + 1], want, size)
+        want, _, size = scattered.defined(q[b : b + 1], latents, latents[..., :256], scale=0.1)
+        scattered.check_out(out[b : b + 1], want, size)
 
 
 def test_nvfp4_pools_have_linear_scales_beside_them() -> None:
@@ -394,7 +383,7 @@ def test_nvfp4_pools_have_linear_scales_beside_them() -> None:
         num_blocks=pools.pages * pools.layers * 2, **given,
     )  # fmt: skip
     assert torch.equal(by_address.blocks, layer.blocks)
-    q = normal(1, len(pools.lens), pools.heads, 16).half()
+    q = scattered.normal(1, len(pools.lens), pools.heads, 16).half()
     outs = []
     for kv_dtype, source in (("nvfp4", layer), ("float16", None)):
         planner = jitattn.AttentionPlanner(
@@ -439,7 +428,7 @@ def test_entries_of_the_secondary_pool_are_found(seed: int) -> None:
         num_qo_heads=pools.heads, num_kv_heads=pools.heads, head_dim=16, page_size=pools.size,
         q_dtype="float16", kv_dtype="float16", kv_layout="HND", page_table="separate",
     )  # fmt: skip
-    q = normal(1, len(pools.lens), pools.heads, 16).half()
+    q = scattered.normal(1, len(pools.lens), pools.heads, 16).half()
     plan = planner.plan(pools.table(shared=False), torch.tensor(pools.lens))
     with pytest.raises(ValueError, match=f"request {b} has the entry {entry + SECONDARY}"):
         plan.run(q, pools.view(rng).kv())
@@ -456,8 +445,8 @@ ONE = torch.ones(1)
 
 def batch_decode(**changes: object) -> object:
     given: dict[str, object] = {
-        "query": normal(0, 2, 4, 16).half(),
-        "kv_cache": normal(1, 3, 2, 2, 4, 16).half(),
+        "query": scattered.normal(0, 2, 4, 16).half(),
+        "kv_cache": scattered.normal(1, 3, 2, 2, 4, 16).half(),
         "workspace_buffer": WORKSPACE,
         "block_tables": torch.tensor([[0, 1], [2, 0]]).int(),
         "seq_lens": torch.tensor([7, 4]),
@@ -468,8 +457,8 @@ def batch_decode(**changes: object) -> object:
 
 def batch_context(**changes: object) -> object:
     given: dict[str, object] = {
-        "query": normal(0, 5, 4, 16).half(),
-        "kv_cache": normal(1, 3, 2, 2, 4, 16).half(),
+        "query": scattered.normal(0, 5, 4, 16).half(),
+        "kv_cache": scattered.normal(1, 3, 2, 2, 4, 16).half(),
         "workspace_buffer": WORKSPACE,
         "block_tables": torch.tensor([[0, 1], [2, 0]]).int(),
         "seq_lens": torch.tensor([7, 4]),
@@ -486,8 +475,8 @@ def batch_context(**changes: object) -> object:
 
 def latent_decode(**changes: object) -> object:
     given: dict[str, object] = {
-        "query": normal(0, 2, 1, 4, 288).half(),
-        "kv_cache": normal(1, 3, 4, 288).half(),
+        "query": scattered.normal(0, 2, 1, 4, 288).half(),
+        "kv_cache": scattered.normal(1, 3, 4, 288).half(),
         "workspace_buffer": WORKSPACE,
         "qk_nope_head_dim": 128,
         "kv_lora_rank": 256,
@@ -564,13 +553,13 @@ FUNCTIONS = [
     ({"bmm1_scale": math.nan}, "bmm1_scale is nan"),
     ({"bmm1_scale": None}, "bmm1_scale is a NoneType"),
     ({"window_left": 1.5}, "window_left is a float"),
-    ({"query": normal(0, 2, 16).half()}, "query has shape"),
-    ({"query": normal(0, 2, 4, 16)}, "query has dtype"),
-    ({"query": normal(0, 2, 4, 16).half().requires_grad_()}, "query requires a gradient"),
+    ({"query": scattered.normal(0, 2, 16).half()}, "query has shape"),
+    ({"query": scattered.normal(0, 2, 4, 16)}, "query has dtype"),
+    ({"query": scattered.normal(0, 2, 4, 16).half().requires_grad_()}, "query requires a gradient"),
     ({"query": 3}, "query is a int"),
-    ({"kv_cache": normal(0, 3, 3, 2, 4, 16).half()}, "kv_cache has shape"),
-    ({"kv_cache": normal(0, 3, 2, 2, 4, 16)}, "kv_cache has dtype"),
-    ({"kv_cache": normal(0, 3, 2, 2, 4, 16).byte()}, "kv_cache has dtype uint8"),
+    ({"kv_cache": scattered.normal(0, 3, 3, 2, 4, 16).half()}, "kv_cache has shape"),
+    ({"kv_cache": scattered.normal(0, 3, 2, 2, 4, 16)}, "kv_cache has dtype"),
+    ({"kv_cache": scattered.normal(0, 3, 2, 2, 4, 16).byte()}, "kv_cache has dtype uint8"),
     ({"kv_cache": None}, "kv_cache is a NoneType"),
     ({"workspace_buffer": None}, "workspace_buffer is a NoneType"),
     ({"multi_ctas_kv_counter_buffer": 1}, "multi_ctas_kv_counter_buffer is a int"),
@@ -591,7 +580,7 @@ DECODE = [
         "cum_seq_lens_q has 2 entries",
     ),
     (
-        {"cum_seq_lens_q": indptr_of([1, 1]), "max_q_len": 1, "q_len_per_req": 2},
+        {"cum_seq_lens_q": scattered.indptr_of([1, 1]), "max_q_len": 1, "q_len_per_req": 2},
         "q_len_per_req is 2",
     ),
     ({"bmm1_scale_log2": ONE}, "bmm1_scale_log2 is a tensor"),
@@ -634,11 +623,11 @@ LATENT = [
     ({"use_fp16_softmax": True}, "use_fp16_softmax is True"),
     ({"return_lse_base": "e"}, "return_lse_base is 'e'"),
     ({"max_q_len": 1}, "max_q_len is given"),
-    ({"query": normal(0, 2, 4, 288).half()}, "query has shape"),
-    ({"query": normal(0, 2, 1, 4, 288)}, "query has dtype"),
-    ({"query": normal(0, 3, 1, 4, 288).half()}, "query has 3 requests"),
-    ({"kv_cache": normal(1, 3, 2, 4, 288).half()}, "kv_cache has shape"),
-    ({"kv_cache": normal(1, 3, 4, 288)}, "kv_cache has dtype"),
+    ({"query": scattered.normal(0, 2, 4, 288).half()}, "query has shape"),
+    ({"query": scattered.normal(0, 2, 1, 4, 288)}, "query has dtype"),
+    ({"query": scattered.normal(0, 3, 1, 4, 288).half()}, "query has 3 requests"),
+    ({"kv_cache": scattered.normal(1, 3, 2, 4, 288).half()}, "kv_cache has shape"),
+    ({"kv_cache": scattered.normal(1, 3, 4, 288)}, "kv_cache has dtype"),
     ({"seq_lens": None}, "seq_lens is None"),
     ({"seq_lens": torch.tensor([7])}, "seq_lens has 1 entries"),
     ({"max_seq_len": 6}, "max_seq_len is 6"),
@@ -658,7 +647,7 @@ LATENT = [
     ({"cum_seq_lens_q": torch.tensor([0, 2]).int()}, "query has shape"),
     ({"workspace_buffer": 3}, "workspace_buffer is a int"),
     (
-        {"kv_cache": normal(1, 3, 4, 288).to(torch.float8_e4m3fn), "bmm2_scale": 0.0},
+        {"kv_cache": scattered.normal(1, 3, 4, 288).to(torch.float8_e4m3fn), "bmm2_scale": 0.0},
         "bmm2_scale is 0",
     ),
 ]
@@ -874,7 +863,7 @@ def test_addresses_of_another_device_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_equal_calls_share_a_planner() -> None:
     from jitattn.kernels.attention import functional
 
-    cache = normal(1, 3, 2, 2, 4, 16).to(torch.float8_e4m3fn)
+    cache = scattered.normal(1, 3, 2, 2, 4, 16).to(torch.float8_e4m3fn)
     batch_decode(kv_cache=cache, bmm1_scale=0.5, bmm2_scale=0.25)
     before = functional._planner.cache_info()
     batch_decode(kv_cache=cache, bmm1_scale=0.3, bmm2_scale=torch.tensor(2.0))

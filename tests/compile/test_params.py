@@ -141,6 +141,7 @@ def test_schedule_params_agree() -> None:
 
 
 def _struct(name: str) -> type[ctypes.Structure]:
+    name = {"Scale": "ScaleParams"}.get(name, name)
     found: type[ctypes.Structure] = getattr(pages_params, name, None) or getattr(params, name)
     return found
 

@@ -27,7 +27,7 @@ from jitattn.jit.render import TEMPLATES, render
 from jitattn.kernels.common import cuda_kernels
 from jitattn.kernels.common.params import ScheduleParams, kernel_params
 from jitattn.kernels.common.spec import AttentionSpec
-from jitattn.kernels.mla.launch import MLAKernels
+from jitattn.kernels.mla.kernels import MLAKernels
 from jitattn.spec.layout import Layout
 from tests.emulator import launch_recorder
 from tests.emulator.cuda_runtime import QUALIFIERS, TYPES, WORDS, library_of

@@ -19,11 +19,12 @@ from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
 from jitattn.device.workspace import Workspace
 from jitattn.jit.build import Kernel
-from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.attention.kernels import AttentionKernels
 from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout
+from tests.support.empty_kernel import empty_kernel
 
 CPU = torch.device("cpu")
 
@@ -36,19 +37,7 @@ class FakePending:
     was_found: bool = True
 
     def result(self) -> Kernel:
-        return Kernel(
-            spec=self.spec,
-            symbol=self.spec.symbol,
-            arch="sm_90a",
-            cubin=b"",
-            origin="disk",
-            seconds=0.0,
-            registers=8,
-            spill_bytes=0,
-            smem_bytes=16,
-            compiler="none",
-            entry=self.spec.symbol,
-        )
+        return empty_kernel(self.spec)
 
 
 class FakeKernel:

@@ -82,23 +82,44 @@ def missing(asked: Asked, model: Model, **serving: Any) -> set[str]:
     return {spec.symbol for spec in wanted - there}
 
 
+DEEPSEEK = MODELS["deepseek-v2-lite"]
+LATENTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK | {"model_type": "deepseek_v3"},
+    "neox": DEEPSEEK | {"model_type": "deepseek_v3", "rope_interleave": False},
+    "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"},
+}
+
+
+@pytest.mark.parametrize("table", ["shared", "separate"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", LATENTS)
 def test_a_step_of_latent_attention_finds_its_kernels(
-    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kv_dtype: str, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of(MODELS["deepseek-v2-lite"])
+    """The step of docs/latent-attention.md, by pages and by slots."""
+    model = model_of(LATENTS[name])
     assert model.latent is not None
     asked = Asked(monkeypatch)
     sizes = (model.latent.kv_lora_rank, model.latent.qk_rope_head_dim)
     cache = torch.zeros(1, 64, sum(sizes), dtype=torch.bfloat16).to(getattr(torch, kv_dtype))
-    pages = jitattn.BlockTable(torch.zeros(1, 1, dtype=torch.int32))
-    latent, rope = (torch.zeros(NUM_TOKENS, 1, size, dtype=torch.bfloat16) for size in sizes)
-    parts = tuple(part.unsqueeze(2) for part in cache.split(sizes, -1))
-    jitattn.append_kv(latent, rope, parts, pages=pages, seq_lens=LENGTHS, qo_indptr=OFFSETS)
-    jitattn.append_kv(latent, rope, parts, slots=torch.arange(NUM_TOKENS, dtype=torch.int32))
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    pages = jitattn.BlockTable(ids if table == "shared" else torch.stack((ids, ids), 1))
+    latent, k_pe = (torch.zeros(NUM_TOKENS, 1, size, dtype=torch.bfloat16) for size in sizes)
+    q_pe = torch.zeros(NUM_TOKENS, model.num_qo_heads, sizes[1], dtype=torch.bfloat16)
+    latents, rope_parts = (part.unsqueeze(2) for part in cache.split(sizes, -1))
+    rope = jitattn.Rope.from_hf_config(LATENTS[name])
+    heads = {"num_qo_heads": model.num_qo_heads, "num_kv_heads": 1, "head_dim": sizes[1]}
+    tokens = {"pages": pages, "seq_lens": LENGTHS, "qo_indptr": OFFSETS}
+    slots = {"slots": torch.arange(NUM_TOKENS, dtype=torch.int32)}
+    for where, given in ((tokens, {}), (slots, {"positions": torch.arange(NUM_TOKENS)})):
+        jitattn.preprocess_qkv(
+            (q_pe, k_pe, latent), (rope_parts, latents), **heads, rope=rope, **where, **given
+        )  # fmt: skip
+        jitattn.append_kv(latent, k_pe, (latents, rope_parts), **where)
     jitattn.MLAPlanner(
         num_heads=model.num_qo_heads, kv_lora_rank=sizes[0], qk_rope_head_dim=sizes[1],
-        page_size=64, sm_scale=model.sm_scale, kv_dtype=kv_dtype, device="cpu",
+        page_size=64, sm_scale=model.sm_scale, kv_dtype=kv_dtype, page_table=table, device="cpu",
     )  # fmt: skip
     jitattn.AttentionPlanner(
         num_qo_heads=16, num_kv_heads=16, head_dim=192, head_dim_vo=128, page_size=None,

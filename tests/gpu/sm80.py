@@ -23,6 +23,7 @@ from jitattn.kernels.common import cuda_kernels, device_kernels, kernel_loader
 from jitattn.spec.family import KernelSpec
 from tests.gpu.make_ptx import ARCH, specs
 from tests.support import harness
+from tests.support.empty_kernel import empty_kernel
 
 NUM_THREADS = 16
 
@@ -47,18 +48,8 @@ class PtxKernels:
         """Stands for jitattn.jit.build.build."""
         del knobs, hint
         assert arch == ARCH
-        return Kernel(
-            spec=spec,
-            symbol=spec.symbol,
-            arch=arch,
-            cubin=b"",
-            origin="precompiled",
-            seconds=0.0,
-            registers=0,
-            spill_bytes=0,
-            smem_bytes=0,
-            compiler="PTX",
-            entry=spec.symbol,
+        return empty_kernel(
+            spec, arch=arch, origin="precompiled", compiler="PTX", registers=0, smem_bytes=0
         )
 
     def start(

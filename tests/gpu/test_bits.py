@@ -11,6 +11,7 @@ import torch
 import jitattn
 from jitattn.kernels.attention.config import wide_row_tile
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import (
     CACHES_SHARED,
     D64,
@@ -31,28 +32,15 @@ from tests.support.cases import (
     Case,
     of,
 )
-from tests.support.harness import (
-    Result,
-    assert_same,
-    attend,
-    check,
-    check_placement,
-    check_variation,
-    expected,
-    extras,
-    plan_of,
-    planner_for,
-    same_bits,
-)
 from tests.support.inputs import ROW_VIEWS, Inputs, make_inputs
 from tests.support.layouts import check_every_table
 
 LENGTHS = (4097, 1, 0, 16, 255, 12000, 33)
 
 
-def bits_of(case: Case) -> tuple[Inputs, Result]:
+def bits_of(case: Case) -> tuple[Inputs, harness.Result]:
     inputs = make_inputs(case, DEVICE)
-    return inputs, attend(inputs)
+    return inputs, harness.attend(inputs)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -66,12 +54,12 @@ def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool)
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_room_between_requests(case: Case) -> None:
     """Seeds place pages, tokens and the room that CSR and ragged requests don't use."""
-    check_placement(replace(case, lengths=LENGTHS), DEVICE)
+    harness.check_placement(replace(case, lengths=LENGTHS), DEVICE)
 
 
 @pytest.mark.parametrize("case", [D128, D128_PAGE_3, D256], ids=str)
 def test_page_placement(case: Case) -> None:
-    check_placement(replace(case, lengths=LENGTHS), DEVICE)
+    harness.check_placement(replace(case, lengths=LENGTHS), DEVICE)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -82,12 +70,12 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
     if cache == "twice" and case.page_table == "shared":
         pytest.skip("one tensor passed twice needs two rows of ids")
     case = replace(case, lengths=LENGTHS, num_kv_heads=1 if cache == "size_1" else 2)
-    check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
+    harness.check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
 
 
 @pytest.mark.parametrize("view", ROW_VIEWS)
 def test_q_and_out_strides(view: str) -> None:
-    check_variation(replace(D128, lengths=LENGTHS), DEVICE, q_view=view, out_view=view)
+    harness.check_variation(replace(D128, lengths=LENGTHS), DEVICE, q_view=view, out_view=view)
 
 
 @pytest.mark.parametrize("window_left", [-1, 100])
@@ -96,18 +84,18 @@ def test_garbage_table_entries(case: Case, window_left: int) -> None:
     inputs, want = bits_of(replace(case, lengths=LENGTHS, window_left=window_left))
     for garbage in (0, -1, 2**31 - 1, -(2**31), 10**6, inputs.dead_page):
         inputs.table = inputs.table.masked_fill(inputs.garbage, garbage)
-        assert_same(attend(inputs), want)
+        harness.assert_same(harness.attend(inputs), want)
 
 
 def test_width_of_the_table_and_maxima() -> None:
     inputs, want = bits_of(replace(D128, lengths=LENGTHS))
-    planner = planner_for(inputs.case, DEVICE)
+    planner = harness.planner_for(inputs.case, DEVICE)
     kv = planner.bind(inputs.given)
     wide = torch.full((len(LENGTHS), 5000), -1, dtype=torch.int32, device=DEVICE)
     wide[:, : inputs.table.shape[1]] = inputs.table
     for table, limit in ((inputs.table, 12000), (wide, None), (wide, 70_000)):
         plan = planner.plan(jitattn.BlockTable(table), inputs.seq_lens, max_kv_len=limit)
-        assert_same(plan.run(inputs.q, kv, return_lse=True), want)
+        harness.assert_same(plan.run(inputs.q, kv, return_lse=True), want)
 
 
 @pytest.mark.parametrize("case", [D128, D128_SEPARATE, D256], ids=str)
@@ -115,14 +103,14 @@ def test_repeated_runs(case: Case) -> None:
     """Splits finish in any order and are merged in one."""
     case = replace(case, lengths=(*LENGTHS, 30_000), sinks="float32")
     inputs, want = bits_of(case)
-    planner = planner_for(case, DEVICE)
+    planner = harness.planner_for(case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
     kv = planner.bind(inputs.given)
     for repeat in range(20):
         if repeat % 5 == 0:
             plan.refresh()
         result = plan.run(inputs.q, kv, sinks=inputs.sinks, return_lse=True)
-        assert_same(result, want)
+        harness.assert_same(result, want)
 
 
 def test_integer_types_rows_and_strided_lengths() -> None:
@@ -132,24 +120,24 @@ def test_integer_types_rows_and_strided_lengths() -> None:
             wide = torch.full((2, len(LENGTHS), step), 2**31 - 1, dtype=dtype, device=DEVICE)
             wide[0, :, 0], wide[1, :, 0] = inputs.seq_lens, inputs.rows
             inputs.seq_lens, inputs.rows = wide[0, :, 0], wide[1, :, 0]
-            assert_same(attend(inputs), want)
+            harness.assert_same(harness.attend(inputs), want)
 
 
 def test_a_window_as_long_as_the_request_is_none() -> None:
     case = replace(D128, lengths=LENGTHS)
     _, want = bits_of(case)
     for window_left in (max(LENGTHS) - 1, max(LENGTHS), 10**9, 2**31 - 1):
-        assert_same(bits_of(replace(case, window_left=window_left))[1], want)
+        harness.assert_same(bits_of(replace(case, window_left=window_left))[1], want)
 
 
 def test_buffers_or_not() -> None:
     case = replace(D128, lengths=LENGTHS)
     _, want = bits_of(case)
-    assert_same(bits_of(replace(case, call="returned"))[1], want)
+    harness.assert_same(bits_of(replace(case, call="returned"))[1], want)
     inputs = make_inputs(case, DEVICE)
-    planner = planner_for(case, DEVICE)
+    planner = harness.planner_for(case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
-    assert same_bits(plan.run(inputs.q, inputs.given), want[0])
+    assert harness.same_bits(plan.run(inputs.q, inputs.given), want[0])
 
 
 # --- the most query tokens ------------------------------------------------------------------------
@@ -162,14 +150,14 @@ MAXIMA = (1, 2, 4, 16, 17, 200) if DEVICE == "cuda" else (200,)
 def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
     """Plans of any ``max_q_len`` that the batch allows: decode of both row tiles, and prefill."""
     inputs = make_inputs(case, DEVICE)
-    planner = planner_for(case, DEVICE, **changes)
+    planner = harness.planner_for(case, DEVICE, **changes)
     kv = inputs.bind(planner)
     longest, has_wide = max(case.queries), wide_row_tile(case.config()) > 0
     is_short = 0 <= case.window_left < 10_000 or "num_sms" in changes
     seen = {}
     for max_q_len in sorted({longest, *(n for n in MAXIMA if n > longest)}):
-        plan = plan_of(inputs, planner, max_q_len=max_q_len)
-        arguments = {"out": inputs.new_out(), "lse": inputs.new_lse()} | extras(inputs)
+        plan = harness.plan_of(inputs, planner, max_q_len=max_q_len)
+        arguments = {"out": inputs.new_out(), "lse": inputs.new_lse()} | harness.extras(inputs)
         plan.run(inputs.q, kv, **arguments)
         seen[max_q_len] = arguments["out"], arguments["lse"]
         if DEVICE == "cuda":
@@ -177,9 +165,9 @@ def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
             assert ("decode_multi_token" in roles) == (max_q_len * case.group_size > 8 and has_wide)
             assert is_short or num_slots(plan) > 16, "too few splits"
     want = seen[longest]
-    check(case, *want, expected(inputs))
+    harness.check(case, *want, harness.expected(inputs))
     for got in seen.values():
-        assert_same(got, want)
+        harness.assert_same(got, want)
 
 
 def num_slots(plan: jitattn.types.Plan) -> int:
@@ -296,7 +284,7 @@ def test_invariant_requests_alone_and_together(case: Case, num_kv_heads: int) ->
     inputs, (out, lse) = bits_of(case)
     for request in range(len(case.lengths)):
         mine = out[request : request + 1], lse[request : request + 1]
-        assert_same(attend(alone(inputs, request)), mine)
+        harness.assert_same(harness.attend(alone(inputs, request)), mine)
 
 
 NUM_BATCHES, NUM_REQUESTS = 200, 60
@@ -309,7 +297,7 @@ def test_invariant_over_random_batches_and_orders(case: Case) -> None:
     lengths = tuple(rng.choice((rng.randint(0, 300), rng.randint(1, 6000))) for _ in range(60))
     case = replace(case, lengths=lengths, batch_invariant=True)
     inputs, want = bits_of(case)
-    planner = planner_for(case, DEVICE)
+    planner = harness.planner_for(case, DEVICE)
     kv = planner.bind(inputs.given)
     for _ in range(NUM_BATCHES):
         size = rng.choice((1, 2, 7, 30, 132, 200))
@@ -317,7 +305,7 @@ def test_invariant_over_random_batches_and_orders(case: Case) -> None:
         pages = type(inputs.pages())(inputs.table, rows=picks)
         plan = planner.plan(pages, inputs.seq_lens[picks])
         got = plan.run(inputs.q[picks], kv, return_lse=True)
-        assert_same(got, (want[0][picks], want[1][picks]))
+        harness.assert_same(got, (want[0][picks], want[1][picks]))
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 50, 1000])
@@ -326,7 +314,9 @@ def test_invariant_over_shares_of_the_card(case: Case, num_sms: int) -> None:
     """Splits are cut by the request's length, so not even the number of CTAs matters."""
     case = replace(case, lengths=OF_INTEREST, batch_invariant=True)
     inputs, want = bits_of(case)
-    assert_same(attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
+    harness.assert_same(
+        harness.attend(inputs, harness.planner_for(case, DEVICE, num_sms=num_sms)), want
+    )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -334,11 +324,11 @@ def test_invariant_over_shares_of_the_card(case: Case, num_sms: int) -> None:
 def test_maxima_do_not_matter(case: Case, batch_invariant: bool) -> None:
     case = replace(case, lengths=LENGTHS, batch_invariant=batch_invariant)
     inputs, want = bits_of(case)
-    planner = planner_for(case, DEVICE)
+    planner = harness.planner_for(case, DEVICE)
     kv = planner.bind(inputs.given)
     for limit in (max(LENGTHS), max(LENGTHS) + 1, 2**31 - 1, 2**40):
         plan = planner.plan(inputs.pages(), inputs.seq_lens, max_kv_len=limit)
-        assert_same(plan.run(inputs.q, kv, return_lse=True), want)
+        harness.assert_same(plan.run(inputs.q, kv, return_lse=True), want)
 
 
 def test_invariant_with_many_requests_in_a_slot() -> None:
@@ -347,6 +337,8 @@ def test_invariant_with_many_requests_in_a_slot() -> None:
     lengths = tuple(rng.choice((0, 1, 300, 600, 900, 2000)) for _ in range(2000))
     case = replace(D128, num_kv_heads=1, lengths=lengths, batch_invariant=True)
     inputs, want = bits_of(case)
-    check(case, *want, expected(inputs))
+    harness.check(case, *want, harness.expected(inputs))
     for num_sms in (1, 3, 60):
-        assert_same(attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
+        harness.assert_same(
+            harness.attend(inputs, harness.planner_for(case, DEVICE, num_sms=num_sms)), want
+        )

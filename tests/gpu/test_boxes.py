@@ -11,17 +11,8 @@ from torch import Tensor
 
 from jitattn.spec.layout import Loader
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import BOX_DIMS, BOX_PAGES, D64, D128, E4M3, Case, loader_of, of
-from tests.support.harness import (
-    assert_dead_slots_do_not_count,
-    assert_same,
-    attend,
-    check,
-    expected,
-    extras,
-    plan_of,
-    planner_for,
-)
 from tests.support.inputs import Inputs, make_inputs, random_tokens
 
 
@@ -32,10 +23,10 @@ def boxed(case: Case) -> Case:
 
 
 def attend_in_boxes(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    kv = inputs.bind(planner_for(inputs.case, DEVICE))
+    kv = inputs.bind(harness.planner_for(inputs.case, DEVICE))
     if DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         assert kv.tensor_maps is not None
-    return attend(inputs)
+    return harness.attend(inputs)
 
 
 @pytest.mark.parametrize("window_left", [7, 300])
@@ -45,7 +36,7 @@ def test_windows_begin_in_every_place_of_a_page(case: Case, window_left: int) ->
     lengths = tuple(range(701, 701 + case.page_size))
     case = boxed(replace(case, lengths=lengths, num_kv_heads=1, window_left=window_left))
     inputs = make_inputs(case, DEVICE)
-    check(case, *attend_in_boxes(inputs), expected(inputs))
+    harness.check(case, *attend_in_boxes(inputs), harness.expected(inputs))
 
 
 @pytest.mark.parametrize("case", BOX_PAGES, ids=str)
@@ -54,8 +45,8 @@ def test_requests_end_in_every_place_of_a_page(case: Case) -> None:
     case = boxed(replace(case, lengths=lengths, num_kv_heads=1))
     inputs = make_inputs(case, DEVICE)
     poisons = (math.nan, math.inf, -math.inf, torch.finfo(torch.bfloat16).max)
-    want = assert_dead_slots_do_not_count(inputs, *poisons)
-    check(case, *want, expected(inputs))
+    want = harness.assert_dead_slots_do_not_count(inputs, *poisons)
+    harness.check(case, *want, harness.expected(inputs))
 
 
 @pytest.mark.parametrize("cache", ["one_nhd", "one_hnd", "cross_layer", "packed", "layer_inside"])
@@ -65,7 +56,7 @@ def test_what_boxes_hold(case: Case, cache: str) -> None:
         replace(case, cache=cache, lengths=(4097, 1, 0, 16, 255, 33), sinks="float32", seed=3)
     )
     inputs = make_inputs(case, DEVICE)
-    check(case, *attend_in_boxes(inputs), expected(inputs))
+    harness.check(case, *attend_in_boxes(inputs), harness.expected(inputs))
 
 
 @pytest.mark.parametrize("case", [D128, D64, E4M3], ids=str)
@@ -73,15 +64,15 @@ def test_some_query_tokens_a_request(case: Case) -> None:
     """Windows of several rows, which begin in one box and end in another."""
     case = boxed(of(case, (2, 900), (1, 17), (0, 3), (2, 2), (2, 33), window_left=40))
     inputs = make_inputs(case, DEVICE)
-    check(case, *attend_in_boxes(inputs), expected(inputs))
+    harness.check(case, *attend_in_boxes(inputs), harness.expected(inputs))
 
 
 def test_a_cache_whose_memory_moved() -> None:
     case = boxed(replace(D128, cache="one_nhd", lengths=(3000, 17, 0)))
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    planner = planner_for(case, DEVICE)
-    plan, kv = plan_of(inputs, planner), inputs.bind(planner)
+    want = harness.attend(inputs)
+    planner = harness.planner_for(case, DEVICE)
+    plan, kv = harness.plan_of(inputs, planner), inputs.bind(planner)
     out, storage = inputs.new_out(), inputs.cache.untyped_storage()
     for _ in range(4):
         for _ in range(3):
@@ -109,7 +100,7 @@ def test_an_entry_that_is_seen_many_times(dim: str) -> None:
         inputs = make_inputs(case, DEVICE, (q, k[:16].repeat(5, 1, 1), v[:16].repeat(5, 1, 1)))
         first = int(inputs.table[0, 0])
         inputs.cache = tuple(x[first : first + 1].expand(x.shape) for x in inputs.cache)
-    check(case, *attend(inputs), expected(inputs))
+    harness.check(case, *harness.attend(inputs), harness.expected(inputs))
 
 
 def test_layers_in_turn() -> None:
@@ -121,12 +112,12 @@ def test_layers_in_turn() -> None:
         layer.cache = layers[0].cache.clone()
         live = ~torch.isnan(layer.cache)
         layer.cache[live] = torch.randn_like(layer.cache)[live]
-    wants = [attend(layer) for layer in layers]
-    planner = planner_for(case, DEVICE)
-    plan, bound = plan_of(layers[0], planner), [layer.bind(planner) for layer in layers]
+    wants = [harness.attend(layer) for layer in layers]
+    planner = harness.planner_for(case, DEVICE)
+    plan, bound = harness.plan_of(layers[0], planner), [layer.bind(planner) for layer in layers]
     out = layers[0].new_out()
     for _ in range(3):
         for layer, kv, want in zip(layers, bound, wants, strict=True):
-            plan.run(layer.q, kv, out=out, **extras(layer))
+            plan.run(layer.q, kv, out=out, **harness.extras(layer))
             assert torch.equal(out, want[0])
-            assert_same(plan.run(layer.q, kv, return_lse=True), want)
+            harness.assert_same(plan.run(layer.q, kv, return_lse=True), want)

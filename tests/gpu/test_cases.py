@@ -14,6 +14,7 @@ from torch import Tensor
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import (
     D64,
     D128,
@@ -26,20 +27,6 @@ from tests.support.cases import (
     SOFT_CAP,
     Case,
 )
-from tests.support.harness import (
-    HIGH_PAGES,
-    assert_dead_slots_do_not_count,
-    assert_same,
-    attend,
-    check,
-    check_head_stride,
-    check_high_pages,
-    check_left_tokens,
-    expected,
-    planner_for,
-    target_rows,
-    uniform,
-)
 from tests.support.inputs import address_probe, make_inputs, random_tokens, uniform_probe
 
 # --- C01: K and V interleaved inside each page ----------------------------------------------------
@@ -51,10 +38,10 @@ def test_c01_interleaved_pools(cache: str, target: int) -> None:
     case = replace(D64, cache=cache, lengths=(37,), seed=target)
     tokens = address_probe(case, DEVICE, [target])
     inputs = make_inputs(case, DEVICE, tokens)
-    result = attend(inputs)
-    assert torch.equal(result[0], target_rows(inputs, [target]))
+    result = harness.attend(inputs)
+    assert torch.equal(result[0], harness.target_rows(inputs, [target]))
     plain = replace(case, cache="pair_nhd")
-    assert_same(result, attend(make_inputs(plain, DEVICE, tokens)))
+    harness.assert_same(result, harness.attend(make_inputs(plain, DEVICE, tokens)))
 
 
 # --- C02: int64 where int32 is expected -----------------------------------------------------------
@@ -63,9 +50,9 @@ def test_c01_interleaved_pools(cache: str, target: int) -> None:
 def test_c02_two_requests_with_int64_lengths() -> None:
     case = replace(D128, lengths=(5, 9))
     tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
+    want = harness.attend(make_inputs(case, DEVICE, tokens))
     wide = replace(case, lengths_dtype="int64", rows="int64")
-    assert_same(attend(make_inputs(wide, DEVICE, tokens)), want)
+    harness.assert_same(harness.attend(make_inputs(wide, DEVICE, tokens)), want)
     with pytest.raises(TypeError, match="int64"):
         jitattn.BlockTable(torch.zeros(2, 1, dtype=torch.int64, device=DEVICE))
 
@@ -77,58 +64,58 @@ def test_c02_two_requests_with_int64_lengths() -> None:
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_c04_one_kv_head(kv_layout: str, head_stride: int) -> None:
     case = replace(D64, num_kv_heads=1, lengths=(50, 16, 7), kv_layout=kv_layout)
-    check_head_stride(make_inputs(case, DEVICE), head_stride)
+    harness.check_head_stride(make_inputs(case, DEVICE), head_stride)
 
 
 @pytest.mark.parametrize("stride", [7, 2**40])
 def test_c04_one_token_pages(stride: int) -> None:
     inputs = make_inputs(replace(PAGE_1, lengths=(50, 1, 7)), DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     page, _, head, dim = inputs.cache[0].stride()
     inputs.cache = tuple(x.as_strided(x.shape, (page, stride, head, dim)) for x in inputs.cache)
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("stride", [0, 7, 2**40])
 def test_c04_a_pool_of_one_page(stride: int) -> None:
     inputs = make_inputs(replace(D128, lengths=(11,)), DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     live = int(inputs.table[0, 0])
     cache = tuple(x[live : live + 1] for x in inputs.cache)
     inputs.cache = tuple(
         x.as_strided(x.shape, (stride, *x.stride()[1:]), x.storage_offset()) for x in cache
     )
     inputs.table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_c04_q_of_a_fused_projection(batch_size: int) -> None:
     case = replace(D128, num_kv_heads=8, lengths=(77,) * batch_size)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     fused = torch.full((batch_size, 4608), math.nan, dtype=torch.bfloat16, device=DEVICE)
     fused[:, :4096] = inputs.q.flatten(1)
     inputs.q = fused.as_strided((batch_size, 32, 128), (4608, 128, 1))
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("strides", [(4608, 128, 1), (1, 3, 1), (0, 0, 1), (2**40, 2**41, 1)])
 def test_c04_one_token_and_one_head(strides: tuple[int, int, int]) -> None:
     case = replace(D128, num_kv_heads=1, group_size=1, lengths=(40,))
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     inputs.q = inputs.q.as_strided(inputs.q.shape, strides)
     out = torch.full_like(want[0], math.nan).as_strided(want[0].shape, strides)
-    assert_same(attend(inputs, out=out), want)
+    harness.assert_same(harness.attend(inputs, out=out), want)
 
 
 def test_c04_one_table_row_and_one_length() -> None:
     inputs = make_inputs(replace(D128, lengths=(50,)), DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     inputs.table = inputs.table.contiguous()[:, :4].as_strided((1, 4), (123, 1))
     inputs.seq_lens = inputs.seq_lens.as_strided((1,), (77,))
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 # --- C07: page offsets beyond 32 bits -------------------------------------------------------------
@@ -143,8 +130,8 @@ def large_case(batch_size: int) -> Case:
 def test_c07_high_page_ids(large_pool: Tensor, target: int, naming: str) -> None:
     """The target is in the high page or in the low one after it."""
     case = replace(D128, group_size=4)
-    found = check_high_pages(case, target, None, large_pool, as_pair=naming == "pair")
-    assert found == len(HIGH_PAGES)
+    found = harness.check_high_pages(case, target, None, large_pool, as_pair=naming == "pair")
+    assert found == len(harness.HIGH_PAGES)
 
 
 def test_c07_few_pages_far_apart(large_pool: Tensor) -> None:
@@ -152,16 +139,9 @@ def test_c07_few_pages_far_apart(large_pool: Tensor) -> None:
     case = large_case(4)
     targets = [1, 15, 16, 30]
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    stride = 2**29 + 64
-    shape, strides = (8, 16, 8, 128), (stride, 8 * 128, 128, 1)
-    flat = large_pool.flatten()
-    k, v = flat.as_strided(shape, strides), flat[2**20 :].as_strided(shape, strides)
-    ids = torch.tensor([[7, 0], [5, 4], [3, 6], [2, 1]], dtype=torch.int32, device=DEVICE)
-    for dense, cache in ((inputs.k, k), (inputs.v, v)):
-        cache[ids.flatten().long()] = dense.view(8, 16, 8, 128)
-    inputs.table, inputs.cache = ids, (k, v)
-    out, _ = attend(inputs)
-    assert torch.equal(out, target_rows(inputs, targets))
+    inputs.spread(large_pool, 2**29 + 64)
+    out, _ = harness.attend(inputs)
+    assert torch.equal(out, harness.target_rows(inputs, targets))
 
 
 # --- C08: garbage in unused table entries ---------------------------------------------------------
@@ -177,12 +157,12 @@ def test_c08_unused_entries(case: Case, lengths: tuple[int, ...], window_left: i
         cache[inputs.dead_page] = torch.inf
     table = inputs.table
     inputs.table = table.masked_fill(inputs.garbage, 0)
-    want = attend(inputs)
-    check(case, *want, expected(inputs))
+    want = harness.attend(inputs)
+    harness.check(case, *want, harness.expected(inputs))
     pool_size = inputs.cache[0].shape[0]
     for garbage in (-1, 2**31 - 1, pool_size, inputs.dead_page):
         inputs.table = table.masked_fill(inputs.garbage, garbage)
-        assert_same(attend(inputs), want)
+        harness.assert_same(harness.attend(inputs), want)
 
 
 # --- C10: separate K and V page tables ------------------------------------------------------------
@@ -198,7 +178,7 @@ def test_c10_out_is_the_v_id(cache: str) -> None:
     v[live] = live.to(v.dtype)[:, None, None, None].expand(-1, *v.shape[1:])
     if cache == "pair_nhd":  # in a shared pool these pages hold keys
         v[inputs.table[:, 0, 0].long()[~torch.isin(inputs.table[:, 0, 0].long(), live)]] = math.nan
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     assert torch.equal(out, live.to(out.dtype)[:, None, None].expand_as(out))
     torch.testing.assert_close(lse.exp()[:, 0], inputs.seq_lens.float())
 
@@ -212,18 +192,18 @@ def test_c10_batch_stride(cache: str) -> None:
     cut = large.as_strided((3, 2, 5), (17, 6, 1), 2)
     cut.copy_(inputs.table[..., :5])
     inputs.table = cut
-    check(case, *attend(inputs), expected(inputs))
+    harness.check(case, *harness.attend(inputs), harness.expected(inputs))
 
 
 def test_c10_rank_decides() -> None:
     case = replace(D128_SEPARATE, lengths=(20, 30))
     inputs = make_inputs(case, DEVICE)
     inputs.table = inputs.table[..., :2].contiguous()  # [2, 2, 2]
-    check(case, *attend(inputs), expected(inputs))
-    shared = planner_for(replace(case, page_table="shared"), DEVICE)
+    harness.check(case, *harness.attend(inputs), harness.expected(inputs))
+    shared = harness.planner_for(replace(case, page_table="shared"), DEVICE)
     with pytest.raises(ValueError, match="page_table"):
         shared.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
-    separate = planner_for(case, DEVICE)
+    separate = harness.planner_for(case, DEVICE)
     with pytest.raises(ValueError, match="page_table"):
         separate.plan(jitattn.BlockTable(inputs.table[:, 0]), inputs.seq_lens)
 
@@ -237,7 +217,7 @@ def test_c12_lengths_that_are_no_multiple(case: Case, causal: bool) -> None:
     lengths = (1, 17, 63, 64, 65, 127, 129, 255, 257, 1023, 1025, 8193)
     case = replace(case, lengths=lengths, causal=causal, num_kv_heads=2)
     q, k, v = uniform_probe(case, DEVICE)
-    out, lse = attend(make_inputs(case, DEVICE, (q, k, torch.ones_like(v))))
+    out, lse = harness.attend(make_inputs(case, DEVICE, (q, k, torch.ones_like(v))))
     assert bool((out == 1).all())
     counts = torch.tensor(lengths, dtype=torch.float32, device=DEVICE)
     torch.testing.assert_close(lse.exp(), counts[:, None].expand_as(lse), rtol=1e-4, atol=0)
@@ -259,7 +239,7 @@ def test_c12_lengths_that_are_no_multiple(case: Case, causal: bool) -> None:
 )
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_c13_dead_slots(case: Case, poison: float) -> None:
-    assert_dead_slots_do_not_count(make_inputs(case, DEVICE), poison)
+    harness.assert_dead_slots_do_not_count(make_inputs(case, DEVICE), poison)
 
 
 @pytest.mark.parametrize("dead", [range(256, 257), range(257), range(256)], ids=str)
@@ -267,7 +247,7 @@ def test_c13_dead_slots(case: Case, poison: float) -> None:
 def test_c13_tokens_that_left_the_window(dead: range, poison: float) -> None:
     """(c) 4095 of 4352 keys are visible; the first, 257, shares page and tile with dead ones."""
     case = replace(D128_PAGE_32, lengths=(4352,), num_kv_heads=2)
-    check_left_tokens(case, dead, poison, DEVICE)
+    harness.check_left_tokens(case, dead, poison, DEVICE)
 
 
 # --- C15: sinks with a tiny window, and their dtype -----------------------------------------------
@@ -285,14 +265,7 @@ def test_c15_every_score_is_minus_200(window_left: int, num_sms: int | None) -> 
         num_kv_heads=2,
         sinks="float32",
     )
-    q, k, v = random_tokens(case, DEVICE)
-    inputs = make_inputs(case, DEVICE, (torch.full_like(q, 5), torch.full_like(k, -5), v))
-    inputs.sinks = torch.tensor([-100, -5, 0, 5, 50, 80, -torch.inf, 5], device=DEVICE)
-    out, lse = attend(inputs, planner_for(case, DEVICE, num_sms=num_sms))
-    check(case, out, lse, expected(inputs))
-    assert bool(torch.isfinite(out).all())
-    assert float(out[:, 3].abs().max()) < 1e-30
-    torch.testing.assert_close(lse[:, 3], torch.full_like(lse[:, 3], 5.0), rtol=0, atol=1e-5)
+    lse = harness.check_scores_of_minus_200(case, DEVICE, num_sms)
     counts = [n if window_left < 0 else min(n, window_left + 1) for n in lengths]
     without_sink = torch.tensor([math.log(n) - 200 for n in counts], device=DEVICE)
     torch.testing.assert_close(lse[:, 6], without_sink, rtol=0, atol=1e-3)
@@ -301,18 +274,18 @@ def test_c15_every_score_is_minus_200(window_left: int, num_sms: int | None) -> 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "bfloat16-column"])
 def test_c15_sink_dtypes_are_converted_exactly(dtype: str) -> None:
     inputs = make_inputs(replace(D64, lengths=(40, 0, 3), sinks=dtype), DEVICE)
-    got = attend(inputs)
+    got = harness.attend(inputs)
     inputs.sinks = inputs.sinks.float().contiguous()
-    assert_same(attend(inputs), got)
-    check(inputs.case, *got, expected(inputs))
+    harness.assert_same(harness.attend(inputs), got)
+    harness.check(inputs.case, *got, harness.expected(inputs))
 
 
 def test_c15_minus_infinity_is_no_sink() -> None:
     inputs = make_inputs(replace(D64, lengths=(40, 9000, 0), sinks="float32"), DEVICE)
     inputs.sinks = torch.full_like(inputs.sinks, -torch.inf)
-    got = attend(inputs)
+    got = harness.attend(inputs)
     inputs.case, inputs.sinks = replace(inputs.case, sinks=None), None
-    assert_same(attend(inputs), got)
+    harness.assert_same(harness.attend(inputs), got)
 
 
 # --- C16: what window_left means ------------------------------------------------------------------
@@ -324,19 +297,21 @@ def test_c15_minus_infinity_is_no_sink() -> None:
 @pytest.mark.parametrize("case", [D128, D64, D128_PAGE_3], ids=str)
 def test_c16_visible_keys(case: Case, window_left: int) -> None:
     case = replace(case, lengths=(300, 1, 64), window_left=window_left)
-    inputs, out, lse = uniform(case, DEVICE)
+    inputs, out, lse = harness.uniform(case, DEVICE)
     for row, length in zip(lse, case.lengths, strict=True):
         count = length if window_left < 0 else min(length - 1, window_left) + 1
         counted = row.double().exp()
         torch.testing.assert_close(counted, torch.full_like(counted, count), rtol=1e-5, atol=0)
     if window_left == 0:
-        assert torch.equal(out, target_rows(inputs, [length - 1 for length in case.lengths]))
+        assert torch.equal(
+            out, harness.target_rows(inputs, [length - 1 for length in case.lengths])
+        )
 
 
 @pytest.mark.parametrize("window_left", [-2, -(2**31)])
 def test_c16_negative_windows(window_left: int) -> None:
     with pytest.raises(ValueError, match="window_left"):
-        planner_for(replace(D128, window_left=window_left), DEVICE)
+        harness.planner_for(replace(D128, window_left=window_left), DEVICE)
 
 
 # --- C18: causal alignment, with one query --------------------------------------------------------
@@ -345,12 +320,12 @@ def test_c16_negative_windows(window_left: int) -> None:
 @pytest.mark.parametrize("case", [D128, D128_SEPARATE, D256], ids=str)
 def test_c18_the_query_is_the_last_token(case: Case) -> None:
     lengths = (128, 5, 2, 1, 65, 129, 0)
-    inputs, out, lse = uniform(replace(case, lengths=lengths), DEVICE)
+    inputs, out, lse = harness.uniform(replace(case, lengths=lengths), DEVICE)
     counts = torch.tensor(lengths, dtype=torch.float64, device=DEVICE)[:, None].expand_as(lse)
     torch.testing.assert_close(lse.double().exp(), counts, rtol=1e-5, atol=0)
     assert bool((out[-1] == 0).all())
     assert bool((lse[-1] == -torch.inf).all())
-    check(inputs.case, out, lse, expected(inputs))
+    harness.check(inputs.case, out, lse, harness.expected(inputs))
 
 
 # --- C20: the base of lse -------------------------------------------------------------------------
@@ -361,7 +336,7 @@ def test_c18_the_query_is_the_last_token(case: Case) -> None:
 def test_c20_lse_is_natural(case: Case, num_sms: int | None) -> None:
     case = replace(case, lengths=(1, 10, 1600))
     inputs = make_inputs(case, DEVICE, uniform_probe(case, DEVICE))
-    _, lse = attend(inputs, planner_for(case, DEVICE, num_sms=num_sms))
+    _, lse = harness.attend(inputs, harness.planner_for(case, DEVICE, num_sms=num_sms))
     for row, want in zip(lse.tolist(), (0.0, 2.302585, 7.377759), strict=True):
         assert row == pytest.approx([want] * len(row), abs=1e-5)
 
@@ -370,11 +345,11 @@ def test_c20_two_parts_merge_to_the_whole() -> None:
     """Prefix of 4096 tokens and suffix of 64, merged by their lse, against one pass."""
     case = replace(D128, lengths=(4160,), out_dtype=None)
     inputs = make_inputs(case, DEVICE)
-    whole = attend(inputs)
+    whole = harness.attend(inputs)
     parts = []
     for table, length in ((inputs.table[:, :256], 4096), (inputs.table[:, 256:260], 64)):
         part = replace(case, lengths=(length,))
-        planner = planner_for(part, DEVICE)
+        planner = harness.planner_for(part, DEVICE)
         lengths = torch.tensor([length], dtype=torch.int32, device=DEVICE)
         plan = planner.plan(jitattn.BlockTable(table), lengths)
         parts.append(plan.run(inputs.q, planner.bind(inputs.given), return_lse=True))
@@ -393,8 +368,8 @@ def test_c29_side_stream(case: Case, external: bool) -> None:
     """The values are written on the side stream behind a long wait: only that stream sees them."""
     case = replace(case, lengths=(3000, 17, 0, 800))
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    planner = planner_for(case, DEVICE)
+    want = harness.attend(inputs)
+    planner = harness.planner_for(case, DEVICE)
     filled = [x.clone() for x in (inputs.q, *inputs.cache, inputs.table, inputs.seq_lens)]
     for tensor in (inputs.q, *inputs.cache, inputs.table, inputs.seq_lens):
         tensor.zero_()
@@ -403,7 +378,7 @@ def test_c29_side_stream(case: Case, external: bool) -> None:
         stream = torch.cuda.ExternalStream(own_stream.cuda_stream)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        attend(inputs)  # allocates the stream's workspace, which may wait for the device
+        harness.attend(inputs)  # allocates the stream's workspace, which may wait for the device
         torch.cuda._sleep(100_000_000)  # 50 ms and more
         targets = (inputs.q, *inputs.cache, inputs.table, inputs.seq_lens)
         for tensor, value in zip(targets, filled, strict=True):
@@ -412,4 +387,4 @@ def test_c29_side_stream(case: Case, external: bool) -> None:
         plan = planner.plan(jitattn.BlockTable(inputs.table), inputs.seq_lens)
         result = plan.run(inputs.q, kv, return_lse=True)
     stream.synchronize()
-    assert_same(result, want)
+    harness.assert_same(result, want)

@@ -9,17 +9,8 @@ import torch
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import D64, D128, D128_TOKEN, D256, E4M3, RAGGED, WIDE, Case, of
-from tests.support.harness import (
-    Result,
-    assert_same,
-    attend,
-    check,
-    expected,
-    extras,
-    plan_of,
-    planner_for,
-)
 from tests.support.inputs import Inputs, make_inputs
 
 # Empty requests at the end, which slots of the last wave hold many of.
@@ -57,16 +48,18 @@ def assert_clean(workspace: jitattn.Workspace) -> None:
     assert not workspace.counters.any(), "a launch leaves its counters at zero"
 
 
-def run_often(inputs: Inputs, planner: jitattn.AttentionPlanner, *, at_least: int) -> Result:
+def run_often(
+    inputs: Inputs, planner: jitattn.AttentionPlanner, *, at_least: int
+) -> harness.Result:
     """The result of repeated runs, in at least so many waves, which leave nothing behind."""
-    plan, kv = plan_of(inputs, planner), inputs.bind(planner)
+    plan, kv = harness.plan_of(inputs, planner), inputs.bind(planner)
     if DEVICE == "cuda":
         assert waves_of(plan) >= at_least
-    want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
+    want = plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs))
     out, lse = inputs.new_out(), inputs.new_lse()
     for _ in range(10 if DEVICE == "cuda" else 1):
-        plan.run(inputs.q, kv, out=out, lse=lse, **extras(inputs))
-        assert_same((out, lse), want)
+        plan.run(inputs.q, kv, out=out, lse=lse, **harness.extras(inputs))
+        harness.assert_same((out, lse), want)
     if planner.workspace is not None and DEVICE == "cuda":
         assert_clean(planner.workspace)
     return want
@@ -83,7 +76,7 @@ def own_planner(case: Case, **changes: object) -> jitattn.AttentionPlanner:
 def test_rounds(case: Case, changes: dict[str, object], at_least: int) -> None:
     inputs = make_inputs(case, DEVICE)
     got = run_often(inputs, own_planner(case, **changes), at_least=at_least)
-    check(case, *got, expected(inputs))
+    harness.check(case, *got, harness.expected(inputs))
 
 
 def test_a_share_of_the_card_after_all_of_it() -> None:
@@ -92,21 +85,21 @@ def test_a_share_of_the_card_after_all_of_it() -> None:
     inputs = make_inputs(case, DEVICE)
     workspace = jitattn.Workspace(DEVICE)
     planners = [
-        planner_for(case, DEVICE, num_sms=num_sms, workspace=workspace)
+        harness.planner_for(case, DEVICE, num_sms=num_sms, workspace=workspace)
         for num_sms in (None, 5, 1, 60)
     ]
-    plans = [plan_of(inputs, planner) for planner in planners]
+    plans = [harness.plan_of(inputs, planner) for planner in planners]
     bound = [inputs.bind(planner) for planner in planners]
-    wants = [attend(inputs, planner) for planner in planners]
+    wants = [harness.attend(inputs, planner) for planner in planners]
     for want in wants:
-        check(case, *want, expected(inputs))
+        harness.check(case, *want, harness.expected(inputs))
     results = [
         (plan.run(inputs.q, kv, return_lse=True), want)
         for _ in range(5 if DEVICE == "cuda" else 1)
         for plan, kv, want in zip(plans, bound, wants, strict=True)
     ]
     for got, want in results:
-        assert_same(got, want)
+        harness.assert_same(got, want)
     assert_clean(workspace)
 
 
@@ -120,18 +113,20 @@ def test_two_planners_take_turns_with_a_workspace() -> None:
     steps = []
     for case in cases:
         inputs = make_inputs(case, DEVICE)
-        planner = planner_for(case, DEVICE, workspace=workspace)
-        want = attend(inputs, planner)
-        check(case, *want, expected(inputs))
-        steps.append((inputs, plan_of(inputs, planner), inputs.bind(planner), want))
+        planner = harness.planner_for(case, DEVICE, workspace=workspace)
+        want = harness.attend(inputs, planner)
+        harness.check(case, *want, harness.expected(inputs))
+        steps.append((inputs, harness.plan_of(inputs, planner), inputs.bind(planner), want))
     results = []
     for repeat in range(10):
         for inputs, plan, kv, want in steps:
             if repeat % 4 == 3:
                 plan.refresh()
-            results.append((plan.run(inputs.q, kv, return_lse=True, **extras(inputs)), want))
+            results.append(
+                (plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs)), want)
+            )
     for got, want in results:
-        assert_same(got, want)
+        harness.assert_same(got, want)
     assert_clean(workspace)
 
 
@@ -141,11 +136,13 @@ def test_invariant_launches_claim_nothing_between_those_that_do() -> None:
     case = replace(D128, lengths=(30_000, 17, 0, 9000))
     inputs = make_inputs(case, DEVICE)
     planners = [
-        planner_for(case, DEVICE, batch_invariant=invariant, num_sms=11, workspace=workspace)
+        harness.planner_for(
+            case, DEVICE, batch_invariant=invariant, num_sms=11, workspace=workspace
+        )
         for invariant in (False, True)
     ]
-    wants = [attend(inputs, planner) for planner in planners]
+    wants = [harness.attend(inputs, planner) for planner in planners]
     for _ in range(5):
         for planner, want in zip(planners, wants, strict=True):
-            assert_same(attend(inputs, planner), want)
+            harness.assert_same(harness.attend(inputs, planner), want)
     assert_clean(workspace)

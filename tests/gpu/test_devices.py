@@ -16,20 +16,11 @@ from torch import Tensor
 import jitattn
 from jitattn.kernels.registry import specs_of
 from tests.gpu.device import DEVICE, arch_of_device
+from tests.support import transfers
 from tests.support.cases import D128, D128_CSR, D192X128, RAGGED, Case
 from tests.support.compiler import skip_unless_compiled
 from tests.support.harness import assert_same, attend, check, expected, planner_for, replayed
 from tests.support.inputs import Inputs, make_inputs
-from tests.support.transfers import (
-    Copy,
-    Gather,
-    Slots,
-    Tokens,
-    check_batch_info,
-    check_block_table,
-    check_copy,
-    check_gather,
-)
 
 ROOT = Path(__file__).parents[2]
 CASES = tuple(replace(case, lengths=(9, 5000, 0)) for case in (D128, D128_CSR, RAGGED, D192X128))
@@ -84,11 +75,15 @@ def test_c28_a_tensors_of_the_other_device(case: Case) -> None:
 
 
 def test_c28_a_transfers_on_the_other_device() -> None:
-    check_gather(Gather(replace(D128, lengths=(9, 500, 0), group_size=1)), "cuda:1")
+    transfers.check_gather(
+        transfers.Gather(replace(D128, lengths=(9, 500, 0), group_size=1)), "cuda:1"
+    )
     pairs = ((0, 2), (3, 1), (-1, 0))
-    check_copy(Copy((2, 16, 2, 64), (("plain", "odd"),), (4, 4), torch.bfloat16, pairs), "cuda:1")
-    check_block_table(Slots(16, (37, 0, 16), is_mapped=True), "cuda:1")
-    check_batch_info(Tokens((37, 5), (3, 5), "shared", spare=2), "cuda:1")
+    transfers.check_copy(
+        transfers.Copy((2, 16, 2, 64), (("plain", "odd"),), (4, 4), torch.bfloat16, pairs), "cuda:1"
+    )
+    transfers.check_block_table(transfers.Slots(16, (37, 0, 16), is_mapped=True), "cuda:1")
+    transfers.check_batch_info(transfers.Tokens((37, 5), (3, 5), "shared", spare=2), "cuda:1")
     assert torch.cuda.current_device() == 0
 
 

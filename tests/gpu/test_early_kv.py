@@ -15,6 +15,7 @@ from torch import Tensor
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import (
     D64,
     D128,
@@ -26,12 +27,11 @@ from tests.support.cases import (
     Case,
     of,
 )
-from tests.support.harness import assert_same, attend, check, expected, extras, plan_of, planner_for
 from tests.support.inputs import Inputs, make_inputs
 
 
 def early(case: Case, **changes: object) -> jitattn.AttentionPlanner:
-    return planner_for(case, DEVICE, early_kv=True, **changes)
+    return harness.planner_for(case, DEVICE, early_kv=True, **changes)
 
 
 def slots_of(inputs: Inputs, request: int, positions: Tensor, which: int) -> Tensor:
@@ -68,9 +68,9 @@ def test_results_are_those_without(case: Case, num_sms: int | None, batch_invari
     ):
         inputs = make_inputs(some, DEVICE)
         changes = {"num_sms": num_sms, "batch_invariant": batch_invariant}
-        want = attend(inputs, planner_for(some, DEVICE, **changes))
-        assert_same(attend(inputs, early(some, **changes)), want)
-        check(some, *want, expected(inputs))
+        want = harness.attend(inputs, harness.planner_for(some, DEVICE, **changes))
+        harness.assert_same(harness.attend(inputs, early(some, **changes)), want)
+        harness.check(some, *want, harness.expected(inputs))
 
 
 # --- what the previous kernel writes --------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_a_kernel_that_lets_the_next_begin_writes_the_new_tokens(
         first = int(slots_of(reader, 0, positions, which)[0])
         places.append(rows_of(cache)[first : first + num_queries])
     results = []
-    for planner in (planner_for(long, DEVICE), early(long)):
-        plans = [plan_of(inputs, planner) for inputs in (writer, reader)]
+    for planner in (harness.planner_for(long, DEVICE), early(long)):
+        plans = [harness.plan_of(inputs, planner) for inputs in (writer, reader)]
         bound = [inputs.bind(planner) for inputs in (writer, reader)]
         out, lse = reader.new_out(), reader.new_lse()
         for _ in range(5 if DEVICE == "cuda" else 1):
@@ -110,7 +110,7 @@ def test_a_kernel_that_lets_the_next_begin_writes_the_new_tokens(
             assert bool(torch.isfinite(out).all())
             results.append((out.clone(), lse.clone()))
     for result in results[1:]:
-        assert_same(result, results[0])
+        harness.assert_same(result, results[0])
 
 
 def test_the_previous_kernel_writes_the_scales() -> None:
@@ -121,10 +121,13 @@ def test_the_previous_kernel_writes_the_scales() -> None:
     scales = writer.new_out()
     assert scales.shape == (1, reading.num_kv_heads, 128)
     results = []
-    for planner in (planner_for(reading, DEVICE), early(reading)):
+    for planner in (harness.planner_for(reading, DEVICE), early(reading)):
         kv = planner.bind(reader.cache, k_scale=scales[0, :, 0], v_scale=scales[0, :, 1])
-        other = planner_for(writing, DEVICE)
-        plans, bound = (plan_of(writer, other), plan_of(reader, planner)), writer.bind(other)
+        other = harness.planner_for(writing, DEVICE)
+        plans, bound = (
+            (harness.plan_of(writer, other), harness.plan_of(reader, planner)),
+            writer.bind(other),
+        )
         for _ in range(5 if DEVICE == "cuda" else 1):
             scales.fill_(math.nan)
             if DEVICE == "cuda":
@@ -133,7 +136,7 @@ def test_the_previous_kernel_writes_the_scales() -> None:
             results.append(plans[1].run(reader.q, kv, return_lse=True))
     assert bool(torch.isfinite(results[0][0]).all())
     for result in results[1:]:
-        assert_same(result, results[0])
+        harness.assert_same(result, results[0])
 
 
 # --- layers in a graph ----------------------------------------------------------------------------
@@ -165,7 +168,7 @@ class Layer:
         """Write this step's keys and values, and attend to them."""
         for cache, slots, staged in zip(self.inputs.cache, self.slots, self.staged, strict=True):
             rows_of(cache).index_copy_(0, slots, staged)
-        plan.run(self.inputs.q, self.kv, out=self.out, lse=self.lse, **extras(self.inputs))
+        plan.run(self.inputs.q, self.kv, out=self.out, lse=self.lse, **harness.extras(self.inputs))
 
     def prepare(self, lengths: list[int]) -> None:
         """Stage a step's keys and values; their slots hold NaN until it runs."""
@@ -185,14 +188,10 @@ class Layer:
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """What does ``step`` again: a graph, or itself where there are none."""
-    step()
     if DEVICE != "cuda":
-        return step
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
         step()
-    return graph.replay
+        return step
+    return harness.captured(step).replay
 
 
 def exchange_rows(inputs: Inputs) -> None:
@@ -208,14 +207,14 @@ def exchange_rows(inputs: Inputs) -> None:
 def test_layers_of_a_graph(case: Case, q_lens: tuple[int, ...]) -> None:
     """Every step has other lengths, another schedule and other tables."""
     case = replace(case, lengths=(LONGEST,) * 4, q_lens=q_lens, group_size=2)
-    planner, other = early(case), planner_for(case, DEVICE)
+    planner, other = early(case), harness.planner_for(case, DEVICE)
     first = make_inputs(case, DEVICE)
     layers = [Layer.of(first, planner)]
     for _ in range(NUM_LAYERS - 1):  # the tables are those of all layers
         inputs = replace(first, cache=tuple(torch.randn_like(x) for x in first.cache))
         inputs.q = torch.randn_like(first.q)
         layers.append(Layer.of(inputs, planner))
-    plan = plan_of(first, planner)
+    plan = harness.plan_of(first, planner)
 
     def step() -> None:
         plan.refresh()
@@ -235,7 +234,7 @@ def test_layers_of_a_graph(case: Case, q_lens: tuple[int, ...]) -> None:
         for layer in layers:
             assert bool(torch.isfinite(layer.out).all())
             now = replace(layer.inputs, case=replace(case, lengths=tuple(lengths)))
-            assert_same((layer.out, layer.lse), attend(now, other))
+            harness.assert_same((layer.out, layer.lse), harness.attend(now, other))
 
 
 def test_schedules_and_runs_of_two_plans() -> None:
@@ -245,9 +244,9 @@ def test_schedules_and_runs_of_two_plans() -> None:
         replace(RAGGED, lengths=(1, 20_000), seed=3),
     ]
     layers = [make_inputs(case, DEVICE) for case in cases]
-    wants = [attend(inputs) for inputs in layers]
+    wants = [harness.attend(inputs) for inputs in layers]
     planners = [early(case) for case in cases]
-    plans = [plan_of(*pair) for pair in zip(layers, planners, strict=True)]
+    plans = [harness.plan_of(*pair) for pair in zip(layers, planners, strict=True)]
     bound = [inputs.bind(planner) for inputs, planner in zip(layers, planners, strict=True)]
     results = []
     for order in ((0, 1), (1, 0), (0, 0), (1, 1)) * 3:
@@ -256,4 +255,4 @@ def test_schedules_and_runs_of_two_plans() -> None:
         for i in order:
             results.append((plans[i].run(layers[i].q, bound[i], return_lse=True), wants[i]))
     for got, want in results:
-        assert_same(got, want)
+        harness.assert_same(got, want)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.gpu.device import DEVICE
 from tests.gpu.test_graphs import Layer, captured
+from tests.support import harness
 from tests.support.cases import (
     BYTE_FAMILIES,
     CACHES_SHARED,
@@ -33,20 +34,6 @@ from tests.support.cases import (
     Case,
     of,
     twins_of,
-)
-from tests.support.harness import (
-    HIGH_PAGES,
-    assert_dead_slots_do_not_count,
-    assert_same,
-    attend,
-    check,
-    check_addresses,
-    check_case,
-    check_high_pages,
-    expected,
-    extras,
-    plan_of,
-    planner_for,
 )
 from tests.support.inputs import (
     Inputs,
@@ -91,7 +78,7 @@ def test_every_byte(case: Case, q_len: int) -> None:
 
 def check_every_byte_of_v(case: Case, q_len: int) -> None:
     inputs, want = every_byte_of_v(case, q_len, DEVICE)
-    torch.testing.assert_close(attend(inputs)[0], want, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(harness.attend(inputs)[0], want, rtol=0, atol=0, equal_nan=True)
 
 
 def check_every_byte_of_k(case: Case, q_len: int) -> None:
@@ -106,7 +93,7 @@ def check_every_byte_of_k(case: Case, q_len: int) -> None:
     weights = 1 + torch.arange(case.head_dim, device=DEVICE) % 128 / 128  # tell columns apart
     q = weights.to(q.dtype).expand_as(q)
     k = k.to(numbers.dtype)
-    _, lse = attend(make_inputs(case, DEVICE, (q, k, v)))
+    _, lse = harness.attend(make_inputs(case, DEVICE, (q, k, v)))
     lse = lse.view(256, -1).double()
     want = (numbers.double() * weights[column].double() / 16)[:, None].expand_as(lse)
     finite = torch.isfinite(want)
@@ -159,9 +146,11 @@ def test_c22_every_share_of_the_card(case: Case) -> None:
     """However often a request is split, each scale counts once."""
     case = of(case, *PAIRS, scales="heads", sinks="float32")
     inputs = make_inputs(case, DEVICE)
-    want = expected(inputs)
+    want = harness.expected(inputs)
     for num_sms in (1, 3, 40, 1000):
-        check(case, *attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
+        harness.check(
+            case, *harness.attend(inputs, harness.planner_for(case, DEVICE, num_sms=num_sms)), want
+        )
 
 
 @pytest.mark.parametrize("case", [E4M3, NVFP4], ids=str)
@@ -169,12 +158,12 @@ def test_a_scale_counts_for_its_cache_alone(case: Case) -> None:
     """One plan, caches with and without scales in turn."""
     case = of(case, *PAIRS)
     inputs = [make_inputs(replace(case, scales=form), DEVICE) for form in SCALES]
-    planner = planner_for(case, DEVICE)
-    plan = plan_of(inputs[0], planner)
+    planner = harness.planner_for(case, DEVICE)
+    plan = harness.plan_of(inputs[0], planner)
     bound = [one.bind(planner) for one in inputs]
     for one, kv in zip(inputs * 2, bound * 2, strict=True):
         result = plan.run(one.q, kv, pages=one.pages(), return_lse=True)
-        check(one.case, *result, expected(one))
+        harness.check(one.case, *result, harness.expected(one))
 
 
 # --- tables, strides, dead slots: the same bits ---------------------------------------------------
@@ -186,8 +175,8 @@ def test_a_scale_counts_for_its_cache_alone(case: Case) -> None:
 def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool) -> None:
     case = of(case, *PAIRS, window_left=window_left, batch_invariant=batch_invariant, rows="int32")
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    check(case, *want, expected(inputs))
+    want = harness.attend(inputs)
+    harness.check(case, *want, harness.expected(inputs))
     assert_same_through_every_table(inputs, want)
 
 
@@ -204,9 +193,9 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
         pytest.skip("one tensor passed twice needs two rows of ids")
     case = of(case, *PAIRS, num_kv_heads=1 if cache == "size_1" else 2)
     tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
+    want = harness.attend(make_inputs(case, DEVICE, tokens))
     strange = replace(case, cache=cache, kv_layout=kv_layout)
-    assert_same(attend(make_inputs(strange, DEVICE, tokens)), want)
+    harness.assert_same(harness.attend(make_inputs(strange, DEVICE, tokens)), want)
 
 
 @pytest.mark.parametrize("window_left", [-1, 100])
@@ -217,13 +206,13 @@ def test_c14_dead_slots(case: Case, window_left: int) -> None:
     inputs = make_inputs(case, DEVICE)
     assert all(bool(is_poison(cache).any()) for cache in inputs.poisoned)
     poisons = (127.0, -128.0) if case.kv_dtype == "int8" else (math.nan, math.inf, 448.0)
-    want = assert_dead_slots_do_not_count(inputs, *poisons)
-    check(case, *want, expected(inputs))
+    want = harness.assert_dead_slots_do_not_count(inputs, *poisons)
+    harness.check(case, *want, harness.expected(inputs))
 
 
 @pytest.mark.parametrize("case", [*QUANTISED_FAMILIES, *twins_of(E4M3), *twins_of(NVFP4)], ids=str)
 def test_mixed_batches(case: Case) -> None:
-    check_case(of(case, *PAIRS), DEVICE)
+    harness.check_case(of(case, *PAIRS), DEVICE)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8])
@@ -231,7 +220,7 @@ def test_mixed_batches(case: Case) -> None:
 @pytest.mark.parametrize("case", [E4M3, E5M2, NVFP4], ids=str)
 def test_group_sizes(case: Case, q_len: int, group_size: int) -> None:
     pairs = [(q_len, 40), (q_len, 700), (q_len, 3)]
-    check_case(replace(of(case, *pairs), group_size=group_size, num_kv_heads=3), DEVICE)
+    harness.check_case(replace(of(case, *pairs), group_size=group_size, num_kv_heads=3), DEVICE)
 
 
 @pytest.mark.parametrize("q_len", [1, 30])
@@ -240,16 +229,16 @@ def test_every_address_of_a_long_request(case: Case, q_len: int) -> None:
     edges = (0, 1, 15, 16, 17, 31, 63, 64, 127, 128, 255, 256, 1023, 4095, 4096, 8191, 12344)
     case = of(replace(case, num_kv_heads=1, causal=False), *[(q_len, 12345)] * len(edges))
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, list(edges)))
-    assert check_addresses(inputs, attend(inputs)[0], edges) == q_len * len(edges)
+    assert harness.check_addresses(inputs, harness.attend(inputs)[0], edges) == q_len * len(edges)
 
 
 @pytest.mark.parametrize("case", [E4M3, E5M2, E4M3_RAGGED, E4M3_FP16], ids=str)
 def test_bytes_are_fp8(case: Case) -> None:
     """A pool of uint8, whose type the planner's kv_dtype names."""
     inputs = make_inputs(of(case, *PAIRS), DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     inputs.cache = tuple(cache.view(torch.uint8) for cache in inputs.cache)
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("q_len", [1, 5, 32])
@@ -257,8 +246,8 @@ def test_bytes_are_fp8(case: Case) -> None:
 def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
     """The bf16 pool of head_dim 128 as one of bytes."""
     case = replace(E4M3_D256, causal=False)
-    found = check_high_pages(case, target, q_len, large_pool.view(torch.uint8))
-    assert found == q_len * len(HIGH_PAGES)
+    found = harness.check_high_pages(case, target, q_len, large_pool.view(torch.uint8))
+    assert found == q_len * len(harness.HIGH_PAGES)
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -280,7 +269,7 @@ def test_replays_read_the_scales(case: Case, form: str) -> None:
         inputs.v_scale.mul_(2 * factor)
         layer.forget()
         graph.replay()
-        assert_same((layer.out, layer.lse), layer.eager())
+        harness.assert_same((layer.out, layer.lse), layer.eager())
         assert factor == 0.0 or bool((layer.out[0] != 0).any())
 
 
@@ -292,10 +281,10 @@ def test_a_number_is_fixed_when_it_is_captured() -> None:
     want = layer.eager()
     graph = captured(layer)
     other = replace_scales(inputs, 0.125, 0.125)
-    layer.plan.run(other.q, other.bind(layer.planner), **extras(other))
+    layer.plan.run(other.q, other.bind(layer.planner), **harness.extras(other))
     layer.forget()
     graph.replay()
-    assert_same((layer.out, layer.lse), want)
+    harness.assert_same((layer.out, layer.lse), want)
 
 
 def replace_scales(inputs: Inputs, k_scale: float, v_scale: float) -> Inputs:

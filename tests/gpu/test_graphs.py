@@ -12,18 +12,8 @@ from torch import Tensor
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import D128, D128_CSR, D192X128, EVERY_LAYOUT, RAGGED, Case, of
-from tests.support.harness import (
-    Result,
-    assert_same,
-    attend,
-    check,
-    expected,
-    extras,
-    forbid_waiting,
-    plan_of,
-    planner_for,
-)
 from tests.support.inputs import Inputs, make_inputs
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="graphs and streams are the device's")
@@ -42,22 +32,22 @@ class Layer:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Layer:
-        planner = planner_for(inputs.case, DEVICE)
-        plan = plan_of(inputs, planner)
+        planner = harness.planner_for(inputs.case, DEVICE)
+        plan = harness.plan_of(inputs, planner)
         kv = inputs.bind(planner)
         return cls(inputs, planner, plan, kv, inputs.new_out(), inputs.new_lse())
 
     def run(self) -> None:
         inputs = self.inputs
-        self.plan.run(inputs.q, self.kv, out=self.out, lse=self.lse, **extras(inputs))
+        self.plan.run(inputs.q, self.kv, out=self.out, lse=self.lse, **harness.extras(inputs))
 
     def step(self) -> None:
         self.plan.refresh()
         self.run()
 
-    def eager(self) -> Result:
+    def eager(self) -> harness.Result:
         """A new plan of the same tensors, run now."""
-        return attend(self.inputs, self.planner)
+        return harness.attend(self.inputs, self.planner)
 
     def forget(self) -> None:
         self.out.fill_(math.nan)
@@ -66,14 +56,12 @@ class Layer:
 
 def captured(*layers: Layer) -> torch.cuda.CUDAGraph:
     """Capture refresh and run of each layer; warmed up once, so that nothing is left to load."""
-    for layer in layers:
-        layer.step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> None:
         for layer in layers:
             layer.step()
-    return graph
+
+    return harness.captured(step)
 
 
 def roomy(case: Case, batch_size: int, longest: int) -> Inputs:
@@ -108,7 +96,7 @@ def test_c31_captured_short_replayed_long(case: Case, batch_invariant: bool) -> 
         layer.forget()
         spoil_schedule(layer)
         graph.replay()
-        assert_same((layer.out, layer.lse), layer.eager())
+        harness.assert_same((layer.out, layer.lse), layer.eager())
 
 
 def spoil_schedule(layer: Layer) -> None:
@@ -147,7 +135,7 @@ def test_500_steps_of_growing_requests() -> None:
             layer.forget()
         graph.replay()
         for layer in layers:
-            assert_same((layer.out, layer.lse), layer.eager())
+            harness.assert_same((layer.out, layer.lse), layer.eager())
             if step % 50 == 49:
                 check_against_reference(layer, host.tolist())
 
@@ -178,7 +166,7 @@ def check_against_reference(layer: Layer, lengths: list[int]) -> None:
         starts.append(starts[-1] + length)
     case = replace(inputs.case, lengths=tuple(lengths))
     now = replace(inputs, case=case, k=k, v=v, kv_indptr=starts)
-    check(case, layer.out, layer.lse, expected(now))
+    harness.check(case, layer.out, layer.lse, harness.expected(now))
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
@@ -207,7 +195,7 @@ def test_replays_read_the_tables_of_the_moment(case: Case) -> None:
         mine.sinks.copy_(other.sinks)
         layer.forget()
         graph.replay()
-        check(case, layer.out, layer.lse, expected(other))
+        harness.check(case, layer.out, layer.lse, harness.expected(other))
 
 
 def test_two_plans_in_one_graph_and_two_graphs_in_turn() -> None:
@@ -228,7 +216,7 @@ def test_two_plans_in_one_graph_and_two_graphs_in_turn() -> None:
         for graph in graphs:
             graph.replay()
         for layer, want in zip(layers, wants, strict=True):
-            assert_same((layer.out, layer.lse), want)
+            harness.assert_same((layer.out, layer.lse), want)
 
 
 def test_two_plans_interleaved_eagerly() -> None:
@@ -243,7 +231,7 @@ def test_two_plans_interleaved_eagerly() -> None:
         layer.forget()
         layer.run()
     for layer, want in zip(layers, wants, strict=True):
-        assert_same((layer.out, layer.lse), want)
+        harness.assert_same((layer.out, layer.lse), want)
 
 
 def test_a_graph_without_refresh_keeps_its_lengths() -> None:
@@ -257,7 +245,7 @@ def test_a_graph_without_refresh_keeps_its_lengths() -> None:
     layer.inputs.seq_lens.fill_(5)
     layer.forget()
     graph.replay()
-    assert_same((layer.out, layer.lse), want)
+    harness.assert_same((layer.out, layer.lse), want)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -272,23 +260,23 @@ def test_a_plan_snapshots_lengths(case: Case, batch_invariant: bool) -> None:
         layer.inputs.seq_lens.fill_(garbage)
         layer.forget()
         layer.run()
-        assert_same((layer.out, layer.lse), want)
+        harness.assert_same((layer.out, layer.lse), want)
     layer.inputs.seq_lens.copy_(before - 1)
     layer.step()
     shorter = replace(case, lengths=tuple(n - 1 for n in case.lengths))
     inputs = layer.inputs
-    assert_same((layer.out, layer.lse), attend(replace(inputs, case=shorter)))
+    harness.assert_same((layer.out, layer.lse), harness.attend(replace(inputs, case=shorter)))
 
 
 def test_the_length_tensor_may_be_freed_after_the_plan() -> None:
     """The plan keeps what refresh() reads, and the tables."""
     inputs = make_inputs(replace(D128, lengths=(3000, 17, 0)), DEVICE)
-    want = attend(inputs)
-    planner = planner_for(inputs.case, DEVICE)
+    want = harness.attend(inputs)
+    planner = harness.planner_for(inputs.case, DEVICE)
     plan = planner.plan(jitattn.BlockTable(inputs.table.clone()), inputs.seq_lens.clone())
     junk = [torch.full((3,), 77, dtype=torch.int32, device=DEVICE) for _ in range(100)]
     plan.refresh()
-    assert_same(plan.run(inputs.q, planner.bind(inputs.given), return_lse=True), want)
+    harness.assert_same(plan.run(inputs.q, planner.bind(inputs.given), return_lse=True), want)
     del junk
 
 
@@ -306,7 +294,7 @@ def test_c29_everything_on_the_callers_stream(case: Case, which: str) -> None:
     """Values arrive on the stream behind a long wait: only work of that stream sees them."""
     case = replace(case, lengths=(3000, 17, 0, 800))
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     targets = [inputs.q, *inputs.cache, inputs.table, inputs.seq_lens]
     targets += [inputs.indptr] if inputs.indptr is not None else []
     filled = [x.clone() for x in targets]
@@ -315,14 +303,14 @@ def test_c29_everything_on_the_callers_stream(case: Case, which: str) -> None:
     stream = streams()[which]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        attend(inputs)  # allocates the stream's workspace, which may wait for the device
+        harness.attend(inputs)  # allocates the stream's workspace, which may wait for the device
         torch.cuda._sleep(100_000_000)  # 50 ms and more
         for tensor, value in zip(targets, filled, strict=True):
             tensor.copy_(value)
         layer = Layer.of(inputs)
         layer.run()
     stream.synchronize()
-    assert_same((layer.out, layer.lse), want)
+    harness.assert_same((layer.out, layer.lse), want)
 
 
 @pytest.mark.parametrize("which", ["side", "external"])
@@ -341,7 +329,7 @@ def test_c29_merge_on_the_callers_stream(which: str) -> None:
         lses.copy_(filled[1])
         got = jitattn.merge_states(outs, lses)
     stream.synchronize()
-    assert_same(got, want)
+    harness.assert_same(got, want)
 
 
 @pytest.mark.parametrize("which", ["side", "external"])
@@ -369,7 +357,7 @@ def test_c29_captured_on_another_stream(case: Case, which: str) -> None:
         graph.replay()
         result = layer.out.clone(), layer.lse.clone()
     stream.synchronize()
-    assert_same(result, want)
+    harness.assert_same(result, want)
 
 
 def test_c29_merge_in_a_graph() -> None:
@@ -383,7 +371,7 @@ def test_c29_merge_in_a_graph() -> None:
     outs.normal_()
     lses[1] = -torch.inf
     graph.replay()
-    assert_same(got, jitattn.merge_states(outs, lses))
+    harness.assert_same(got, jitattn.merge_states(outs, lses))
 
 
 def test_streams_side_by_side_have_workspaces_of_their_own() -> None:
@@ -391,7 +379,7 @@ def test_streams_side_by_side_have_workspaces_of_their_own() -> None:
     layers, wants, sides = [], [], [torch.cuda.Stream(), torch.cuda.Stream()]
     for seed, stream in enumerate(sides):
         inputs = make_inputs(replace(D128, lengths=(20_000, 17, 900), seed=seed), DEVICE)
-        wants.append(attend(inputs))
+        wants.append(harness.attend(inputs))
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             layers.append(Layer.of(inputs))
@@ -405,7 +393,7 @@ def test_streams_side_by_side_have_workspaces_of_their_own() -> None:
                 layer.step()
     torch.cuda.synchronize()
     for layer, want in zip(layers, wants, strict=True):
-        assert_same((layer.out, layer.lse), want)
+        harness.assert_same((layer.out, layer.lse), want)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -415,12 +403,12 @@ def test_streams_side_by_side_have_workspaces_of_their_own() -> None:
 def test_a_plan_may_be_dropped_while_another_stream_runs_it(case: Case, own: bool) -> None:
     """Its memory is not given to the next tensors of the stream that it was made on."""
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     workspace = jitattn.Workspace(DEVICE) if own else None
     planner = jitattn.AttentionPlanner(
         **case.planner_arguments(), device=DEVICE, workspace=workspace
     )
-    plan, kv = plan_of(inputs, planner), planner.bind(inputs.given)
+    plan, kv = harness.plan_of(inputs, planner), planner.bind(inputs.given)
     out, lse = inputs.new_out(), inputs.new_lse()
     sizes = {part.memory.numel() for part in plan.backend.launches}
     torch.cuda.synchronize()
@@ -433,15 +421,15 @@ def test_a_plan_may_be_dropped_while_another_stream_runs_it(case: Case, own: boo
         torch.zeros(size, dtype=torch.uint8, device=DEVICE) for size in sizes for _ in range(20)
     ]
     side.synchronize()
-    assert_same((out, lse), want)
+    harness.assert_same((out, lse), want)
     del junk
 
 
 def test_a_workspace_given() -> None:
     inputs = make_inputs(replace(D128, lengths=(5000, 17)), DEVICE)
-    want = attend(inputs)
-    planner = planner_for(inputs.case, DEVICE, workspace=jitattn.Workspace(DEVICE))
-    assert_same(attend(inputs, planner), want)
+    want = harness.attend(inputs)
+    planner = harness.planner_for(inputs.case, DEVICE, workspace=jitattn.Workspace(DEVICE))
+    harness.assert_same(harness.attend(inputs, planner), want)
 
 
 # --- the host -------------------------------------------------------------------------------------
@@ -458,24 +446,24 @@ def test_nothing_waits_for_the_device(case: Case, batch_invariant: bool) -> None
         batch_invariant=batch_invariant,
     )
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    planner = planner_for(case, DEVICE)
+    want = harness.attend(inputs)
+    planner = harness.planner_for(case, DEVICE)
     out, lse = inputs.new_out(), inputs.new_lse()
-    with forbid_waiting():
+    with harness.forbid_waiting():
         plan = planner.plan(inputs.pages(), inputs.seq_lens)
         kv = planner.bind(inputs.given)
         plan.refresh()
         plan.run(inputs.q, kv, out=out, lse=lse, sinks=inputs.sinks)
         plan.run(inputs.q, kv, pages=inputs.pages(), out=out, lse=lse, sinks=inputs.sinks)
-    assert_same((out, lse), want)
+    harness.assert_same((out, lse), want)
 
 
 def test_merging_waits_for_nothing() -> None:
     outs, lses = torch.randn(3, 5, 4, 64, device=DEVICE), torch.randn(3, 5, 4, device=DEVICE)
     want = jitattn.merge_states(outs, lses)
-    with forbid_waiting():
+    with harness.forbid_waiting():
         got = jitattn.merge_states(outs, lses)
-    assert_same(got, want)
+    harness.assert_same(got, want)
 
 
 def test_the_check_leaves_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +477,7 @@ def test_the_check_leaves_captures_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     graph = captured(layer)
     layer.forget()
     graph.replay()
-    assert_same((layer.out, layer.lse), want)
+    harness.assert_same((layer.out, layer.lse), want)
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -499,19 +487,19 @@ def test_threads_share_a_planner() -> None:
     """Each thread plans and runs on a stream of its own, 50 times."""
     cases = [replace(D128, lengths=(3000 + 100 * i, 0, 17 * i), seed=i) for i in range(8)]
     layers = [make_inputs(case, DEVICE) for case in cases]
-    wants = [attend(inputs) for inputs in layers]
-    planner = planner_for(cases[0], DEVICE)
+    wants = [harness.attend(inputs) for inputs in layers]
+    planner = harness.planner_for(cases[0], DEVICE)
     torch.cuda.synchronize()
     failures: list[BaseException] = []
 
-    def work(inputs: Inputs, want: Result) -> None:
+    def work(inputs: Inputs, want: harness.Result) -> None:
         try:
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for _ in range(50):
-                    result = attend(inputs, planner)
+                    result = harness.attend(inputs, planner)
                     stream.synchronize()
-                    assert_same(result, want)
+                    harness.assert_same(result, want)
         except BaseException as error:
             failures.append(error)
 
@@ -522,21 +510,21 @@ def test_threads_share_a_planner() -> None:
 def test_threads_construct_and_bind_at_once() -> None:
     """The first kernels of a planner, and the plain loader's, from many threads together."""
     inputs = make_inputs(replace(D192X128, lengths=(300, 17), cache="odd_strides"), DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     torch.cuda.synchronize()
-    results: list[Result] = []
+    results: list[harness.Result] = []
     shared = jitattn.AttentionPlanner(**inputs.case.planner_arguments(), device=DEVICE)
 
     def work(is_shared: bool) -> None:
         with torch.cuda.stream(torch.cuda.Stream()) as _:
             own = jitattn.AttentionPlanner(**inputs.case.planner_arguments(), device=DEVICE)
-            results.append(attend(inputs, shared if is_shared else own))
+            results.append(harness.attend(inputs, shared if is_shared else own))
             torch.cuda.current_stream().synchronize()
 
     in_threads([(work, bool(i % 2)) for i in range(8)])
     assert len(results) == 8
     for result in results:
-        assert_same(result, want)
+        harness.assert_same(result, want)
 
 
 def in_threads(calls: list[tuple]) -> None:

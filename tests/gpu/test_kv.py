@@ -8,25 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from jitattn.kv import (
-    KVCacheConfig,
-    KVCacheError,
-    KVCacheManager,
-    KVSequence,
-    LayerConfig,
-    PageIndexMode,
-)
+from jitattn import kv
 from tests.gpu.device import DEVICE
+from tests.support import kv_tables
 from tests.support.harness import forbid_waiting
 from tests.support.kv_serving import Pressure, check_tables_written_in_place, check_worked_example
-from tests.support.kv_tables import (
-    Tables,
-    Twins,
-    check_layer_tables,
-    check_scratch,
-    make_manager,
-    table_calls,
-)
 from tests.support.transfers import examples
 
 
@@ -41,13 +27,13 @@ def test_attention_under_pressure_is_that_of_a_contiguous_cache(seed: int) -> No
     Pressure("cuda", seed, slots=60, host_slots=20).run(200)
 
 
-def make(device: str) -> tuple[KVCacheManager, list[KVSequence]]:
+def make(device: str) -> tuple[kv.KVCacheManager, list[kv.KVSequence]]:
     layers = [
-        LayerConfig(layer_id=i, num_kv_heads=heads, head_dim=16, window_left=20)
+        kv.LayerConfig(layer_id=i, num_kv_heads=heads, head_dim=16, window_left=20)
         for i, heads in enumerate((1, 2, 1, 1, 2))
     ]
-    manager = KVCacheManager(
-        KVCacheConfig(page_size=4, gpu_bytes=1 << 20, layers=layers, reuse_scratch=True),
+    manager = kv.KVCacheManager(
+        kv.KVCacheConfig(page_size=4, gpu_bytes=1 << 20, layers=layers, reuse_scratch=True),
         device=device,
     )
     seqs = [manager.create_sequence() for _ in range(3)]
@@ -62,8 +48,8 @@ def test_tables_are_those_of_the_host() -> None:
     found = on_card.block_tables(seqs, 0)
     assert found.is_cuda
     assert torch.equal(found.cpu(), on_host.block_tables(others, 0))
-    for layer, mode in itertools.product(range(5), PageIndexMode):
-        if mode is PageIndexMode.SHARED:
+    for layer, mode in itertools.product(range(5), kv.PageIndexMode):
+        if mode is kv.PageIndexMode.SHARED:
             continue
         out = torch.full((6, 40), 7, dtype=torch.int32, device="cuda")
         rows = torch.tensor([4, 0, 2], device="cuda")
@@ -77,15 +63,15 @@ def test_tables_are_those_of_the_host() -> None:
 
 def test_pages_return_from_the_host_in_the_order_of_the_stream() -> None:
     """Kernels are slow here: copies that don't wait for them bring the bytes of before."""
-    layers = [LayerConfig(layer_id=0, num_kv_heads=8, head_dim=128)]
+    layers = [kv.LayerConfig(layer_id=0, num_kv_heads=8, head_dim=128)]
     slot_bytes = sum(layers[0].part_bytes(32))
-    manager = KVCacheManager(
-        KVCacheConfig(
+    manager = kv.KVCacheManager(
+        kv.KVCacheConfig(
             page_size=32, gpu_bytes=64 * slot_bytes, host_bytes=200 * slot_bytes, layers=layers
         ),
         device="cuda",
     )
-    cache = manager.layer_view(0, PageIndexMode.SHARED).kv_cache
+    cache = manager.layer_view(0, kv.PageIndexMode.SHARED).kv_cache
     assert isinstance(cache, torch.Tensor)
     seqs = [manager.create_sequence() for _ in range(3)]
     for turn in range(6):
@@ -110,18 +96,18 @@ def test_a_replay_reads_tables_that_were_written_in_place() -> None:
 
 
 @examples(150)
-@given(table_calls())
-def test_random_tables_of_layers(example: Tables) -> None:
-    check_layer_tables(example, DEVICE)
+@given(kv_tables.table_calls())
+def test_random_tables_of_layers(example: kv_tables.Tables) -> None:
+    kv_tables.check_layer_tables(example, DEVICE)
 
 
 @pytest.mark.parametrize("layout", ["dense", "transposed"])
 def test_tables_of_many_layers_and_blocks(layout: str) -> None:
-    check_layer_tables(Tables(70, 300, 260, (61, 2, 1), 5, layout, 1), DEVICE)
+    kv_tables.check_layer_tables(kv_tables.Tables(70, 300, 260, (61, 2, 1), 5, layout, 1), DEVICE)
 
 
-def twins(seed: int) -> Twins:
-    return Twins(make_manager(DEVICE), make_manager("cpu"), seed)
+def twins(seed: int) -> kv_tables.Twins:
+    return kv_tables.Twins(kv_tables.make_manager(DEVICE), kv_tables.make_manager("cpu"), seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -133,10 +119,10 @@ def test_tables_after_random_operations(seed: int) -> None:
 
 
 def test_tables_with_scratch() -> None:
-    check_scratch(twins(0))
+    kv_tables.check_scratch(twins(0))
 
 
-def grown(manager: KVCacheManager, *lengths: int) -> list[KVSequence]:
+def grown(manager: kv.KVCacheManager, *lengths: int) -> list[kv.KVSequence]:
     seqs = [manager.create_sequence() for _ in lengths]
     for seq, length in zip(seqs, lengths, strict=True):
         assert seq.resume()
@@ -146,10 +132,10 @@ def grown(manager: KVCacheManager, *lengths: int) -> list[KVSequence]:
 
 def test_calls_that_queue_up_bring_what_was_known_then() -> None:
     """Kernels come long after their calls; pinned memory is not written again until then."""
-    managers = [make_manager(device, reuse_scratch=False) for device in (DEVICE, "cpu")]
+    managers = [kv_tables.make_manager(device, reuse_scratch=False) for device in (DEVICE, "cpu")]
     ours, theirs = (grown(manager, 20, 3, 60) for manager in managers)
     outs = torch.full((100, 3, 40), 7, dtype=torch.int32, device=DEVICE)
-    views = [manager.layer_view(1, PageIndexMode.PER_LAYER) for manager in managers]
+    views = [manager.layer_view(1, kv.PageIndexMode.PER_LAYER) for manager in managers]
     views[0].block_table(ours, out=outs[0])
     wanted = torch.full((100, 3, 40), 7, dtype=torch.int32)
     torch.cuda.synchronize()
@@ -165,7 +151,7 @@ def test_calls_that_queue_up_bring_what_was_known_then() -> None:
 
 
 def test_a_captured_graph_reads_tables_that_change() -> None:
-    managers = make_manager(DEVICE), make_manager("cpu")
+    managers = kv_tables.make_manager(DEVICE), kv_tables.make_manager("cpu")
     ours, theirs = (grown(manager, 9, 1, 33) for manager in managers)
     groups = managers[0].layer_groups
     outs = [
@@ -193,15 +179,15 @@ def test_a_captured_graph_reads_tables_that_change() -> None:
 
 
 def test_a_capture_of_tables_is_refused() -> None:
-    manager = make_manager(DEVICE)
+    manager = kv_tables.make_manager(DEVICE)
     seqs = grown(manager, 9)
     out = torch.full((1, 40), 7, dtype=torch.int32, device=DEVICE)
-    view = manager.layer_view(1, PageIndexMode.SHARED)
+    view = manager.layer_view(1, kv.PageIndexMode.SHARED)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out.add_(1)
-        with pytest.raises(KVCacheError, match="before the replay"):
+        with pytest.raises(kv.KVCacheError, match="before the replay"):
             view.block_table(seqs, out=out)
     graph.replay()
     assert out.unique().tolist() == [8]

@@ -26,13 +26,7 @@ FORMS = ("bool", "packed", "ragged")
 
 
 def case_of(kernel: Kernel) -> Case:
-    return Case(
-        head_dim=kernel.head_dim,
-        head_dim_vo=kernel.head_dim_vo,
-        page_size=kernel.page_size,
-        dtype=kernel.dtype,
-        out_dtype=kernel.out_dtype,
-        page_table=kernel.page_table,
+    return kernel.case(
         logits_soft_cap=5.0 if kernel.soft_cap else 0.0,
         group_size={8: 4, 16: 9, 32: 20}[kernel.band],
         num_kv_heads=2,

@@ -11,7 +11,8 @@ import torch
 
 import jitattn
 from tests.gpu.device import DEVICE
-from tests.gpu.test_graphs import Layer, captured, forbid_waiting
+from tests.gpu.test_graphs import Layer, captured
+from tests.support import harness
 from tests.support.cases import (
     CACHES_SHARED,
     D64,
@@ -27,20 +28,6 @@ from tests.support.cases import (
     WIDE,
     Case,
     mixed_cases,
-)
-from tests.support.harness import (
-    Result,
-    assert_same,
-    attend,
-    check,
-    check_case,
-    check_placement,
-    check_variation,
-    expected,
-    extras,
-    plan_of,
-    planner_for,
-    same_bits,
 )
 from tests.support.inputs import ROW_VIEWS, Inputs, make_inputs
 from tests.support.layouts import check_every_table
@@ -62,7 +49,7 @@ def of(case: Case, pairs: Sequence[tuple[int, int]] = PAIRS, **changes: object) 
 
 @pytest.mark.parametrize("case", mixed_cases(), ids=str)
 def test_mixed(case: Case) -> None:
-    check_case(case, DEVICE)
+    harness.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8, 13, 16, 17, 40, 71])
@@ -71,7 +58,7 @@ def test_where_the_kernels_take_over(q_len: int, group_size: int) -> None:
     """Rows of a decode tile, one more and one less, for every group size."""
     case = {True: D128, False: WIDE}[group_size <= 8]
     pairs = [(q_len, 40), (q_len, 700), (q_len, 3)]
-    check_case(of(case, pairs, group_size=group_size, num_kv_heads=1), DEVICE)
+    harness.check_case(of(case, pairs, group_size=group_size, num_kv_heads=1), DEVICE)
 
 
 # --- tables, strides, placement: the same bits ----------------------------------------------------
@@ -92,26 +79,26 @@ def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
     if cache == "twice" and case.page_table == "shared":
         pytest.skip("one tensor passed twice needs two rows of ids")
     case = of(case, num_kv_heads=1 if cache == "size_1" else 2)
-    check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
+    harness.check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
 
 
 @pytest.mark.parametrize("case", [*EVERY_LAYOUT, D256, D512], ids=str)
 def test_placement(case: Case) -> None:
-    check_placement(of(case, num_kv_heads=1), DEVICE)
+    harness.check_placement(of(case, num_kv_heads=1), DEVICE)
 
 
 @pytest.mark.parametrize("view", ROW_VIEWS)
 def test_q_and_out_strides(view: str) -> None:
-    check_variation(of(D128, spare_rows=3), DEVICE, q_view=view, out_view=view)
+    harness.check_variation(of(D128, spare_rows=3), DEVICE, q_view=view, out_view=view)
 
 
 def test_lse_strides() -> None:
     inputs = make_inputs(of(D128), DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     lse = torch.full((16, inputs.q.shape[0], 2), 7.0, device=DEVICE)
     view = lse[: inputs.case.num_qo_heads, :, 0].T
-    attend(inputs, lse=view)
-    assert same_bits(view, want[1])
+    harness.attend(inputs, lse=view)
+    assert harness.same_bits(view, want[1])
     assert bool((lse[..., 1] == 7).all())
 
 
@@ -120,9 +107,9 @@ def test_lse_strides() -> None:
 def test_maxima_do_not_matter(case: Case, batch_invariant: bool) -> None:
     case = of(case, batch_invariant=batch_invariant)
     inputs = make_inputs(case, DEVICE)
-    planner = planner_for(case, DEVICE)
+    planner = harness.planner_for(case, DEVICE)
     kv = planner.bind(inputs.given)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     for max_q_len in (300, 301, 1000, 20_000):
         for max_kv_len in (12_000, 2**31 - 1):
             plan = planner.plan(
@@ -130,13 +117,15 @@ def test_maxima_do_not_matter(case: Case, batch_invariant: bool) -> None:
                 max_q_len=max_q_len,
                 max_kv_len=max_kv_len,
             )
-            assert_same(plan.run(inputs.q, kv, return_lse=True, **extras(inputs)), want)
+            harness.assert_same(
+                plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs)), want
+            )
 
 
 def test_one_token_each_with_offsets_or_without() -> None:
     case = replace(D128, lengths=(4097, 1, 0, 16, 9000), sinks="float32")
-    want = attend(make_inputs(case, DEVICE))
-    assert_same(attend(make_inputs(replace(case, q_lens=(1,) * 5), DEVICE)), want)
+    want = harness.attend(make_inputs(case, DEVICE))
+    harness.assert_same(harness.attend(make_inputs(replace(case, q_lens=(1,) * 5), DEVICE)), want)
 
 
 # --- rows that are no request's, and requests that are too long -----------------------------------
@@ -148,8 +137,8 @@ def test_rows_past_the_last_request(case: Case, spare_rows: int) -> None:
     """Out 0 and lse -inf, whatever q holds, and with a sink too."""
     case = of(case, spare_rows=spare_rows, sinks="float32")
     inputs = make_inputs(case, DEVICE)
-    out, lse = attend(inputs)
-    check(case, out, lse, expected(inputs))
+    out, lse = harness.attend(inputs)
+    harness.check(case, out, lse, harness.expected(inputs))
     end = sum(case.queries)
     assert bool((out[end:] == 0).all())
     assert bool((lse[end:] == -torch.inf).all())
@@ -158,8 +147,8 @@ def test_rows_past_the_last_request(case: Case, spare_rows: int) -> None:
 def test_a_batch_of_nothing() -> None:
     """Requests without queries, requests without keys, and no request at all."""
     for pairs in ([(0, 0)], [(0, 100), (0, -1)], [(4, 0)], [(0, 300)] * 200):
-        check_case(of(D128, pairs, spare_rows=7), DEVICE)
-        check_case(of(D128, pairs, spare_rows=7, sinks="float32"), DEVICE)
+        harness.check_case(of(D128, pairs, spare_rows=7), DEVICE)
+        harness.check_case(of(D128, pairs, spare_rows=7, sinks="float32"), DEVICE)
 
 
 @on_the_device
@@ -167,13 +156,15 @@ def test_a_batch_of_nothing() -> None:
 def test_rows_that_q_lacks(num_missing: int) -> None:
     """The device can't refuse offsets beyond q: what is there is right, nothing else is written."""
     inputs = make_inputs(of(D128), DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     num_tokens = inputs.q.shape[0] - num_missing
     wide = torch.full_like(want[0], -1234.0)
     lse = torch.full_like(want[1], -1234.0)
-    plan = plan_of(inputs, planner_for(inputs.case, DEVICE))
+    plan = harness.plan_of(inputs, harness.planner_for(inputs.case, DEVICE))
     plan.run(inputs.q[:num_tokens], inputs.given, out=wide[:num_tokens], lse=lse[:num_tokens])
-    assert_same((wide[:num_tokens], lse[:num_tokens]), (want[0][:num_tokens], want[1][:num_tokens]))
+    harness.assert_same(
+        (wide[:num_tokens], lse[:num_tokens]), (want[0][:num_tokens], want[1][:num_tokens])
+    )
     assert bool((wide[num_tokens:] == -1234).all())
     assert bool((lse[num_tokens:] == -1234).all())
 
@@ -187,10 +178,10 @@ def test_too_many_queries_are_nan_and_harm_nobody(
 ) -> None:
     case = of(case, spare_rows=spare_rows, num_kv_heads=1)
     inputs = make_inputs(case, DEVICE)
-    want = expected(inputs)
-    planner = planner_for(case, DEVICE)
-    plan = plan_of(inputs, planner, max_q_len=max_q_len)
-    out, lse = plan.run(inputs.q, inputs.given, return_lse=True, **extras(inputs))
+    want = harness.expected(inputs)
+    planner = harness.planner_for(case, DEVICE)
+    plan = harness.plan_of(inputs, planner, max_q_len=max_q_len)
+    out, lse = plan.run(inputs.q, inputs.given, return_lse=True, **harness.extras(inputs))
     starts = row_starts(case)
     for request, q_len in enumerate(case.queries):
         if q_len > max_q_len:
@@ -198,7 +189,7 @@ def test_too_many_queries_are_nan_and_harm_nobody(
             assert bool(torch.isnan(out[rows]).all())
             assert bool(torch.isnan(lse[rows]).all())
             out[rows], lse[rows] = want.out[rows].to(out.dtype), want.lse[rows].float()
-    check(case, out, lse, want)
+    harness.check(case, out, lse, want)
 
 
 @on_the_device
@@ -207,18 +198,18 @@ def test_too_long_requests_are_nan_and_harm_nobody(case: Case) -> None:
     """A length beyond the table, for each query length in turn."""
     case = of(case, num_kv_heads=1)
     inputs = make_inputs(case, DEVICE)
-    want = expected(inputs)
+    want = harness.expected(inputs)
     starts, lengths = row_starts(case), inputs.seq_lens.clone()
     for request, q_len in enumerate(case.queries):
         for length in (2**31 - 1, 1_000_000):
             inputs.seq_lens = lengths.clone()
             inputs.seq_lens[request] = length
-            out, lse = attend(inputs)
+            out, lse = harness.attend(inputs)
             rows = slice(starts[request], starts[request + 1])
             assert bool(torch.isnan(out[rows]).all()) or q_len == 0
             assert bool(torch.isnan(lse[rows]).all()) or q_len == 0
             out[rows], lse[rows] = want.out[rows].to(out.dtype), want.lse[rows].float()
-            check(case, out, lse, want)
+            harness.check(case, out, lse, want)
 
 
 # --- batch_invariant ------------------------------------------------------------------------------
@@ -276,7 +267,7 @@ def picked(inputs: Inputs, picks: Sequence[int]) -> Inputs:
     return cut
 
 
-def rows_of(inputs: Inputs, result: Result, picks: Sequence[int]) -> Result:
+def rows_of(inputs: Inputs, result: harness.Result, picks: Sequence[int]) -> harness.Result:
     starts = row_starts(inputs.case)
     rows = [row for b in picks for row in range(starts[b], starts[b + 1])]
     return result[0][rows], result[1][rows]
@@ -288,12 +279,12 @@ def test_invariant_requests_alone_and_together(case: Case, num_kv_heads: int) ->
     """A request alone has the bits that it has among others, wherever it stands."""
     case = of(case, INVARIANT_PAIRS, batch_invariant=True, num_kv_heads=num_kv_heads)
     inputs = make_inputs(case, DEVICE)
-    together = attend(inputs)
-    check(case, *together, expected(inputs))
+    together = harness.attend(inputs)
+    harness.check(case, *together, harness.expected(inputs))
     for request, q_len in enumerate(case.queries):
         if q_len:
             mine = rows_of(inputs, together, [request])
-            assert_same(attend(picked(inputs, [request])), mine)
+            harness.assert_same(harness.attend(picked(inputs, [request])), mine)
 
 
 @pytest.mark.parametrize("case", [D128, WIDE, D192X128, D256, MASKED_D128], ids=str)
@@ -301,12 +292,12 @@ def test_invariant_over_random_batches_and_orders(case: Case) -> None:
     rng = random.Random(200)
     case = of(case, INVARIANT_PAIRS, batch_invariant=True, num_kv_heads=2)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     for _ in range(40):
         picks = rng.choices(range(len(INVARIANT_PAIRS)), k=rng.choice((2, 3, 7, 20, 50)))
         if max(case.queries[b] for b in picks) == 0:
             continue
-        assert_same(attend(picked(inputs, picks)), rows_of(inputs, want, picks))
+        harness.assert_same(harness.attend(picked(inputs, picks)), rows_of(inputs, want, picks))
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 50, 1000])
@@ -314,8 +305,10 @@ def test_invariant_over_random_batches_and_orders(case: Case) -> None:
 def test_invariant_over_shares_of_the_card(case: Case, num_sms: int) -> None:
     case = of(case, INVARIANT_PAIRS, batch_invariant=True)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    assert_same(attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
+    want = harness.attend(inputs)
+    harness.assert_same(
+        harness.attend(inputs, harness.planner_for(case, DEVICE, num_sms=num_sms)), want
+    )
 
 
 def test_invariant_with_many_requests_in_a_slot() -> None:
@@ -323,10 +316,12 @@ def test_invariant_with_many_requests_in_a_slot() -> None:
     pairs = [(rng.choice((1, 2, 5, 40)), rng.choice((0, 1, 300, 900, 2000))) for _ in range(500)]
     case = of(D128, pairs, num_kv_heads=1, batch_invariant=True)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    check(case, *want, expected(inputs))
+    want = harness.attend(inputs)
+    harness.check(case, *want, harness.expected(inputs))
     for num_sms in (1, 3, 60):
-        assert_same(attend(inputs, planner_for(case, DEVICE, num_sms=num_sms)), want)
+        harness.assert_same(
+            harness.attend(inputs, harness.planner_for(case, DEVICE, num_sms=num_sms)), want
+        )
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -351,10 +346,10 @@ def replays_are_eager(layer: Layer, replays: Sequence[Sequence[tuple[int, int]]]
         for part in layer.plan.backend.launches:
             part.memory.fill_(0x7F)
         graph.replay()
-        plan = plan_of(inputs, layer.planner, max_q_len=max_q_len)
+        plan = harness.plan_of(inputs, layer.planner, max_q_len=max_q_len)
         kv = layer.planner.bind(inputs.given)
-        want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
-        assert_same((layer.out, layer.lse), want)
+        want = plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs))
+        harness.assert_same((layer.out, layer.lse), want)
         starts = [0]
         for q_len, _ in pairs:
             starts.append(starts[-1] + max(q_len, 0))
@@ -427,7 +422,7 @@ def test_replays_against_the_reference() -> None:
         overwrite(layer.inputs, [(q, 900) for q in q_lens])
         layer.forget()
         graph.replay()
-        check(now, layer.out, layer.lse, expected(replace(layer.inputs, case=now)))
+        harness.check(now, layer.out, layer.lse, harness.expected(replace(layer.inputs, case=now)))
 
 
 @on_the_device
@@ -448,42 +443,42 @@ def test_two_plans_in_one_graph() -> None:
         layer.forget()
     graph.replay()
     for layer, want in zip(layers, wants, strict=True):
-        assert_same((layer.out, layer.lse), want)
+        harness.assert_same((layer.out, layer.lse), want)
 
 
 @on_the_device
 def test_nothing_waits_for_the_device_and_nothing_is_allocated() -> None:
     inputs = make_inputs(of(MASKED_D128, sinks="bfloat16", spare_rows=3), DEVICE)
-    want = attend(inputs)
-    planner = planner_for(inputs.case, DEVICE)
+    want = harness.attend(inputs)
+    planner = harness.planner_for(inputs.case, DEVICE)
     out, lse = inputs.new_out(), inputs.new_lse()
-    with forbid_waiting():
-        plan = plan_of(inputs, planner)
+    with harness.forbid_waiting():
+        plan = harness.plan_of(inputs, planner)
         kv = planner.bind(inputs.given)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         plan.refresh()
-        plan.run(inputs.q, kv, out=out, lse=lse, **extras(inputs))
+        plan.run(inputs.q, kv, out=out, lse=lse, **harness.extras(inputs))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    assert_same((out, lse), want)
+    harness.assert_same((out, lse), want)
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_a_plan_snapshots_lengths_and_offsets(case: Case) -> None:
     inputs = make_inputs(of(case), DEVICE)
-    planner = planner_for(inputs.case, DEVICE)
-    plan, kv = plan_of(inputs, planner), planner.bind(inputs.given)
-    want = attend(inputs)
+    planner = harness.planner_for(inputs.case, DEVICE)
+    plan, kv = harness.plan_of(inputs, planner), planner.bind(inputs.given)
+    want = harness.attend(inputs)
     inputs.qo_indptr[1:] = 0
     inputs.seq_lens.fill_(3)
-    assert_same(plan.run(inputs.q, kv, return_lse=True, **extras(inputs)), want)
+    harness.assert_same(plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs)), want)
 
 
 @on_the_device
 def test_c29_everything_on_the_callers_stream() -> None:
     """Offsets, lengths, tables, masks and values arrive behind a long wait on a side stream."""
     inputs = make_inputs(of(MASKED_D128), DEVICE)
-    want = attend(inputs)
-    planner = planner_for(inputs.case, DEVICE)
+    want = harness.attend(inputs)
+    planner = harness.planner_for(inputs.case, DEVICE)
     targets = [inputs.q, *inputs.cache, inputs.table, inputs.seq_lens, inputs.qo_indptr]
     targets.append(inputs.mask.given)
     filled = [x.clone() for x in targets]
@@ -492,21 +487,23 @@ def test_c29_everything_on_the_callers_stream() -> None:
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        plan_of(inputs, planner)  # allocates the stream's workspace, which may wait for the device
+        harness.plan_of(
+            inputs, planner
+        )  # allocates the stream's workspace, which may wait for the device
         torch.cuda._sleep(100_000_000)  # 50 ms and more
         for tensor, value in zip(targets, filled, strict=True):
             tensor.copy_(value)
-        result = attend(inputs, planner)
+        result = harness.attend(inputs, planner)
     stream.synchronize()
-    assert_same(result, want)
+    harness.assert_same(result, want)
 
 
 def test_reference_backend_on_the_device() -> None:
     """Too many queries are NaN there too."""
     case = of(D128, [(3, 40), (1, 300), (9, 9)], num_kv_heads=1, spare_rows=2)
     inputs = make_inputs(case, DEVICE)
-    planner = planner_for(case, DEVICE, backend="reference")
-    check(case, *attend(inputs, planner), expected(inputs))
+    planner = harness.planner_for(case, DEVICE, backend="reference")
+    harness.check(case, *harness.attend(inputs, planner), harness.expected(inputs))
     if DEVICE == "cuda":
         plan = planner.plan(inputs.pages(), inputs.seq_lens, inputs.qo_indptr, max_q_len=3)
         out = plan.run(inputs.q, inputs.given)
@@ -524,4 +521,4 @@ def test_attention_for_notebooks() -> None:
         custom_mask=inputs.mask.given,
         return_lse=True,
     )
-    assert_same(got, attend(inputs))
+    harness.assert_same(got, harness.attend(inputs))

@@ -14,18 +14,8 @@ from torch import Tensor
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import BLOCK_FAMILIES, CACHES_SHARED, NVFP4, NVFP4_D256, Case, of
-from tests.support.harness import (
-    HIGH_PAGES,
-    assert_same,
-    attend,
-    check,
-    check_addresses,
-    expected,
-    move_to_high_pages,
-    plan_of,
-    planner_for,
-)
 from tests.support.inputs import (
     address_probe,
     make_inputs,
@@ -65,7 +55,7 @@ def check_every_code_of_v(case: Case, q_len: int) -> None:
     block = torch.arange(case.value_dim // 16, device=DEVICE)
     v = tokens_of((request + column * 7) % 16, (request + block * 37) % 256)
     inputs = make_inputs(case, DEVICE, (torch.zeros_like(q), torch.zeros_like(k), v))
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     want = values(v, None).to(out.dtype).repeat_interleave(q_len, 0).expand_as(out)
     is_nan = torch.isnan(want)
     assert bool(is_nan.any())
@@ -89,7 +79,7 @@ def check_every_code_of_k(case: Case, q_len: int) -> None:
     numbers = values(k, None)[request, 0, column].double()
     weights = 1 + torch.arange(case.head_dim, device=DEVICE) % 128 / 128  # tell columns apart
     q = weights.to(q.dtype).expand_as(q)
-    _, lse = attend(make_inputs(case, DEVICE, (q, k, v)))
+    _, lse = harness.attend(make_inputs(case, DEVICE, (q, k, v)))
     lse = lse.view(4096, -1).double()
     want = (numbers * weights[column].double() / 16)[:, None].expand_as(lse)
     is_nan = torch.isnan(want)
@@ -105,25 +95,25 @@ def test_strides_of_scales(case: Case, block_cache: str, kv_layout: str) -> None
     """Wherever the scales lie, and however far apart: the same bits."""
     case = of(case, *PAIRS, num_kv_heads=1 if block_cache == "size_1" else 2)
     tokens = random_tokens(case, DEVICE)
-    want = attend(make_inputs(case, DEVICE, tokens))
+    want = harness.attend(make_inputs(case, DEVICE, tokens))
     strange = replace(case, block_cache=block_cache, kv_layout=kv_layout)
-    assert_same(attend(make_inputs(strange, DEVICE, tokens)), want)
+    harness.assert_same(harness.attend(make_inputs(strange, DEVICE, tokens)), want)
 
 
 @pytest.mark.parametrize("q_len", [1, 5, 32])
 @pytest.mark.parametrize("target", [3, 16])
 def test_c07_high_page_ids(large_pool: Tensor, target: int, q_len: int) -> None:
     """The bf16 pool as one of bytes: in each row 128 of numbers, then 16 of scales."""
-    count = len(HIGH_PAGES)
+    count = len(harness.HIGH_PAGES)
     case = replace(of(NVFP4_D256, *[(q_len, 32)] * count), num_kv_heads=8, causal=False)
     q, k, v = address_probe(case, DEVICE, [target] * count)
     inputs = make_inputs(case, DEVICE, (q, k, v))
     room = large_pool.view(torch.uint8)[..., :144]
-    move_to_high_pages(inputs, room, k, v)
+    harness.move_to_high_pages(inputs, room, k, v)
     parts = [split_blocks(room[:, which]) for which in range(2)]
     inputs.cache = (parts[0][0], parts[1][0])
     inputs.blocks = (parts[0][1], parts[1][1])
-    found = check_addresses(inputs, attend(inputs)[0], [target] * count)
+    found = harness.check_addresses(inputs, harness.attend(inputs)[0], [target] * count)
     assert found == q_len * count
 
 
@@ -134,16 +124,16 @@ def test_caches_in_turn() -> None:
         case = replace(of(NVFP4, (1, 700), (3, 40), (40, 90)), scales=None, block_cache=block_cache)
         q, k, v = random_tokens(case, DEVICE)
         layers.append(make_inputs(case, DEVICE, (q, k.roll(i, 0), v.roll(i, 0))))
-    planner = planner_for(layers[0].case, DEVICE)
-    plan, q = plan_of(layers[0], planner), layers[0].q
+    planner = harness.planner_for(layers[0].case, DEVICE)
+    plan, q = harness.plan_of(layers[0], planner), layers[0].q
     bound = [layer.bind(planner) for layer in layers]
-    wants = [plan_of(layers[0], planner).run(q, kv, return_lse=True) for kv in bound]
+    wants = [harness.plan_of(layers[0], planner).run(q, kv, return_lse=True) for kv in bound]
     for layer, want in zip(layers, wants, strict=True):
-        check(layer.case, *want, expected(layer))
+        harness.check(layer.case, *want, harness.expected(layer))
     for _ in range(3):
         for layer, kv, (want, lse) in zip(layers, bound, wants, strict=True):
-            assert_same((plan.run(q, kv, out=torch.empty_like(want)), lse), (want, lse))
-            assert_same((plan.run(q, layer.given), lse), (want, lse))
+            harness.assert_same((plan.run(q, kv, out=torch.empty_like(want)), lse), (want, lse))
+            harness.assert_same((plan.run(q, layer.given), lse), (want, lse))
 
 
 def test_what_quantize_kv_stores() -> None:
@@ -156,6 +146,6 @@ def test_what_quantize_kv_stores() -> None:
         for data, scales in (jitattn.quant.quantize_kv(x, "nvfp4") for x in numbers)
     ]
     inputs = make_inputs(case, DEVICE, (q, stored[0], stored[1]))
-    planner = planner_for(case, DEVICE)
-    out, lse = plan_of(inputs, planner).run(inputs.q, inputs.given, return_lse=True)
-    check(case, out, lse, expected(inputs))
+    planner = harness.planner_for(case, DEVICE)
+    out, lse = harness.plan_of(inputs, planner).run(inputs.q, inputs.given, return_lse=True)
+    harness.check(case, out, lse, harness.expected(inputs))

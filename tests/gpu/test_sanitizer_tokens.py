@@ -8,21 +8,11 @@ import pytest
 import torch
 
 from tests.gpu.device import DEVICE
+from tests.support import transfers
 from tests.support.cases import D128, TABLES, Case
 from tests.support.kv_tables import Tables, check_layer_tables
 from tests.support.token_cases import TokenCase, check_tokens
 from tests.support.token_sets import APPENDS, KINDS
-from tests.support.transfers import (
-    Copy,
-    Gather,
-    Slots,
-    Tokens,
-    check_batch_info,
-    check_block_table,
-    check_copy,
-    check_gather,
-    check_quantised_gather,
-)
 
 KINDS_OF_TOKENS = {**KINDS, **APPENDS}
 GATHERED = Case(head_dim=128, num_kv_heads=2, group_size=1, lengths=(1, 16, 0, 17, -3, 40))
@@ -32,8 +22,10 @@ GATHERS = (
     replace(GATHERED, cache="odd_strides", page_size=3, lengths_dtype="int64"),
 )
 COPIES = (
-    Copy((2, 16, 2, 64), (("plain", "odd"),), (5, 4), torch.bfloat16, ((0, 3), (4, 0), (-1, 1))),
-    Copy(
+    transfers.Copy(
+        (2, 16, 2, 64), (("plain", "odd"),), (5, 4), torch.bfloat16, ((0, 3), (4, 0), (-1, 1))
+    ),
+    transfers.Copy(
         (3, 5),
         (("transposed", "padded"), ("layer_inside", "plain")),
         (4, 4),
@@ -51,27 +43,29 @@ def test_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("case", GATHERS, ids=str)
 def test_gather(case: Case) -> None:
-    check_gather(Gather(case), DEVICE)
+    transfers.check_gather(transfers.Gather(case), DEVICE)
 
 
 @pytest.mark.parametrize("name", ["int8", "nvfp4"])
 def test_quantised_gather(name: str) -> None:
-    check_quantised_gather(name, "bfloat16", "heads", DEVICE)
+    transfers.check_quantised_gather(name, "bfloat16", "heads", DEVICE)
 
 
 @pytest.mark.parametrize("example", COPIES, ids=str)
-def test_copy(example: Copy) -> None:
-    check_copy(example, DEVICE)
+def test_copy(example: transfers.Copy) -> None:
+    transfers.check_copy(example, DEVICE)
 
 
 @pytest.mark.parametrize("source", ["tensor", "table", "csr"])
 def test_block_table(source: str) -> None:
-    check_block_table(Slots(16, (37, 0, 16), is_mapped=True, source=source), DEVICE)
+    transfers.check_block_table(
+        transfers.Slots(16, (37, 0, 16), is_mapped=True, source=source), DEVICE
+    )
 
 
 @pytest.mark.parametrize("table", [None, "shared", "csr", "token"])
 def test_batch_info(table: str | None) -> None:
-    check_batch_info(Tokens((37, 5, 0), (3, 5, 1), table, spare=2), DEVICE)
+    transfers.check_batch_info(transfers.Tokens((37, 5, 0), (3, 5, 1), table, spare=2), DEVICE)
 
 
 def test_layer_tables() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import jitattn
 from tests.gpu.device import DEVICE
 from tests.support.cases import Case
-from tests.support.harness import forbid_waiting
+from tests.support.harness import captured, forbid_waiting
 from tests.support.transfers import (
     Slots,
     Tokens,
@@ -71,11 +71,7 @@ def test_tables_are_replayed() -> None:
     def call() -> None:
         jitattn.build_block_table(slots, lens, 16, rows=rows, out=out)
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph = captured(call)
     for seed in range(5):
         rng = torch.Generator().manual_seed(seed)
         ids = torch.randperm(9 * 5, generator=rng).view(9, 5)
@@ -150,11 +146,7 @@ def test_infos_are_replayed() -> None:
     def call() -> None:
         jitattn.batch_info(lens, q_lens, num_tokens=40, pages=pages, page_size=16, out=info)
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph = captured(call)
     for seed in range(5):
         rng = random.Random(seed)
         kv = [rng.randint(0, 80) for _ in range(6)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import (
     D64,
     D128,
@@ -22,17 +23,6 @@ from tests.support.cases import (
     TWINS,
     Case,
     twins_of,
-)
-from tests.support.harness import (
-    HIGH_PAGES,
-    assert_same,
-    attend,
-    check,
-    expected,
-    move_to_high_pages,
-    planner_for,
-    same_bits,
-    target_rows,
 )
 from tests.support.inputs import CACHES, Inputs, address_probe, make_inputs, random_tokens, spread
 from tests.support.layouts import attend_through, ragged_inputs, same_pages
@@ -170,8 +160,8 @@ def test_engine_caches(engine: str, kv_layout: str) -> None:
     base = D64 if head_dim == 64 else D128
     case = replace(base, num_kv_heads=num_kv_heads, lengths=(70, 0, 1, 1300, 33), sinks="float32")
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    check(case, *want, expected(inputs))
+    want = harness.attend(inputs)
+    harness.check(case, *want, harness.expected(inputs))
     pair = build(inputs.cache[0].shape[0])
     for view, plain in zip(pair, inputs.cache, strict=True):
         view.copy_(plain)
@@ -179,8 +169,8 @@ def test_engine_caches(engine: str, kv_layout: str) -> None:
         pair = tuple(view.transpose(1, 2) for view in pair)
     inputs.cache = pair
     for table in TABLES:
-        planner = planner_for(replace(case, page_table=table, kv_layout=kv_layout), DEVICE)
-        assert_same(attend_through(inputs, planner, same_pages(inputs, table)), want)
+        planner = harness.planner_for(replace(case, page_table=table, kv_layout=kv_layout), DEVICE)
+        harness.assert_same(attend_through(inputs, planner, same_pages(inputs, table)), want)
 
 
 @pytest.mark.parametrize("head_offset", [0, 8])
@@ -188,14 +178,14 @@ def test_ragged_slices_of_a_fused_projection(head_offset: int) -> None:
     """K and V of a prefill as views of packed QKV: 16 query heads, 8 of K, 8 of V."""
     case = replace(RAGGED, num_kv_heads=8, group_size=2, lengths=(70, 0, 1, 1300))
     plain = make_inputs(replace(D128, num_kv_heads=8, group_size=2, lengths=case.lengths), DEVICE)
-    want = expected(plain)
+    want = harness.expected(plain)
     inputs = ragged_inputs(plain)
     fused = nan(inputs.k.shape[0] + 3, 32 + head_offset, 128)
     views = fused[:, 16 + head_offset : 24 + head_offset], fused[:, 24 + head_offset :]
     for view, dense in zip(views, (inputs.k, inputs.v), strict=True):
         view[: dense.shape[0]] = dense
     inputs.cache = views
-    check(case, *attend(inputs), want)
+    harness.check(case, *harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("cache", sorted(CACHES))
@@ -206,7 +196,7 @@ def test_cache_builders(case: Case, cache: str) -> None:
     num_kv_heads = 1 if cache == "size_1" else 3
     case = replace(case, cache=cache, num_kv_heads=num_kv_heads, lengths=LENGTHS, window_left=700)
     inputs = make_inputs(case, DEVICE)
-    check(case, *attend(inputs), expected(inputs))
+    harness.check(case, *harness.attend(inputs), harness.expected(inputs))
 
 
 # --- two head dims --------------------------------------------------------------------------------
@@ -235,9 +225,9 @@ def test_two_head_dims(case: Case, cache: str, batch_invariant: bool) -> None:
         case, cache=cache, lengths=LENGTHS, batch_invariant=batch_invariant, sinks="bfloat16"
     )
     inputs = make_inputs(case, DEVICE)
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     assert out.shape[-1] == case.head_dim_vo
-    check(case, out, lse, expected(inputs))
+    harness.check(case, out, lse, harness.expected(inputs))
 
 
 # --- C04: strides of dimensions of size 1 ---------------------------------------------------------
@@ -259,13 +249,13 @@ def test_c04_everything_of_size_1(case: Case, batch_invariant: bool, stride: int
         batch_invariant=batch_invariant,
     )
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    check(case, *want, expected(inputs))
+    want = harness.attend(inputs)
+    harness.check(case, *want, harness.expected(inputs))
     inputs = wild(one_page(inputs), stride)
     out = torch.full_like(want[0], math.nan)
     lse = torch.full_like(want[1], math.nan)
     strange = out.as_strided(out.shape, (stride, stride, 1)), lse.as_strided((1, 1), (stride,) * 2)
-    assert_same(attend(inputs, out=strange[0], lse=strange[1]), want)
+    harness.assert_same(harness.attend(inputs, out=strange[0], lse=strange[1]), want)
 
 
 def one_page(inputs: Inputs) -> Inputs:
@@ -330,7 +320,7 @@ def test_c04_one_row_of_a_separate_table(dim: int, stride: int) -> None:
     lengths = (50,) if dim == 0 else (16, 7, 1)
     case = replace(D128, page_table="separate", lengths=lengths)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     table = inputs.table[..., : -(-max(lengths) // 16)].contiguous()
     strides = list(table.stride())
     strides[dim] = stride
@@ -341,7 +331,7 @@ def test_c04_one_row_of_a_separate_table(dim: int, stride: int) -> None:
         inputs.table.copy_(table)
     else:
         inputs.table = table.as_strided(table.shape, strides)
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("stride", [0, 3, 123, 2**40])
@@ -349,7 +339,7 @@ def test_c04_one_row_of_a_separate_table(dim: int, stride: int) -> None:
 def test_c04_one_request_of_every_table(table: str, stride: int) -> None:
     case = replace(D128, page_table=table, lengths=(50,), rows="int64" if table != "csr" else None)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     inputs.seq_lens = inputs.seq_lens.as_strided((1,), (stride,))
     if inputs.rows is not None:
         index = inputs.rows.long()
@@ -358,7 +348,7 @@ def test_c04_one_request_of_every_table(table: str, stride: int) -> None:
         inputs.table = inputs.table.as_strided(
             inputs.table.shape, (stride, *inputs.table.stride()[1:])
         )
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
@@ -367,11 +357,11 @@ def test_c04_q_of_a_fused_projection(case: Case, num_tokens: int) -> None:
     """Strides (4608, 128, 1): a row of 32 query heads and 4 others."""
     case = replace(case, num_kv_heads=8, group_size=4, lengths=(77,) * num_tokens)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
+    want = harness.attend(inputs)
     fused = nan(num_tokens, 4608)
     fused[:, :4096] = inputs.q.flatten(1)
     inputs.q = fused.as_strided((num_tokens, 32, 128), (4608, 128, 1))
-    assert_same(attend(inputs), want)
+    harness.assert_same(harness.attend(inputs), want)
 
 
 # --- C07: offsets beyond 32 bits, in every layout -------------------------------------------------
@@ -383,13 +373,15 @@ def test_c04_q_of_a_fused_projection(case: Case, num_tokens: int) -> None:
 def test_c07_high_page_ids(
     large_pool: Tensor, table: str, target: int, batch_invariant: bool
 ) -> None:
-    targets = [target] * len(HIGH_PAGES)
+    targets = [target] * len(harness.HIGH_PAGES)
     case = replace(D128, num_kv_heads=8, lengths=(32,) * len(targets))
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    move_to_high_pages(inputs, large_pool, inputs.k, inputs.v)
-    planner = planner_for(replace(case, page_table=table, batch_invariant=batch_invariant), DEVICE)
+    harness.move_to_high_pages(inputs, large_pool, inputs.k, inputs.v)
+    planner = harness.planner_for(
+        replace(case, page_table=table, batch_invariant=batch_invariant), DEVICE
+    )
     out, _ = attend_through(inputs, planner, same_pages(inputs, table))
-    assert torch.equal(out, target_rows(inputs, targets))
+    assert torch.equal(out, harness.target_rows(inputs, targets))
 
 
 def test_c07_ragged_tokens_beyond_32_bits(large_pool: Tensor) -> None:
@@ -405,7 +397,7 @@ def test_c07_ragged_tokens_beyond_32_bits(large_pool: Tensor) -> None:
         flat[start : start + lengths[b]] = inputs.k[tokens]
     inputs.indptr = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     inputs.cache = (flat, flat)
-    out, _ = attend(inputs)
+    out, _ = harness.attend(inputs)
     # K is V: the target's row is all of one level.
     assert bool((out == out[0, 0, 0]).all())
     assert float(out[0, 0, 0]) == float(inputs.k.max())
@@ -417,17 +409,11 @@ def test_c07_few_pages_far_apart(large_pool: Tensor, table: str) -> None:
     case = replace(D128, num_kv_heads=8, lengths=(32,) * 4)
     targets = [1, 15, 16, 30]
     inputs = make_inputs(case, DEVICE, address_probe(case, DEVICE, targets))
-    shape, strides = (8, 16, 8, 128), (2**29 + 64, 8 * 128, 128, 1)
-    flat = large_pool.flatten()
-    k, v = flat.as_strided(shape, strides), flat[2**20 :].as_strided(shape, strides)
-    ids = torch.tensor([[7, 0], [5, 4], [3, 6], [2, 1]], dtype=torch.int32, device=DEVICE)
-    for dense, cache in ((inputs.k, k), (inputs.v, v)):
-        cache[ids.flatten().long()] = dense.view(8, 16, 8, 128)
-    inputs.table, inputs.cache = ids, (k, v)
-    inputs.garbage = torch.zeros_like(ids, dtype=torch.bool)
-    planner = planner_for(replace(case, page_table=table), DEVICE)
+    inputs.spread(large_pool, 2**29 + 64)
+    inputs.garbage = torch.zeros_like(inputs.table, dtype=torch.bool)
+    planner = harness.planner_for(replace(case, page_table=table), DEVICE)
     out, _ = attend_through(inputs, planner, same_pages(inputs, table))
-    assert torch.equal(out, target_rows(inputs, targets))
+    assert torch.equal(out, harness.target_rows(inputs, targets))
 
 
 # --- lengths beyond the table ---------------------------------------------------------------------
@@ -451,7 +437,7 @@ def test_too_long_requests_are_nan_and_harm_nobody(
     if DEVICE == "cpu":
         pytest.skip("the CPU refuses such a length")
     inputs = make_inputs(case, DEVICE)
-    want = expected(inputs)
+    want = harness.expected(inputs)
     capacity = inputs.pages().capacity(case.page_size)
     if inputs.indptr is not None:
         begin, end = inputs.indptr[1:3].tolist()
@@ -460,11 +446,11 @@ def test_too_long_requests_are_nan_and_harm_nobody(
     too_long += [2**31, 2**32 + 5, 2**62] if lengths_dtype == "int64" else []
     for length in too_long:
         inputs.seq_lens[1] = length
-        out, lse = attend(inputs)
+        out, lse = harness.attend(inputs)
         assert bool(torch.isnan(out[1]).all())
         assert bool(torch.isnan(lse[1]).all())
         out[1], lse[1] = want.out[1], want.lse[1]
-        check(case, out, lse, want)
+        harness.check(case, out, lse, want)
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
@@ -473,7 +459,7 @@ def test_every_request_too_long(case: Case) -> None:
         pytest.skip("the CPU refuses such a length")
     inputs = make_inputs(replace(case, lengths=(100, 5, 33)), DEVICE)
     inputs.seq_lens.fill_(2**31 - 1)
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     assert bool(torch.isnan(out).all())
     assert bool(torch.isnan(lse).all())
 
@@ -487,11 +473,11 @@ def test_a_length_that_fills_the_table_exactly(case: Case) -> None:
     entries = length if case.page_table == "token" else 4
     if case.page_table in ("shared", "separate", "token"):
         inputs.table = inputs.table[..., :entries]
-    check(case, *attend(inputs), expected(inputs))
-    planner = planner_for(case, DEVICE)
+    harness.check(case, *harness.attend(inputs), harness.expected(inputs))
+    planner = harness.planner_for(case, DEVICE)
     plan = planner.plan(inputs.pages(), inputs.seq_lens, max_kv_len=length)
     result = plan.run(inputs.q, planner.bind(inputs.given), return_lse=True)
-    check(case, *result, expected(inputs))
+    harness.check(case, *result, harness.expected(inputs))
 
 
 @pytest.mark.parametrize("table", ["csr", "ragged"])
@@ -502,16 +488,16 @@ def test_offsets_that_fall_give_nan(table: str) -> None:
     case = replace(D128, page_table=table, page_size=16 if table == "csr" else 1)
     case = replace(case, lengths=(50, 1, 0))
     inputs = make_inputs(case, DEVICE)
-    want = expected(inputs)
+    want = harness.expected(inputs)
     starts = inputs.indptr.tolist()
     inputs.indptr = torch.tensor(
         [starts[0], starts[1], starts[1] - 1, starts[1] - 1], dtype=torch.int32, device=DEVICE
     )
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     assert bool(torch.isnan(out[1]).all())
     assert bool(torch.isnan(lse[1]).all())
     out[1], lse[1] = want.out[1], want.lse[1]
-    check(case, out, lse, want)
+    harness.check(case, out, lse, want)
 
 
 def test_csr_indices_end_before_their_offsets() -> None:
@@ -519,14 +505,14 @@ def test_csr_indices_end_before_their_offsets() -> None:
     if DEVICE == "cpu":
         pytest.skip("the CPU refuses such offsets")
     inputs = make_inputs(replace(D128, page_table="csr", lengths=(50, 70)), DEVICE)
-    want = expected(inputs)
+    want = harness.expected(inputs)
     begin = int(inputs.indptr[1])
     inputs.table = inputs.table[: begin + 4].clone()  # 64 tokens of the second request
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     assert bool(torch.isnan(out[1]).all())
     assert bool(torch.isnan(lse[1]).all())
     out[1], lse[1] = want.out[1], want.lse[1]
-    check(inputs.case, out, lse, want)
+    harness.check(inputs.case, out, lse, want)
 
 
 # --- C02 and C08 for every layout -----------------------------------------------------------------
@@ -542,21 +528,21 @@ def test_c08_unused_entries(case: Case, lengths: tuple[int, ...], window_left: i
             cache[inputs.dead_page] = torch.inf
         table = inputs.table
         inputs.table = table.masked_fill(inputs.garbage, 0)
-        want = attend(inputs)
-        check(twin, *want, expected(inputs))
+        want = harness.attend(inputs)
+        harness.check(twin, *want, harness.expected(inputs))
         unit = twin.page_size if twin.page_table == "token" else 1
         end = inputs.cache[0].shape[0] * unit
         for garbage in (-1, 2**31 - 1, -(2**31), end, inputs.dead_page * unit):
             inputs.table = table.masked_fill(inputs.garbage, garbage)
-            assert_same(attend(inputs), want)
+            harness.assert_same(harness.attend(inputs), want)
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_c02_lengths_rows_and_offsets_at_any_stride(case: Case) -> None:
     case = replace(case, lengths=(5, 9, 4000), rows="int32" if case.has_rows else None)
     inputs = make_inputs(case, DEVICE)
-    want = attend(inputs)
-    check(case, *want, expected(inputs))
+    want = harness.attend(inputs)
+    harness.check(case, *want, harness.expected(inputs))
     for dtype in (torch.int32, torch.int64):
         for step in (1, 2, 77):
             moved = replace(inputs, seq_lens=spread(inputs.seq_lens.to(dtype), step))
@@ -564,7 +550,7 @@ def test_c02_lengths_rows_and_offsets_at_any_stride(case: Case) -> None:
                 moved.rows = spread(inputs.rows.to(dtype), step)
             if inputs.indptr is not None:
                 moved.indptr = spread(inputs.indptr.clone(), step)
-            assert_same(attend(moved), want)
+            harness.assert_same(harness.attend(moved), want)
 
 
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
@@ -577,18 +563,18 @@ def test_rows_used_twice_and_rows_of_padding(case: Case) -> None:
     for dense in tokens[1:]:
         dense[90:180] = dense[:90]
     inputs = make_inputs(case, DEVICE, tokens)
-    want = expected(inputs)
+    want = harness.expected(inputs)
     rows = torch.tensor([0, 0, 2], device=DEVICE)
-    check(case, *attend(replace(inputs, rows=rows)), want)
+    harness.check(case, *harness.attend(replace(inputs, rows=rows)), want)
     if DEVICE == "cpu":
         return
     rows[1] = 2**40
     inputs.seq_lens[1] = 0
-    out, lse = attend(replace(inputs, rows=rows))
+    out, lse = harness.attend(replace(inputs, rows=rows))
     assert bool((out[1] == 0).all())
     assert bool((lse[1] == -torch.inf).all())
     out[1], lse[1] = want.out[1], want.lse[1]
-    check(case, out, lse, want)
+    harness.check(case, out, lse, want)
 
 
 def test_token_tables_of_a_pool_with_pages_of_one() -> None:
@@ -606,10 +592,12 @@ def test_token_tables_of_a_pool_with_pages_of_one() -> None:
     rows = torch.tensor([7, 31, 0, 3], device=DEVICE)
     width = inputs.table.shape[1]
     pool[rows, :width] = inputs.table[inputs.rows.long()]
-    check(case, *attend(replace(inputs, table=pool, rows=rows)), expected(inputs))
+    harness.check(
+        case, *harness.attend(replace(inputs, table=pool, rows=rows)), harness.expected(inputs)
+    )
 
 
 def test_attention_call_on_the_device() -> None:
     inputs = make_inputs(replace(RAGGED, lengths=(5, 900)), DEVICE)
     out = jitattn.attention(inputs.q, inputs.given, inputs.pages(), inputs.seq_lens)
-    assert same_bits(out, attend(inputs)[0])
+    assert harness.same_bits(out, harness.attend(inputs)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.device import DEVICE
-from tests.support.untouched import CHECK, FORK, IMPORT, PLAN, run_apart
+from tests.support.untouched import CHECK, FORK, IMPORT, PLAN, in_child, run_apart
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cuda", reason="what holds without a GPU is in tests/kernels"
@@ -71,22 +71,8 @@ assert open_devices()
 
 
 def test_c43_import_in_the_parent_use_in_the_child() -> None:
-    fork = """
-check_untouched()
-child = os.fork()
-if child == 0:
-    try:
-        check_case(CASE, "cuda")
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-check_untouched()
-check_case(CASE, "cuda")
-"""
-    run_apart(CHECK, USE, fork)
+    in_both = in_child('check_case(CASE, "cuda")') + 'check_untouched()\ncheck_case(CASE, "cuda")\n'
+    run_apart(CHECK, USE, "check_untouched()\n", in_both)
 
 
 def test_c43_use_in_the_parent_is_an_error_in_the_child() -> None:

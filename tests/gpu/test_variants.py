@@ -10,17 +10,8 @@ from hypothesis import HealthCheck, given, seed, settings
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support import harness
 from tests.support.cases import Case
-from tests.support.harness import (
-    assert_same,
-    attend,
-    check,
-    check_case,
-    expected,
-    forbid_waiting,
-    planner_for,
-    same_bits,
-)
 from tests.support.inputs import make_inputs
 from tests.support.mla import MLACase, check_kernel
 from tests.support.mla import make_inputs as make_latents
@@ -40,7 +31,7 @@ SEEDS = range(1, 21)
 
 @pytest.mark.parametrize("case", [c for case in CASES.values() for c in on_a_card(case)], ids=str)
 def test_cases(case: Case) -> None:
-    check_case(case, DEVICE)
+    harness.check_case(case, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +71,8 @@ def test_a_batch_invariant_row_has_its_bits_anywhere(name: str) -> None:
     """Whether in a kernel of few rows or of many, and whatever else is in the batch."""
     case = replace(CASES[name], batch_invariant=True, seed=8)
     inputs = make_inputs(replace(case, lengths=(3000, 70, 1, 900)), DEVICE)
-    out, lse = attend(inputs)
-    planner = planner_for(inputs.case, DEVICE)
+    out, lse = harness.attend(inputs)
+    planner = harness.planner_for(inputs.case, DEVICE)
     kv = inputs.bind(planner)
     for b in range(4):
         plan = planner.plan(jitattn.BlockTable(inputs.table[b : b + 1]), inputs.seq_lens[b : b + 1])
@@ -92,8 +83,8 @@ def test_a_batch_invariant_row_has_its_bits_anywhere(name: str) -> None:
             sinks=inputs.sinks,
             variant_params=moved(inputs.variant_params, b),
         )
-        assert same_bits(alone[0], out[b : b + 1])
-        assert same_bits(alone[1], lse[b : b + 1])
+        assert harness.same_bits(alone[0], out[b : b + 1])
+        assert harness.same_bits(alone[1], lse[b : b + 1])
 
 
 def moved(params: dict[str, object] | None, request: int) -> dict[str, object] | None:
@@ -111,15 +102,15 @@ def test_graphs_read_tensors_at_each_replay(q_len: int) -> None:
     case = replace(CASES["relative_bias, warpgroups"], seed=20)
     case = replace(case, lengths=(200, 70), q_lens=(q_len, 1))
     inputs = make_inputs(case, DEVICE)
-    planner = planner_for(case, DEVICE)
+    planner = harness.planner_for(case, DEVICE)
     plan = planner.plan(inputs.pages(), inputs.seq_lens, inputs.qo_indptr, max_q_len=q_len)
     kv, out, lse = inputs.bind(planner), inputs.new_out(), inputs.new_lse()
     given = dict(inputs.variant_params)
     plan.run(inputs.q, kv, out=out, lse=lse, variant_params=given)
-    check(case, out, lse, expected(inputs))
+    harness.check(case, out, lse, harness.expected(inputs))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with forbid_waiting(), torch.cuda.graph(graph):
+    with harness.forbid_waiting(), torch.cuda.graph(graph):
         plan.refresh()
         plan.run(inputs.q, kv, out=out, lse=lse, variant_params=given)
     given["bias"].mul_(-1.5)
@@ -127,19 +118,19 @@ def test_graphs_read_tensors_at_each_replay(q_len: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert inputs.variant_params["bias"] is given["bias"]
-    check(case, out, lse, expected(inputs))
+    harness.check(case, out, lse, harness.expected(inputs))
 
 
 def test_calls_of_other_params_follow_each_other() -> None:
     """Nothing of the last call stays."""
     case = replace(CASES["alibi, warpgroups"], lengths=(300, 5), seed=2)
     inputs = make_inputs(case, DEVICE)
-    planner = planner_for(case, DEVICE)
+    planner = harness.planner_for(case, DEVICE)
     plan, kv = planner.plan(inputs.pages(), inputs.seq_lens), inputs.bind(planner)
     first = plan.run(inputs.q, kv, return_lse=True, variant_params=inputs.variant_params)
-    check(case, *first, expected(inputs))
+    harness.check(case, *first, harness.expected(inputs))
     slopes = torch.zeros(case.num_qo_heads, device=DEVICE)
     plain = plan.run(inputs.q, kv, return_lse=True, variant_params={"slopes": slopes})
-    check(case, *plain, expected(make_inputs(replace(case, variant=None), DEVICE)))
+    harness.check(case, *plain, harness.expected(make_inputs(replace(case, variant=None), DEVICE)))
     again = plan.run(inputs.q, kv, return_lse=True, variant_params=inputs.variant_params)
-    assert_same(again, first)
+    harness.assert_same(again, first)

@@ -14,6 +14,7 @@ from jitattn.kernels.attention.config import wide_row_tile
 from tests.gpu.device import DEVICE
 from tests.gpu.test_graphs import Layer, captured
 from tests.gpu.test_mixed import overwrite, replays_are_eager
+from tests.support import harness
 from tests.support.cases import (
     CACHES_SHARED,
     D64,
@@ -26,16 +27,6 @@ from tests.support.cases import (
     RAGGED,
     Case,
     of,
-)
-from tests.support.harness import (
-    assert_dead_slots_do_not_count,
-    assert_same,
-    attend,
-    check,
-    expected,
-    extras,
-    plan_of,
-    planner_for,
 )
 from tests.support.inputs import Inputs, make_inputs, random_tokens
 from tests.support.layouts import assert_same_through_every_table
@@ -65,8 +56,10 @@ def roles_of(plan: jitattn.types.Plan) -> list[str]:
 
 def attend_wide(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     if DEVICE == "cuda":
-        assert roles_of(plan_of(inputs, planner_for(inputs.case, DEVICE))) == ["decode_multi_token"]
-    return attend(inputs)
+        assert roles_of(harness.plan_of(inputs, harness.planner_for(inputs.case, DEVICE))) == [
+            "decode_multi_token"
+        ]
+    return harness.attend(inputs)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -78,7 +71,7 @@ def attend_wide(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 def test_drafts(case: Case, group_size: int, window_left: int) -> None:
     case = drafts(case, group_size=group_size, window_left=window_left, spare_rows=3)
     inputs = make_inputs(case, DEVICE)
-    check(case, *attend_wide(inputs), expected(inputs))
+    harness.check(case, *attend_wide(inputs), harness.expected(inputs))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -91,7 +84,7 @@ def test_drafts(case: Case, group_size: int, window_left: int) -> None:
 def test_sinks_and_later_keys(case: Case, group_size: int, sinks: str | None, causal: bool) -> None:
     case = drafts(case, group_size=group_size, sinks=sinks, causal=causal, seed=1)
     inputs = make_inputs(case, DEVICE)
-    check(case, *attend_wide(inputs), expected(inputs))
+    harness.check(case, *attend_wide(inputs), harness.expected(inputs))
 
 
 @pytest.mark.parametrize("form", ["bool", "packed", "ragged"])
@@ -100,7 +93,7 @@ def test_sinks_and_later_keys(case: Case, group_size: int, sinks: str | None, ca
 def test_random_masks(case: Case, window_left: int, form: str) -> None:
     case = drafts(case, mask=form, mask_width=200, window_left=window_left, causal=False)
     inputs = make_inputs(case, DEVICE)
-    check(case, *attend_wide(inputs), expected(inputs))
+    harness.check(case, *attend_wide(inputs), harness.expected(inputs))
 
 
 @pytest.mark.parametrize("form", ["bool", "packed", "ragged"])
@@ -125,7 +118,7 @@ def test_trees(case: Case, group_size: int, form: str) -> None:
     inputs.mask = mask_of_last_keys(plain, bits.to(DEVICE))
     if form == "ragged":
         inputs.mask = MaskOf(ragged_mask(inputs.mask.seen), inputs.mask.seen)
-    check(case, *attend_wide(inputs), expected(inputs))
+    harness.check(case, *attend_wide(inputs), harness.expected(inputs))
 
 
 # --- bits -----------------------------------------------------------------------------------------
@@ -138,7 +131,7 @@ def test_cache_strides(case: Case, cache: str) -> None:
     case = drafts(case, num_kv_heads=1 if cache == "size_1" else 2)
     tokens = random_tokens(case, DEVICE)
     want = attend_wide(make_inputs(case, DEVICE, tokens))
-    assert_same(attend_wide(make_inputs(replace(case, cache=cache), DEVICE, tokens)), want)
+    harness.assert_same(attend_wide(make_inputs(replace(case, cache=cache), DEVICE, tokens)), want)
 
 
 @pytest.mark.parametrize("case", [D128, D64], ids=str)
@@ -151,8 +144,8 @@ def test_every_table_layout(case: Case) -> None:
 def test_what_no_request_owns_does_not_count(case: Case) -> None:
     case = drafts(case, window_left=700)
     inputs = make_inputs(case, DEVICE)
-    want = assert_dead_slots_do_not_count(inputs, math.nan, 240.0, -240.0)
-    check(case, *want, expected(inputs))
+    want = harness.assert_dead_slots_do_not_count(inputs, math.nan, 240.0, -240.0)
+    harness.check(case, *want, harness.expected(inputs))
 
 
 @pytest.mark.parametrize("num_sms", [None, 1, 7])
@@ -163,19 +156,19 @@ def test_splits_of_long_contexts(case: Case, num_sms: int | None) -> None:
     pairs = ((most, 30_000), (1, 9000), (0, 5), (most, 17), (2, 12_345))
     case = of(case, *pairs, num_kv_heads=1, sinks="float32")
     inputs = make_inputs(case, DEVICE)
-    planner = planner_for(case, DEVICE, num_sms=num_sms)
-    plan, kv = plan_of(inputs, planner), inputs.bind(planner)
-    want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
-    check(case, *want, expected(inputs))
+    planner = harness.planner_for(case, DEVICE, num_sms=num_sms)
+    plan, kv = harness.plan_of(inputs, planner), inputs.bind(planner)
+    want = plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs))
+    harness.check(case, *want, harness.expected(inputs))
     for _ in range(10 if DEVICE == "cuda" else 1):
-        assert_same(plan.run(inputs.q, kv, return_lse=True, **extras(inputs)), want)
+        harness.assert_same(plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs)), want)
 
 
 @pytest.mark.parametrize("case", [*DRAFTS[:7], E4M3], ids=str)
 def test_early_kv_gives_the_same(case: Case) -> None:
     inputs = make_inputs(drafts(case, window_left=3000), DEVICE)
-    planner = planner_for(inputs.case, DEVICE, early_kv=True)
-    assert_same(attend(inputs, planner), attend_wide(inputs))
+    planner = harness.planner_for(inputs.case, DEVICE, early_kv=True)
+    harness.assert_same(harness.attend(inputs, planner), attend_wide(inputs))
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -185,17 +178,17 @@ def test_early_kv_gives_the_same(case: Case) -> None:
 def test_plans_of_all_kinds_in_turn(case: Case) -> None:
     """On one workspace, where plans take over what others left."""
     most = longest_of(case)
-    planner = planner_for(case, DEVICE, workspace=jitattn.Workspace(DEVICE))
+    planner = harness.planner_for(case, DEVICE, workspace=jitattn.Workspace(DEVICE))
     steps = []
     for longest in (1, most, 100):
         some = of(case, (longest, 9000), (1, 17), (min(longest, 3), 700))
         inputs = make_inputs(some, DEVICE)
-        steps.append((inputs, inputs.bind(planner), expected(inputs)))
+        steps.append((inputs, inputs.bind(planner), harness.expected(inputs)))
     for turn in range(8):
         inputs, kv, want = steps[(0, 1, 2, 1, 0, 2, 0, 1)[turn]]
-        plan = plan_of(inputs, planner)
+        plan = harness.plan_of(inputs, planner)
         for _ in range(3):
-            check(inputs.case, *plan.run(inputs.q, kv, return_lse=True), want)
+            harness.check(inputs.case, *plan.run(inputs.q, kv, return_lse=True), want)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU has no kernels to choose from")
@@ -220,9 +213,9 @@ def test_which_kernels_a_plan_has(
 ) -> None:
     case = of(case, (max_q_len, 900), (1, 40), group_size=group_size)
     inputs = make_inputs(case, DEVICE)
-    assert roles_of(plan_of(inputs, planner_for(case, DEVICE))) == roles
-    invariant = planner_for(case, DEVICE, batch_invariant=True)
-    assert "decode_multi_token" not in roles_of(plan_of(inputs, invariant))
+    assert roles_of(harness.plan_of(inputs, harness.planner_for(case, DEVICE))) == roles
+    invariant = harness.planner_for(case, DEVICE, batch_invariant=True)
+    assert "decode_multi_token" not in roles_of(harness.plan_of(inputs, invariant))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU has no graphs")
@@ -264,8 +257,8 @@ def test_replays_have_the_bits_of_shorter_plans(
         layer.forget()
         graph.replay()
         longest = max(q_len for q_len, _ in pairs)
-        plan = plan_of(inputs, layer.planner, max_q_len=longest)
+        plan = harness.plan_of(inputs, layer.planner, max_q_len=longest)
         assert roles_of(plan) == ["decode" if longest <= 2 else "decode_multi_token"]
         kv = inputs.bind(layer.planner)
-        want = plan.run(inputs.q, kv, return_lse=True, **extras(inputs))
-        assert_same((layer.out, layer.lse), want)
+        want = plan.run(inputs.q, kv, return_lse=True, **harness.extras(inputs))
+        harness.assert_same((layer.out, layer.lse), want)

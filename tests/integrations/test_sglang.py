@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -22,20 +20,7 @@ from jitattn.base.errors import ConfigError
 from jitattn.integrations import sglang as integration
 from jitattn.integrations.sglang.layers import Backend
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
-from tests.support.engines import (
-    HEADS,
-    NAN,
-    SCORES,
-    Batch,
-    Heads,
-    Paged,
-    Scores,
-    check_rows,
-    defined,
-    packed,
-    read,
-    stored,
-)
+from tests.support import engines
 from tests.support.sglang_runs import (
     DECODE,
     EXTEND,
@@ -75,7 +60,7 @@ def engine_of_sglang(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(backend, "_is_deterministic", lambda: False)
     monkeypatch.setattr(backend, "_context_parallel_size", lambda: 1)
 
-    def layer(heads: Heads, scores: Scores, layer_id: int) -> Any:
+    def layer(heads: engines.Heads, scores: engines.Scores, layer_id: int) -> Any:
         return RadixAttention(
             heads.num_qo_heads,
             heads.head_dim,
@@ -114,22 +99,30 @@ def test_every_layout(engine: Engine, layout: str, page_size: int) -> None:
 
 CASES = {
     "fp16": Case(MIXED, dtype=torch.float16),
-    "window": Case(MIXED, scores=Scores(window_left=7)),
-    "window, page 1": Case(DECODE, "DECODE", scores=Scores(window_left=9), page_size=1),
-    "soft cap": Case(MIXED, scores=Scores(soft_cap=2.0, scale=2.0)),
+    "window": Case(MIXED, scores=engines.Scores(window_left=7)),
+    "window, page 1": Case(DECODE, "DECODE", scores=engines.Scores(window_left=9), page_size=1),
+    "soft cap": Case(MIXED, scores=engines.Scores(soft_cap=2.0, scale=2.0)),
     "sinks": Case(MIXED, sinks=True),
-    "one kv head": Case(MIXED, heads=Heads(4, 1), layout="strided"),
-    "other V": Case(EXTEND, heads=Heads(4, 2, 64, 32)),
-    "other V, page 1": Case(DECODE, "DECODE", heads=Heads(4, 2, 64, 32), page_size=1),
+    "one kv head": Case(MIXED, heads=engines.Heads(4, 1), layout="strided"),
+    "other V": Case(EXTEND, heads=engines.Heads(4, 2, 64, 32)),
+    "other V, page 1": Case(DECODE, "DECODE", heads=engines.Heads(4, 2, 64, 32), page_size=1),
     "fp8": Case(MIXED, kv_cache_dtype="fp8_e4m3", seed=1),
     "fp8, page 1": Case(DECODE, "DECODE", kv_cache_dtype="fp8_e4m3", page_size=1, seed=2),
     "fp8 e5m2": Case(VERIFY, "TARGET_VERIFY", kv_cache_dtype="fp8_e5m2", seed=3),
-    "hybrid": Case(MIXED, is_hybrid=True, scores=Scores(window_left=7)),
-    "hybrid, page 1": Case(EXTEND, is_hybrid=True, scores=Scores(window_left=12), page_size=1),
-    "hybrid decode": Case(DECODE, "DECODE", is_hybrid=True, scores=Scores(window_left=20)),
-    "hybrid verify": Case(VERIFY, "TARGET_VERIFY", is_hybrid=True, scores=Scores(window_left=5)),
+    "hybrid": Case(MIXED, is_hybrid=True, scores=engines.Scores(window_left=7)),
+    "hybrid, page 1": Case(
+        EXTEND, is_hybrid=True, scores=engines.Scores(window_left=12), page_size=1
+    ),
+    "hybrid decode": Case(DECODE, "DECODE", is_hybrid=True, scores=engines.Scores(window_left=20)),
+    "hybrid verify": Case(
+        VERIFY, "TARGET_VERIFY", is_hybrid=True, scores=engines.Scores(window_left=5)
+    ),
     "hybrid, fp8, sinks": Case(
-        MIXED, is_hybrid=True, scores=Scores(window_left=16), kv_cache_dtype="fp8_e4m3", sinks=True
+        MIXED,
+        is_hybrid=True,
+        scores=engines.Scores(window_left=16),
+        kv_cache_dtype="fp8_e4m3",
+        sinks=True,
     ),
     "padded rows": Case(MIXED, padding=3),
 }
@@ -156,8 +149,8 @@ def test_random_batches(seed: int) -> None:
     case = Case(
         {"kv_lens": tuple(kv_lens), "q_lens": tuple(q_lens)},
         mode=mode,
-        heads=Heads(heads * rng.choice([1, 4, 5]), heads, 16, rng.choice([16, 32])),
-        scores=Scores(
+        heads=engines.Heads(heads * rng.choice([1, 4, 5]), heads, 16, rng.choice([16, 32])),
+        scores=engines.Scores(
             scale=rng.choice([0.25, 1.0]),
             window_left=rng.choice(windows),
             soft_cap=rng.choice([0.0, 0.0, 1.5]),
@@ -172,18 +165,18 @@ def test_random_batches(seed: int) -> None:
         seed=seed,
     )
     if case.scores.window_left == 0 and not case.is_hybrid:
-        case.scores = SCORES  # SGLang's layers take 0 for none
+        case.scores = engines.SCORES  # SGLang's layers take 0 for none
     Run(stand_in(), case).go()
 
 
 def test_a_hybrid_pools_layers_without_a_window(engine: Engine) -> None:
     """They have the pool's own slots, and both kinds of layers share lengths."""
-    run = Run(engine, Case(MIXED, is_hybrid=True, scores=Scores(window_left=7)))
+    run = Run(engine, Case(MIXED, is_hybrid=True, scores=engines.Scores(window_left=7)))
     forward_batch = run.forward_batch()
     run.backend.init_forward_metadata(forward_batch)
     run.check(run.attend(forward_batch))
-    run.case.scores, run.case.is_hybrid = SCORES, False
-    run.layer = run.engine.new_layer(HEADS, SCORES, FULL)
+    run.case.scores, run.case.is_hybrid = engines.SCORES, False
+    run.layer = run.engine.new_layer(engines.HEADS, engines.SCORES, FULL)
     run.slot_of = run.paged.slot
     run.buffers = run.pool.get_kv_buffer(FULL)
     run._fill()
@@ -197,7 +190,7 @@ def test_k_and_v_that_are_in_the_cache_already(engine: Engine) -> None:
     run.attend(forward_batch)
     k, v = run.batch.new
     run.check(run.attend(forward_batch, save_kv_cache=False))
-    q = packed(run.batch.q)
+    q = engines.packed(run.batch.q)
     run.check(run.backend.forward_extend(q, None, None, run.layer, forward_batch))
     before = [buffer.clone() for buffer in run.buffers]
     args = q, torch.zeros_like(k), torch.zeros_like(v), run.layer, forward_batch
@@ -253,7 +246,7 @@ def test_layers_of_a_kind_share_a_plan(engine: Engine, plans: list[str]) -> None
     forward_batch = run.forward_batch()
     run.backend.init_forward_metadata(forward_batch)
     for _ in range(3):
-        run.layer = run.engine.new_layer(HEADS, SCORES, FULL)
+        run.layer = run.engine.new_layer(engines.HEADS, engines.SCORES, FULL)
         run.check(run.attend(forward_batch))
     assert plans == ["plan"]
 
@@ -271,7 +264,7 @@ def test_captured_batches_replay_others(
         mode=mode,
         page_size=page_size,
         is_hybrid=is_hybrid,
-        scores=Scores(window_left=window),
+        scores=engines.Scores(window_left=window),
     )
     run = Run(engine, case)
     run.backend.init_cuda_graph_state(8, 64)
@@ -383,14 +376,14 @@ class LatentRun:
         rng = random.Random(case.seed)
         torch.manual_seed(case.seed)
         self.engine, self.case, size = engine, case, case.page_size
-        heads = Heads(4, 1, RANK + ROPE, RANK)
-        self.batch = Batch(**case.lens, heads=heads, dtype=case.dtype, device="cpu")
+        heads = engines.Heads(4, 1, RANK + ROPE, RANK)
+        self.batch = engines.Batch(**case.lens, heads=heads, dtype=case.dtype, device="cpu")
         self.batch.v = [k[..., :RANK] for k in self.batch.k]
-        self.scores = Scores(scale=0.06)
-        self.paged = Paged.of(self.batch, size, rng)
+        self.scores = engines.Scores(scale=0.06)
+        self.paged = engines.Paged.of(self.batch, size, rng)
         self.dtype = torch.float8_e4m3fn if case.kv_cache_dtype != "auto" else case.dtype
         shape = self.paged.num_pages * size, 1, RANK + ROPE
-        self.cells = torch.full(shape, NAN).to(self.dtype)
+        self.cells = torch.full(shape, engines.NAN).to(self.dtype)
         stored_as = torch.uint8 if self.dtype != case.dtype else self.dtype
         self.pool = LatentPool(self.cells.view(stored_as), self.dtype)
         self.scale = torch.tensor(0.02) if self.dtype != case.dtype else None
@@ -414,7 +407,9 @@ class LatentRun:
         self.backend = engine.new_backend(self.runner)
 
     def kept(self, request: int) -> Tensor:
-        return stored(self.batch.k[request], self.dtype, 1.0 if self.scale is None else self.scale)
+        return engines.stored(
+            self.batch.k[request], self.dtype, 1.0 if self.scale is None else self.scale
+        )
 
     def forward_batch(self, **other: Any) -> Any:
         case, batch = self.case, self.batch
@@ -445,9 +440,9 @@ class LatentRun:
     def check(self, out: Tensor) -> None:
         out = out.view(-1, 4, RANK)
         for b, (begin, end) in enumerate(itertools.pairwise(self.batch.indptr())):
-            k = read(self.kept(b), 1.0 if self.scale is None else self.scale)
-            want, _, size = defined(self.batch.q[b], k, k[..., :RANK], self.scores)
-            check_rows(out[begin:end], want, size)
+            k = engines.read(self.kept(b), 1.0 if self.scale is None else self.scale)
+            want, _, size = engines.defined(self.batch.q[b], k, k[..., :RANK], self.scores)
+            engines.check_rows(out[begin:end], want, size)
 
     def go(self) -> None:
         want = self.cells.clone()
@@ -493,17 +488,17 @@ def test_k_and_v_of_each_head_of_prompts(engine: Engine) -> None:
     lens = {"kv_lens": (5, 20, 1), "q_lens": (5, 20, 1)}
     run = LatentRun(engine, Case(lens))
     torch.manual_seed(0)
-    heads = Heads(4, 4, 48, 32)
-    dense = Batch(**lens, heads=heads, dtype=torch.bfloat16, device="cpu")
-    layer = engine.new_layer(heads, SCORES, 0)
+    heads = engines.Heads(4, 4, 48, 32)
+    dense = engines.Batch(**lens, heads=heads, dtype=torch.bfloat16, device="cpu")
+    layer = engine.new_layer(heads, engines.SCORES, 0)
     forward_batch = run.forward_batch()
     run.backend.init_forward_metadata(forward_batch)
     call = run.backend.forward_extend
-    args = packed(dense.q).flatten(1), *dense.new, layer, forward_batch
+    args = engines.packed(dense.q).flatten(1), *dense.new, layer, forward_batch
     out = call(*args, save_kv_cache=False).view(-1, 4, 32)
     for b, (begin, end) in enumerate(itertools.pairwise(dense.indptr())):
-        want, _, size = defined(dense.q[b], dense.k[b], dense.v[b], SCORES)
-        check_rows(out[begin:end], want, size)
+        want, _, size = engines.defined(dense.q[b], dense.k[b], dense.v[b], engines.SCORES)
+        engines.check_rows(out[begin:end], want, size)
     assert bool(run.cells.isnan().all())
     with pytest.raises(ValueError, match="layer 0 has head_dim 48"):
         call(*args)
@@ -674,7 +669,7 @@ def test_calls_that_are_not_supported(engine: Engine) -> None:
     run.backend.init_forward_metadata(forward_batch)
     with pytest.raises((ConfigError, TypeError), match="float32"):
         run.attend(forward_batch)
-    run = Run(engine, Case(MIXED, is_hybrid=True, scores=Scores(window_left=7)))
+    run = Run(engine, Case(MIXED, is_hybrid=True, scores=engines.Scores(window_left=7)))
     run.layer.sliding_window_size = 8
     run.backend.init_forward_metadata(run.forward_batch())
     with pytest.raises(ValueError, match=r"sliding_window_size is 8 .* keeps 7"):
@@ -709,10 +704,10 @@ def test_sglang_knows_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     forward_batch = run.forward_batch()
     backend.init_forward_metadata(forward_batch)
     k, v = run.batch.new
-    out = backend.forward(packed(run.batch.q), k, v, run.layer, forward_batch)
+    out = backend.forward(engines.packed(run.batch.q), k, v, run.layer, forward_batch)
     run.check(out)
     idle = run.forward_batch(forward_mode=engine.mode.IDLE)
-    assert backend.forward(packed(run.batch.q), k, v, run.layer, idle).shape == out.shape
+    assert backend.forward(engines.packed(run.batch.q), k, v, run.layer, idle).shape == out.shape
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -746,30 +741,9 @@ def test_sglangs_pools_are_taken_as_they_lie(
     run.backend = engine.new_backend(run.runner)
     run.buffers = pool.get_kv_buffer(FULL)
     for buffer in run.buffers:
-        buffer.copy_(torch.full((), NAN).to(dtype))
+        buffer.copy_(torch.full((), engines.NAN).to(dtype))
     run._fill()
     run.go()
     assert [tuple(b.shape) for b in pool.get_kv_buffer(FULL)] == [
         tuple(b.shape) for b in run.buffers
     ]
-
-
-def test_an_older_sglang_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its servers start all the same."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.4.1"))
-    with caplog.at_level("WARNING", logger="jitattn"):
-        integration.register()
-    assert "SGLang 0.4.1 takes no attention backend" in caplog.text
-
-
-def test_sglang_is_not_imported_before_it_is_asked_for() -> None:
-    script = (
-        "import sys, jitattn, jitattn.integrations.sglang as s\n"
-        "assert callable(s.register) and s.NAME\n"
-        "assert not {'sglang', 'torch'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

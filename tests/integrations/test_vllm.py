@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -26,15 +24,7 @@ from jitattn.integrations.vllm.context_parallel import Shards, shard_lens
 from jitattn.integrations.vllm.layer import Layer
 from jitattn.integrations.vllm.metadata import Tensors
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
-from tests.support.engines import (
-    NAN,
-    Heads,
-    Scores,
-    check_rows,
-    defined,
-    packed,
-    read,
-)
+from tests.support import engines
 from tests.support.vllm_runs import DECODE, LAYOUTS, MIXED, Case, Engine, Run, stand_in
 
 
@@ -105,15 +95,15 @@ def test_every_layout(engine: Engine, layout: str, lens: dict[str, tuple[int, ..
 
 CASES = {
     "fp16": Case(MIXED, dtype=torch.float16),
-    "window": Case(MIXED, scores=Scores(window_left=7)),
-    "window of one": Case(MIXED, scores=Scores(window_left=0), page_size=32),
-    "long window": Case(DECODE, scores=Scores(window_left=100)),
-    "soft cap": Case(MIXED, scores=Scores(soft_cap=2.0, scale=2.0)),
+    "window": Case(MIXED, scores=engines.Scores(window_left=7)),
+    "window of one": Case(MIXED, scores=engines.Scores(window_left=0), page_size=32),
+    "long window": Case(DECODE, scores=engines.Scores(window_left=100)),
+    "soft cap": Case(MIXED, scores=engines.Scores(soft_cap=2.0, scale=2.0)),
     "sinks": Case(MIXED, sinks=True, padding=2),
-    "sinks, window": Case(DECODE, sinks=True, scores=Scores(window_left=20)),
-    "one kv head": Case(MIXED, heads=Heads(4, 1)),
-    "many heads": Case(DECODE, heads=Heads(6, 6, 64, 64)),
-    "other V": Case(MIXED, heads=Heads(4, 2, 64, 32)),
+    "sinks, window": Case(DECODE, sinks=True, scores=engines.Scores(window_left=20)),
+    "one kv head": Case(MIXED, heads=engines.Heads(4, 1)),
+    "many heads": Case(DECODE, heads=engines.Heads(6, 6, 64, 64)),
+    "other V": Case(MIXED, heads=engines.Heads(4, 2, 64, 32)),
     "page 48": Case(MIXED, page_size=48, layout="BLNHC"),
     "page 528": Case(MIXED, page_size=528),
     "fp8": Case(MIXED, kv_cache_dtype="fp8", seed=1),
@@ -121,9 +111,9 @@ CASES = {
     "fp8 e5m2": Case(MIXED, kv_cache_dtype="fp8_e5m2", seed=3),
     "fp8 per head": Case(MIXED, kv_cache_dtype="fp8", per_head_scales=True, seed=4),
     "fp8, window, sinks": Case(
-        MIXED, kv_cache_dtype="fp8", sinks=True, scores=Scores(window_left=5), seed=5
+        MIXED, kv_cache_dtype="fp8", sinks=True, scores=engines.Scores(window_left=5), seed=5
     ),
-    "not causal": Case(MIXED, scores=Scores(causal=False)),
+    "not causal": Case(MIXED, scores=engines.Scores(causal=False)),
 }
 
 
@@ -144,8 +134,8 @@ def test_random_batches(seed: int) -> None:
     fp8 = rng.random() < 0.3
     case = Case(
         {"kv_lens": tuple(kv_lens), "q_lens": tuple(q_lens)},
-        heads=Heads(heads * rng.choice([1, 4, 5]), heads, 16, rng.choice([16, 32])),
-        scores=Scores(
+        heads=engines.Heads(heads * rng.choice([1, 4, 5]), heads, 16, rng.choice([16, 32])),
+        scores=engines.Scores(
             scale=rng.choice([0.25, 1.0]),
             window_left=rng.choice([-1, -1, 0, 3, 15, 16, 40]),
             soft_cap=rng.choice([0.0, 0.0, 1.5]),
@@ -177,7 +167,7 @@ def test_scales_are_read_when_layers_run(engine: Engine) -> None:
 
 
 def test_strides_of_size_one_mean_nothing(engine: Engine) -> None:
-    run = Run(engine, Case(MIXED, heads=Heads(4, 1)))
+    run = Run(engine, Case(MIXED, heads=engines.Heads(4, 1)))
     page, _, token, _ = run.kv_cache.stride()
     run.kv_cache = run.kv_cache.as_strided(run.kv_cache.shape, (page, 7, token, 1))
     run.go()
@@ -186,7 +176,7 @@ def test_strides_of_size_one_mean_nothing(engine: Engine) -> None:
     run.write(run.builder.build(0, run.common()))
     heads = one.heads
     q = run.batch.q[0].as_strided((1, heads.num_qo_heads, heads.head_dim), (4608, 32, 1))
-    out = torch.full_like(q, NAN)
+    out = torch.full_like(q, engines.NAN)
     run.impl.forward(
         run.layer, q, None, None, run.kv_cache, run.builder.build(0, run.common()), out
     )
@@ -248,7 +238,13 @@ def test_layers_of_a_kind_share_a_plan(engine: Engine, plans: list[str]) -> None
     run.write(metadata)
     run.check(run.attend(metadata))
     other.impl.forward(
-        run.layer, packed(run.batch.q), None, None, run.kv_cache, metadata, out := run.attend(None)
+        run.layer,
+        engines.packed(run.batch.q),
+        None,
+        None,
+        run.kv_cache,
+        metadata,
+        out := run.attend(None),
     )
     run.check(out)
     assert plans == ["plan"]
@@ -257,7 +253,7 @@ def test_layers_of_a_kind_share_a_plan(engine: Engine, plans: list[str]) -> None
 
 
 def test_layers_of_other_kinds_have_plans_of_their_own(engine: Engine, plans: list[str]) -> None:
-    run = Run(engine, Case(DECODE, scores=Scores(window_left=4)))
+    run = Run(engine, Case(DECODE, scores=engines.Scores(window_left=4)))
     other = Run(engine, Case(DECODE))
     metadata = run.builder.build(0, other.common())
     other.write(metadata)
@@ -277,8 +273,8 @@ def test_a_step_reads_lengths_that_changed_in_place(engine: Engine) -> None:
     common.seq_lens.copy_(torch.tensor([25, 0]))
     batch.k, batch.v = ([x[0][:25], x[1][:0]] for x in (batch.k, batch.v))
     out = run.attend(metadata)
-    want, _, size = defined(batch.q[0], batch.k[0], batch.v[0], run.case.scores)
-    check_rows(out[:1], want, size)
+    want, _, size = engines.defined(batch.q[0], batch.k[0], batch.v[0], run.case.scores)
+    engines.check_rows(out[:1], want, size)
     assert bool((out[1] == 0).all())
 
 
@@ -337,7 +333,7 @@ def test_a_cache_is_bound_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 def test_keys_of_a_request_on_two_ranks(interleave: int, kv_cache_dtype: str) -> None:
     """Ranks attend all heads to their keys; combined and merged, each has its own heads' rows."""
     torch.manual_seed(interleave)
-    size, heads = 2, Heads(2, 1)
+    size, heads = 2, engines.Heads(2, 1)
     lens = {"kv_lens": (1, 40, 18, 0, 3), "q_lens": (1, 1, 5, 0, 3)}
     runs = [
         Ranked(rank, size, interleave, Case(lens, heads=heads, kv_cache_dtype=kv_cache_dtype))
@@ -366,7 +362,7 @@ class Ranked(Run):
             device=torch.device("cpu"),
         )
         self.builder.shards = self.shards
-        self.kv_cache.view(self.kv_dtype).copy_(torch.full((), NAN).to(self.kv_dtype))
+        self.kv_cache.view(self.kv_dtype).copy_(torch.full((), engines.NAN).to(self.kv_dtype))
         for b, (n, q) in enumerate(zip(self.batch.kv_lens, self.batch.q_lens, strict=True)):
             row = torch.cat(self.kept(b), dim=-1)
             own = [t for t in range(n - q) if t // interleave % size == rank]
@@ -402,7 +398,7 @@ class Ranked(Run):
     def attend_with(self, q: Tensor, states: list[tuple[Tensor, Tensor]]) -> None:
         self.all_q, self.states = q, states
         k, v = self.batch.new
-        out = torch.full((q.shape[0], 2, 32), NAN, dtype=q.dtype)
+        out = torch.full((q.shape[0], 2, 32), engines.NAN, dtype=q.dtype)
         own = torch.cat(self.batch.q)
         self.impl.forward(self.layer, own, k, v, self.kv_cache, self.metadata, out)
         ends = self.batch.indptr()
@@ -412,17 +408,17 @@ class Ranked(Run):
             scales = self.layer._k_scale, self.layer._v_scale
             # This step's own are as the model made them.
             both = [
-                torch.cat([read(x, scale)[: n - new], value[n - new :].double()])
+                torch.cat([engines.read(x, scale)[: n - new], value[n - new :].double()])
                 for x, value, scale in zip(kept, values, scales, strict=True)
             ]
-            want, _, size = defined(self.batch.q[b], *both, self.case.scores)
-            check_rows(out[begin:end], want, size, slack=4.0)
+            want, _, size = engines.defined(self.batch.q[b], *both, self.case.scores)
+            engines.check_rows(out[begin:end], want, size, slack=4.0)
 
 
 def test_plans_of_a_capture_on_two_ranks(plans: list[str]) -> None:
     """Those of both parts are there before it, and replays read what a later build has written."""
     lens = {"kv_lens": (1, 40, 18, 0, 3), "q_lens": (1, 1, 1, 0, 1)}
-    runs = [Ranked(rank, 2, 1, Case(lens, heads=Heads(2, 1))) for rank in range(2)]
+    runs = [Ranked(rank, 2, 1, Case(lens, heads=engines.Heads(2, 1))) for rank in range(2)]
     common = [run.common() for run in runs]
     wanted = [c.seq_lens.clone() for c in common]
     for run, c in zip(runs, common, strict=True):
@@ -511,7 +507,7 @@ def test_calls_that_are_not_supported(engine: Engine) -> None:
         run.builder.build(16, run.common())
     metadata = run.builder.build(0, run.common())
     out = run.attend(None)
-    q = packed(run.batch.q)
+    q = engines.packed(run.batch.q)
     for name in ("output_scale", "output_block_scale"):
         with pytest.raises(ValueError, match=f"{name} is given"):
             run.impl.forward(
@@ -522,7 +518,7 @@ def test_calls_that_are_not_supported(engine: Engine) -> None:
             run.impl.forward(run.layer, q, None, None, wrong, metadata, out)
     with pytest.raises(ConfigError, match="kv_dtype=bfloat16"):
         run.impl.forward(run.layer, q.half(), None, None, run.kv_cache, metadata, out.half())
-    windowed = Run(engine, Case(MIXED, scores=Scores(window_left=3)))
+    windowed = Run(engine, Case(MIXED, scores=engines.Scores(window_left=3)))
     metadata = windowed.builder.build(0, windowed.common(causal=False))
     with pytest.raises(ValueError, match="causal is False and sliding_window 4"):
         windowed.attend(metadata)
@@ -648,7 +644,7 @@ def test_vllms_attention_runs_through_it(backend: Any, window: int | None) -> No
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
-    scores = Scores(window_left=-1 if window is None else window - 1)
+    scores = engines.Scores(window_left=-1 if window is None else window - 1)
     run = Run(engine_of_vllm(), Case(MIXED, scores=scores, padding=2))
     heads, names = run.case.heads, [f"model.layers.{i}.attn" for i in range(2)]
     before = torch.get_default_dtype()
@@ -676,7 +672,7 @@ def test_vllms_attention_runs_through_it(backend: Any, window: int | None) -> No
     builder = backend.JitattnMetadataBuilder(spec, names, config, torch.device("cpu"))
     metadata = builder.build(0, run.common())
     k, v = run.batch.new
-    q, k, v = (packed(x, run.case.padding) for x in (run.batch.q, [k], [v]))
+    q, k, v = (engines.packed(x, run.case.padding) for x in (run.batch.q, [k], [v]))
     for attention, cache in zip(attentions, (run.kv_cache, run.kv_cache.clone()), strict=True):
         attention.kv_cache = cache
     object.__setattr__(config, "model_config", None)
@@ -733,24 +729,3 @@ def test_vllm_captures_uniform_batches(backend: Any) -> None:
     assert impl.can_return_lse_for_decode
     assert impl.lse_base_on_e
     assert not impl.supports_quant_query_input
-
-
-def test_an_older_vllm_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its servers start all the same."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.8.5"))
-    with caplog.at_level("WARNING", logger="jitattn"):
-        integration.register()
-    assert "vLLM 0.8.5 takes no attention backend" in caplog.text
-
-
-def test_vllm_is_not_imported_before_it_is_asked_for() -> None:
-    script = (
-        "import sys, jitattn, jitattn.integrations.vllm as v\n"
-        "assert callable(v.register) and v.PATH\n"
-        "assert not {'vllm', 'torch'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.registry import specs_of
@@ -194,6 +195,11 @@ class Kernel:
     soft_cap: bool = False
     band: int = 8  # of group sizes, a key of GROUPS
     mask: bool = False
+
+    def case(self, **features: Any) -> Case:
+        """A case of this kernel."""
+        names = {field.name for field in fields(self)} & {field.name for field in fields(Case)}
+        return Case(**{name: getattr(self, name) for name in names - {"mask"}}, **features)
 
 
 GROUPS = {
@@ -521,14 +527,7 @@ def decode_cases() -> tuple[Case, ...]:
 
 def _deal(kernel: Kernel, decks: dict[str, _Deck], rng: random.Random, seed: int) -> Case:
     same = {name: decks[name].deal() for name in _SAME_NAME}
-    return Case(
-        head_dim=kernel.head_dim,
-        head_dim_vo=kernel.head_dim_vo,
-        page_size=kernel.page_size,
-        dtype=kernel.dtype,
-        kv_dtype=kernel.kv_dtype,
-        out_dtype=kernel.out_dtype,
-        page_table=kernel.page_table,
+    return kernel.case(
         logits_soft_cap=decks["soft cap"].deal() if kernel.soft_cap else 0.0,
         group_size=decks[f"group {kernel.band}"].deal(),
         cache=decks[f"cache {kernel.page_table}"].deal(),

@@ -28,6 +28,16 @@ ARCH = "sm_90a"
 
 # Multiplies the rounds of the random tests: CONDUCT_FACTOR=20 pytest tests/jit/test_cache_conduct*
 FACTOR = int(os.environ.get("CONDUCT_FACTOR", "1"))
+# Where they begin.
+SEED = int(os.environ.get("CONDUCT_SEED", "3"))
+
+
+def tell(name: str, **counts: int) -> None:
+    """Append what a random test tried and found to the file that CONDUCT_REPORT names, if any."""
+    if path := os.environ.get("CONDUCT_REPORT"):
+        numbers = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+        with Path(path).open("a") as file:
+            file.write(f"{name}: {numbers}; seed {SEED}\n")
 
 
 def _some_specs() -> tuple[KernelSpec, ...]:

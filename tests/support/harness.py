@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.kernels.attention import reference
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from tests.support.cases import Case
 from tests.support.inputs import (
     CANARY,
@@ -442,3 +442,26 @@ def forbid_waiting() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def check_scores_of_minus_200(case: Case, device: str, num_sms: int | None) -> Tensor:
+    """Check a case of 8 heads that makes every score -200, under sinks far from it; return lse."""
+    q, k, v = random_tokens(case, device)
+    inputs = make_inputs(case, device, (torch.full_like(q, 5), torch.full_like(k, -5), v))
+    inputs.sinks = torch.tensor([-100, -5, 0, 5, 50, 80, -torch.inf, 5], device=device)
+    out, lse = attend(inputs, planner_for(case, device, num_sms=num_sms))
+    check(case, out, lse, expected(inputs))
+    assert bool(torch.isfinite(out).all())
+    assert float(out[:, 3].abs().max()) < 1e-30
+    torch.testing.assert_close(lse[:, 3], torch.full_like(lse[:, 3], 5.0), rtol=0, atol=1e-5)
+    return lse
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture a call; warmed up once, so that nothing is left to load."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.quantization import _to_e2m1
 from tests.support.cases import Case
 from tests.support.queries import MaskOf, make_mask, offsets_of
@@ -233,6 +233,18 @@ def row_view(view: str, num_tokens: int, num_heads: int, head_dim: int, like: Te
 ROW_VIEWS = ("contiguous", "qkv", "padded", "odd", "heads_outside")
 
 
+def given_table(kind: str, table: Tensor, indptr: Tensor | None, rows: Tensor | None) -> PageTable:
+    """The table of a case as the planner is given it."""
+    match kind:
+        case "csr":
+            return jitattn.CsrPages(indptr, table)
+        case "token":
+            return jitattn.TokenTable(table, rows=rows)
+        case "ragged":
+            return jitattn.RaggedKV(indptr)
+    return jitattn.BlockTable(table, rows=rows)
+
+
 @dataclass
 class Inputs:
     """Everything a call takes, and the dense tokens for the reference."""
@@ -309,14 +321,18 @@ class Inputs:
 
     def pages(self) -> PageTable:
         """The tables as the planner is given them."""
-        match self.case.page_table:
-            case "csr":
-                return jitattn.CsrPages(self.indptr, self.table)
-            case "token":
-                return jitattn.TokenTable(self.table, rows=self.rows)
-            case "ragged":
-                return jitattn.RaggedKV(self.indptr)
-        return jitattn.BlockTable(self.table, rows=self.rows)
+        return given_table(self.case.page_table, self.table, self.indptr, self.rows)
+
+    def spread(self, pool: Tensor, stride: int) -> None:
+        """Move 8 pages of 16 tokens and 8 heads into ``pool``, ``stride`` elements apart."""
+        shape, strides = (8, 16, 8, 128), (stride, 8 * 128, 128, 1)
+        flat = pool.flatten()
+        k, v = flat.as_strided(shape, strides), flat[2**20 :].as_strided(shape, strides)
+        ids = [[7, 0], [5, 4], [3, 6], [2, 1]]
+        self.table = torch.tensor(ids, dtype=torch.int32, device=self.device)
+        for dense, cache in ((self.k, k), (self.v, v)):
+            cache[self.table.flatten().long()] = dense.view(shape)
+        self.cache = k, v
 
     def bind(self, planner: jitattn.AttentionPlanner) -> jitattn.types.BoundCache:
         """The cache with its scales."""

@@ -15,14 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jitattn.kv import (
-    KVCacheConfig,
-    KVCacheError,
-    KVCacheManager,
-    KVSequence,
-    LayerConfig,
-    PageIndexMode,
-)
+from jitattn import kv
 from tests.support.faulty_storage import WHERE, CopyError, faulty
 
 SEED = 1
@@ -37,7 +30,7 @@ def chain(before: int, token: int) -> int:
 class Twin:
     """What a sequence should be."""
 
-    seq: KVSequence
+    seq: kv.KVSequence
     tokens: list[int]  # of the whole history
     committed: int
     capacity: int
@@ -59,9 +52,9 @@ class Twin:
         return found
 
 
-def shapes(windows: list[int], heads: list[int]) -> list[LayerConfig]:
+def shapes(windows: list[int], heads: list[int]) -> list[kv.LayerConfig]:
     return [
-        LayerConfig(layer_id=i, num_kv_heads=h, head_dim=1, dtype="float32", window_left=window)
+        kv.LayerConfig(layer_id=i, num_kv_heads=h, head_dim=1, dtype="float32", window_left=window)
         for i, (window, h) in enumerate(zip(windows, heads, strict=True))
     ]
 
@@ -71,7 +64,7 @@ class Model:
 
     def __init__(
         self,
-        layers: list[LayerConfig],
+        layers: list[kv.LayerConfig],
         *,
         page_size: int,
         slots: int,
@@ -82,7 +75,7 @@ class Model:
         fault_rate: float = 0.0,
     ) -> None:
         slot_bytes = sum(2 * 4 * page_size * layer.num_kv_heads for layer in layers)
-        self.config = KVCacheConfig(
+        self.config = kv.KVCacheConfig(
             page_size=page_size,
             gpu_bytes=slots * slot_bytes,
             host_bytes=host_slots * slot_bytes,
@@ -95,7 +88,7 @@ class Model:
         self.fault_rate = fault_rate
         self.faults = random.Random(SEED)
         with faulty(self.next_fault):
-            self.manager = KVCacheManager(self.config, device="cpu")
+            self.manager = kv.KVCacheManager(self.config, device="cpu")
         self.twins: list[Twin] = []
         self.closed: list[Twin] = []  # with pins
         self.reusable: list[list[int]] = []  # all that was ever committed
@@ -103,7 +96,7 @@ class Model:
         self.caches = {
             (layer.layer_id, mode): self.manager.layer_view(layer.layer_id, mode).kv_cache.numpy()
             for layer in layers
-            for mode in PageIndexMode
+            for mode in kv.PageIndexMode
         }
         self.group_of = {i: g for g in self.manager.layer_groups for i in g.layer_ids}
         for cache in self.caches.values():
@@ -118,7 +111,7 @@ class Model:
         self.counts["faults"] = self.counts.get("faults", 0) + 1
         return self.faults.choice(WHERE)
 
-    def attempt(self, call: Callable[[], Any], seqs: list[KVSequence] | None = None) -> Any:
+    def attempt(self, call: Callable[[], Any], seqs: list[kv.KVSequence] | None = None) -> Any:
         """Call until no copy fails; return what it returned, or had done when one failed then.
 
         Args:
@@ -232,7 +225,7 @@ class Model:
         try:
             grown = self.attempt(lambda: twin.seq.resize(capacity, history), [twin.seq])
             assert grown != [False]
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert self.snapshot(twin) == before
             return False
@@ -271,9 +264,9 @@ class Model:
         twin.inputs = inputs
         if any(map(twin.seq.scratch, self.manager.layer_groups)):
             self.counts["scratch"] = self.counts.get("scratch", 0) + 1
-        mode = PageIndexMode.PER_LAYER
-        if twin.seq.supports_index_mode(PageIndexMode.SHARED) and len(inputs) % 2:
-            mode = PageIndexMode.SHARED
+        mode = kv.PageIndexMode.PER_LAYER
+        if twin.seq.supports_index_mode(kv.PageIndexMode.SHARED) and len(inputs) % 2:
+            mode = kv.PageIndexMode.SHARED
         sums = twin.sums(twin.capacity)
         for layer in self.config.layers:
             self.write(twin, layer, mode, sums)
@@ -291,7 +284,7 @@ class Model:
             else:
                 self.attempt(lambda: twin.seq.commit(new))
                 twin.committed += count
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert count < len(twin.inputs)
             assert self.snapshot(twin) == before
@@ -313,7 +306,7 @@ class Model:
         try:
             history = twin.history + len(twin.inputs)
             assert self.attempt(lambda: twin.seq.resize(None, history), [twin.seq])
-        except KVCacheError:
+        except kv.KVCacheError:
             assert self.snapshot(twin) == before
             return False
         twin.tokens += twin.inputs
@@ -340,7 +333,7 @@ class Model:
                 if twin.capacity == twin.history:
                     twin.capacity += 1
                     twin.inputs = []
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert self.snapshot(twin) == before
             return False
@@ -384,7 +377,7 @@ class Model:
                 twin.inputs = []
         return any(grown)
 
-    def advance_all(self, seqs: list[KVSequence], new: object, num_inputs: int) -> list[bool]:
+    def advance_all(self, seqs: list[kv.KVSequence], new: object, num_inputs: int) -> list[bool]:
         found = self.attempt(lambda: self.manager.advance(seqs, new, num_inputs=num_inputs), seqs)
         assert isinstance(found, list)
         return found
@@ -418,7 +411,7 @@ class Model:
         before = self.snapshot(twin)
         try:
             self.attempt(lambda: twin.seq.rewind(count), [twin.seq])
-        except KVCacheError:
+        except kv.KVCacheError:
             assert twin.has_scratch
             assert count > self.config.max_rewind_len
             assert self.snapshot(twin) == before
@@ -459,7 +452,7 @@ class Model:
             i for i, b in zip(ids, blocks, strict=True) if (b + 1) * self.page_size <= twin.history
         ]
         layer = group.layer_ids[0]
-        cache = self.caches[layer, PageIndexMode.SHARED]
+        cache = self.caches[layer, kv.PageIndexMode.SHARED]
         twin.pins[group.index] = [(int(i), cache[i].copy()) for i in full]
         return True
 
@@ -474,7 +467,7 @@ class Model:
         index, pages = twin.pins.popitem()
         layer = self.manager.layer_groups[index].layer_ids[0]
         for i, content in pages:
-            np.testing.assert_array_equal(self.caches[layer, PageIndexMode.SHARED][i], content)
+            np.testing.assert_array_equal(self.caches[layer, kv.PageIndexMode.SHARED][i], content)
         twin.seq.unpin(index)
         if not twin.pins and twin in self.closed:
             self.closed.remove(twin)
@@ -507,7 +500,7 @@ class Model:
         wrongs.append(seq.resume if twin.is_active else seq.suspend)
         try:
             self.attempt(rng.choice(wrongs))
-        except KVCacheError as error:
+        except kv.KVCacheError as error:
             assert str(seq.id) in str(error) or "twice" in str(error)
         else:
             raise AssertionError("not refused")
@@ -516,11 +509,11 @@ class Model:
 
     # --- contents
 
-    def table(self, twin: Twin, layer: int, mode: PageIndexMode) -> np.ndarray:
+    def table(self, twin: Twin, layer: int, mode: kv.PageIndexMode) -> np.ndarray:
         view = self.manager.layer_view(layer, mode)
         return self.attempt(lambda: view.block_table([twin.seq])).table.numpy()[0]
 
-    def values(self, layer: LayerConfig, sums: list[int], first: int, end: int) -> np.ndarray:
+    def values(self, layer: kv.LayerConfig, sums: list[int], first: int, end: int) -> np.ndarray:
         heads = np.arange(layer.num_kv_heads)
         base = np.array(sums[first:end], np.float32) * 32 + layer.layer_id * 4
         return base[:, None] + heads[None] / 4  # [tokens, heads]
@@ -536,7 +529,9 @@ class Model:
             return (pages, which, places, slice(None), 0)
         return (pages, which, slice(None), places, 0)
 
-    def write(self, twin: Twin, layer: LayerConfig, mode: PageIndexMode, sums: list[int]) -> None:
+    def write(
+        self, twin: Twin, layer: kv.LayerConfig, mode: kv.PageIndexMode, sums: list[int]
+    ) -> None:
         table = self.table(twin, layer.layer_id, mode)
         pages, places = self.where(table, twin.history, twin.capacity)
         values = self.values(layer, sums, twin.history, twin.capacity)
@@ -545,7 +540,7 @@ class Model:
             cache[self.cells(cache, which, pages, places)] = values + which
 
     def read_layer(
-        self, twin: Twin, layer: LayerConfig, mode: PageIndexMode, sums: list[int]
+        self, twin: Twin, layer: kv.LayerConfig, mode: kv.PageIndexMode, sums: list[int]
     ) -> None:
         """Read all that a query at the end of history or later can see of what is written."""
         first = 0
@@ -564,7 +559,7 @@ class Model:
     def read(self, twin: Twin, end: int) -> None:
         sums = twin.sums(end)
         for layer in self.config.layers:
-            self.read_layer(twin, layer, PageIndexMode.PER_LAYER, sums)
+            self.read_layer(twin, layer, kv.PageIndexMode.PER_LAYER, sums)
 
     # --- what holds always
 

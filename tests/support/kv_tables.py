@@ -11,15 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from jitattn import kv
 from jitattn.kernels.pages.layer_tables import write_layer_tables
-from jitattn.kv import (
-    KVCacheConfig,
-    KVCacheError,
-    KVCacheManager,
-    KVSequence,
-    LayerConfig,
-    PageIndexMode,
-)
 from jitattn.kv.page_ids import make_entries, spread_entries
 from jitattn.kv.state import Scratch
 
@@ -158,29 +151,29 @@ def _arguments(
 
 def make_manager(
     device: str | None, *, slots: int = 120, reuse_scratch: bool = True
-) -> KVCacheManager:
+) -> kv.KVCacheManager:
     """Layers with and without a window, in one pool and in two."""
     layers = [
-        LayerConfig(layer_id=i, num_kv_heads=heads, head_dim=16, window_left=window)
+        kv.LayerConfig(layer_id=i, num_kv_heads=heads, head_dim=16, window_left=window)
         for i, (heads, window) in enumerate(
             ((1, 9), (1, -1), (2, 9), (1, 9), (1, -1), (2, 9), (1, 9))
         )
     ]
     slot_bytes = sum(sum(layer.part_bytes(4)) for layer in layers)
-    config = KVCacheConfig(
+    config = kv.KVCacheConfig(
         page_size=4, gpu_bytes=slots * slot_bytes, host_bytes=40 * slot_bytes, layers=layers,
         reuse_scratch=reuse_scratch, max_rewind_len=5, typical_len=48,
     )  # fmt: skip
-    return KVCacheManager(config, device=device)
+    return kv.KVCacheManager(config, device=device)
 
 
 class Twins:
     """A manager whose tables a kernel makes and one whose tables numpy makes."""
 
-    def __init__(self, on_card: KVCacheManager, on_host: KVCacheManager, seed: int) -> None:
+    def __init__(self, on_card: kv.KVCacheManager, on_host: kv.KVCacheManager, seed: int) -> None:
         self.managers = on_card, on_host
         self.device = on_card.block_tables([], 0).device
-        self.seqs: list[tuple[KVSequence, KVSequence]] = []
+        self.seqs: list[tuple[kv.KVSequence, kv.KVSequence]] = []
         self.rng = random.Random(seed)
         self.counts: dict[str, int] = {}
 
@@ -209,9 +202,9 @@ class Twins:
         for seq in self.seqs[index]:
             try:
                 results.append(getattr(seq, what)(*arguments))
-            except KVCacheError as error:
+            except kv.KVCacheError as error:
                 results.append(str(error))
-        if isinstance(results[0], KVSequence):
+        if isinstance(results[0], kv.KVSequence):
             self.seqs.append((results[0], results[1]))
             return True
         assert results[0] == results[1]
@@ -261,7 +254,7 @@ class Twins:
             for manager, seq in zip(self.managers, (one, two), strict=True):
                 try:
                     results.append(manager.advance([seq], [tokens]))
-                except KVCacheError as error:
+                except kv.KVCacheError as error:
                     results.append(str(error))
             assert results[0] == results[1]
             done = done or results[0] == [True]
@@ -282,7 +275,7 @@ class Twins:
             if self.rng.random() < 0.5:
                 self.check_layer(chosen, layer)
 
-    def check_group(self, chosen: list[tuple[KVSequence, KVSequence]], group: int) -> None:
+    def check_group(self, chosen: list[tuple[kv.KVSequence, kv.KVSequence]], group: int) -> None:
         ours, theirs = [one for one, _ in chosen], [two for _, two in chosen]
         found, wanted = (
             manager.block_tables(seqs, group)
@@ -300,11 +293,11 @@ class Twins:
             seq.scratch(group) is not None for seq in ours
         )
 
-    def check_layer(self, chosen: list[tuple[KVSequence, KVSequence]], layer: int) -> None:
+    def check_layer(self, chosen: list[tuple[kv.KVSequence, kv.KVSequence]], layer: int) -> None:
         ours, theirs = [one for one, _ in chosen], [two for _, two in chosen]
-        mode = PageIndexMode.PER_LAYER
-        if all(seq.supports_index_mode(PageIndexMode.SHARED) for seq in ours):
-            mode = self.rng.choice(tuple(PageIndexMode))
+        mode = kv.PageIndexMode.PER_LAYER
+        if all(seq.supports_index_mode(kv.PageIndexMode.SHARED) for seq in ours):
+            mode = self.rng.choice(tuple(kv.PageIndexMode))
         views = [manager.layer_view(layer, mode) for manager in self.managers]
         wanted = views[1].block_table(theirs).table
         assert torch.equal(views[0].block_table(ours).table.cpu(), wanted)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from tests.support.cases import TABLES, Case
 from tests.support.harness import Result, assert_same, attend, extras, plan_of, planner_for
 from tests.support.inputs import Inputs, make_inputs

@@ -21,8 +21,9 @@ from torch import Tensor
 
 import jitattn
 from jitattn.spec.config import MLAConfig
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from tests.support.harness import Expected, check_rounded
+from tests.support.inputs import given_table
 from tests.support.variant_values import Params, changed, params_of
 from tests.support.variants import VARIANTS
 
@@ -163,14 +164,7 @@ class MLAInputs:
         return params_of(case.variant, case.num_heads, 1, case.seed, device)
 
     def pages(self) -> PageTable:
-        match self.case.page_table:
-            case "csr":
-                return jitattn.CsrPages(self.indptr, self.table)
-            case "token":
-                return jitattn.TokenTable(self.table, rows=self.rows)
-            case "ragged":
-                return jitattn.RaggedKV(self.indptr)
-        return jitattn.BlockTable(self.table, rows=self.rows)
+        return given_table(self.case.page_table, self.table, self.indptr, self.rows)
 
     def plan(self, planner: jitattn.MLAPlanner) -> jitattn.types.MLAPlan:
         queries = {} if self.qo_indptr is None else {"max_q_len": max(self.case.queries)}

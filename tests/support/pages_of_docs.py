@@ -42,6 +42,7 @@ def _caches(page_size: int, num_pages: int = 6) -> tuple[Tensor, Tensor]:
 def preprocessing() -> dict[str, object]:
     return {
         "config": {
+            "model_type": "llama",
             "hidden_size": HEADS * DIM,
             "num_attention_heads": HEADS,
             "rope_theta": 500000.0,

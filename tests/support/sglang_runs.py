@@ -14,20 +14,7 @@ import torch
 from torch import Tensor
 
 from jitattn.integrations.sglang.layers import Backend
-from tests.support.engines import (
-    HEADS,
-    NAN,
-    SCORES,
-    Batch,
-    Heads,
-    Paged,
-    Scores,
-    check_rows,
-    defined,
-    packed,
-    read,
-    stored,
-)
+from tests.support import engines
 
 DTYPES = {
     "auto": None,
@@ -85,14 +72,14 @@ def new_buffers(
     layout: str,
     num_pages: int,
     page_size: int,
-    heads: Heads,
+    heads: engines.Heads,
     dtype: torch.dtype,
     device: str,
 ) -> tuple[Tensor, Tensor]:
     """K and V of one layer, all NaN: slots, heads, elements, or with pages and heads before."""
     num_slots, num_heads = num_pages * page_size, heads.num_kv_heads
     sizes = heads.head_dim, heads.head_dim_vo
-    fill = torch.full((), NAN, device=device).to(dtype)
+    fill = torch.full((), engines.NAN, device=device).to(dtype)
     if layout == "nhd":
         return tuple(fill.repeat(num_slots, num_heads, n) for n in sizes)  # type: ignore[return-value]
     if layout == "hnd":
@@ -112,7 +99,7 @@ class Engine:
 
 
 def stand_in() -> Engine:
-    def layer(heads: Heads, scores: Scores, layer_id: int) -> Any:
+    def layer(heads: engines.Heads, scores: engines.Scores, layer_id: int) -> Any:
         return SimpleNamespace(
             layer_id=layer_id,
             tp_q_head_num=heads.num_qo_heads,
@@ -146,8 +133,8 @@ VERIFY = {"kv_lens": (4, 40, 19), "q_lens": (4, 4, 4)}
 class Case:
     lens: dict[str, tuple[int, ...]]
     mode: str = "EXTEND"
-    heads: Heads = HEADS
-    scores: Scores = SCORES
+    heads: engines.Heads = engines.HEADS
+    scores: engines.Scores = engines.SCORES
     page_size: int = 16
     layout: str = "nhd"
     dtype: torch.dtype = torch.bfloat16
@@ -169,8 +156,10 @@ class Run:
         heads = case.heads
         rng = random.Random(case.seed)
         torch.manual_seed(case.seed)
-        self.batch = batch = Batch(**case.lens, heads=heads, dtype=case.dtype, device=case.device)
-        self.paged = paged = Paged.of(batch, case.page_size, rng)
+        self.batch = batch = engines.Batch(
+            **case.lens, heads=heads, dtype=case.dtype, device=case.device
+        )
+        self.paged = paged = engines.Paged.of(batch, case.page_size, rng)
         self.kv_dtype = DTYPES[case.kv_cache_dtype] or case.dtype
         window = case.is_hybrid
         self.layer = engine.new_layer(heads, case.scores, WINDOW if window else FULL)
@@ -237,7 +226,8 @@ class Run:
     def kept(self, request: int) -> tuple[Tensor, Tensor]:
         values = self.batch.k[request], self.batch.v[request]
         return tuple(  # type: ignore[return-value]
-            stored(x, self.kv_dtype, scale) for x, scale in zip(values, self.scales, strict=True)
+            engines.stored(x, self.kv_dtype, scale)
+            for x, scale in zip(values, self.scales, strict=True)
         )
 
     def put(self, request: int, tokens: range, buffers: tuple[Tensor, Tensor]) -> None:
@@ -283,13 +273,13 @@ class Run:
     def attend(self, forward_batch: Any, **other: Any) -> Tensor:
         case, backend = self.case, self.backend
         k, v = self.batch.new
-        q = packed(self.batch.q, case.padding)
+        q = engines.packed(self.batch.q, case.padding)
         others = {"sinks": self.sinks} if case.sinks else {}
         call = backend.forward_decode if case.mode == "DECODE" else backend.forward_extend
         return call(
             q if case.seed % 2 else q.flatten(1),
-            packed([k], case.padding),
-            packed([v], case.padding),
+            engines.packed([k], case.padding),
+            engines.packed([v], case.padding),
             self.layer,
             forward_batch,
             **{**others, **other},
@@ -301,9 +291,11 @@ class Run:
         assert out.dim() == 2
         out = out.view(-1, heads.num_qo_heads, heads.head_dim_vo)
         for b, (begin, end) in enumerate(itertools.pairwise(ends)):
-            k, v = (read(x, scale) for x, scale in zip(self.kept(b), self.scales, strict=True))
-            want, _, size = defined(self.batch.q[b], k, v, self.case.scores, self.sinks)
-            check_rows(out[begin:end], want, size, slack=self.slack)
+            k, v = (
+                engines.read(x, scale) for x, scale in zip(self.kept(b), self.scales, strict=True)
+            )
+            want, _, size = engines.defined(self.batch.q[b], k, v, self.case.scores, self.sinks)
+            engines.check_rows(out[begin:end], want, size, slack=self.slack)
         assert bool((out[ends[-1] :] == 0).all())
 
     def go(self) -> None:

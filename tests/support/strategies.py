@@ -58,14 +58,7 @@ class Example:
 def variant(kernel: Kernel, rng: random.Random) -> Case:
     """Planner arguments for a kernel of the list."""
     group_size = rng.choice(GROUPS[kernel.band])
-    return Case(
-        head_dim=kernel.head_dim,
-        head_dim_vo=kernel.head_dim_vo,
-        page_size=kernel.page_size,
-        dtype=kernel.dtype,
-        kv_dtype=kernel.kv_dtype,
-        out_dtype=kernel.out_dtype,
-        page_table=kernel.page_table,
+    return kernel.case(
         logits_soft_cap=rng.choice((0.5, 5.0, 30.0)) if kernel.soft_cap else 0.0,
         group_size=group_size,
         num_kv_heads=rng.choice((1, 1, 2, 3)) if group_size < 13 else 1,

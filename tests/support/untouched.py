@@ -64,21 +64,24 @@ else:
 check_untouched()
 """
 
-FORK = """
+
+def in_child(statement: str) -> str:
+    """A script that runs ``statement`` in a child, which must not fail."""
+    return f"""
 child = os.fork()
 if child == 0:
     try:
-        attend()
-        check_untouched()
+        {statement}
     except BaseException:
         import traceback
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-attend()
-check_untouched()
 """
+
+
+FORK = in_child("attend(); check_untouched()") + "attend()\ncheck_untouched()\n"
 
 
 def run_apart(*parts: str, **environ: str) -> None:

@@ -16,21 +16,7 @@ from jitattn.integrations import steps
 from jitattn.integrations.vllm.builder import Builder
 from jitattn.integrations.vllm.layer import Layer
 from jitattn.integrations.vllm.metadata import Tensors
-from tests.support.engines import (
-    HEADS,
-    NAN,
-    SCORES,
-    Batch,
-    Heads,
-    Paged,
-    Scores,
-    check_rows,
-    defined,
-    first_pages,
-    packed,
-    read,
-    stored,
-)
+from tests.support import engines
 
 
 @dataclass
@@ -61,15 +47,15 @@ def layer_view(
 ) -> Tensor:
     """The second of three layers' [B, H, N, C] in a pool of NaN, in memory as ``layout`` says."""
     sizes = dict(zip("LBHNC", (3, *shape), strict=True))
-    pool = torch.full([sizes[name] for name in layout], NAN, device=device).to(dtype)
+    pool = torch.full([sizes[name] for name in layout], engines.NAN, device=device).to(dtype)
     return pool.permute(*(layout.index(name) for name in "LBHNC"))[1]
 
 
 @dataclass
 class Case:
     lens: dict[str, tuple[int, ...]]
-    heads: Heads = HEADS
-    scores: Scores = SCORES
+    heads: engines.Heads = engines.HEADS
+    scores: engines.Scores = engines.SCORES
     page_size: int = 16
     layout: str = "LBNHC"
     dtype: torch.dtype = torch.bfloat16
@@ -90,8 +76,10 @@ class Run:
         self.engine, self.case, heads = engine, case, case.heads
         rng = self.rng = random.Random(case.seed)
         torch.manual_seed(case.seed)
-        self.batch = batch = Batch(**case.lens, heads=heads, dtype=case.dtype, device=case.device)
-        self.paged = Paged.of(batch, case.page_size, rng)
+        self.batch = batch = engines.Batch(
+            **case.lens, heads=heads, dtype=case.dtype, device=case.device
+        )
+        self.paged = engines.Paged.of(batch, case.page_size, rng)
         self.kv_dtype = steps.FP8.get(case.kv_cache_dtype, case.dtype)
         is_fp8 = case.kv_cache_dtype != "auto"
         count = heads.num_kv_heads if case.per_head_scales else 1
@@ -142,8 +130,8 @@ class Run:
     def kept(self, request: int) -> tuple[Tensor, Tensor]:
         batch, dtype = self.batch, self.kv_dtype
         return (
-            stored(batch.k[request], dtype, self.layer._k_scale),
-            stored(batch.v[request], dtype, self.layer._v_scale),
+            engines.stored(batch.k[request], dtype, self.layer._k_scale),
+            engines.stored(batch.v[request], dtype, self.layer._v_scale),
         )
 
     def fill(self) -> None:
@@ -159,7 +147,7 @@ class Run:
     def common(self, **other: Any) -> Any:
         batch, size = self.batch, self.case.page_size
         width = max(-(-max(batch.kv_lens) // size), 1) + 2
-        first = first_pages(batch, size, self.case.scores.window_left)
+        first = engines.first_pages(batch, size, self.case.scores.window_left)
 
         def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.case.device)
@@ -182,17 +170,17 @@ class Run:
         padding = self.case.padding
         self.impl.do_kv_cache_update(
             self.layer,
-            packed([k], padding),
-            packed([v], padding),
+            engines.packed([k], padding),
+            engines.packed([v], padding),
             self.kv_cache,
             metadata.slot_mapping,
         )
 
     def attend(self, metadata: Any) -> Tensor:
         heads, padding = self.case.heads, self.case.padding
-        q = packed(self.batch.q, padding)
+        q = engines.packed(self.batch.q, padding)
         shape = q.shape[0], heads.num_qo_heads, heads.head_dim_vo
-        out = torch.full(shape, NAN, dtype=q.dtype, device=q.device)
+        out = torch.full(shape, engines.NAN, dtype=q.dtype, device=q.device)
         found = self.impl.forward(self.layer, q, None, None, self.kv_cache, metadata, out)
         assert found is out
         return out
@@ -202,14 +190,14 @@ class Run:
         ends = self.batch.indptr()
         for b, (begin, end) in enumerate(itertools.pairwise(ends)):
             k, v = self.kept(b)
-            want, _, size = defined(
+            want, _, size = engines.defined(
                 self.batch.q[b],
-                read(k, self.layer._k_scale),
-                read(v, self.layer._v_scale),
+                engines.read(k, self.layer._k_scale),
+                engines.read(v, self.layer._v_scale),
                 self.case.scores,
                 self.sinks,
             )
-            check_rows(out[begin:end], want, size, slack=self.slack)
+            engines.check_rows(out[begin:end], want, size, slack=self.slack)
         assert bool((out[ends[-1] :] == 0).all())
 
     def check_cache(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn import ConfigError
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from tests.support.cases import (
     D64,
     D128,

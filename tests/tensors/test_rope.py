@@ -231,6 +231,93 @@ def test_models_that_pair_neighbours() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        *("llama4_text", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "longcat_flash"),
+        *("glm_ocr_text", "cohere2_moe", "glm4v_text", "ernie4_5_vl_moe_text"),
+    ],
+)
+def test_neighbours_of_models_whose_files_are_silent(name: str) -> None:
+    assert jitattn.Rope.from_hf_config(HEADS | {"model_type": name}).interleaved
+    assert jitattn.Rope.from_hf_config({"text_config": HEADS | {"model_type": name}}).interleaved
+    declared = HEADS | {"model_type": name, "rope_interleave": False}
+    assert not jitattn.Rope.from_hf_config(declared).interleaved
+
+
+def test_unknown_models_need_a_pairing() -> None:
+    for flag in (False, True):
+        assert jitattn.Rope.from_hf_config(UNKNOWN, interleaved=flag).interleaved is flag
+        declared = UNKNOWN | {"rope_interleave": flag}
+        assert jitattn.Rope.from_hf_config(declared).interleaved is flag
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "part"),
+    [
+        ("deepseek_v4", 512, 0.125),
+        ("bailing_moe_v2_5", 128, 0.5),
+        ("mistral4", 128, 0.5),
+        ("dots3_note_text", 256, 0.25),
+    ],
+)
+def test_a_part_beside_latents_is_one_of_the_head(name: str, head_dim: int, part: float) -> None:
+    given = {"model_type": name, "head_dim": head_dim, "qk_rope_head_dim": 64}
+    for extra in (
+        {"partial_rotary_factor": part},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": part}},
+    ):
+        rope = jitattn.Rope.from_hf_config(HEADS | given | extra)
+        assert (rope.head_dim, rope.rotary_dim, rope.interleaved) == (64, 64, True)
+
+
+class Raising(SimpleNamespace):
+    """A configuration whose ``head_dim`` may not be asked for."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "head_dim":
+            raise RuntimeError("head_dim differs between layers")
+        return super().__getattribute__(name)
+
+    def to_dict(self) -> dict[str, object]:
+        return dict(vars(self))
+
+
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "extra", [{"global_head_dim": 512}, {"per_layer_config": {"01": {"head_dim": 512}}}]
+)
+def test_layers_whose_heads_differ(extra: dict[str, Any]) -> None:
+    for config in (GEMMA4 | extra, Raising(**(GEMMA4 | extra))):
+        full = jitattn.Rope.from_hf_config(config, layer_type="full_attention")
+        assert (full.head_dim, full.rotary_dim) == (512, 512)
+        fast = 1e6 ** -(torch.arange(0, 128, 2).double() / 512)
+        torch.testing.assert_close(full.inv_freq[:64].double(), fast, rtol=1e-6, atol=0)
+        assert full.inv_freq[64:].tolist() == [0.0] * 192
+        local = jitattn.Rope.from_hf_config(config, layer_type="sliding_attention")
+        assert (local.head_dim, local.base) == (256, 1e4)
+
+
+def test_zero_is_no_mscale() -> None:
+    for zeros in ({"mscale_all_dim": 0}, {"mscale_all_dim": 0.0, "mscale": 1.0}, {"mscale": 0}):
+        assert jitattn.Rope(64, scaling=YARN | zeros) == jitattn.Rope(64, scaling=YARN)
+
+
+@pytest.mark.parametrize(
     ("extra", "match"),
     [
         ({"rope_interleave": "no"}, "rope_interleave is a str"),

@@ -83,6 +83,8 @@ def test_configs_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows = json.loads(capsys.readouterr().out)
     assert rows
     assert all(row["supported"] and row["kernel"] and not row["reasons"] for row in rows)
+    writers = [row["what"] for row in rows if "kernel=preprocess" in row["config"]]
+    assert "heads of 128, NeoX pairs, bfloat16 into bfloat16 pages of 16, by slots" in writers
     assert cli.main(["configs", "--model", write_model(tmp_path)]) == 0
     assert rows[0]["kernel"] in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX, check_count, check_number
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 Q_DTYPES = (torch.float16, torch.bfloat16)

@@ -17,7 +17,7 @@ from jitattn.compat.flash_attn.common import (
 )
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.common.planner_base import plan_for_call
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, RaggedKV
 from jitattn.tensors.tensor_checks import check_device, check_indptr, check_tensor
 

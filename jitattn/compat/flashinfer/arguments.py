@@ -12,9 +12,9 @@ from jitattn.base.validate import check_flag
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.spec.dtype import FP8_DTYPES, dtype_name
 from jitattn.tensors.quantization import KVCache, QuantizedKV
+from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
-Scale = float | Tensor
 Pair = Tensor | tuple[Tensor, Tensor]  # both of K and V in one, or one tensor each
 
 BACKENDS = frozenset(
@@ -203,8 +203,8 @@ def as_lengths(name: str, value: Tensor) -> Tensor:
 
 
 def check_scales(
-    is_quantised: bool, *, q_scale: object, k_scale: Scale | None, v_scale: Scale | None
-) -> dict[str, Scale | None]:
+    is_quantised: bool, *, q_scale: object, k_scale: ScaleLike | None, v_scale: ScaleLike | None
+) -> dict[str, ScaleLike | None]:
     """Return the scales that ``bind`` takes.
 
     Raises:

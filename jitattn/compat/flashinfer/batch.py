@@ -10,7 +10,7 @@ from torch import Tensor
 from jitattn.compat.flashinfer.arguments import as_lengths
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.attention.functional import planner_of
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_indptr, check_tensor
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, 
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag, check_number
-from jitattn.compat.flashinfer.arguments import LseForm, Pair, Scale, data_types
+from jitattn.compat.flashinfer.arguments import LseForm, Pair, data_types
 from jitattn.spec.config import HEAD_DIMS
+from jitattn.tensors.scales import ScaleLike
 
 if TYPE_CHECKING:
     import torch
@@ -93,9 +94,9 @@ class RunArguments(NamedTuple):
     """The arguments of every ``run`` besides its cache."""
 
     q: Tensor
-    q_scale: Scale | None = None
-    k_scale: Scale | None = None
-    v_scale: Scale | None = None
+    q_scale: ScaleLike | None = None
+    k_scale: ScaleLike | None = None
+    v_scale: ScaleLike | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
     return_lse: bool = False

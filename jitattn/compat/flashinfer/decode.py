@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag
-from jitattn.compat.flashinfer.arguments import Scale, check_dtype, refuse_unbuilt
+from jitattn.compat.flashinfer.arguments import check_dtype, refuse_unbuilt
 from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_buffers
 from jitattn.compat.flashinfer.calls import (
     ForwardArguments,
@@ -23,7 +23,8 @@ from jitattn.compat.flashinfer.calls import (
 )
 from jitattn.compat.flashinfer.paged_table import PagedTable, TableNames
 from jitattn.compat.flashinfer.wrapper import Wrapper
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.scales import ScaleLike
 
 _NAMES = TableNames("", "_buffer")
 
@@ -190,7 +191,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     def run(
         self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
-        q_scale: float | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+        q_scale: float | None = None, k_scale: ScaleLike | None = None,
+        v_scale: ScaleLike | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None, window_left: int | None = None, sinks: Tensor | None = None,
         q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
@@ -235,8 +237,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     def _read_forward(
         self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        pos_encoding_mode: str = "NONE", q_scale: float | None = None, k_scale: Scale | None = None,
-        v_scale: Scale | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+        pos_encoding_mode: str = "NONE", q_scale: float | None = None,
+        k_scale: ScaleLike | None = None, v_scale: ScaleLike | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> ForwardArguments:  # fmt: skip

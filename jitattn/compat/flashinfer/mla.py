@@ -13,7 +13,6 @@ from jitattn.base.validate import check_count, check_flag, check_number
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
-    Scale,
     check_workspace,
     refuse_unbuilt,
 )
@@ -32,8 +31,9 @@ from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.spec.dtype import dtype_name
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, CsrPages
+from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_checks import check_tensor
 
 _FP8 = torch.float8_e4m3fn
@@ -173,7 +173,7 @@ class BatchMLAPagedAttentionWrapper:
         ckv_scale: float | None = None, ckv_scale_arr: Tensor | None = None,
         kpe_scale: float | None = None, sinks: Tensor | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
-        bmm1_scale: Scale | None = None, bmm2_scale: Scale | None = None,
+        bmm1_scale: ScaleLike | None = None, bmm2_scale: ScaleLike | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the queries of each request to its latents, on the current stream.
 

@@ -17,7 +17,7 @@ from jitattn.compat.flashinfer.batch import (
     check_offsets,
     csr_lens,
 )
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, CsrPages
 
 _FIELDS = ("indptr", "indices", "last_page_len")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_flag
-from jitattn.compat.flashinfer.arguments import LseForm, Scale, refuse_unbuilt
+from jitattn.compat.flashinfer.arguments import LseForm, refuse_unbuilt
 from jitattn.compat.flashinfer.calls import (
     ForwardArguments,
     PlanArguments,
@@ -21,6 +21,7 @@ from jitattn.compat.flashinfer.calls import (
 )
 from jitattn.compat.flashinfer.paged_table import PagedTable, TableNames
 from jitattn.compat.flashinfer.queries import PrefillWrapper, QueryArguments
+from jitattn.tensors.scales import ScaleLike
 
 _NAMES = TableNames("paged_kv_", "_buf")
 
@@ -149,7 +150,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
     def run(
         self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
-        q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+        q_scale: ScaleLike | None = None, k_scale: ScaleLike | None = None,
+        v_scale: ScaleLike | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: Tensor | None = None,
@@ -197,7 +199,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     def _read_forward(
         self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], causal: bool = False,
         pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        k_scale: Scale | None = None, v_scale: Scale | None = None, window_left: int = -1,
+        k_scale: ScaleLike | None = None, v_scale: ScaleLike | None = None, window_left: int = -1,
         logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> ForwardArguments:  # fmt: skip

@@ -20,7 +20,7 @@ from jitattn.compat.flashinfer.batch import (
 from jitattn.compat.flashinfer.calls import ForwardArguments, check_head_dim
 from jitattn.compat.flashinfer.masks import rows_of_bytes
 from jitattn.compat.flashinfer.wrapper import Wrapper
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import check_tensor
 
 

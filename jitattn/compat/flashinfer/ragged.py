@@ -12,7 +12,6 @@ from jitattn.base.validate import check_flag
 from jitattn.compat.flashinfer.arguments import (
     LseForm,
     Pair,
-    Scale,
     as_lengths,
     ragged_cache,
     refuse_unbuilt,
@@ -28,6 +27,7 @@ from jitattn.compat.flashinfer.calls import (
 from jitattn.compat.flashinfer.queries import PrefillWrapper, QueryArguments
 from jitattn.tensors.page_tables import RaggedKV
 from jitattn.tensors.quantization import KVCache
+from jitattn.tensors.scales import ScaleLike
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -123,7 +123,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, *, q_scale: float | None = None,
-        k_scale: Scale | None = None, v_scale: Scale | None = None, o_scale: float | None = None,
+        k_scale: ScaleLike | None = None, v_scale: ScaleLike | None = None,
+        o_scale: float | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: bool | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,

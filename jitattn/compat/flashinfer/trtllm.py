@@ -12,7 +12,6 @@ from jitattn.base.validate import check_count, check_flag, check_number
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
-    Scale,
     as_lengths,
     cache_pair,
     check_layout,
@@ -27,6 +26,7 @@ from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.spec.dtype import FP8_DTYPES, dtype_name
 from jitattn.tensors.page_tables import BlockTable
+from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,8 +34,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor, kv_cache: Tensor | tuple[Tensor, Tensor], workspace_buffer: Tensor,
-    block_tables: Tensor, seq_lens: Tensor, max_seq_len: int, bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0, window_left: int = -1, out: Tensor | None = None,
+    block_tables: Tensor, seq_lens: Tensor, max_seq_len: int, bmm1_scale: ScaleLike = 1.0,
+    bmm2_scale: ScaleLike = 1.0, window_left: int = -1, out: Tensor | None = None,
     out_dtype: torch.dtype | str | None = None, o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None, sinks: list[Tensor] | Tensor | None = None,
     kv_layout: str = "HND", enable_pdl: bool | None = None, backend: str = "auto",
@@ -83,8 +83,8 @@ def trtllm_batch_decode_with_kv_cache(
 
 def trtllm_batch_context_with_kv_cache(
     query: Tensor, kv_cache: Tensor | tuple[Tensor, Tensor], workspace_buffer: Tensor,
-    block_tables: Tensor, seq_lens: Tensor, max_q_len: int, max_kv_len: int, bmm1_scale: Scale,
-    bmm2_scale: Scale, batch_size: int, cum_seq_lens_q: Tensor, cum_seq_lens_kv: Tensor,
+    block_tables: Tensor, seq_lens: Tensor, max_q_len: int, max_kv_len: int, bmm1_scale: ScaleLike,
+    bmm2_scale: ScaleLike, batch_size: int, cum_seq_lens_q: Tensor, cum_seq_lens_kv: Tensor,
     window_left: int = -1, out: Tensor | None = None, out_dtype: torch.dtype | str | None = None,
     o_sf_scale: float | None = None, o_sf_vec_size: int | None = None, kv_layout: str = "HND",
     enable_pdl: bool | None = None, sinks: list[Tensor] | Tensor | None = None,

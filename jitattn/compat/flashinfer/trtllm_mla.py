@@ -12,7 +12,6 @@ from jitattn.base.validate import check_count, check_number
 from jitattn.compat.flashinfer.arguments import (
     Q_DTYPES,
     LseForm,
-    Scale,
     as_lengths,
     check_workspace,
     refuse_unbuilt,
@@ -25,6 +24,7 @@ from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
 from jitattn.spec.dtype import dtype_name
 from jitattn.tensors.page_tables import BlockTable
+from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 _FP8 = torch.float8_e4m3fn
@@ -34,7 +34,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor, kv_cache: Tensor, workspace_buffer: Tensor, qk_nope_head_dim: int,
     kv_lora_rank: int, qk_rope_head_dim: int, block_tables: Tensor, seq_lens: Tensor | None,
     max_seq_len: int, sparse_mla_top_k: int = 0, out: Tensor | None = None,
-    bmm1_scale: Scale = 1.0, bmm2_scale: Scale = 1.0, sinks: list[Tensor] | None = None,
+    bmm1_scale: ScaleLike = 1.0, bmm2_scale: ScaleLike = 1.0, sinks: list[Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
     backend: str = "auto", is_var_seq: bool = True, uses_shared_paged_kv_idx: bool = True,
     lse: Tensor | None = None, return_lse: bool = False, cute_dsl_impl: str = "auto",
@@ -195,7 +195,7 @@ def _rows(given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, int]:
     return query.flatten(0, 1), steps * q_len, q_len
 
 
-def _mla_scales(given: Mapping[str, Any], cache: Tensor) -> tuple[float, dict[str, Scale]]:
+def _mla_scales(given: Mapping[str, Any], cache: Tensor) -> tuple[float, dict[str, ScaleLike]]:
     """Return ``sm_scale`` and the scale of the cache, which keys and values share."""
     for name in ("bmm1_scale", "bmm2_scale"):
         if isinstance(given[name], Tensor):

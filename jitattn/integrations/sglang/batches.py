@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.integrations.steps import Scale, Step, is_quantised
+from jitattn.integrations.steps import Step, is_quantised
 from jitattn.kernels.pages.block_table import build_block_table
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, RaggedKV, TokenTable
+from jitattn.tensors.scales import ScaleLike
 
 
 @dataclass(frozen=True)
@@ -290,12 +291,12 @@ def paged(name: str, buffer: Tensor, page_size: int) -> Tensor:
     )
 
 
-def scales_of(layer: Any, cache: Tensor) -> tuple[Scale | None, Scale | None]:
+def scales_of(layer: Any, cache: Tensor) -> tuple[ScaleLike | None, ScaleLike | None]:
     """Return the scales of an FP8 cache: tensors, which are read when kernels run, or numbers."""
     if not is_quantised(cache.dtype):
         return None, None
 
-    def scale(name: str) -> Scale | None:
+    def scale(name: str) -> ScaleLike | None:
         found = getattr(layer, name, None)
         if isinstance(found, Tensor) and found.device == cache.device:
             return found

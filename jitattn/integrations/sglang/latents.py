@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from jitattn.integrations.sglang.batches import Forward, paged, scales_of
-from jitattn.integrations.steps import LayerPlanners, Scale, place_of
+from jitattn.integrations.steps import LayerPlanners, place_of
 from jitattn.kernels.mla.api import MLAPlanner
 from jitattn.kernels.mla.check import BoundMLACache
 from jitattn.kernels.preprocess.api import append_kv
+from jitattn.tensors.scales import ScaleLike
 
 
 class LatentLayers:
@@ -85,7 +86,7 @@ class LatentLayers:
             self._write(k, cache, forward_batch.out_cache_loc, scale)
         return self._attend_to_latents(q, cache, layer, forward, scale)
 
-    def _write(self, k: Tensor, cache: Tensor, slots: Tensor, scale: Scale | None) -> None:
+    def _write(self, k: Tensor, cache: Tensor, slots: Tensor, scale: ScaleLike | None) -> None:
         num_tokens, rank = min(k.shape[0], slots.shape[0]), self._rank
         rows = k.view(-1, 1, rank + self._rope)[:num_tokens]
         append_kv(
@@ -98,7 +99,7 @@ class LatentLayers:
         )
 
     def _attend_to_latents(
-        self, q: Tensor, cache: Tensor, layer: Any, forward: Forward, scale: Scale | None
+        self, q: Tensor, cache: Tensor, layer: Any, forward: Forward, scale: ScaleLike | None
     ) -> Tensor:
         pages = forward.pages
         arguments = {
@@ -119,7 +120,7 @@ class LatentLayers:
         return out.flatten(1)
 
     def _kv(
-        self, planner: MLAPlanner, layer: Any, cache: Tensor, scale: Scale | None
+        self, planner: MLAPlanner, layer: Any, cache: Tensor, scale: ScaleLike | None
     ) -> BoundMLACache:
         key, places = (planner, layer.layer_id), (place_of(cache), place_of(scale))
         found = self._bound.get(key)
@@ -182,6 +183,6 @@ def _refuse_layer(layer: Any) -> None:
         )
 
 
-def _scale_of(layer: Any, cache: Tensor) -> Scale | None:
+def _scale_of(layer: Any, cache: Tensor) -> ScaleLike | None:
     """Return the scale of FP8 latents: a tensor, read when kernels run, or a number; or None."""
     return scales_of(layer, cache)[0]

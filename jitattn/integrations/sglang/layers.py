@@ -14,10 +14,11 @@ from torch import Tensor
 
 from jitattn.integrations.sglang.batches import Batch, Buffers, Forward, Pools, paged, scales_of
 from jitattn.integrations.sglang.latents import LatentLayers
-from jitattn.integrations.steps import BoundCaches, LayerPlanners, Scale
+from jitattn.integrations.steps import BoundCaches, LayerPlanners
 from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.scales import ScaleLike
 
 
 @dataclass
@@ -250,7 +251,7 @@ class Backend:
         k: Tensor,
         v: Tensor,
         caches: tuple[Tensor, Tensor],
-        scales: tuple[Scale | None, Scale | None],
+        scales: tuple[ScaleLike | None, ScaleLike | None],
         forward_batch: Any,
     ) -> None:
         layer, slots = state.layer, forward_batch.out_cache_loc

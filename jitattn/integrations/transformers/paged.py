@@ -17,7 +17,7 @@ from jitattn.integrations.transformers.arguments import (
 )
 from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.preprocess.api import append_kv
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, RaggedKV
 
 

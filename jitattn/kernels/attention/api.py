@@ -34,7 +34,7 @@ from jitattn.kernels.common.planner_base import (
 from jitattn.kernels.common.reference_plan import ReferenceKernels
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.bound_cache import BoundCache, TensorMaps
+from jitattn.tensors.bound_cache import BoundCache, LeadingParams
 from jitattn.tensors.cache_views import (
     BlockCaches,
     CacheView,
@@ -42,17 +42,15 @@ from jitattn.tensors.cache_views import (
     view_caches,
     view_of,
 )
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
-from jitattn.tensors.scales import view_scale
+from jitattn.tensors.scales import ScaleLike, view_scale
 from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
     from jitattn.kernels.common.kernel_loader import BoundKernels
-
-Scale = float | Tensor
 
 
 class _Arguments(PlannerBase["Plan"]):
@@ -156,7 +154,11 @@ class AttentionPlanner(_Arguments):
         self.kernels = _kernels_of(self.backend, config, self.device)
 
     def bind(
-        self, kv_cache: KVCache, *, k_scale: Scale | None = None, v_scale: Scale | None = None
+        self,
+        kv_cache: KVCache,
+        *,
+        k_scale: ScaleLike | None = None,
+        v_scale: ScaleLike | None = None,
     ) -> BoundCache:
         """Check a cache and reduce it to pointers and strides, once per layer.
 
@@ -238,8 +240,8 @@ class Plan(PlanBase[Call]):
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
-        q_scale: Scale | None = None,
-        out_scale: Scale | None = None,
+        q_scale: ScaleLike | None = None,
+        out_scale: ScaleLike | None = None,
         sinks: Tensor | None = None,
         custom_mask: CustomMask | None = None,
         variant_params: VariantParams | None = None,
@@ -362,14 +364,14 @@ class Plan(PlanBase[Call]):
 class _Kernels(Kernels[PlanBackend[Call]], Protocol):
     def bind(
         self, k: CacheView, v: CacheView, blocks: BlockCaches | None, /
-    ) -> tuple[BoundKernels | None, TensorMaps | None]:
+    ) -> tuple[BoundKernels | None, LeadingParams | None]:
         """Return the kernels whose loaders the strides of K and V allow, and their tensor maps."""
         ...
 
 
 def _kernels_of(backend: str, config: PlannerConfig, device: torch.device) -> _Kernels:
     if backend == "cuda":
-        from jitattn.kernels.attention.launch import AttentionKernels
+        from jitattn.kernels.attention.kernels import AttentionKernels
 
         return AttentionKernels(config, device)
     return ReferenceKernels(config, AttentionReferencePlan)

@@ -10,7 +10,7 @@ from torch import Tensor
 from jitattn.spec.config import PlannerConfig
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.masks import Mask, view_mask
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_last_stride,

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_flag
-from jitattn.kernels.attention.api import AttentionPlanner, Scale
+from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.spec.config import PlannerConfig
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import check_page_table
 from jitattn.tensors.quantization import KVCache, QuantizedKV
+from jitattn.tensors.scales import ScaleLike
 
 
 def attention(
@@ -33,8 +34,8 @@ def attention(
     sm_scale: float | None = None,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
+    k_scale: ScaleLike | None = None,
+    v_scale: ScaleLike | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend a batch once: construct a planner, or reuse one of the same configuration, and run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import (
@@ -33,8 +33,8 @@ _BLOCK_DIMS = 16
 STATIC_BYTES = 2 * 1024 + 4 * MAX_WORK_TILES
 # What two CTAs of an SM of sm_90 or sm_100 may use each.
 _HALF_SM_SMEM = 113 * 1024
-# Query rows of a prefill CTA, 16 a warp.
-_PREFILL_ROWS = 64
+# Query rows of a prefill CTA without warpgroups (prefill_sm80.cu.jinja), 16 a warp.
+_SM80_PREFILL_ROWS = 64
 # Columns of V whose accumulator fits the registers; wider V takes several CTAs.
 _MAX_VALUE_DIM = 256
 # The same where the scores take more registers than those of short tiles do.
@@ -128,29 +128,59 @@ def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
     )
 
 
-# Warpgroup tiles by the most columns of Q and V: consumers, producers, KV tokens of a tile (plain,
-# with a soft cap, with a variant: their computations need registers), stages of K and V, stages of
-# Q. Scores take half a register a token and the output half a register a
-# column; what is left of 227 KiB of shared memory has no room for more stages.
+class _WarpgroupRow(NamedTuple):
+    """A tile of warpgroups for heads of at most so many columns of Q and K, and of V."""
+
+    max_head_dim: int
+    max_head_dim_vo: int
+    num_consumers: int
+    num_producers: int
+    plain_tokens: int
+    """KV tokens of a tile; fewer where a soft cap or a variant needs registers."""
+    soft_cap_tokens: int
+    variant_tokens: int
+    num_stages: int
+    """Of K and V."""
+    num_query_stages: int
+
+    def tile_tokens(self, spec: AttentionSpec) -> int:
+        if spec.variant is not None:
+            return self.variant_tokens
+        return self.soft_cap_tokens if spec.use_logits_soft_cap else self.plain_tokens
+
+
+class _Registers(NamedTuple):
+    """Registers of a thread."""
+
+    producer: int
+    consumer: int
+
+
+# The first row that is wide enough counts. Scores take half a register a token and the output half
+# a register a column; what is left of 227 KiB of shared memory has no room for more stages.
 _WARPGROUP_TILES = (
-    (64, 64, 3, 1, 112, 80, 64, 3, 2),
-    (128, 128, 2, 1, 128, 112, 112, 2, 2),
-    (192, 128, 2, 1, 128, 128, 112, 2, 1),
-    (192, 192, 2, 1, 96, 80, 80, 2, 1),
-    (256, 256, 2, 1, 80, 64, 48, 2, 1),
+    _WarpgroupRow(64, 64, 3, 1, 112, 80, 64, 3, 2),
+    _WarpgroupRow(128, 128, 2, 1, 128, 112, 112, 2, 2),
+    _WarpgroupRow(192, 128, 2, 1, 128, 128, 112, 2, 1),
+    _WarpgroupRow(192, 192, 2, 1, 96, 80, 80, 2, 1),
+    _WarpgroupRow(256, 256, 2, 1, 80, 64, 48, 2, 1),
 )
 # The same of quantised caches, whose tiles land in shared memory before they are dequantised.
 _DEQUANT_TILES = (
-    (64, 64, 2, 2, 128, 128, 112, 3, 2),
-    (128, 128, 2, 2, 128, 96, 96, 2, 2),
-    (192, 128, 2, 2, 96, 96, 96, 2, 1),
-    (256, 256, 2, 1, 64, 64, 48, 2, 1),
+    _WarpgroupRow(64, 64, 2, 2, 128, 128, 112, 3, 2),
+    _WarpgroupRow(128, 128, 2, 2, 128, 96, 96, 2, 2),
+    _WarpgroupRow(192, 128, 2, 2, 96, 96, 96, 2, 1),
+    _WarpgroupRow(256, 256, 2, 1, 64, 64, 48, 2, 1),
 )
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
 # warpgroup of producers, where pages are too small for TMA.
 _GATHERED_BYTES = (192 + 128) * 2
-# Registers of a producer and of a consumer thread, by (consumer, producer) warpgroups.
-_WARPGROUP_REGISTERS = {(2, 1): (72, 216), (2, 2): (64, 192), (3, 1): (56, 152)}
+# By (consumer, producer) warpgroups.
+_WARPGROUP_REGISTERS = {
+    (2, 1): _Registers(producer=72, consumer=216),
+    (2, 2): _Registers(producer=64, consumer=192),
+    (3, 1): _Registers(producer=56, consumer=152),
+}
 
 
 def _stored_bytes(spec: AttentionSpec, dim: int) -> int:
@@ -281,32 +311,31 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
 
 def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
     is_dequantised = spec.kv_dtype is not spec.q_dtype
-    groups, num_producers, *tokens, num_stages, num_query_stages = next(
-        shape
-        for most_keys, most_values, *shape in (
-            _DEQUANT_TILES if is_dequantised else _WARPGROUP_TILES
-        )
-        if spec.head_dim <= most_keys and spec.head_dim_vo <= most_values
+    row = next(
+        row
+        for row in (_DEQUANT_TILES if is_dequantised else _WARPGROUP_TILES)
+        if spec.head_dim <= row.max_head_dim and spec.head_dim_vo <= row.max_head_dim_vo
     )
-    tile_tokens = tokens[2 if spec.variant is not None else spec.use_logits_soft_cap]
+    groups, num_producers = row.num_consumers, row.num_producers
+    tile_tokens = row.tile_tokens(spec)
     key_bytes, value_bytes = (
         -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
         for columns in (spec.head_dim, spec.head_dim_vo)
     )
-    smem_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
-    smem_bytes += 64 * groups * num_query_stages * key_bytes
+    smem_bytes = row.num_stages * tile_tokens * (key_bytes + value_bytes)
+    smem_bytes += 64 * groups * row.num_query_stages * key_bytes
     gathers = spec.loader is Loader.VECTOR and not is_dequantised
     if gathers and groups == 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
         num_producers = 2
-    producer_registers, consumer_registers = _WARPGROUP_REGISTERS[groups, num_producers]
+    registers = _WARPGROUP_REGISTERS[groups, num_producers]
     if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers
         smem_bytes += -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
     return WarpgroupTile(
         num_warps=4 * groups,
         tile_tokens=tile_tokens,
-        num_stages=num_stages,
-        num_query_stages=num_query_stages,
+        num_stages=row.num_stages,
+        num_query_stages=row.num_query_stages,
         shares_tiles=True,
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,
@@ -319,8 +348,8 @@ def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
         # A segment: that puts all rows of a tile one after the other.
         key_tma_columns=0 if is_dequantised else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
         num_producers=num_producers,
-        producer_registers=producer_registers,
-        consumer_registers=consumer_registers,
+        producer_registers=registers.producer,
+        consumer_registers=registers.consumer,
         product_dtype=spec.q_dtype.value,
         output_columns=spec.head_dim_vo,
     )
@@ -352,15 +381,15 @@ def _prefill_tile(spec: AttentionSpec, arch: str, tile_tokens: int, num_stages: 
         most = 128
     value_dim = _value_dim(spec, most)
     row_bytes = _pitch(spec, spec.head_dim) + _pitch(spec, value_dim)
-    query_bytes = _PREFILL_ROWS * _query_row_bytes(spec)
+    query_bytes = _SM80_PREFILL_ROWS * _query_row_bytes(spec)
     return PrefillTile(
-        num_warps=_PREFILL_ROWS // 16,
+        num_warps=_SM80_PREFILL_ROWS // 16,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
         shares_tiles=True,
         ctas_per_sm=2 if value_dim <= 192 else 1,
         value_dim=value_dim,
-        row_tile=_PREFILL_ROWS,
+        row_tile=_SM80_PREFILL_ROWS,
         merge_splits=8 if value_dim <= 128 else 4 if value_dim <= 192 else 2,
         product_dtype=spec.q_dtype.value,
         smem_bytes=num_stages * tile_tokens * row_bytes + query_bytes,

@@ -32,7 +32,7 @@ from jitattn.kernels.common.schedule_config import ScheduleConfig, schedule_offs
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import FLOAT_CODES
 from jitattn.tensors.masks import Mask
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.scales import Scale
 from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout, recogniser
 from jitattn.tensors.variant_params import VariantParams

@@ -12,7 +12,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 from jitattn.spec.layout import Layout
-from jitattn.spec.params import PAGE_PARAMS, TENSOR_MAP_BYTES, Divisor, Scale, variant_params
+from jitattn.spec.params import PAGE_PARAMS, TENSOR_MAP_BYTES, Divisor, ScaleParams, variant_params
 from jitattn.spec.variant import AttentionVariant
 
 # Custom masks: MaskKind in attention_params.cuh.
@@ -86,8 +86,8 @@ class AttentionParams(ctypes.Structure):
         ("mask", c_void_p),
         ("mask_indptr", c_void_p),
         ("schedule", Schedule),
-        ("k_scale", Scale),
-        ("v_scale", Scale),
+        ("k_scale", ScaleParams),
+        ("v_scale", ScaleParams),
         ("q_token_stride", c_int64),
         ("q_head_stride", c_int64),
         ("k_page_stride", c_int64),

@@ -18,7 +18,7 @@ from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.device_checks import check_lengths, check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import check_page_table
 from jitattn.tensors.tensor_checks import (
     check_device,

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from jitattn.tensors.cache_views import view_of
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
+from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_handles import find
-
-Scale = float | Tensor
 
 # Parts of schemas.
 PLAN = "Tensor plan, "
@@ -72,7 +71,7 @@ def cache_of(tensors: Sequence[Tensor]) -> KVCache:
     raise ValueError(f"kv_cache has {len(tensors)} tensors: expected 1, 2 (K, V), or 4 of NVFP4")
 
 
-def scale_of(tensor: Tensor | None, factor: float | None) -> float | Tensor | None:
+def scale_of(tensor: Tensor | None, factor: float | None) -> ScaleLike | None:
     """Return a scale: a tensor, or else a number, or neither."""
     return factor if tensor is None else tensor
 
@@ -97,7 +96,7 @@ def bound_of(
     return plan.planner.bind(cache_of(tensors), **given)
 
 
-def _own_scale(scale: Any) -> float | Tensor | None:
+def _own_scale(scale: Any) -> ScaleLike | None:
     return None if scale is None else scale_of(scale.tensor, scale.value)
 
 
@@ -155,7 +154,7 @@ def new_outputs(
     return out, lse
 
 
-def scale_parts(scale: Scale | None) -> tuple[Tensor | None, float | None]:
+def scale_parts(scale: ScaleLike | None) -> tuple[Tensor | None, float | None]:
     """Return a scale as a tensor and a number, one of which is None."""
     if scale is None or isinstance(scale, Tensor):
         return scale, None

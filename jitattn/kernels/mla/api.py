@@ -35,14 +35,14 @@ from jitattn.kernels.mla.config import check_rules
 from jitattn.kernels.mla.reference_plan import MLAReferencePlan
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.bound_cache import TensorMaps
+from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 MLACache = Tensor | tuple[Tensor, Tensor]
-Scale = float | Tensor
 
 
 class _Arguments(PlannerBase["MLAPlan"]):
@@ -127,7 +127,7 @@ class MLAPlanner(_Arguments):
         self.kernels = _kernels_of(self.backend, config, self.device)
 
     def bind(
-        self, kv: MLACache, *, k_scale: Scale | None = None, v_scale: Scale | None = None
+        self, kv: MLACache, *, k_scale: ScaleLike | None = None, v_scale: ScaleLike | None = None
     ) -> BoundMLACache:
         """Check a cache and reduce it to strides, once per layer.
 
@@ -180,8 +180,8 @@ class MLAPlan(PlanBase[MLACall]):
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
-        q_scale: Scale | None = None,
-        out_scale: Scale | None = None,
+        q_scale: ScaleLike | None = None,
+        out_scale: ScaleLike | None = None,
         variant_params: VariantParams | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend the query tokens of each request to its latents, on the current stream.
@@ -288,14 +288,14 @@ class MLAPlan(PlanBase[MLACall]):
 
 
 class _Kernels(Kernels[PlanBackend[MLACall]], Protocol):
-    def bind(self, kv: BoundMLACache, /) -> tuple[object, TensorMaps | None]:
+    def bind(self, kv: BoundMLACache, /) -> tuple[object, LeadingParams | None]:
         """Return the kernels that the strides of a cache allow, and its tensor maps."""
         ...
 
 
 def _kernels_of(backend: str, config: MLAConfig, device: torch.device) -> _Kernels:
     if backend == "cuda":
-        from jitattn.kernels.mla.launch import MLAKernels
+        from jitattn.kernels.mla.kernels import MLAKernels
 
         return MLAKernels(config, device)
     return ReferenceKernels(config, MLAReferencePlan)

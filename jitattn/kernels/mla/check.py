@@ -12,10 +12,10 @@ from torch import Tensor
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
-from jitattn.tensors.bound_cache import TensorMaps
+from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.cache_views import CacheView
-from jitattn.tensors.page_table import PageTable
-from jitattn.tensors.scales import Scale, check_scale
+from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.scales import Scale, ScaleLike, check_scale
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_last_stride,
@@ -109,7 +109,7 @@ class BoundMLACache:
         self.k_scale = k_scale
         self.latent_scales = latent_scales
         self.kernels: object = None
-        self.tensor_maps: TensorMaps | None = None
+        self.tensor_maps: LeadingParams | None = None
         self.source = source
         self.handle = new_handle(self)
         self.strides = (
@@ -215,7 +215,7 @@ def row_bytes(config: MLAConfig) -> int:
 
 def bind_cache(
     kv: Tensor | tuple[Tensor, Tensor],
-    k_scale: float | Tensor | None,
+    k_scale: ScaleLike | None,
     config: MLAConfig,
     device: torch.device,
 ) -> BoundMLACache:

@@ -25,7 +25,7 @@ from jitattn.kernels.pages.page_lists import lengths_of, page_sources
 from jitattn.kernels.pages.params import BatchInfoParams
 from jitattn.kernels.pages.spec import BatchInfoSpec
 from jitattn.spec.layout import Layout
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.tensor_checks import (
     INTEGERS,

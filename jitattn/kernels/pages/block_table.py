@@ -26,7 +26,7 @@ from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.spec.layout import Layout
 from jitattn.spec.params import Lengths
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import (
     BlockTable,
     CsrPages,

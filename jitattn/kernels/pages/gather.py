@@ -26,8 +26,9 @@ from jitattn.spec.dtype import DType
 from jitattn.spec.params import Divisor
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.quantization import KVCache, dequantize_kv, saturated
+from jitattn.tensors.scales import ScaleLike
 
 if TYPE_CHECKING:
     from jitattn.device.driver import Launch
@@ -44,8 +45,8 @@ def gather_kv(
     seq_lens: Tensor,
     *,
     kv_layout: str = "NHD",
-    k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None,
+    k_scale: ScaleLike | None = None,
+    v_scale: ScaleLike | None = None,
     out_dtype: torch.dtype | str | None = None,
     out: Outs | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,10 +16,10 @@ from jitattn.spec.layout import Layout
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.cache_views import CacheView, view_caches
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
-from jitattn.tensors.scales import Scale, view_scale
+from jitattn.tensors.scales import Scale, ScaleLike, view_scale
 from jitattn.tensors.tensor_checks import check_device, check_per_request, check_tensor
 
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
@@ -35,8 +35,8 @@ class GatherCall(NamedTuple):
     pages: PageTable
     seq_lens: Tensor
     kv_layout: str
-    k_scale: float | Tensor | None
-    v_scale: float | Tensor | None
+    k_scale: ScaleLike | None
+    v_scale: ScaleLike | None
     out_dtype: torch.dtype | str | None
     out: Outs | None
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.params import Lengths
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 
 
 def lengths_of(lengths: Tensor) -> Lengths:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int32, c_int64, c_void_p
 
-from jitattn.spec.params import Divisor, Lengths, PageList, Scale
+from jitattn.spec.params import Divisor, Lengths, PageList, ScaleParams
 
 
 class GatherSide(ctypes.Structure):
@@ -25,7 +25,7 @@ class GatherSide(ctypes.Structure):
         ("block_token_stride", c_int64),
         ("block_head_stride", c_int64),
         ("num_pages", c_int64),
-        ("scale", Scale),
+        ("scale", ScaleParams),
         ("row_vectors", Divisor),
         ("head_vectors", Divisor),
     )

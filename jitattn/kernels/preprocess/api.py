@@ -12,11 +12,10 @@ from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache, new_ca
 from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts, TokenCall, check
 from jitattn.kernels.preprocess.check_values import check_values
 from jitattn.kernels.preprocess.reference import preprocess as preprocess_by_definition
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
-
-Scale = float | Tensor
+from jitattn.tensors.scales import ScaleLike
 
 
 # fmt: off
@@ -27,13 +26,13 @@ def preprocess_qkv(
     rope: Rope | None = None, positions: Tensor | None = None, position_delta: Tensor | None = None,
     bias: Tensor | QkvParts | None = None, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, norm_eps: float = 1e-6, q_out: Tensor | None = None,
-    q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+    q_scale: ScaleLike | None = None, k_scale: ScaleLike | None = None,
+    v_scale: ScaleLike | None = None,
     kv_layout: str = "NHD", kv_dtype: torch.dtype | str | None = None, zero_tail: bool = False,
 ) -> Tensor:
     """Write K and V of new tokens into the cache and return their q, in one launch.
 
-    Token i of a request has the position seq_len - q_len + i and is written there. What a row goes
-    through, what is skipped and what is undefined: docs/preprocessing.md.
+    Token i of a request is written at position seq_len - q_len + i. Details: docs/preprocessing.md.
 
     Args:
         qkv: [num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16, any
@@ -94,8 +93,8 @@ def append_kv(
     slots: Tensor | None = None,
     kv_layout: str = "NHD",
     kv_dtype: torch.dtype | str | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
+    k_scale: ScaleLike | None = None,
+    v_scale: ScaleLike | None = None,
     zero_tail: bool = False,
 ) -> None:
     """Write K and V of new tokens into the cache, in one launch.

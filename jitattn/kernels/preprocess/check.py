@@ -22,7 +22,7 @@ from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Layout, Pairing
 from jitattn.tensors.cache_views import CacheView, view_of
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import (
     check_view,
     is_page_table,
@@ -30,7 +30,7 @@ from jitattn.tensors.page_tables import (
 )
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.rope import Rope
-from jitattn.tensors.scales import Scale, check_scale
+from jitattn.tensors.scales import Scale, ScaleLike, check_scale
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_indptr,
@@ -60,8 +60,8 @@ class PreprocessCall(NamedTuple):
     slots: Tensor | None
     kv_layout: str
     kv_dtype: torch.dtype | str | None
-    k_scale: float | Tensor | None
-    v_scale: float | Tensor | None
+    k_scale: ScaleLike | None
+    v_scale: ScaleLike | None
     zero_tail: bool
     num_qo_heads: int | None = None
     num_kv_heads: int | None = None
@@ -74,7 +74,7 @@ class PreprocessCall(NamedTuple):
     k_norm: Tensor | None = None
     norm_eps: float = 0.0
     q_out: Tensor | None = None
-    q_scale: float | Tensor | None = None
+    q_scale: ScaleLike | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.spec.dtype import BYTE_DTYPES, KV_DTYPES, DType, dtype_name
 from jitattn.tensors.cache_views import CacheView, cache_view
 from jitattn.tensors.quantization import NVFP4_BLOCK, KVCache, QuantizedKV
-from jitattn.tensors.scales import Scale, scale_value, view_scale
+from jitattn.tensors.scales import Scale, ScaleLike, scale_value, view_scale
 from jitattn.tensors.tensor_checks import check_last_stride, check_tensor, check_writable
 
 _CACHES = {DType(name).torch_dtype: DType(name) for name in KV_DTYPES if name != DType.NVFP4}
@@ -119,7 +119,7 @@ class WrittenCache:
         )
         return [(name, view.tensor) for name, view in views if view is not None]
 
-    def scale(self, name: str, scale: float | Tensor | None, device: torch.device) -> Scale:
+    def scale(self, name: str, scale: ScaleLike | None, device: torch.device) -> Scale:
         """Return a scale of K or V, 1 where it is not given.
 
         Raises:

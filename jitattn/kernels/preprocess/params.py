@@ -9,7 +9,7 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
 from jitattn.spec.layout import Layout
-from jitattn.spec.params import PAGE_PARAMS, Divisor, Scale
+from jitattn.spec.params import PAGE_PARAMS, Divisor, ScaleParams
 
 
 class RowStrides(ctypes.Structure):
@@ -37,9 +37,9 @@ class PreprocessParams(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in PREPROCESS_ADDRESSES),
-        ("q_scale", Scale),
-        ("k_scale", Scale),
-        ("v_scale", Scale),
+        ("q_scale", ScaleParams),
+        ("k_scale", ScaleParams),
+        ("v_scale", ScaleParams),
         ("q_strides", RowStrides),
         ("k_strides", RowStrides),
         ("v_strides", RowStrides),

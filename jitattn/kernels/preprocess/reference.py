@@ -18,7 +18,7 @@ from torch import Tensor
 from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.spec.dtype import DType
 from jitattn.tensors.cache_views import CacheView
-from jitattn.tensors.page_table import PageTable
+from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.quantization import quantize_kv, saturated
 from jitattn.tensors.rope import Rope
 from jitattn.tensors.scales import Scale

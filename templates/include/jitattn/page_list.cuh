@@ -1,5 +1,5 @@
-// Page list of any page table layout, read at run time by kernels that move tokens. Attention has
-// parts/page_table.cuh.jinja. Twin: jitattn/spec/params.py.
+// Page list of any page table layout, read at run time by the kernels of templates/pages. Kernels
+// that are compiled for one layout have parts/page_table.cuh.jinja. Twin: jitattn/spec/params.py.
 #pragma once
 
 #include "jitattn/operands.cuh"

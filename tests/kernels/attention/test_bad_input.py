@@ -15,6 +15,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn import ConfigError
+from tests.support.zeros import bf16, fp8, int32
 
 REFUSED = (ValueError, TypeError)
 B, HQ, HKV, D, PAGE, PAGES, WIDTH = 2, 8, 2, 32, 4, 6, 3
@@ -26,18 +27,6 @@ GOOD = {
     "page_size": PAGE,
     "device": "cpu",
 }
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
-
-
-def fp8(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
-
-
-def int32(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
 
 
 @dataclass

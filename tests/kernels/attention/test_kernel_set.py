@@ -14,12 +14,13 @@ import torch
 from jitattn.base.errors import CompileError, KernelNotFoundError
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.build import Kernel
-from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.attention.kernels import AttentionKernels
 from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import KernelSpec
 from jitattn.tensors.cache_views import CacheView
 from tests.emulator import launch_recorder
+from tests.support.empty_kernel import empty_kernel
 
 DEVICE = torch.device("cuda", 3)
 CONFIG = PlannerConfig(head_dim=64)
@@ -38,19 +39,7 @@ class FakePending:
         self.num_waits += 1
         if self.error is not None:
             raise self.error
-        return Kernel(
-            spec=self.spec,
-            symbol=self.spec.symbol,
-            arch="sm_90a",
-            cubin=b"",
-            origin="disk" if self.was_found else "compiled",
-            seconds=0.0,
-            registers=8,
-            spill_bytes=0,
-            smem_bytes=16,
-            compiler="none",
-            entry=self.spec.symbol,
-        )
+        return empty_kernel(self.spec, origin="disk" if self.was_found else "compiled")
 
 
 @dataclass

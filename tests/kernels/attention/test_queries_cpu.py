@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 import jitattn
+from tests.support import harness
 from tests.support.cases import LAYOUTS, TABLES, Case, mixed_cases
-from tests.support.harness import (
-    Expected,
-    attend,
-    check,
-    expected,
-    extras,
-    plan_of,
-    planner_for,
-    same_bits,
-)
 from tests.support.inputs import Inputs, make_inputs, uniform_probe
 from tests.support.layouts import attend_through, same_pages
 from tests.support.queries import Rows, row_starts
@@ -63,7 +54,7 @@ def passes_mask(inputs: Inputs, request: int, row: int, place: int, key: int) ->
     return bit(given[row], column) if is_packed else bool(given[row, column])
 
 
-def by_definition(inputs: Inputs) -> Expected:
+def by_definition(inputs: Inputs) -> harness.Expected:
     case = inputs.case
     shape = case.num_tokens, case.num_qo_heads
     out = torch.zeros((*shape, case.value_dim), dtype=torch.float64)
@@ -101,7 +92,7 @@ def by_definition(inputs: Inputs) -> Expected:
                     out[row, head] += weight * v
                     magnitude[row, head] += weight * v.abs()
                     ceiling[row, head] += math.exp(max(terms) - lse[row, head]) * v.abs()
-    return Expected(out, lse, magnitude, ceiling)
+    return harness.Expected(out, lse, magnitude, ceiling)
 
 
 def sink_of(inputs: Inputs, head: int) -> list[float]:
@@ -111,9 +102,9 @@ def sink_of(inputs: Inputs, head: int) -> list[float]:
 def assert_by_definition(case: Case) -> None:
     inputs = make_inputs(case, "cpu")
     want = by_definition(inputs)
-    check(case, *attend(inputs), want)
+    harness.check(case, *harness.attend(inputs), want)
     # The oracle of the GPU tests agrees as well, to rounding of float64.
-    oracle = expected(inputs)
+    oracle = harness.expected(inputs)
     torch.testing.assert_close(oracle.out, want.out, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(oracle.lse, want.lse, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(oracle.magnitude, want.magnitude, rtol=1e-10, atol=1e-12)
@@ -152,7 +143,7 @@ def test_mask_widths(mask: str, mask_width: int) -> None:
 def test_rows_past_the_last_request(sinks: str | None, spare_rows: int) -> None:
     case = replace(MIX, spare_rows=spare_rows, sinks=sinks)
     inputs = make_inputs(case, "cpu")
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     end = sum(Q_LENS)
     assert out.shape[0] == end + spare_rows
     assert bool((out[end:] == 0).all())
@@ -168,12 +159,12 @@ def test_rows_that_see_nothing(sinks: str | None) -> None:
     assert isinstance(inputs.mask.given, Tensor)
     inputs.mask.given[8:] = False
     inputs.mask.given[:8] = True
-    out, lse = attend(inputs)
+    out, lse = harness.attend(inputs)
     empty = [0, 1, 2, 5, 6, 7, 8, 9]
     assert bool((out[empty] == 0).all())
     want = torch.full((2,), -math.inf) if sinks is None else inputs.sinks.float()
     assert torch.equal(lse[empty], want.expand(len(empty), 2))
-    check(case, out, lse, by_definition(inputs))
+    harness.check(case, out, lse, by_definition(inputs))
 
 
 @pytest.mark.parametrize(
@@ -194,38 +185,38 @@ def test_other_features(change: dict[str, object]) -> None:
 
 def test_offsets_of_one_each_are_no_offsets() -> None:
     case = replace(SMALL, lengths=(3, 0, 7, 9), sinks="float32")
-    want = attend(make_inputs(case, "cpu"))
-    got = attend(make_inputs(replace(case, q_lens=(1, 1, 1, 1)), "cpu"))
-    assert same_bits(got[0], want[0])
-    assert same_bits(got[1], want[1])
+    want = harness.attend(make_inputs(case, "cpu"))
+    got = harness.attend(make_inputs(replace(case, q_lens=(1, 1, 1, 1)), "cpu"))
+    assert harness.same_bits(got[0], want[0])
+    assert harness.same_bits(got[1], want[1])
 
 
 @pytest.mark.parametrize("page_table", TABLES)
 def test_other_tables_give_the_same_bits(page_table: str) -> None:
     case = replace(MIX, window_left=3, rows="int32", mask="ragged")
     inputs = make_inputs(case, "cpu")
-    want = attend(inputs)
-    planner = planner_for(replace(case, page_table=page_table), "cpu")
+    want = harness.attend(inputs)
+    planner = harness.planner_for(replace(case, page_table=page_table), "cpu")
     got = attend_through(inputs, planner, same_pages(inputs, page_table, stretch=2))
-    assert same_bits(got[0], want[0])
-    assert same_bits(got[1], want[1])
+    assert harness.same_bits(got[0], want[0])
+    assert harness.same_bits(got[1], want[1])
 
 
 def test_refresh_follows_the_offsets() -> None:
     """Lengths and offsets are snapshot by plan and read again by refresh."""
     case = replace(SMALL, lengths=(9, 8), q_lens=(2, 4), call="returned")
     inputs = make_inputs(case, "cpu")
-    planner = planner_for(case, "cpu")
-    plan = plan_of(inputs, planner)
-    want = attend(inputs)
+    planner = harness.planner_for(case, "cpu")
+    plan = harness.plan_of(inputs, planner)
+    want = harness.attend(inputs)
     other = replace(case, q_lens=(4, 2))
     inputs.qo_indptr.copy_(torch.tensor([0, 4, 6]))
-    got = plan.run(inputs.q, inputs.given, return_lse=True, **extras(inputs))
-    assert same_bits(got[0], want[0])
+    got = plan.run(inputs.q, inputs.given, return_lse=True, **harness.extras(inputs))
+    assert harness.same_bits(got[0], want[0])
     plan.refresh()
     now = replace(inputs, case=other)
     result = plan.run(inputs.q, inputs.given, return_lse=True)
-    check(other, *result, by_definition(now))
+    harness.check(other, *result, by_definition(now))
     inputs.qo_indptr.copy_(torch.tensor([0, 5, 6]))
     with pytest.raises(ValueError, match="max_q_len"):
         plan.refresh()
@@ -233,13 +224,13 @@ def test_refresh_follows_the_offsets() -> None:
 
 def test_a_mask_of_ones_is_none() -> None:
     inputs = make_inputs(replace(MIX, window_left=2), "cpu")
-    want = attend(inputs)
+    want = harness.attend(inputs)
     case = replace(inputs.case, mask="bool")
     masked = make_inputs(case, "cpu")
     masked.mask.given.fill_(True)
-    got = attend(masked)
-    assert same_bits(got[0], want[0])
-    assert same_bits(got[1], want[1])
+    got = harness.attend(masked)
+    assert harness.same_bits(got[0], want[0])
+    assert harness.same_bits(got[1], want[1])
 
 
 def test_one_call_for_notebooks() -> None:
@@ -256,7 +247,7 @@ def test_one_call_for_notebooks() -> None:
         custom_mask=inputs.mask.given,
         return_lse=True,
     )
-    check(case, *got, by_definition(inputs))
+    harness.check(case, *got, by_definition(inputs))
 
 
 # --- the inputs themselves ------------------------------------------------------------------------
@@ -268,7 +259,7 @@ def test_ranges_of_visible_keys() -> None:
         for causal in (False, True):
             case = replace(MIX, window_left=window_left, causal=causal)
             inputs = make_inputs(case, "cpu", uniform_probe(case, "cpu"))
-            _, lse = attend(inputs)
+            _, lse = harness.attend(inputs)
             counted = lse.double().exp()
             want = Rows.of(case, "cpu").num_keys.double()[:, None].expand_as(counted)
             torch.testing.assert_close(counted, want, rtol=1e-5, atol=0)
@@ -294,11 +285,11 @@ CHEAP = [case for case in mixed_cases() if case.num_tokens * max(case.lengths) <
 def test_mixed_cases(case: Case) -> None:
     """The cases of the GPU, on the reference backend: caches, tables and masks are read right."""
     inputs = make_inputs(case, "cpu")
-    check(case, *attend(inputs), expected(inputs))
+    harness.check(case, *harness.attend(inputs), harness.expected(inputs))
 
 
 def test_random_mixed_batches() -> None:
-    """A few of the examples of tests/gpu/test_random_mixed.py, on the reference backend."""
+    """A few of the examples of tests/gpu/test_random.py, "mixed", on the reference backend."""
     pytest.importorskip("hypothesis")
     from tests.support.mixed_strategies import VARIANTS, examples
     from tests.support.strategies import NUM_SHARDS, Shards

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jitattn.kernels.attention.launch import TRAITS
+from jitattn.kernels.attention.kernels import TRAITS
 from jitattn.kernels.common.params import Schedule, ScheduleParams
 from jitattn.kernels.common.schedule_config import MAX_WAVES, MIN_SPLIT_TOKENS
 from tests.emulator import launch_recorder

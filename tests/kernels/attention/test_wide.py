@@ -15,7 +15,7 @@ from torch import Tensor
 import jitattn
 from jitattn.device.driver import DeviceFacts
 from jitattn.kernels import registry
-from jitattn.kernels.attention.launch import AttentionKernels
+from jitattn.kernels.attention.kernels import AttentionKernels
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.attention.tile import decode_tile
 from jitattn.kernels.common import cuda_kernels, kernel_loader, tma

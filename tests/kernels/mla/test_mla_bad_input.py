@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitattn
 from jitattn import ConfigError
 from tests.support.mla import MLACase, make_inputs
+from tests.support.zeros import bf16, fp8, int32
 
 REFUSED = (ValueError, TypeError)
 B, H, RANK, ROPE, PAGE, PAGES, WIDTH = 2, 8, 256, 32, 4, 6, 3
@@ -24,18 +24,6 @@ GOOD = {
     "sm_scale": 0.1,
 }
 ROW_BYTES = RANK + RANK // 32 + 2 * ROPE
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
-
-
-def fp8(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
-
-
-def int32(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
 
 
 @dataclass

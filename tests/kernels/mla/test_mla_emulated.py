@@ -12,7 +12,7 @@ import torch
 
 import jitattn
 from jitattn.kernels.mla.config import cache_specs
-from jitattn.kernels.mla.launch import MLAKernels
+from jitattn.kernels.mla.kernels import MLAKernels
 from jitattn.kernels.mla.tile import mla_tile
 from jitattn.spec.config import MLAConfig
 from tests.emulator.attention import EmulatedCuda

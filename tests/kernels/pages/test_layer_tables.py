@@ -10,14 +10,7 @@ from jitattn.base.errors import KernelNotFoundError
 from jitattn.kernels.pages.layer_tables import has_kernel, write_layer_tables
 from jitattn.kv import device_block_tables
 from tests.emulator.pages import emulate_kernels, emulated_kernels
-from tests.support.kv_tables import (
-    Tables,
-    Twins,
-    check_layer_tables,
-    check_scratch,
-    make_manager,
-    table_calls,
-)
+from tests.support import kv_tables
 from tests.support.transfers import examples
 
 __all__ = ["emulated_kernels"]  # a fixture
@@ -26,16 +19,18 @@ __all__ = ["emulated_kernels"]  # a fixture
 @pytest.mark.usefixtures("emulated_kernels")
 class TestKernel:
     @examples(150)
-    @given(table_calls())
-    def test_random_tables(self, example: Tables) -> None:
-        check_layer_tables(example, "cpu")
+    @given(kv_tables.table_calls())
+    def test_random_tables(self, example: kv_tables.Tables) -> None:
+        kv_tables.check_layer_tables(example, "cpu")
 
 
-def twins(monkeypatch: pytest.MonkeyPatch, seed: int, counts: list[int] | None = None) -> Twins:
-    on_host = make_manager("cpu")
+def twins(
+    monkeypatch: pytest.MonkeyPatch, seed: int, counts: list[int] | None = None
+) -> kv_tables.Twins:
+    on_host = kv_tables.make_manager("cpu")
     on_host.block_tables([], 0)  # what makes its tables is settled here
     emulate_kernels(monkeypatch, 1, counts)
-    return Twins(make_manager("cpu"), on_host, seed)
+    return kv_tables.Twins(kv_tables.make_manager("cpu"), on_host, seed)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -49,7 +44,7 @@ def test_tables_after_random_operations(seed: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_with_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_scratch(twins(monkeypatch, 0))
+    kv_tables.check_scratch(twins(monkeypatch, 0))
 
 
 def test_a_call_is_one_launch_and_brings_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +59,7 @@ def test_a_call_is_one_launch_and_brings_what_has_changed(monkeypatch: pytest.Mo
 
     emulate_kernels(monkeypatch, 1, launches)
     monkeypatch.setattr(device_block_tables, "_upload", counted)
-    manager = make_manager("cpu", reuse_scratch=False)
+    manager = kv_tables.make_manager("cpu", reuse_scratch=False)
     seqs = [manager.create_sequence() for _ in range(3)]
     for seq, length in zip(seqs, (39, 60, 22), strict=True):
         assert seq.resume()

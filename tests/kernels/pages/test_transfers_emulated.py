@@ -10,34 +10,17 @@ import pytest
 from hypothesis import given
 
 from tests.emulator.pages import emulated_kernels
-from tests.support.transfers import (
-    SATURATIONS,
-    Copy,
-    Gather,
-    Slots,
-    Tokens,
-    check_batch_info,
-    check_block_table,
-    check_copy,
-    check_gather,
-    check_quantised_gather,
-    check_saturation,
-    copies,
-    examples,
-    gathers,
-    slot_tables,
-    token_batches,
-)
+from tests.support import transfers
 
 __all__ = ["emulated_kernels"]  # a fixture
 
 
 @pytest.mark.usefixtures("emulated_kernels")
 class TestKernels:
-    @examples(120)
-    @given(gathers())
-    def test_gathers(self, example: Gather) -> None:
-        check_gather(example, "cpu")
+    @transfers.examples(120)
+    @given(transfers.gathers())
+    def test_gathers(self, example: transfers.Gather) -> None:
+        transfers.check_gather(example, "cpu")
 
     @pytest.mark.parametrize("scale", [None, "number", "heads"])
     @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
@@ -45,23 +28,23 @@ class TestKernels:
     def test_gathers_of_quantised_caches(
         self, name: str, out_dtype: str, scale: str | None
     ) -> None:
-        check_quantised_gather(name, out_dtype, scale, "cpu")
+        transfers.check_quantised_gather(name, out_dtype, scale, "cpu")
 
-    @pytest.mark.parametrize(("kv_dtype", "out_dtype"), SATURATIONS)
+    @pytest.mark.parametrize(("kv_dtype", "out_dtype"), transfers.SATURATIONS)
     def test_gathers_saturate(self, kv_dtype: str, out_dtype: str) -> None:
-        check_saturation(kv_dtype, out_dtype, "cpu")
+        transfers.check_saturation(kv_dtype, out_dtype, "cpu")
 
-    @examples(120)
-    @given(copies())
-    def test_copies(self, example: Copy) -> None:
-        check_copy(example, "cpu")
+    @transfers.examples(120)
+    @given(transfers.copies())
+    def test_copies(self, example: transfers.Copy) -> None:
+        transfers.check_copy(example, "cpu")
 
-    @examples(120)
-    @given(slot_tables(may_break=True))
-    def test_block_tables(self, example: Slots) -> None:
-        check_block_table(example, "cpu")
+    @transfers.examples(120)
+    @given(transfers.slot_tables(may_break=True))
+    def test_block_tables(self, example: transfers.Slots) -> None:
+        transfers.check_block_table(example, "cpu")
 
-    @examples(80)
-    @given(token_batches())
-    def test_batch_infos(self, example: Tokens) -> None:
-        check_batch_info(example, "cpu")
+    @transfers.examples(80)
+    @given(transfers.token_batches())
+    def test_batch_infos(self, example: transfers.Tokens) -> None:
+        transfers.check_batch_info(example, "cpu")

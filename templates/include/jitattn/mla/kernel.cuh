@@ -90,8 +90,9 @@ constexpr int kQueryBytes = kRowTile * kQueryRowBytes;
 static_assert(kDequantises || 1, "q and 16-bit K/V have one type");
 static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0, "mma.m16n8k16 takes 16 dims at a time");
 static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
-// Page table of a layout, one struct each with the same methods: the only place where layouts
-// differ. Twin: jitattn/spec/params.py.
+// Page table of a layout, one struct each with the same methods, for kernels that are compiled for
+// one layout. Those that read the layout at run time have jitattn/page_list.cuh.
+// Twin: jitattn/spec/params.py.
 //
 //   row(request)          argument of k_id and v_id for a request
 //   k_id(row, token)      the entry of a token, for K; v_id likewise for V

@@ -18,7 +18,7 @@ from jitattn.kernels.common.tile import DecodeTile
 from jitattn.kernels.common.tma import tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import Loader
-from jitattn.tensors.bound_cache import TensorMaps
+from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
@@ -60,12 +60,12 @@ class AttentionKernels(CudaKernels):
 
     def bind(
         self, k: CacheView, v: CacheView, blocks: BlockCaches | None = None
-    ) -> tuple[BoundKernels, TensorMaps | None]:
+    ) -> tuple[BoundKernels, LeadingParams | None]:
         """Return the kernels whose loaders the strides of K and V allow, and their tensor maps.
 
         In the place of maps, NVFP4 has what launches say of the scales of ``blocks``.
         """
-        maps: TensorMaps | None
+        maps: LeadingParams | None
         if blocks is not None:
             is_aligned, maps = blocks.is_vector_aligned, BlockArguments(blocks)
         else:
