@@ -12,6 +12,7 @@ from jitattn.jit.build import headers_of
 from jitattn.kernels import registry
 from jitattn.kernels.common import params as common_params
 from jitattn.kernels.common.spec import ScheduleSpec
+from jitattn.kernels.mla import params as mla_params
 from jitattn.kernels.mla.config import cache_specs
 from jitattn.kernels.pages import params as pages_params
 from jitattn.kernels.pages.spec import (
@@ -97,9 +98,9 @@ def test_attention_params_agree(layout: Layout, family: str, kv_dtype: str) -> N
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])  # of two templates
 @pytest.mark.parametrize("layout", list(Layout))
 def test_params_of_latent_attention_agree(layout: Layout, kv_dtype: str) -> None:
-    struct = common_params.MLA_PARAMS[layout]
+    struct = mla_params.MLA_PARAMS[layout]
     lines = _asserts("jitattn::KernelParams", struct)
-    lines += _asserts("jitattn::MLAParams", common_params.MLAParams)
+    lines += _asserts("jitattn::MLAParams", mla_params.MLAParams)
     page_size = None if layout is Layout.RAGGED else 64
     config = MLAConfig(page_table=layout.value, page_size=page_size, kv_dtype=kv_dtype)
     source = render.render(cache_specs(config, ARCH)[0], ARCH)
@@ -114,7 +115,8 @@ def test_params_of_variants_agree(layout: Layout, name: str) -> None:
     common = {"page_table": layout.value, "page_size": page_size, "variant": VARIANTS[name]}
     for config in (PlannerConfig(**common), MLAConfig(**common, kv_dtype="float8_e4m3fn")):
         is_latent = isinstance(config, MLAConfig)
-        struct = common_params.kernel_params(layout, config.variant, is_latent=is_latent)
+        others = mla_params.MLA_FIELDS if is_latent else ()
+        struct = common_params.kernel_params(layout, config.variant, others)
         lines = _asserts("jitattn::VariantParams", params.variant_params(VARIANTS[name]))
         offset = struct.variant.offset
         place = "__builtin_offsetof(jitattn::KernelParams, pages.variant)"

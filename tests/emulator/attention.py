@@ -748,8 +748,8 @@ class EmulatedCuda:
         return planner
 
     def _know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
-        config, is_latent = planner.config, planner.kernels.traits.is_mla
-        self.params = kernel_params(Layout(config.page_table), config.variant, is_latent=is_latent)
+        config, others = planner.config, planner.kernels.traits.params
+        self.params = kernel_params(Layout(config.page_table), config.variant, others)
         for spec in planner.kernels.specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec

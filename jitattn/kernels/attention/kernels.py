@@ -22,7 +22,7 @@ from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
-TRAITS = FamilyTraits(is_mla=False, max_splits=16, tile_visit_cost=1, min_slot_cost=1)
+TRAITS = FamilyTraits(max_splits=16, tile_visit_cost=1, min_slot_cost=1)
 
 
 class AttentionKernels(CudaKernels):

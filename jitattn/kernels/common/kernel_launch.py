@@ -123,6 +123,7 @@ class KernelLaunch:
     """
 
     __slots__ = (
+        "_attention",
         "_cache_strides",
         "_grid",
         "_has_offsets",
@@ -164,8 +165,9 @@ class KernelLaunch:
         self.schedule_launch = Launch(kernel, schedule, 1, num_threads)
         self._raw = bytearray(config.params)
         self.params: Any = config.params_type.from_buffer(self._raw)
+        self._attention: Any = self.params.attention
         self._point_at_workspace(config.num_values)
-        self.params.attention.schedule = schedule.schedule
+        self._attention.schedule = schedule.schedule
         self.write_addresses: Callable[..., None] = functools.partial(
             _ADDRESSES.pack_into, self._raw, ATTENTION_OFFSET
         )
@@ -180,7 +182,7 @@ class KernelLaunch:
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
     def _point_at_workspace(self, num_values: int) -> None:
-        attention = self.params.attention
+        attention = self._attention
         partials, counters = self.buffers
         attention.partials = pointer = partials.data_ptr()
         attention.partial_sums = pointer + 4 * num_values
@@ -190,7 +192,7 @@ class KernelLaunch:
     def begin(self, batch: Batch) -> None:
         """Have the schedule kernel's launch schedule another batch."""
         schedule: Any = self.schedule_launch.params
-        self.params.attention.has_padding = batch.qo_indptr is not None
+        self._attention.has_padding = batch.qo_indptr is not None
         sizes = batch.layout, batch.max_kv_len, batch.max_q_len, batch.qo_indptr is None
         if sizes != self._sizes or batch.qo_indptr is not None:
             _write_sizes(schedule, batch)
@@ -270,7 +272,7 @@ class KernelLaunch:
             _SCALES.pack_into(self._raw, _SCALES_AT, *numbers)
 
     def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
-        attention = self.params.attention
+        attention = self._attention
         attention.num_tokens = q.shape[0]
         attention.q_token_stride, attention.q_head_stride = q.strides[:2]
         attention.out_token_stride, attention.out_head_stride = out.strides[:2]
@@ -278,7 +280,7 @@ class KernelLaunch:
         self._q_layout, self._out_layout, self._lse_layout = q, out, lse
 
     def _write_cache_strides(self, strides: tuple[int, ...]) -> None:
-        attention = self.params.attention
+        attention = self._attention
         attention.k_page_stride, attention.k_token_stride, attention.k_head_stride = strides[:3]
         attention.v_page_stride, attention.v_token_stride, attention.v_head_stride = strides[3:]
         self._cache_strides = strides

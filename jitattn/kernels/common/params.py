@@ -129,6 +129,10 @@ ATTENTION_OFFSET = 2 * TENSOR_MAP_BYTES
 """Where ``AttentionParams`` begins in ``KernelParams``."""
 
 
+ParamFields = tuple[tuple[str, type[ctypes.Structure]], ...]
+"""Names and types of fields that a family's kernels have behind the page table."""
+
+
 def _kernel_params(
     layout: Layout, *others: tuple[str, type[ctypes.Structure]]
 ) -> type[ctypes.Structure]:
@@ -149,31 +153,12 @@ def _kernel_params(
 KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in Layout}
 
 
-class MLAParams(ctypes.Structure):
-    """Arguments of MLA kernels besides ``AttentionParams``."""
-
-    _fields_ = (
-        ("q_pe", c_void_p),
-        ("latent_scales", c_void_p),
-        ("q_pe_token_stride", c_int64),
-        ("q_pe_head_stride", c_int64),
-        ("scale_page_stride", c_int64),
-        ("scale_token_stride", c_int64),
-        ("q_pe_is_aligned", c_int32),
-        ("unused", c_int32),
-    )
-
-
-# The same of mla/constants.cuh.jinja, with tensor maps of latents and of k_pe.
-MLA_PARAMS = {layout: _kernel_params(layout, ("mla", MLAParams)) for layout in Layout}
-
-
 @functools.lru_cache(maxsize=256)
 def kernel_params(
-    layout: Layout, variant: AttentionVariant | None, *, is_latent: bool
+    layout: Layout, variant: AttentionVariant | None, others: ParamFields = ()
 ) -> type[ctypes.Structure]:
-    """Return ``struct KernelParams`` of attention kernels; of a variant, its parameters, too."""
-    if variant is None:
-        return (MLA_PARAMS if is_latent else KERNEL_PARAMS)[layout]
-    latent = (("mla", MLAParams),) if is_latent else ()
-    return _kernel_params(layout, ("variant", variant_params(variant)), *latent)
+    """Return ``struct KernelParams``, with a variant's parameters and ``others`` of a family."""
+    if variant is None and not others:
+        return KERNEL_PARAMS[layout]
+    own = () if variant is None else (("variant", variant_params(variant)),)
+    return _kernel_params(layout, *own, *others)

@@ -255,7 +255,7 @@ def _checked_batch(
     max_kv_len: int | None,
 ) -> Batch:
     """Check what a plan is made of."""
-    device, layout = planner.device, planner.batch_layout
+    layout = planner.batch_layout
     if not layout.fits(pages, seq_lens):
         # One that is read and replaced whole, since other threads plan, too.
         layout = planner.batch_layout = _batch_layout(planner, pages, seq_lens)
@@ -265,10 +265,10 @@ def _checked_batch(
         seq_lens,
         qo_indptr,
         _kv_limit(layout.capacity, max_kv_len),
-        _query_limit(layout.batch_size, device, qo_indptr, max_q_len),
+        _query_limit(layout.batch_size, planner.device, qo_indptr, max_q_len),
         layout,
     )
-    if planner.has_value_checks and not is_capturing(device):
+    if planner.has_value_checks and not is_capturing(planner.device):
         check_lengths(batch, planner.config)
     return batch
 
@@ -364,9 +364,10 @@ class PlanBase(Generic[CallT]):
         self._out_layout = self._new_out_layout = NO_LAYOUT
         self._lse_layout = self._new_lse_layout = NO_LAYOUT
         # The lengths that the schedule was made from, while the caller's may move on.
-        has_checks, qo_indptr = planner.has_value_checks, batch.qo_indptr
-        self._checked_lens = batch.seq_lens.clone() if has_checks else None
-        self._checked_queries = qo_indptr.clone() if has_checks and qo_indptr is not None else None
+        self._checked_lens: Tensor | None = None
+        self._checked_queries: Tensor | None = None
+        if planner.has_value_checks:
+            self._keep_checked()
 
     def __del__(self) -> None:
         self.backend.give_back()
@@ -381,10 +382,15 @@ class PlanBase(Generic[CallT]):
         """
         if self._checked_lens is not None and not is_capturing(self.planner.device):
             check_lengths(self.batch, self.planner.config)
-            self._checked_lens = self.batch.seq_lens.clone()
-            if self.batch.qo_indptr is not None:
-                self._checked_queries = self.batch.qo_indptr.clone()
+            self._keep_checked()
         self.backend.refresh()
+
+    def _keep_checked(self) -> None:
+        """Copy the lengths and offsets that the schedule is made from."""
+        batch = self.batch
+        self._checked_lens = batch.seq_lens.clone()
+        if batch.qo_indptr is not None:
+            self._checked_queries = batch.qo_indptr.clone()
 
     def _forget_outputs(self) -> None:
         self._out_is_like_q = False

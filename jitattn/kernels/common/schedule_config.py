@@ -18,6 +18,7 @@ from jitattn.kernels.common.params import (
     QUERY_TILE_BEGIN_BYTES,
     QUERY_TILE_BYTES,
     REQUEST_BYTES,
+    ParamFields,
     ScheduleParams,
     kernel_params,
 )
@@ -47,16 +48,16 @@ class FamilyTraits:
     """Properties of a kernel family that schedules and parameters depend on.
 
     Attributes:
-        is_mla: whether parameters have those of MLA.
         max_splits: the most splits of a request that a batch-invariant plan makes.
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
+        params: what its kernels get besides the parameters of attention.
     """
 
-    is_mla: bool
     max_splits: int
     tile_visit_cost: int
     min_slot_cost: int
+    params: ParamFields = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +147,7 @@ def schedule_config(
     num_rows = slots * 2 * max(max_splits, 1) * blocks.num_head_blocks * kernel.row_tile
     # The sums of partial rows follow their values, and the counters what CTAs took off the queue.
     num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
-    params_type = kernel_params(layout, config.variant, is_latent=traits.is_mla)
+    params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
         role=role,
         kernel=kernel,

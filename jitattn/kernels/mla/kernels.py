@@ -18,6 +18,7 @@ from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tma import TensorMaps, TmaTile
 from jitattn.kernels.mla.check import BoundMLACache, MLACall
 from jitattn.kernels.mla.config import mla_specs
+from jitattn.kernels.mla.params import MLA_FIELDS
 from jitattn.kernels.mla.spec import MLASpec
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import DType
@@ -27,7 +28,7 @@ from jitattn.tensors.tensor_layouts import NO_LAYOUT
 
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
 # long to load as two tiles, and each eight splits of a row take as long to merge as a tile or two.
-TRAITS = FamilyTraits(is_mla=True, max_splits=8, tile_visit_cost=2, min_slot_cost=2)
+TRAITS = FamilyTraits(max_splits=8, tile_visit_cost=2, min_slot_cost=2, params=MLA_FIELDS)
 
 # CTAs of the merge kernel for each of the attention kernel's: they are small, and wait for memory.
 _MERGE_CTAS = 8

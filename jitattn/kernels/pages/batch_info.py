@@ -12,7 +12,13 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, type_name
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import (
+    CallParams,
+    CallTensors,
+    LaunchCache,
+    address_of,
+    new_call,
+)
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.block_table import check_offsets, check_page_size
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
@@ -88,7 +94,8 @@ def batch_info(
             ``num_tokens``, more KV tokens together than int32 offsets reach, or a token that its
             table has no room for; on the device its slot is -1.
     """
-    return LAUNCHES.run(BatchCall(seq_lens, q_lens, num_tokens, pages, page_size, out))
+    given = seq_lens, q_lens, num_tokens, pages, page_size, out
+    return LAUNCHES.run(new_call(BatchCall, given))
 
 
 class BatchCall(NamedTuple):
@@ -260,7 +267,14 @@ class _InfoLauncher:
         if info is None:
             info = self._new_info()
             tensors += info.tensors
-        self._params.write([tensor.data_ptr() for tensor in tensors])
+        pointers = tuple(map(address_of, tensors))
+        params = self._params
+        image = params.images.get(pointers)
+        if image is None:
+            params.write(pointers)
+            params.keep(pointers, self._launch)
+        else:
+            params.image[:] = image[1]
         device_kernels.launch_on(self._card, self._launch)
         return info
 

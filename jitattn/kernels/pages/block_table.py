@@ -11,7 +11,13 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, shown, type_name
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import (
+    CallParams,
+    CallTensors,
+    LaunchCache,
+    address_of,
+    new_call,
+)
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
 from jitattn.kernels.pages.params import BlockTableParams
@@ -86,7 +92,8 @@ def build_block_table(
             tokens than its slots or ``out`` hold, a slot that is negative or outside ``slot_map``,
             and tokens that don't follow each other inside a page; on the device their page is -1.
     """
-    table = LAUNCHES.run(TableCall(slots, seq_lens, page_size, rows, kv_start, slot_map, out))
+    given = slots, seq_lens, page_size, rows, kv_start, slot_map, out
+    table = LAUNCHES.run(new_call(TableCall, given))
     return BlockTable(table) if out is None or isinstance(out, Tensor) else out
 
 
@@ -284,16 +291,28 @@ class _TableLauncher:
         table = tensors[-1 if self._out is None else self._out]
         if self._checks and not device_kernels.is_capturing(self._device):
             _verify(call, table)
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = tuple(map(address_of, tensors))
+        # A new table may be of another width than the one that was there.
+        key = pointers if self._out is not None else (*pointers, table.shape[1])
+        params = self._params
+        image = params.images.get(key)
+        if image is None:
+            params.keep(key, self._fill(tensors, pointers, table))
+            image = params.images[key]
+        launch, params.image[:] = image
+        if launch is not None:
+            device_kernels.launch_on(self._card, launch)
+        return table
+
+    def _fill(self, tensors: list[Tensor], pointers: Sequence[int], table: Tensor) -> Launch | None:
+        """Fill the parameters for these addresses, and return the launch."""
         if not self._apart.holds(pointers):
             _refuse_shared_bytes([one for one in tensors if one is not table], table)
             self._apart.learn(pointers)
         if self._strides != (*table.stride(), table.shape[1]):
             self._take(table)
         self._params.write(pointers)
-        if self._launch is not None:
-            device_kernels.launch_on(self._card, self._launch)
-        return table
+        return self._launch
 
     def _new_table(self, call: TableCall) -> Tensor:
         width = self._width

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import CallParams, CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import (
+    CallParams,
+    CallTensors,
+    LaunchCache,
+    address_of,
+    new_call,
+)
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.gather_check import Batch, GatherCall, Outs, check, check_total
 from jitattn.kernels.pages.page_lists import lengths_of, page_sources
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
 _VECTOR_BYTES = 16
 # Vectors of a CTA: four a thread, all under way at once.
 _TILE_VECTORS = 1024
-_address: Callable[[Tensor], int] = Tensor.data_ptr
 _OUTPUTS = ("out[0]", "out[1]", "out[2]")  # K, V and offsets
 
 
@@ -79,9 +84,8 @@ def gather_kv(
             table or ``out``, and an entry outside the cache; on the device such tokens are NaN (0
             in int8), and what ``out`` has no row for is left out.
     """
-    return LAUNCHES.run(
-        GatherCall(kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out)
-    )
+    given = kv, pages, seq_lens, kv_layout, k_scale, v_scale, out_dtype, out
+    return LAUNCHES.run(new_call(GatherCall, given))
 
 
 # --- by definition
@@ -192,7 +196,7 @@ class _GatherLauncher:
         out = call.out
         if self._checks and not device_kernels.is_capturing(self._device):
             self._verify(call)
-        pointers = tuple(map(_address, tensors))
+        pointers = tuple(map(address_of, tensors))
         if self._is_all_given:
             assert out is not None
             image = self._params.images.get(pointers)

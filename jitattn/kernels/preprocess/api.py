@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache
+from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache, new_call
 from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts, TokenCall, check
 from jitattn.kernels.preprocess.check_values import check_values
 from jitattn.kernels.preprocess.reference import preprocess as preprocess_by_definition
@@ -69,11 +69,11 @@ def preprocess_qkv(
 
     Defined by: jitattn/kernels/preprocess/reference.py::preprocess.
     """
-    call = PreprocessCall(  # by position, since keywords take a microsecond more
+    call = new_call(PreprocessCall, (
         qkv, kv_cache, pages, seq_lens, qo_indptr, slots, kv_layout, kv_dtype, k_scale, v_scale,
         zero_tail, num_qo_heads, num_kv_heads, head_dim, rope, positions, position_delta, bias,
         q_norm, k_norm, norm_eps, q_out, q_scale,
-    )
+    ))
     if is_dynamo_compiling():
         from jitattn.kernels.preprocess.torch_op import trace_preprocess
 
@@ -123,12 +123,9 @@ def append_kv(
     Defined by: jitattn/kernels/preprocess/reference.py::preprocess,
     jitattn/tensors/quantization.py.
     """
-    # fmt: off
-    call = PreprocessCall(
-        (k, v), kv_cache, pages, seq_lens, qo_indptr, slots, kv_layout, kv_dtype, k_scale, v_scale,
-        zero_tail,
-    )
-    # fmt: on
+    into = kv_cache, pages, seq_lens, qo_indptr, slots
+    stored = kv_layout, kv_dtype, k_scale, v_scale, zero_tail
+    call = new_call(PreprocessCall, ((k, v), *into, *stored, *_NO_QUERIES))
     if is_dynamo_compiling():
         from jitattn.kernels.preprocess.torch_op import trace_append
 
@@ -150,4 +147,5 @@ def _prepare(
     return PreprocessLauncher(call, given, card)
 
 
+_NO_QUERIES = tuple(PreprocessCall._field_defaults.values())
 LAUNCHES = LaunchCache(check, _define, _prepare, unfixed=("q_scale", "k_scale", "v_scale"))

@@ -7,7 +7,7 @@ as in the step before, it copies the parameters of that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from numbers import Real
@@ -20,7 +20,7 @@ from jitattn.base import knobs
 from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import Launch, LoadedKernel, device_facts
 from jitattn.kernels.common import device_kernels
-from jitattn.kernels.common.launch_cache import CallParams, CallTensors, Source
+from jitattn.kernels.common.launch_cache import CallParams, CallTensors, Source, address_of
 from jitattn.kernels.common.value_checks import checking
 from jitattn.kernels.preprocess.check import PreprocessCall, TokenCall, check, memory_pairs
 from jitattn.kernels.preprocess.check_cache import divisor_value
@@ -47,7 +47,6 @@ from jitattn.tensors.page_tables import check_view
 # once; fewer where that leaves SMs without work.
 _MAX_ROWS = 4
 _CTAS_PER_SM = 16
-_address: Callable[[Tensor], int] = Tensor.data_ptr
 
 
 class PreprocessLauncher:
@@ -95,7 +94,7 @@ class PreprocessLauncher:
             check_view(call.pages, view_of(call.kv_cache))
         if self._verifies and not torch.cuda.is_current_stream_capturing():
             verify(call)
-        pointers = tuple(map(_address, tensors))
+        pointers = tuple(map(address_of, tensors))
         out = call.q_out
         if self._new_shape is not None:
             out = torch.empty(self._new_shape, dtype=self._dtype, device=self._device)

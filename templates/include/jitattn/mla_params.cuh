@@ -1,5 +1,5 @@
 // Arguments of MLA kernels besides AttentionParams, whose q is q_nope, k the latents and v the
-// k_pe. Twin: jitattn/kernels/common/params.py.
+// k_pe. Twin: jitattn/kernels/mla/params.py.
 #pragma once
 
 #include "jitattn/prelude.cuh"
