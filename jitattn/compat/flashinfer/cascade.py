@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from jitattn.compat.flashinfer.arguments import LOG2_E
+from jitattn.compat.flashinfer.common.arguments import LOG2_E
 from jitattn.kernels.merge import api as merge_api
 from jitattn.tensors.tensor_checks import check_device, check_tensor, check_writable
 
