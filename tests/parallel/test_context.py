@@ -20,6 +20,8 @@ from tests.support.contexts import (
     merged_in_order,
     random_case,
     run_cases,
+    shard_state,
+    states_of,
     whole,
 )
 from tests.support.harness import same_bits
@@ -94,6 +96,19 @@ def test_random_batches(num_ranks: int) -> None:
     seeds = range(SEED + RANKS.index(num_ranks), SEED + count, len(RANKS))
     cases = [random_case(num_ranks, seed) for seed in seeds]
     check_cases(num_ranks, cases)
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_states_come_in_the_order_of_ranks(is_mla: bool) -> None:
+    """The reference's merge is too exact for its order to show in bits."""
+    case = replace(CASE, is_mla=is_mla)
+    inputs = ContextInputs(case)
+    want = [shard_state(inputs, rank) for rank in range(3)]
+    for rank, (outs, lses) in enumerate(values(run_ranks(3, states_of, case))):
+        assert outs.shape[0] == 3
+        for i, (out, lse) in enumerate(want):
+            assert same_bits(outs[i], inputs.heads_of(out, rank))
+            assert same_bits(lses[i], inputs.heads_of(lse, rank))
 
 
 def test_bits_do_not_depend_on_who_waits() -> None:

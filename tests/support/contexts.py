@@ -270,6 +270,21 @@ def run_cases(
     return [run_case(rank, case, device) for case in cases]
 
 
+def states_of(rank: int, case: ContextCase) -> tuple[Tensor, Tensor]:
+    """Return the states that this rank merges, as they come."""
+    from jitattn.parallel import plan
+
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+        del out, lse
+        kept.append((outs.clone(), lses.clone()))
+
+    plan.merge_into = merge_into
+    run_case(rank, case)
+    return kept[0]
+
+
 # --- what is right
 
 
