@@ -25,7 +25,14 @@ from tests.support.contexts import (
     whole,
 )
 from tests.support.harness import same_bits
-from tests.support.rank_failures import CASE, keep_bits, local_parts, refresh_and_replace
+from tests.support.rank_failures import (
+    CASE,
+    keep_bits,
+    local_parts,
+    plan_nothing,
+    refresh_and_replace,
+    write_outputs,
+)
 from tests.support.ranks import run_ranks, values
 
 NUM_BATCHES = int(os.environ.get("CONTEXT_BATCHES", "0"))
@@ -152,3 +159,22 @@ def test_what_each_rank_keeps() -> None:
         strict=True,
     ):
         assert message in found
+
+
+def test_given_outputs_are_written_or_refused() -> None:
+    for found in values(run_ranks(3, write_outputs)):
+        assert found.pop("is the given")
+        assert found.pop("is written")
+        assert len(found) == 8
+        for message, told in found.items():
+            assert message in told
+
+
+def test_a_batch_without_requests() -> None:
+    for shapes in values(run_ranks(3, plan_nothing)):
+        assert shapes == [[0, 2, 32], [0, 2]] * 2
+
+
+def test_a_group_of_one_is_the_planner() -> None:
+    cases = [random_case(1, seed) for seed in range(3)]
+    check_cases(1, cases)

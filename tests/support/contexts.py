@@ -323,7 +323,8 @@ def shard_state(inputs: ContextInputs, rank: int) -> tuple[Tensor, Tensor]:
     width = max((len(row) for row in rows), default=0) + 1
     ids = [row + [-1] * (width - len(row)) for row in rows]
     table = torch.tensor(ids, dtype=torch.int32, device=device).view(len(rows), width)
-    lens = torch.tensor([own(seen) for _, seen in query_tokens(inputs)], device=device)
+    counts = [own(seen) for _, seen in query_tokens(inputs)]
+    lens = torch.tensor(counts, dtype=torch.int32, device=device)
     plan = planner.plan(jitattn.BlockTable(table), lens)
     qs = [q[: len(rows)] for q in inputs.qs]
     found = plan.run(*qs, inputs.bound(planner, rank), return_lse=True)  # type: ignore
