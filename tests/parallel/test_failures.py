@@ -6,7 +6,7 @@ import pytest
 
 import jitattn
 from jitattn.parallel import ContextParallel
-from tests.support.rank_failures import constructed, plan_where_one_refuses, plan_with, run_then
+from tests.support.rank_jobs import constructed, plan_where_one_refuses, plan_with, run_then
 from tests.support.ranks import GONE, run_ranks, values
 
 ODD: dict[str, dict[str, object]] = {

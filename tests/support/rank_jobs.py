@@ -1,4 +1,4 @@
-"""What ranks do that don't agree, refuse, leave or are late."""
+"""What ranks do in tests: plan and run, and not agree, refuse, leave or be late."""
 
 from __future__ import annotations
 
