@@ -168,6 +168,26 @@ def keep_bits(rank: int, repeats: int) -> list[tuple[Tensor, Tensor]]:
     return found  # type: ignore[return-value]
 
 
+def run_other_rows(rank: int) -> list[str]:
+    """Rank 1 gives a row more than the others, then as many, of attention and latent attention."""
+    told = []
+    for is_mla in (False, True):
+        case = replace(CASE, q_lens=(2, 1), is_mla=is_mla)
+        inputs = ContextInputs(case)
+        cp, planner = ContextParallel(page_size=case.page_size), planner_of(case)
+        pages = cp.local_table(inputs.table(inputs.pages))
+        plan = cp.plan(planner, pages, inputs.seq_lens, inputs.qo_indptr, max_q_len=2)  # type: ignore
+        for extra in (1, 0):
+            count = 4 + extra * (rank == 1)
+            qs = [inputs.heads_of(q, rank)[:count] for q in inputs.qs]
+            try:
+                plan.run(*qs, inputs.bound(planner, rank))  # type: ignore[arg-type]
+                told.append("no error")
+            except jitattn.ConfigError as error:
+                told.append(str(error))
+    return told
+
+
 def write_outputs(rank: int) -> dict[str, object]:
     """Write into given tensors, of other strides, and give some that don't fit."""
     plan, inputs = plan_of({})
