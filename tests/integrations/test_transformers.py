@@ -63,7 +63,7 @@ def test_tokens_of_generate(name: str, dtype: torch.dtype) -> None:
 def test_tokens_of_generate_batch(name: str) -> None:
     """In batches of 24 tokens, so that prompts come in parts."""
     model = hf_models.make_model(name, dtype=torch.float16)
-    hf_models.through(model, "paged|jitattn")
+    hf_models.through(model, "jitattn")
     found = hf_models.generated_in_batches(model, hf_models.prompts_of(LENGTHS), NUM_NEW)
     check(model, found, torch.float16)
 
@@ -92,7 +92,7 @@ def test_tokens_of_block_tables(is_padded: bool, monkeypatch: pytest.MonkeyPatch
             backend="eager", fullgraph=False, dynamic=None, mode=None
         )
     model = hf_models.make_model("llama", dtype=torch.float16)
-    hf_models.through(model, "paged|jitattn")
+    hf_models.through(model, "jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     found = hf_models.generated_in_batches(model, prompts, NUM_NEW, **others)
     assert seen
@@ -246,6 +246,7 @@ def test_lengths_and_windows_are_no_masks_of_bits() -> None:
         step = mask.jitattn_step
         assert (step.causal, step.window_left, step.bits) == (True, window_left, None)
         assert mask.untyped_storage().nbytes() == 1
+        assert mask.contiguous() is mask  # as generate asks for static caches
     like = masking_utils.and_masks(masking_utils.causal_mask_function, window)
     assert masks.make_mask(2, 3, 9, 6, 0, like).jitattn_step.bits is not None
 

@@ -166,12 +166,15 @@ def generated_in_batches(
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     given = {"block_size": 8, "num_blocks": 128, "max_batch_tokens": 24, "use_cuda_graph": False}
+    given |= others
+    if hasattr(ContinuousBatchingConfig, "page_size"):  # from 5.18 on
+        given["page_size"] = given.pop("block_size")
     out = model.generate_batch(
         prompts,
         generation_config=GenerationConfig(
             max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=ContinuousBatchingConfig(**(given | others)),
+        continuous_batching_config=ContinuousBatchingConfig(**given),
         progress_bar=False,
     )
     results = [out[key] for key in sorted(out, key=lambda k: int(k.rsplit("_", 1)[-1]))]
