@@ -64,11 +64,21 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def make_model(name: str, *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model whose attention is eager."""
+def version() -> tuple[int, ...]:
+    """Major and minor version of the installed transformers."""
+    import transformers
+
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def make_model(
+    name: str, *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **changes: object
+) -> Any:
+    """A model whose attention is eager, with ``changes`` of its configuration."""
     import transformers
 
     kind, others = MODELS[name]
+    others = others | changes
     config_class = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
     config = getattr(transformers, config_class)(**(BASE | others), attn_implementation="eager")
     torch.manual_seed(0)

@@ -37,7 +37,7 @@ def attend_paged(
         out [1, num_tokens, num_qo_heads, head_dim of V], and no weights.
     """
     _check_paged(cache, others, attention_mask, is_causal)
-    layer = layer_cache(cache, module.layer_idx, sliding_window, others)
+    layer = layer_cache(cache, module.layer_idx, sliding_window)
     batch = PagedBatch.of(layer, others)
     refuse_unsupported(dropout, others, query, key, value)
     if sliding_window is not None and sliding_window != layer.window:
@@ -98,7 +98,7 @@ class PagedBatch:
         layer: its cache.
         qo_indptr, kv_indptr: [num_requests + 1], tokens of requests in q, and in what is gathered.
         max_q_len, max_kv_len: of a request, at most.
-        block_table: [num_requests, any], blocks of requests; None where slots say it.
+        block_table: [num_groups, num_requests, any]; None: indices say where tokens are.
         of_batch: lengths and indices of all layers, as transformers gave them.
     """
 
@@ -123,22 +123,24 @@ class PagedBatch:
                     return value
             raise ValueError(f"{names[-1]} is None: continuous batching gives it")
 
-        def length_of(*names: str) -> Any:
+        def of_layer(*names: str) -> Any:
             value = taken(*names)
-            return layer.own(value) if isinstance(value, dict) else value
+            return value[layer.kind] if isinstance(value, dict) else value
 
         block_table = given.pop("block_table", None)
-        for name in ("read_index", "write_index"):
-            taken(name)
-        return cls(
+        batch = cls(
             layer,
-            length_of("cu_seq_lens_q").int(),
-            length_of("cu_seq_lens_k").int(),
-            int(length_of(*_MAX_Q_LEN)),
-            int(length_of(*_MAX_KV_LEN)),
-            None if block_table is None else layer.own(block_table),
+            of_layer("cu_seq_lens_q").int(),
+            of_layer("cu_seq_lens_k").int(),
+            int(of_layer(*_MAX_Q_LEN)),
+            int(of_layer(*_MAX_KV_LEN)),
+            block_table,
             of_batch,
         )
+        for name in ("read_index", "write_index"):
+            taken(name)
+        return batch
+
     @functools.cached_property
     def seq_lens(self) -> Tensor:
         """KV tokens of each request."""
@@ -146,33 +148,34 @@ class PagedBatch:
 
     def written(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, PageTable, int | None]:
         """Write the new tokens; K, V, where a request's are, and the page size, if any."""
-        blocks = self.layer.blocks
+        layer, pool = self.layer, self.layer.pool
         if self.block_table is not None:
-            if blocks is None:
-                raise ValueError(
-                    "block_table is given for a layer with a window, which has no blocks"
-                )
-            pages = BlockTable(self.block_table[: self.seq_lens.shape[0]])
-            k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (key, value))
-            append_kv(
-                k, v, blocks, pages=pages, seq_lens=self.seq_lens, qo_indptr=self.qo_indptr
-            )
-            return *blocks, pages, blocks[0].shape[1]
-        read_index = None if blocks is None else self.layer.own(self.of_batch["read_index"])
-        if blocks is None or read_index.numel() == 0:
-            k, v = self.layer.update(key, value, self.of_batch)
-            return k, v, RaggedKV(self.kv_indptr), None
-        slots = self.layer.own(self.of_batch["write_index"])
-        for tensor, new in zip(blocks, (key, value), strict=True):
-            tensor.flatten(0, 1).index_copy_(0, slots, new.squeeze(0).transpose(0, 1))
-        block_size = blocks[0].shape[1]
-        return *blocks, self._table(read_index, block_size), block_size
-
-    def _table(self, read_index: Tensor, block_size: int) -> BlockTable:
-        """Return the blocks of each request, from the slots of all of its tokens in order."""
-        num_blocks = -(-self.max_kv_len // block_size)
-        steps = torch.arange(num_blocks, device=read_index.device) * block_size
+            return self._written_to_blocks(key, value, self.block_table)
+        if pool is None:
+            return *layer.update(key, value, self.of_batch), RaggedKV(self.kv_indptr), None
+        read_index, write_index = (
+            self.of_batch[name][layer.group] for name in ("read_index", "write_index")
+        )
+        if read_index.numel() == 0:  # all requests are new: K and V are all there is
+            return *layer.update(key, value, self.of_batch), RaggedKV(self.kv_indptr), None
+        for slots, new in zip(pool.slots, (key, value), strict=True):
+            slots.index_copy_(0, write_index, new.squeeze(0).transpose(0, 1))
         # Entries past a request's last block are not read: they are any.
-        firsts = self.kv_indptr[:-1, None] + steps
-        firsts = firsts.clamp(max=read_index.shape[0] - 1)
-        return BlockTable((read_index[firsts.long()] // block_size).int())
+        steps = torch.arange(-(-self.max_kv_len // pool.block_size), device=read_index.device)
+        firsts = self.kv_indptr[:-1, None] + steps * pool.block_size
+        firsts = firsts.clamp(max=read_index.shape[0] - 1).long()
+        pages = BlockTable(pool.blocks_of_slots(read_index[firsts]))
+        return *pool.blocks, pages, pool.block_size
+
+    def _written_to_blocks(
+        self, key: Tensor, value: Tensor, block_table: Tensor
+    ) -> tuple[Tensor, Tensor, PageTable, int | None]:
+        """Write the new tokens where tables [num_groups, num_requests, any] of blocks say."""
+        pool = self.layer.pool
+        if pool is None:
+            raise ValueError("block_table is given for a layer whose K and V are gathered")
+        entries = block_table[self.layer.group, : self.seq_lens.shape[0]]
+        pages = BlockTable(pool.blocks_of_table(entries))
+        k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (key, value))
+        append_kv(k, v, pool.blocks, pages=pages, seq_lens=self.seq_lens, qo_indptr=self.qo_indptr)
+        return *pool.blocks, pages, pool.block_size

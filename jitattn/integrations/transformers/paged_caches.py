@@ -15,7 +15,50 @@ from typing import Any
 
 from torch import Tensor
 
-Update = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+Update = Callable[[Tensor, Tensor, dict[str, Any]], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class BlockPool:
+    """K and V of a layer by slots, a token each, some of which follow each other in blocks.
+
+    Attributes:
+        k_slots, v_slots: [num_slots, num_kv_heads, head_dim], contiguous.
+        block_size: slots of a block.
+        block_stride: slots from a block's first one to the next one's. Between blocks lie those of
+            other layers, and of V between those of K.
+    """
+
+    k_slots: Tensor
+    v_slots: Tensor
+    block_size: int
+    block_stride: int
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """K and V, a row a slot."""
+        return self.k_slots, self.v_slots
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """K and V, views [num_blocks, block_size, num_kv_heads, head_dim]."""
+        size, stride = self.block_size, self.block_stride
+        k, v = (
+            x.as_strided(
+                (1 + (len(x) - size) // stride, size, *x.shape[1:]),
+                (stride * x.stride(0), *x.stride()),
+            )
+            for x in self.slots
+        )
+        return k, v
+
+    def blocks_of_slots(self, slots: Tensor) -> Tensor:
+        """Return the blocks that slots are in, int32."""
+        return (slots // self.block_stride).int()
+
+    def blocks_of_table(self, block_table: Tensor) -> Tensor:
+        """Return the blocks of transformers' tables, which count all layers' runs of slots."""
+        return block_table // (self.block_stride // self.block_size)
 
 
 @dataclass(frozen=True)
@@ -24,9 +67,8 @@ class LayerCache:
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.
-        group: which indices and tables of a batch are this layer's; None: they are given alone.
-        blocks: K and V [num_blocks, block_size, num_kv_heads, head_dim], where requests can be read
-            in place; None: they can't.
+        group: which indices and tables of a batch are this layer's; None: of what is none by group.
+        pool: where requests can be read in place; None: they can't.
         update: writes K and V [1, num_kv_heads, num_tokens, head_dim] of a batch's new tokens and
             returns those of all tokens [num_tokens, num_kv_heads, head_dim]; its third argument
             is what transformers said of the batch.
@@ -34,7 +76,7 @@ class LayerCache:
 
     window: int | None
     group: int | None
-    blocks: tuple[Tensor, Tensor] | None
+    pool: BlockPool | None
     update: Update
 
     @property
@@ -42,39 +84,30 @@ class LayerCache:
         """How transformers names layers like this."""
         return "full_attention" if self.window is None else "sliding_attention"
 
-    def own(self, of_batch: Any) -> Any:
-        """Return this layer's of what a batch has for each kind or group of layers."""
-        if isinstance(of_batch, dict):
-            return of_batch[self.kind]
-        return of_batch if self.group is None else of_batch[self.group]
 
-
-def layer_cache(
-    cache: Any, layer_idx: int, window: int | None, of_batch: dict[str, Any]
-) -> LayerCache:
+def layer_cache(cache: Any, layer_idx: int, window: int | None) -> LayerCache:
     """Return the cache of a layer with a window, or None, as the model says.
 
     Raises:
         ValueError: no version of transformers that is known keeps caches so.
     """
     if cache is None:
-        blocks = of_batch.pop("k_cache", None), of_batch.pop("v_cache", None)
-        in_place = None if blocks[0] is None else blocks
-        return LayerCache(window, None, in_place, lambda key, value, _: (_tokens(key), _tokens(value)))
+        return LayerCache(window, None, None, lambda k, v, _: (_tokens(k), _tokens(v)))
     if hasattr(cache, "layer_to_allocator"):  # 5.18 and up
         allocator = cache.layer_to_allocator[layer_idx]
         window = getattr(allocator, "sliding_window", None)
-        in_place = None if window else allocator.get_cache_for_block_table(layer_idx)
-        return LayerCache(window, allocator.index, in_place, _update_of(cache, layer_idx))
+        pool = None
+        if window is None:
+            k, v = (x.flatten(0, 1) for x in allocator.get_cache_for_block_table(layer_idx))
+            pool = BlockPool(k, v, allocator.tokens_per_page, allocator.block_physical_stride)
+        return LayerCache(window, allocator.index, pool, _update_of(cache, layer_idx))
     if hasattr(cache, "layer_index_to_group_indices"):
         group, index = cache.layer_index_to_group_indices[layer_idx]
-        window = cache.sliding_windows[layer_idx]
-        window = None if window == 1 else window  # as the cache says that there is none
-        k, v = (
-            tensors[index].unflatten(0, (-1, cache.block_size))
-            for tensors in (cache.key_cache, cache.value_cache)
-        )
-        return LayerCache(window, group, None if window else (k, v), _update_of(cache, layer_idx))
+        window, pool = cache.sliding_windows[layer_idx], None
+        if window == 1:  # as the cache says that there is none
+            k, v = cache.key_cache[index], cache.value_cache[index]
+            window, pool = None, BlockPool(k, v, cache.block_size, cache.block_size)
+        return LayerCache(window, group, pool, _update_of(cache, layer_idx))
     raise ValueError(f"cache is a {type(cache).__name__}: expected continuous batching's")
 
 
@@ -84,8 +117,8 @@ def _tokens(states: Tensor) -> Tensor:
 
 
 def _update_of(cache: Any, layer_idx: int) -> Update:
-    def update(key: Tensor, value: Tensor, of_batch: Any) -> tuple[Tensor, Tensor]:
-        if _picks_arguments(type(cache)):
+    def update(key: Tensor, value: Tensor, of_batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if _picks_arguments(type(cache).update):
             k, v = cache.update(key, value, layer_idx, kwargs=dict(of_batch))
             return _tokens(k), _tokens(v)
         indices = {name: of_batch[name] for name in ("read_index", "write_index")}
@@ -96,6 +129,6 @@ def _update_of(cache: Any, layer_idx: int) -> Update:
 
 
 @functools.cache
-def _picks_arguments(cache_class: Any) -> bool:
+def _picks_arguments(update: Callable[..., Any]) -> bool:
     """Whether ``update`` takes the arguments of a batch instead of its indices: from 5.19 on."""
-    return "kwargs" in inspect.signature(cache_class.update).parameters
+    return "kwargs" in inspect.signature(update).parameters

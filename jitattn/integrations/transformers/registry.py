@@ -21,7 +21,7 @@ PAGED_NAME, OLD_PAGED_NAME = f"{NAME}_paged", f"paged|{NAME}"
 _IS_OURS = "keeps_jitattn"
 
 _OLDEST_VERSION = (5, 0)
-_TESTED_VERSIONS = frozenset((5, minor) for minor in range(17, 25))
+TESTED_VERSIONS = frozenset((5, minor) for minor in range(17, 25))
 
 
 def register() -> None:
@@ -47,7 +47,7 @@ def register() -> None:
             "up"
         )
     _register(attend, attend_paged, make_mask)
-    if version in _TESTED_VERSIONS:
+    if version in TESTED_VERSIONS:
         return
     fault = fault_of(NAME)
     if fault is not None:
