@@ -117,3 +117,10 @@ def newest_transformers(session: nox.Session) -> None:
     """Likewise with the newest one, whichever that is."""
     session.install("-c", "constraints.txt", "-e", ".[test]", "transformers", "psutil")
     session.run("pytest", "-q", *(session.posargs or ENGINES))
+
+
+@nox.session(python="3.11")
+def nano_vllm(session: nox.Session) -> None:
+    """Decode with nano-vllm's model on the CPU, with its functions compiled and without."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", "nano-vllm-fork==20260210")
+    session.run("pytest", "-q", *(session.posargs or ("tests/integrations/test_nano_vllm.py",)))
