@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jitattn
-from jitattn import cascade, errors, kv, pages, quant, types, variants
+from jitattn import cascade, errors, kv, pages, parallel, quant, types, variants
 from jitattn.base import knobs
 from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.integrations import sglang, transformers, vllm
@@ -44,6 +44,7 @@ _CONSTRUCTED = {
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "CascadeLevel",
     "CascadePlanner",
+    "ContextParallel",
     "KVCacheConfig",
     "KVCacheManager",
     "LayerConfig",
@@ -65,6 +66,7 @@ _API_PAGES: dict[str, tuple[str, tuple[ModuleType, ...]]] = {
     "quant.md": ("Quantised caches", (quant,)),
     "variants.md": ("Variants", (variants,)),
     "cascade.md": ("Cascade attention", (cascade,)),
+    "parallel.md": ("Several cards", (parallel,)),
     "types.md": ("Types of results", (types,)),
     "errors.md": ("Errors", (errors,)),
     "kv.md": ("Page manager", (kv,)),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         DriverError,
         JitAttnError,
         KernelNotFoundError,
+        ParallelError,
         PrecompileError,
     )
 
@@ -26,6 +27,7 @@ __all__ = [
     "DriverError",
     "JitAttnError",
     "KernelNotFoundError",
+    "ParallelError",
     "PrecompileError",
 ]
 
@@ -39,6 +41,7 @@ __getattr__ = lazy_names(
         "DriverError": "jitattn.base.errors",
         "JitAttnError": "jitattn.base.errors",
         "KernelNotFoundError": "jitattn.base.errors",
+        "ParallelError": "jitattn.base.errors",
         "PrecompileError": "jitattn.base.errors",
     },
 )

@@ -10,6 +10,7 @@ JitAttnError
   + CacheError                a cache or bundle that must not be used            (also OSError)
   + DriverError               the CUDA driver refused a call                     (also RuntimeError)
   + KVCacheError              the page manager was misused                       (also RuntimeError)
+  + ParallelError             another rank failed, refused or is gone            (also RuntimeError)
 
 All of them survive pickling, since precompilation reports failures from worker processes.
 """
@@ -130,3 +131,7 @@ class DriverError(JitAttnError, RuntimeError):
 
 class KVCacheError(JitAttnError, RuntimeError):
     """The page manager was misused: a closed sequence, a shrinking history, a second close."""
+
+
+class ParallelError(JitAttnError, RuntimeError):
+    """Ranks could not finish together: one of them failed, refused its arguments or is gone."""

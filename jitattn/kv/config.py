@@ -99,7 +99,7 @@ class KVCacheConfig:
     """The layers of a model, and the memory for their pages.
 
     Attributes:
-        page_size: tokens of a page.
+        page_size: tokens of a page on this device.
         gpu_bytes: memory for pages on the device (on the CPU: in the first tier).
         layers: the attention layers, any order.
         host_bytes: memory for pages that have left the device; 0 is none.
@@ -109,6 +109,9 @@ class KVCacheConfig:
         kv_layout: "NHD" (token, head) or "HND": the order of a page's dimensions.
         typical_len: tokens of a typical sequence: groups of layers whose slots differ share the
             memory in proportion to what such a sequence takes.
+        num_ranks: devices that share the tokens of each sequence (`jitattn.parallel`), each with a
+            manager that has the same configuration and gets the same calls. A block of
+            page_size * num_ranks tokens then has a page of the same id on each.
     """
 
     page_size: int
@@ -119,6 +122,7 @@ class KVCacheConfig:
     max_rewind_len: int = 0
     kv_layout: str = "NHD"
     typical_len: int = 2048
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         """Check the fields and keep the layers as a tuple.
@@ -134,6 +138,7 @@ class KVCacheConfig:
                 "max_rewind_len", self.max_rewind_len, least=0, most=MAX_KV_LEN
             ),
             "typical_len": check_count("typical_len", self.typical_len, most=MAX_KV_LEN),
+            "num_ranks": check_count("num_ranks", self.num_ranks, most=MAX_PAGE_SIZE),
         }
         for field, count in counts.items():  # as plain integers
             object.__setattr__(self, field, count)
@@ -154,6 +159,24 @@ class KVCacheConfig:
                 raise ValueError(f"layers has layer_id {layer.layer_id} twice")
             seen.add(layer.layer_id)
             self._check_items(layer)
+        self._check_ranks()
+
+    @property
+    def block_len(self) -> int:
+        """Tokens of a sequence that have a page on each of the ranks."""
+        return self.page_size * self.num_ranks
+
+    def _check_ranks(self) -> None:
+        if self.block_len > MAX_PAGE_SIZE:
+            raise ValueError(
+                f"page_size * num_ranks is {self.block_len}: expected at most {MAX_PAGE_SIZE}"
+            )
+        for layer in self.layers:
+            if self.num_ranks > 1 and layer.window_left >= 0:
+                raise ValueError(
+                    f"layer {layer.layer_id} has window_left={layer.window_left}: a window is not "
+                    f"shared by num_ranks={self.num_ranks}, give such layers a manager of their own"
+                )
 
     def _check_items(self, layer: LayerConfig) -> None:
         page_bytes = sum(layer.part_bytes(self.page_size))

@@ -1,9 +1,10 @@
 """Layout of layers in groups, slots and pools, and retention of blocks: integers alone.
 
-A *block* is a span of ``page_size`` tokens of one sequence. A layer's *page* is its K and V of one
-block, contiguous. Layers with one retention rule are a *group*: their pages of one block lie in one
-*slot*, in *pools* by their bytes: a pool has the pages of all layers of the group that are equally
-large, one after the other. Groups whose pools have equally large slots take them from one set.
+A *block* is a span of ``page_size`` tokens of one sequence; where several ranks share it, of so
+many for each rank. A layer's *page* is its K and V of one block on this device, contiguous. Layers
+with one retention rule are a *group*: their pages of one block lie in one *slot*, in *pools* by
+their bytes: a pool has the pages of all layers of the group that are equally large, one after the
+other. Groups whose pools have equally large slots take them from one set.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def make_layout(config: KVCacheConfig) -> Layout:
         for offset, layer in enumerate(layers)
     }
     pool_layers = tuple(tuple(len(layers) for _, layers in pools) for pools in pools_of)
-    return Layout(config.page_size, groups, places, slot_bytes, slots_of, pool_layers)
+    return Layout(config.block_len, groups, places, slot_bytes, slots_of, pool_layers)
 
 
 def _pools_of(

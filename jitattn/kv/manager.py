@@ -233,7 +233,7 @@ class KVCacheManager:
         self, states: list[State], rows: NDArray[np.int64], counts: NDArray[np.int64], inputs: int
     ) -> NDArray[np.bool_]:
         """Check what all are to do, and return which of them have to look at their pages."""
-        ledger, size = self._blocks.ledger, self.config.page_size
+        ledger, size = self._blocks.ledger, self._layout.page_size
         committed, history = ledger.committed[rows], ledger.history[rows]
         capacity = ledger.capacity[rows]
         after = committed + counts

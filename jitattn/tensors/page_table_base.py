@@ -17,6 +17,7 @@ from torch import Tensor
 from jitattn.spec.config import MAX_KV_LEN
 from jitattn.spec.layout import Layout
 from jitattn.spec.params import Divisor, PageList
+from jitattn.tensors.shards import Shard
 from jitattn.tensors.tensor_checks import refuse_first
 
 
@@ -202,6 +203,31 @@ class PageTable:
             ValueError: on the CPU, the layout has no room for a page.
         """
         raise NotImplementedError
+
+    def shard(self, shard: Shard, page_size: int) -> PageTable:
+        """Return the table of what a rank keeps, made on the device and without waiting for it.
+
+        Its entries are places at the rank. One whose rank isn't that of its tokens becomes -1.
+
+        Raises:
+            ValueError: the layout has no pages.
+        """
+        raise ValueError(f"table is {self!r}: tokens without pages don't lie over ranks in blocks")
+
+    def rows_of(self, requests: Tensor) -> Tensor:
+        """Return the row of each of some requests, for ``with_rows``.
+
+        Raises:
+            ValueError: the layout has no rows, so that no two requests share one.
+        """
+        raise ValueError(
+            f"pages is {self!r}: a request is listed once, and its query tokens, which see "
+            "different keys, would be requests of their own: give a table with rows"
+        )
+
+    def with_rows(self, rows: Tensor) -> PageTable:
+        """Return the table of requests that use these rows."""
+        return type(self).from_tensors([self.tensors[0], rows], self.layout)
 
     # --- checks on the device, which wait for it
 

@@ -18,6 +18,7 @@ from jitattn.spec.config import MAX_KV_LEN
 from jitattn.spec.layout import Layout
 from jitattn.spec.params import PageList
 from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.shards import Shard
 from jitattn.tensors.tensor_checks import (
     INTEGERS,
     check_device,
@@ -101,6 +102,21 @@ class _RowTable(PageTable):
                 self.check_row(request)
         width = self._table.shape[-1]
         return self._entries_of_all(width), torch.full_like(lens, width)
+
+    def shard(self, shard: Shard, page_size: int) -> PageTable:
+        shard = shard.of_entries(self.entry_tokens(page_size))
+        table, device = self._table, self.device
+        width = table.shape[-1]
+        columns = shard.columns(width, device)
+        last = torch.full((1,), -1, dtype=table.dtype, device=device)
+        padded = torch.cat((table, last.expand(*table.shape[:-1], 1)), dim=-1)
+        requests = torch.arange(self.batch_size, device=device)
+        rows = self.rows_of(requests).clamp(0, max(table.shape[0] - 1, 0))
+        entries = padded.index_select(-1, columns)[rows]
+        return type(self).from_tensors([shard.places(entries)], self.layout)
+
+    def rows_of(self, requests: Tensor) -> Tensor:
+        return requests if self.rows is None else self.rows.long()[requests]
 
     def check_offsets(self, seq_lens: Tensor, page_size: int) -> Tensor:
         num_rows = self._table.shape[0]
@@ -388,6 +404,23 @@ class CsrPages(_OffsetTable):
         counts = (ends - self.kv_indptr[:-1].long()).clamp(min=0, max=width)
         return self._entries_of_all(width), counts
 
+    def shard(self, shard: Shard, page_size: int) -> PageTable:
+        """List the pages of a rank, with room for all of them."""
+        shard = shard.of_entries(self.entry_tokens(page_size))
+        begins, device = self.kv_indptr.long(), self.device
+        indptr = torch.zeros_like(self.kv_indptr)
+        indptr[1:] = shard.lens(begins.diff()).cumsum(0)
+        num_ids = self.kv_indices.shape[0]
+        entries = torch.arange(num_ids, device=device)
+        requests = torch.searchsorted(begins[1:].contiguous(), entries, right=True)
+        columns = shard.places(entries - begins[requests])
+        is_listed = (columns >= 0) & (entries < begins[-1])
+        indices = torch.full((num_ids + 1,), -1, dtype=torch.int32, device=device)
+        # What isn't listed goes to one place more than there are.
+        places = (indptr.long()[requests] + columns).where(is_listed, num_ids)
+        indices[places] = shard.places(self.kv_indices)
+        return CsrPages(indptr, indices[:-1])
+
     def check_offsets(self, seq_lens: Tensor, page_size: int) -> Tensor:
         """Refuse offsets that fall or exceed the pages there are."""
         limits = super().check_offsets(seq_lens, page_size)
@@ -506,10 +539,10 @@ def is_page_table(value: object) -> TypeGuard[PageTable]:
     return isinstance(value, PageTable)
 
 
-def check_page_table(pages: object) -> None:
+def check_page_table(pages: object, name: str = "pages") -> None:
     """Raise TypeError unless ``pages`` is a table of any layout."""
     if not isinstance(pages, PageTable):
-        raise TypeError(f"pages is a {type_name(pages)}: expected a {table_names()}")
+        raise TypeError(f"{name} is a {type_name(pages)}: expected a {table_names()}")
 
 
 def has_pages(value: object) -> TypeGuard[PageTable]:

@@ -428,6 +428,7 @@ def _() -> Call:
     arguments: Arguments = {
         "outs": _values(2, 3, HQ, D),
         "lses": _values(2, 3, HQ, dtype=torch.float32),
+        "base": 2,
     }
     return Call(jitattn.merge_states, arguments)
 

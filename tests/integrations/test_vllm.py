@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jitattn.base.errors import ConfigError
 from jitattn.integrations import vllm as integration
-from jitattn.integrations.vllm.context_parallel import Shards, shard_lens
+from jitattn.integrations.vllm.context_parallel import Shards
 from jitattn.integrations.vllm.layer import Layer
 from jitattn.integrations.vllm.metadata import Tensors
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
@@ -437,17 +437,6 @@ def test_plans_of_a_capture_on_two_ranks(plans: list[str]) -> None:
     runs[0].builder.shards.new_lens = runs[0].builder.shards.new_lens[:2]
     with pytest.raises(ValueError, match="num_reqs is 5: there is room for 2"):
         runs[0].builder.build(0, common[0])
-
-
-def test_shards_take_turns() -> None:
-    lens = torch.arange(50, dtype=torch.int32)
-    for size, interleave in itertools.product((1, 2, 3), (1, 2, 16)):
-        for rank in range(size):
-            found = shard_lens(lens, size, rank, interleave).tolist()
-            assert found == [
-                sum(t // interleave % size == rank for t in range(n)) for n in range(50)
-            ]
-    assert shard_lens(torch.tensor([-3]), 2, 0, 1).tolist() == [0]
 
 
 @pytest.mark.parametrize("given", [{"sliding_window": 4}, {"sinks": torch.zeros(4)}])

@@ -38,7 +38,7 @@ DOORS = {
     "transformers": ("integrations/transformers",),
 }
 # Folders on top of everything: only users, and the command line, import them.
-TOP = ("kv", "compat", "integrations", "tools")
+TOP = ("kv", "compat", "integrations", "parallel", "tools")
 
 
 @pytest.mark.parametrize("name", LIMITS)

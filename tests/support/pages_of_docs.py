@@ -15,7 +15,10 @@ from torch import Tensor
 
 import jitattn
 
-NOT_RUN = {"engines.md": "needs the engines themselves: tests/integrations/test_transformers.py"}
+NOT_RUN = {
+    "engines.md": "needs the engines themselves: tests/integrations/test_transformers.py",
+    "parallel.md": "needs several processes: tests/parallel/test_example.py",
+}
 RENAMED = {
     "variants.md": {"jitattn.precompile(": "check("},
     "page-manager.md": {'"cuda"': '"cpu"', "8 << 30": "1 << 27", "16 << 30": "1 << 27"},

@@ -7,11 +7,11 @@ lse, 2. Wrappers plan on the device, in ``plan``, and their workspaces are not n
 from __future__ import annotations
 
 from jitattn.compat.flashinfer.cascade import merge_state, merge_state_in_place, merge_states
+from jitattn.compat.flashinfer.common.metadata import MLAPlanMetadata
 from jitattn.compat.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
-from jitattn.compat.flashinfer.metadata import MLAPlanMetadata
 from jitattn.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper
 from jitattn.compat.flashinfer.page import (
     append_paged_kv_cache,
@@ -21,11 +21,11 @@ from jitattn.compat.flashinfer.page import (
 )
 from jitattn.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from jitattn.compat.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from jitattn.compat.flashinfer.trtllm import (
+from jitattn.compat.flashinfer.trtllm.attention import (
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
-from jitattn.compat.flashinfer.trtllm_mla import trtllm_batch_decode_with_kv_cache_mla
+from jitattn.compat.flashinfer.trtllm.latents import trtllm_batch_decode_with_kv_cache_mla
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from jitattn.compat.flashinfer.arguments import LOG2_E
 from jitattn.kernels.merge import api as merge_api
 from jitattn.tensors.tensor_checks import check_device, check_tensor, check_writable
 
@@ -112,5 +109,4 @@ def _check_state(v_name: str, v: Tensor, s_name: str, s: Tensor, first: Tensor) 
 
 def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merge states, the first dimension, whose lse is base 2."""
-    out, lse = merge_api.merge_states(outs, lses * math.log(2))
-    return out, lse.mul_(LOG2_E)
+    return merge_api.merge_states(outs, lses, base=2)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import as_int, check_count, check_flag, shown
-from jitattn.compat.flashinfer.arguments import check_dtype, refuse_unbuilt
-from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_buffers
-from jitattn.compat.flashinfer.calls import (
+from jitattn.compat.flashinfer.common.arguments import check_dtype, refuse_unbuilt
+from jitattn.compat.flashinfer.common.batch import Batch, FixedBuffers, refuse_buffers
+from jitattn.compat.flashinfer.common.calls import (
     ForwardArguments,
     PlanArguments,
     Results,
@@ -21,8 +21,8 @@ from jitattn.compat.flashinfer.calls import (
     forward_of,
     window_change,
 )
-from jitattn.compat.flashinfer.paged_table import PagedTable, TableNames
-from jitattn.compat.flashinfer.wrapper import Wrapper
+from jitattn.compat.flashinfer.common.paged_table import PagedTable, TableNames
+from jitattn.compat.flashinfer.common.wrapper import Wrapper
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.scales import ScaleLike
 

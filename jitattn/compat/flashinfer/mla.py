@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,18 +9,19 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag, check_number, shown
-from jitattn.compat.flashinfer.arguments import (
+from jitattn.compat.flashinfer.common.arguments import (
     Q_DTYPES,
     LseForm,
     check_workspace,
     refuse_unbuilt,
 )
-from jitattn.compat.flashinfer.batch import (
+from jitattn.compat.flashinfer.common.batch import (
     FixedBuffers,
     refuse_buffers,
     refuse_changes,
 )
-from jitattn.compat.flashinfer.metadata import (
+from jitattn.compat.flashinfer.common.latents import check_dims, latent_planner
+from jitattn.compat.flashinfer.common.metadata import (
     CSR_FIELDS,
     CheckedTables,
     MLAPlanMetadata,
@@ -415,27 +415,3 @@ def _dtypes(q_name: str, kv_name: str, given: Mapping[str, Any]) -> tuple[str, s
 
 def _outputs() -> tuple[torch.dtype, ...]:
     return torch.float16, torch.bfloat16, torch.float32
-
-
-def check_dims(name: str, value: object, allowed: tuple[int, ...]) -> None:
-    """Raise unless a dimension is one that there are kernels for.
-
-    Raises:
-        TypeError, ValueError: naming it.
-    """
-    if check_count(name, value) not in allowed:
-        raise ValueError(f"{name} is {value}: expected {' or '.join(map(str, allowed))}")
-
-
-def latent_planner(arguments: Mapping[str, object], device: torch.device) -> MLAPlanner:
-    """Return the planner of some arguments on a device; equal ones share it.
-
-    Raises:
-        ConfigError: as its constructor.
-    """
-    return _planner_of(tuple(sorted(arguments.items())), device)
-
-
-@functools.lru_cache(maxsize=64)
-def _planner_of(arguments: tuple[tuple[str, object], ...], device: torch.device) -> MLAPlanner:
-    return MLAPlanner(**dict(arguments), device=device)  # type: ignore[arg-type]

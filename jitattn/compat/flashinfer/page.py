@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
-from jitattn.compat.flashinfer.arguments import Q_DTYPES, check_layout, paged_cache
-from jitattn.compat.flashinfer.batch import (
+from jitattn.compat.flashinfer.common.arguments import Q_DTYPES, check_layout, paged_cache
+from jitattn.compat.flashinfer.common.batch import (
     check_indices,
     check_last_pages,
     check_offsets,

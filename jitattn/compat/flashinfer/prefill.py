@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_flag
-from jitattn.compat.flashinfer.arguments import LseForm, refuse_unbuilt
-from jitattn.compat.flashinfer.calls import (
+from jitattn.compat.flashinfer.common.arguments import LseForm, refuse_unbuilt
+from jitattn.compat.flashinfer.common.calls import (
     ForwardArguments,
     PlanArguments,
     Results,
@@ -19,8 +19,8 @@ from jitattn.compat.flashinfer.calls import (
     forward_of,
     window_change,
 )
-from jitattn.compat.flashinfer.paged_table import PagedTable, TableNames
-from jitattn.compat.flashinfer.queries import PrefillWrapper, QueryArguments
+from jitattn.compat.flashinfer.common.paged_table import PagedTable, TableNames
+from jitattn.compat.flashinfer.common.queries import PrefillWrapper, QueryArguments
 from jitattn.tensors.scales import ScaleLike
 
 _NAMES = TableNames("paged_kv_", "_buf")

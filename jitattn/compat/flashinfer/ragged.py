@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_flag
-from jitattn.compat.flashinfer.arguments import (
+from jitattn.compat.flashinfer.common.arguments import (
     LseForm,
     Pair,
     as_lengths,
     ragged_cache,
     refuse_unbuilt,
 )
-from jitattn.compat.flashinfer.calls import (
+from jitattn.compat.flashinfer.common.calls import (
     ForwardArguments,
     PlanArguments,
     Results,
@@ -24,7 +24,7 @@ from jitattn.compat.flashinfer.calls import (
     ScoreArguments,
     forward_of,
 )
-from jitattn.compat.flashinfer.queries import PrefillWrapper, QueryArguments
+from jitattn.compat.flashinfer.common.queries import PrefillWrapper, QueryArguments
 from jitattn.tensors.page_tables import RaggedKV
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.scales import ScaleLike

@@ -11,6 +11,7 @@ from torch import Tensor
 from jitattn.integrations.steps import Step
 from jitattn.integrations.vllm.metadata import Context
 from jitattn.tensors.page_tables import RaggedKV
+from jitattn.tensors.shards import Shard
 
 
 @dataclass
@@ -18,16 +19,12 @@ class Shards:
     """This rank among those that share the keys of each request, and room for its lengths.
 
     Attributes:
-        size: how many ranks there are.
-        rank: which one this is.
-        interleave: tokens that a rank keeps before it is the next one's turn.
+        shard: which tokens it keeps.
         cached_lens: int32 [most requests of a batch].
         new_lens: likewise.
     """
 
-    size: int
-    rank: int
-    interleave: int
+    shard: Shard
     cached_lens: Tensor
     new_lens: Tensor
 
@@ -37,7 +34,7 @@ class Shards:
     ) -> Self:
         """Make room for batches of up to ``max_batch_size`` requests."""
         lens = torch.zeros(2, max_batch_size, dtype=torch.int32, device=device)
-        return cls(size, rank, interleave, lens[0], lens[1])
+        return cls(Shard(size, rank, interleave), lens[0], lens[1])
 
     def context(self, seq_lens: Tensor, qo_indptr: Tensor, max_q_len: int) -> Context:
         """Write the lengths of a batch and return what describes it.
@@ -55,19 +52,9 @@ class Shards:
             )
         cached_lens, new_lens = self.cached_lens[:batch_size], self.new_lens[:batch_size]
         torch.sub(qo_indptr[1:], qo_indptr[:-1], out=new_lens)
-        cached_lens.copy_(shard_lens(seq_lens - new_lens, self.size, self.rank, self.interleave))
+        cached_lens.copy_(self.shard.lens(seq_lens - new_lens))
         return Context(
             Step(cached_lens, qo_indptr, max_q_len),
             Step(new_lens, qo_indptr, max_q_len),
             RaggedKV(qo_indptr),
         )
-
-
-def shard_lens(lens: Tensor, size: int, rank: int, interleave: int) -> Tensor:
-    """Return how many of the first ``lens`` tokens of each request a rank keeps.
-
-    Ranks take turns, ``interleave`` tokens at a time.
-    """
-    round_len = size * interleave
-    rest = (lens % round_len - rank * interleave).clamp(0, interleave)
-    return (lens // round_len * interleave + rest).clamp(min=0)

@@ -265,7 +265,7 @@ def _checked_batch(
         seq_lens,
         qo_indptr,
         _kv_limit(layout.capacity, max_kv_len),
-        _query_limit(layout.batch_size, planner.device, qo_indptr, max_q_len),
+        query_limit(layout.batch_size, planner.device, qo_indptr, max_q_len),
         layout,
     )
     if planner.has_value_checks and not is_capturing(planner.device):
@@ -545,9 +545,14 @@ def _kv_limit(capacity: int, max_kv_len: int | None) -> int:
     return min(capacity, _count("max_kv_len", max_kv_len))
 
 
-def _query_limit(
+def query_limit(
     batch_size: int, device: torch.device, qo_indptr: Tensor | None, max_q_len: int | None
 ) -> int:
+    """Check where query tokens begin, and return the most that a request has.
+
+    Raises:
+        TypeError, ValueError: naming ``qo_indptr`` or ``max_q_len``.
+    """
     if max_q_len is not None:
         max_q_len = _count("max_q_len", max_q_len)
     if qo_indptr is None:

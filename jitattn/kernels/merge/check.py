@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_number
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,3 +26,15 @@ def check_states(outs: Tensor, lses: Tensor) -> None:
         raise ValueError(f"lses has shape {list(lses.shape)}: expected {list(outs.shape[:3])}")
     check_last_stride("outs", outs)
     check_device("lses", lses, outs.device)
+
+
+def check_base(base: object) -> float:
+    """Return the base of logarithms: e or 2.
+
+    Raises:
+        TypeError, ValueError: neither of them.
+    """
+    number = check_number("base", base)
+    if number not in (2.0, math.e):
+        raise ValueError(f"base is {number}: expected 2 or math.e")
+    return number

@@ -207,6 +207,24 @@ def test_c20_counts_add_up(device: str) -> None:
     torch.testing.assert_close(total, torch.full_like(total, math.log(1611)), rtol=0, atol=1e-5)
 
 
+@EVERYWHERE
+def test_base_two_is_natural_but_for_the_unit(device: str) -> None:
+    outs, lses = states(3, "bfloat16", device)
+    want, natural = jitattn.merge_states(outs, lses)
+    out, lse = jitattn.merge_states(outs, lses / math.log(2), base=2)
+    torch.testing.assert_close(out, want, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(lse * math.log(2), natural, rtol=1e-6, atol=1e-6)
+    got = jitattn.merge_states(outs, lses, base=math.e)
+    assert same_bits(got[0], want) and same_bits(got[1], natural)
+
+
+@pytest.mark.parametrize("base", [10, 0, math.nan, "2", None])
+def test_another_base_is_refused(base: object) -> None:
+    outs, lses = states(2, "float32", "cpu")
+    with pytest.raises((TypeError, ValueError), match="base is"):
+        jitattn.merge_states(outs, lses, base=base)  # type: ignore[arg-type]
+
+
 REFUSED = {
     "a list": ([1.0], torch.zeros(1, 2, 3), "outs"),
     "float64 outs": (torch.zeros(1, 2, 3, 4).double(), torch.zeros(1, 2, 3), "outs.*float64"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag, check_number, shown
-from jitattn.compat.flashinfer.arguments import (
+from jitattn.compat.flashinfer.common.arguments import (
     Q_DTYPES,
     LseForm,
     as_lengths,
@@ -19,8 +19,8 @@ from jitattn.compat.flashinfer.arguments import (
     check_workspace,
     refuse_unbuilt,
 )
-from jitattn.compat.flashinfer.batch import check_equal, check_offsets
-from jitattn.compat.flashinfer.calls import window_change
+from jitattn.compat.flashinfer.common.batch import check_equal, check_offsets
+from jitattn.compat.flashinfer.common.calls import window_change
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.common.planner_base import plan_for_call

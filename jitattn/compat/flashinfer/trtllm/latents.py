@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_number, shown
-from jitattn.compat.flashinfer.arguments import (
+from jitattn.compat.flashinfer.common.arguments import (
     Q_DTYPES,
     LseForm,
     as_lengths,
     check_workspace,
     refuse_unbuilt,
 )
-from jitattn.compat.flashinfer.batch import check_offsets
-from jitattn.compat.flashinfer.mla import check_dims, latent_planner
-from jitattn.compat.flashinfer.trtllm import check_length_of, check_table
+from jitattn.compat.flashinfer.common.batch import check_offsets
+from jitattn.compat.flashinfer.common.latents import check_dims, latent_planner
+from jitattn.compat.flashinfer.trtllm.attention import check_length_of, check_table
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS

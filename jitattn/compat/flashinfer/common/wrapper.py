@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from jitattn.base.validate import check_flag
-from jitattn.compat.flashinfer.arguments import (
+from jitattn.compat.flashinfer.common.arguments import (
     Pair,
     check_layout,
     check_queries,
@@ -15,8 +15,8 @@ from jitattn.compat.flashinfer.arguments import (
     check_workspace,
     paged_cache,
 )
-from jitattn.compat.flashinfer.batch import Batch, FixedBuffers, refuse_changes
-from jitattn.compat.flashinfer.calls import Results, RunArguments
+from jitattn.compat.flashinfer.common.batch import Batch, FixedBuffers, refuse_changes
+from jitattn.compat.flashinfer.common.calls import Results, RunArguments
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.tensors.quantization import KVCache, QuantizedKV

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.compat.flashinfer.arguments import as_lengths
-from jitattn.compat.flashinfer.batch import (
+from jitattn.compat.flashinfer.common.arguments import as_lengths
+from jitattn.compat.flashinfer.common.batch import (
     FixedBuffers,
     check_block_tables,
     check_equal,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, 
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag, check_number
-from jitattn.compat.flashinfer.arguments import LseForm, Pair, data_types
+from jitattn.compat.flashinfer.common.arguments import LseForm, Pair, data_types
 from jitattn.spec.config import HEAD_DIMS
 from jitattn.tensors.scales import ScaleLike
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag
-from jitattn.compat.flashinfer.batch import (
+from jitattn.compat.flashinfer.common.batch import (
     Batch,
     FixedBuffers,
     check_equal,
     check_offsets,
     refuse_buffers,
 )
-from jitattn.compat.flashinfer.calls import ForwardArguments, check_head_dim
-from jitattn.compat.flashinfer.masks import rows_of_bytes
-from jitattn.compat.flashinfer.wrapper import Wrapper
+from jitattn.compat.flashinfer.common.calls import ForwardArguments, check_head_dim
+from jitattn.compat.flashinfer.common.masks import rows_of_bytes
+from jitattn.compat.flashinfer.common.wrapper import Wrapper
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import check_tensor
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import shown
-from jitattn.compat.flashinfer.arguments import as_lengths
+from jitattn.compat.flashinfer.common.arguments import as_lengths
 from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.tensors.page_table_base import PageTable

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from jitattn.base.validate import check_count
-from jitattn.compat.flashinfer.arguments import as_lengths
-from jitattn.compat.flashinfer.batch import (
+from jitattn.compat.flashinfer.common.arguments import as_lengths
+from jitattn.compat.flashinfer.common.batch import (
     FixedBuffers,
     check_block_tables,
     check_indices,

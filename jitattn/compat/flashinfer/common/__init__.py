@@ -1,0 +1,1 @@
+"""What FlashInfer's wrappers and functions share: arguments, batches, tables, masks, results."""

@@ -1,0 +1,1 @@
+"""FlashInfer's functions that TensorRT-LLM and XQA are behind: one call plans and runs."""

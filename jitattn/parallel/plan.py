@@ -1,0 +1,305 @@
+"""A batch whose tokens lie on several ranks: ``ContextPlan`` and ``ContextMLAPlan``.
+
+A call gathers the queries of all ranks, attends them to this rank's tokens, returns each rank its
+heads by all-to-all, and merges what came by lse, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jitattn.base.validate import check_flag
+from jitattn.kernels.attention.api import AttentionPlanner, Plan
+from jitattn.kernels.merge.api import merge_into
+from jitattn.kernels.mla.api import MLACache, MLAPlan, MLAPlanner
+from jitattn.kernels.mla.check import BoundMLACache
+from jitattn.parallel.exchange import Exchange
+from jitattn.parallel.rows import GlobalBatch, LocalBatch
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.tensors.bound_cache import BoundCache
+from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_tables import check_page_table
+from jitattn.tensors.quantization import KVCache
+from jitattn.tensors.shards import Shard
+from jitattn.tensors.tensor_checks import check_rows, check_tensor, check_writable
+
+MAX_Q_LEN = 16
+"""The most causal query tokens of a request: each reads the keys anew."""
+
+_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LSE_BYTES = 4
+
+
+class _ContextPlanBase:
+    """What attention and latent attention have in common."""
+
+    __slots__ = ("_exchange", "_heads", "_local", "_pages", "_plan", "_planner", "_total")
+
+    def __init__(
+        self,
+        planner: AttentionPlanner | MLAPlanner,
+        exchange: Exchange,
+        shard: Shard,
+        pages: PageTable,
+        batch: GlobalBatch,
+        max_kv_len: int | None,
+    ) -> None:
+        """Made by ``ContextParallel.plan``."""
+        config = planner.config
+        if config.causal and batch.max_q_len > MAX_Q_LEN:
+            raise ValueError(
+                f"max_q_len is {batch.max_q_len}: at most {MAX_Q_LEN} causal query tokens a "
+                "request, since keys are read for each; attend a chunk of a prompt to earlier "
+                "tokens with causal=False, to itself without ContextParallel, and merge_states both"
+            )
+        self._planner = planner
+        self._exchange = exchange
+        self._heads = config.num_qo_heads // exchange.num_ranks
+        self._pages = pages
+        self._total = batch.qo_indptr
+        self._local = local = LocalBatch(batch, pages, shard, config.causal)
+        self._plan: Any = planner.plan(
+            local.pages_of(pages),
+            local.seq_lens,
+            local.qo_indptr,
+            max_q_len=local.max_q_len,
+            max_kv_len=max_kv_len,
+        )
+
+    def refresh(self) -> None:
+        """Recompute the schedule from the tensors the plan was given, on the current stream.
+
+        Ranks do not wait for each other. Who captures this or ``run`` keeps the plan as long as the
+        graph.
+
+        Raises:
+            ValueError: on the CPU, lengths that ``plan`` refuses.
+        """
+        self._local.refresh(self._pages)
+        self._plan.refresh()
+
+    def _local_pages(self, pages: PageTable | None) -> PageTable | None:
+        if pages is None:
+            return None
+        check_page_table(pages)
+        return self._local.pages_of(pages)
+
+    def _check_queries(self, name: str, q: Tensor, dim: int, num_tokens: int | None) -> None:
+        dtype = self._planner.tensor_dtypes.q
+        check_tensor(name, q, (dtype,))
+        if num_tokens is None:
+            num_tokens = q.shape[0] if q.dim() else 0
+        check_rows(name, q, (num_tokens, self._heads, dim), dtype, self._planner.device)
+
+    @property
+    def _num_tokens(self) -> int | None:
+        """Rows of q, where offsets don't leave that to the caller."""
+        return self._local.seq_lens.shape[0] if self._total is None else None
+
+    def _gathered(self, q: Tensor) -> Tensor:
+        """Return the queries of all heads, those of rank 0 first."""
+        return self._exchange.gather(q).transpose(0, 1).flatten(1, 2)
+
+    def _outputs(
+        self, num_tokens: int, out: Tensor | None, lse: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Check the tensors to write, or make them."""
+        planner = self._planner
+        shape = (num_tokens, self._heads, planner.out_row_shape[1])
+        found = []
+        for name, given, size, dtype in (
+            ("out", out, shape, planner.tensor_dtypes.out),
+            ("lse", lse, shape[:2], torch.float32),
+        ):
+            if given is not None:
+                check_rows(name, given, size, dtype, planner.device)
+                check_writable(name, given)
+            found.append(
+                torch.empty(size, dtype=dtype, device=planner.device) if given is None else given
+            )
+        return found[0], found[1]
+
+    def _merge(
+        self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+    ) -> None:
+        """Give each rank its heads of what this one found, and merge what came back.
+
+        Args:
+            part: [num_tokens, heads of all ranks, dim], over this rank's tokens.
+            part_lse: float32 [num_tokens, heads of all ranks].
+            out: [num_tokens, heads of this rank, dim]; written.
+            lse: float32 [num_tokens, heads of this rank]; written.
+            sinks: [heads of this rank], a state of its own without keys.
+        """
+        num_ranks, heads = self._exchange.num_ranks, self._heads
+        num_tokens, _, dim = part.shape
+        # An out and its lse lie in one row: one message, and no copy before the merge.
+        row = dim * part.element_size() + _LSE_BYTES
+        num_states = num_ranks + (sinks is not None)
+        came = part.new_empty((num_states, num_tokens, heads, row), dtype=torch.uint8)
+        sent = part.new_empty((num_ranks, num_tokens, heads, row), dtype=torch.uint8)
+        by_rank = part.view(num_tokens, num_ranks, heads, dim)
+        sent.view(part.dtype)[..., :dim] = by_rank.transpose(0, 1)
+        lse_by_rank = part_lse.view(num_tokens, num_ranks, heads)
+        sent.view(torch.float32)[..., -1] = lse_by_rank.transpose(0, 1)
+        self._exchange.swap(sent, came[:num_ranks])
+        outs, lses = came.view(part.dtype)[..., :dim], came.view(torch.float32)[..., -1]
+        if sinks is not None:
+            outs[-1].zero_()
+            lses[-1] = self._sink_lses(sinks, num_tokens)
+        merge_into(outs, lses, out, lse)
+
+    def _sink_lses(self, sinks: Tensor, num_tokens: int) -> Tensor:
+        """Return a sink for each row of q that a request has, -inf for the others."""
+        logits = sinks.float().expand(num_tokens, -1)
+        if self._total is None:
+            return logits
+        rows = torch.arange(num_tokens, device=sinks.device)
+        return logits.where((rows < self._total[-1])[:, None], -math.inf)
+
+
+class ContextPlan(_ContextPlanBase):
+    """A batch of an ``AttentionPlanner`` on several ranks. For one thread at a time."""
+
+    __slots__ = ()
+
+    _planner: AttentionPlanner
+    _plan: Plan
+
+    def run(
+        self,
+        q: Tensor,
+        kv: BoundCache | KVCache,
+        *,
+        pages: PageTable | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend this rank's query heads to the tokens of all ranks, on the current stream.
+
+        Every rank calls it, layer by layer. Allocates what travels.
+
+        Args:
+            q: [num_tokens, num_qo_heads / num_ranks, head_dim], q_dtype: the heads of this rank,
+                which are rank * num_qo_heads / num_ranks and following; as many rows on each rank.
+            kv: this rank's tokens: from the planner's ``bind``, or a cache.
+            pages: a table to read instead of the plan's, of the same layout and size.
+            out: [num_tokens, num_qo_heads / num_ranks, head_dim_vo], out_dtype; allocated when
+                None.
+            lse: float32 [num_tokens, num_qo_heads / num_ranks]; filled when given.
+            return_lse: return lse as well, allocated when None.
+            sinks: [num_qo_heads / num_ranks], any float dtype: logits of this rank's heads that
+                enter the denominator once, however many ranks there are.
+
+        Returns:
+            out, or (out, lse) with ``return_lse``, over the tokens of all ranks; as of
+            ``Plan.run``. The same bits for the same tokens, however long ranks took.
+
+        Raises:
+            TypeError, ValueError: an argument that doesn't fit, on this rank; the others get a
+                ParallelError when they have waited for as long as their group does.
+            ParallelError: a rank failed or is gone.
+        """
+        check_flag("return_lse", return_lse)
+        self._check_queries("q", q, self._planner.config.head_dim, self._num_tokens)
+        if sinks is not None:
+            check_tensor("sinks", sinks, _SINK_DTYPES)
+            check_rows("sinks", sinks, (self._heads,), sinks.dtype, self._planner.device)
+        out, lse = self._outputs(q.shape[0], out, lse)
+        part = self._plan.run(
+            self._gathered(q), kv, pages=self._local_pages(pages), return_lse=True
+        )
+        self._merge(part[0], part[1], out, lse, sinks)
+        return (out, lse) if return_lse else out
+
+
+class ContextMLAPlan(_ContextPlanBase):
+    """A batch of an ``MLAPlanner`` on several ranks. For one thread at a time."""
+
+    __slots__ = ()
+
+    _planner: MLAPlanner
+    _plan: MLAPlan
+
+    def run(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv: BoundMLACache | MLACache,
+        *,
+        pages: PageTable | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend this rank's heads to the latents of all ranks, on the current stream.
+
+        Every rank calls it, layer by layer. Allocates what travels.
+
+        Args:
+            q_nope: [num_tokens, num_heads / num_ranks, kv_lora_rank], q_dtype: the heads of this
+                rank, which are rank * num_heads / num_ranks and following; as many rows on each.
+            q_pe: [num_tokens, num_heads / num_ranks, qk_rope_head_dim], likewise.
+            kv: this rank's latents: from the planner's ``bind``, or a cache.
+            pages: a table to read instead of the plan's, of the same layout and size.
+            out: [num_tokens, num_heads / num_ranks, kv_lora_rank], out_dtype; allocated when None.
+            lse: float32 [num_tokens, num_heads / num_ranks]; filled when given.
+            return_lse: return lse as well, allocated when None.
+
+        Returns:
+            out, or (out, lse) with ``return_lse``, over the tokens of all ranks; as of
+            ``MLAPlan.run``. The same bits for the same tokens, however long ranks took.
+
+        Raises:
+            TypeError, ValueError: an argument that doesn't fit, on this rank; the others get a
+                ParallelError when they have waited for as long as their group does.
+            ParallelError: a rank failed or is gone.
+        """
+        check_flag("return_lse", return_lse)
+        rank = self._planner.config.kv_lora_rank
+        self._check_queries("q_nope", q_nope, rank, self._num_tokens)
+        self._check_queries("q_pe", q_pe, self._planner.config.qk_rope_head_dim, q_nope.shape[0])
+        out, lse = self._outputs(q_nope.shape[0], out, lse)
+        q = self._gathered(torch.cat((q_nope, q_pe), dim=-1))
+        pages = self._local_pages(pages)
+        part = self._plan.run(q[..., :rank], q[..., rank:], kv, pages=pages, return_lse=True)
+        self._merge(part[0], part[1], out, lse, None)
+        return (out, lse) if return_lse else out
+
+
+def reasons_against(config: PlannerConfig | MLAConfig, num_ranks: int, page_size: int) -> list[str]:
+    """Why tokens of a planner can't lie on several ranks."""
+    reasons = []
+    if config.page_size != page_size:
+        reasons.append(
+            f"planner has page_size={config.page_size}: ContextParallel has page_size={page_size}"
+        )
+    if config.num_qo_heads % num_ranks:
+        reasons.append(
+            f"planner has {config.num_qo_heads} query heads: {num_ranks} ranks can't have equally "
+            "many of them"
+        )
+    if config.window_left >= 0:
+        reasons.append(
+            f"window_left={config.window_left} is refused: how many of a rank's tokens a window "
+            "reaches depends on the length; a window fits one rank, so keep its layers whole"
+        )
+    if config.variant is not None:
+        reasons.append("variant is refused: a kernel knows positions among a rank's tokens alone")
+    if getattr(config, "use_custom_mask", False):
+        reasons.append("use_custom_mask=True is refused: a mask is over the last keys of a request")
+    if getattr(config, "use_sinks", False):
+        reasons.append(
+            "use_sinks=True is refused: every rank would count the sink; make the planner without "
+            "and give sinks to run, which adds them once"
+        )
+    out_dtype = config.out_dtype or config.q_dtype
+    if out_dtype not in ("float16", "bfloat16", "float32"):
+        reasons.append(f"out_dtype={out_dtype} is refused: merge_states doesn't take it")
+    return reasons

@@ -1,0 +1,211 @@
+"""What ranks do that don't agree, refuse, leave or are late."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+import jitattn
+from jitattn.errors import ParallelError
+from jitattn.parallel import ContextParallel, ContextPlan
+from tests.support.contexts import ContextCase, ContextInputs, planner_of
+
+CASE = ContextCase(num_ranks=3, seq_lens=(30, 5), heads=6)
+
+
+def plan_of(
+    changes: dict[str, object], *, case: ContextCase = CASE, **planner: object
+) -> tuple[ContextPlan, ContextInputs]:
+    """Plan the case; ``changes`` are of ContextParallel, others of the planner."""
+    inputs = ContextInputs(case)
+    cp = ContextParallel(**{"page_size": case.page_size} | changes)  # type: ignore[arg-type]
+    pages = cp.local_table(inputs.table(inputs.pages))
+    plan = cp.plan(planner_of(case, **planner), pages, inputs.seq_lens)  # type: ignore
+    return plan, inputs
+
+
+def plan_with(rank: int, odd: dict[str, dict[str, object]]) -> list[str]:
+    """Plan several times, each time with one argument that rank 1 has otherwise.
+
+    Returns the error of each plan.
+    """
+    told = []
+    for changes in odd.values():
+        own = changes if rank == 1 else {}
+        context = {k: v for k, v in own.items() if k in ("interleave", "page_size")}
+        planner = {k: v for k, v in own.items() if k not in context and k != "seq_lens"}
+        case = replace(CASE, seq_lens=own["seq_lens"]) if "seq_lens" in own else CASE
+        if "page_size" in context:
+            case = replace(case, page_size=context["page_size"])
+        try:
+            plan_of(context, case=case, **planner)
+            told.append("no error")
+        except jitattn.ConfigError as error:
+            told.append(f"ConfigError: {error}")
+    return told
+
+
+def plan_where_one_refuses(rank: int) -> list[str]:
+    """Rank 2 gives no table, then a planner with a window; the third plan is everyone's."""
+    inputs, told = ContextInputs(CASE), []
+    cp = ContextParallel(page_size=CASE.page_size)
+    pages = cp.local_table(inputs.table(inputs.pages))
+    for given, window in ((None, -1), (pages, 4), (pages, -1)):
+        is_odd = rank == 2
+        planner = planner_of(CASE, window_left=window if is_odd else -1)
+        try:
+            cp.plan(planner, given if is_odd else pages, inputs.seq_lens)  # type: ignore
+            told.append("no error")
+        except (TypeError, ValueError, ParallelError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def run_then(rank: int, what: str) -> list[str]:
+    """Run a layer; then rank 1 leaves, is late or gives a wrong q, and others go on."""
+    plan, inputs = plan_of({})
+    q, kv = inputs.heads_of(inputs.qs[0], rank), inputs.bound(planner_of(CASE), rank)
+    plan.run(q, kv)  # type: ignore[arg-type]
+    if rank == 1 and what == "leaves":
+        os._exit(3)
+    if rank == 1 and what == "is late":
+        time.sleep(3)
+    told = []
+    for _ in range(2):
+        begun = time.monotonic()
+        try:
+            plan.run(q[:, :1] if rank == 1 and what == "has another q" else q, kv)  # type: ignore
+            told.append("no error")
+        except (ValueError, ParallelError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        told.append(f"{time.monotonic() - begun:.1f}")
+    return told
+
+
+def local_parts(rank: int) -> dict[str, object]:
+    """Return what this rank keeps of lengths, slots and tables, and which errors it gives."""
+    cp = ContextParallel(page_size=4, interleave=2)
+    lens, slots = torch.tensor([0, 1, 17, 40]), torch.tensor([-1, 0, 9, 17, 31], dtype=torch.int32)
+    table = torch.arange(10, dtype=torch.int32)[None]
+    found: dict[str, object] = {
+        "lens": cp.local_lens(lens).tolist(),
+        "slots": cp.local_slots(slots).tolist(),
+        "rows": cp.local_slots(torch.arange(20)[None]).tolist(),
+        "table": cp.local_table(table).tolist(),
+        "pages": cp.local_table(jitattn.BlockTable(table)).tensors[0].tolist(),
+        "round": cp.round_len,
+        "shown": repr(cp),
+    }
+    for name, wrong in (
+        ("local_lens", lens.float()),
+        ("local_slots", lens.float()),
+        ("local_table", jitattn.RaggedKV(torch.zeros(2, dtype=torch.int32))),
+        ("local_table", [3]),
+    ):
+        try:
+            getattr(cp, name)(wrong)
+        except (TypeError, ValueError) as error:
+            found[f"{name} {len(found)}"] = str(error)
+    return found
+
+
+def constructed(rank: int) -> list[str]:
+    """Return the errors of constructors and plans that no group can have."""
+    del rank
+    cp, told = ContextParallel(page_size=4), []
+    inputs = ContextInputs(CASE)
+    pages = cp.local_table(inputs.table(inputs.pages))
+    offsets = torch.tensor([0, 17, 18], dtype=torch.int32)
+    flat = jitattn.CsrPages(torch.tensor([0, 1, 2], dtype=torch.int32), pages.tensors[0].flatten())
+
+    def plan(planner: object, table: object = pages, *arguments: object, **others: object) -> None:
+        cp.plan(planner, table, inputs.seq_lens, *arguments, **others)  # type: ignore
+
+    for call in (
+        lambda: ContextParallel(interleave=0),
+        lambda: ContextParallel(page_size="4"),  # type: ignore[arg-type]
+        lambda: ContextParallel(timeout=timedelta(seconds=3)),
+        lambda: ContextParallel(timeout=3),  # type: ignore[arg-type]
+        lambda: plan("planner"),
+        lambda: plan(planner_of(CASE, window_left=3)),
+        lambda: plan(planner_of(CASE, use_sinks=True)),
+        lambda: plan(planner_of(CASE, use_custom_mask=True)),
+        lambda: plan(planner_of(CASE, variant="alibi")),
+        lambda: plan(planner_of(CASE, page_size=16)),
+        lambda: plan(planner_of(CASE, num_qo_heads=4)),
+        lambda: plan(planner_of(CASE), pages, offsets, max_q_len=17),
+        lambda: plan(planner_of(CASE), pages, offsets, max_q_len=9),
+        lambda: plan(planner_of(CASE), pages, offsets),
+        lambda: plan(planner_of(CASE, page_table="csr"), flat, offsets // 17, max_q_len=1),
+        lambda: plan(planner_of(CASE), pages, max_kv_len=-1),
+        lambda: plan(planner_of(CASE), pages, max_kv_len=8),
+        lambda: plan(planner_of(CASE)),
+    ):
+        try:
+            call()
+            told.append("no error")
+        except (TypeError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def keep_bits(rank: int, repeats: int) -> list[tuple[Tensor, Tensor]]:
+    """Run one layer again and again, with ranks that wait now and then."""
+    plan, inputs = plan_of({})
+    q, kv = inputs.heads_of(inputs.qs[0], rank), inputs.bound(planner_of(CASE), rank)
+    found = []
+    for i in range(repeats):
+        time.sleep(0.02 * ((rank + i) % 3))
+        found.append(plan.run(q, kv, return_lse=True))  # type: ignore[arg-type]
+    return found  # type: ignore[return-value]
+
+
+def refresh_and_replace(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Overwrite lengths and pages of a plan with draft tokens in place, and give another table."""
+    case = replace(CASE, seq_lens=(30, 17), q_lens=(3, 2))
+    inputs = ContextInputs(case)
+    cp = ContextParallel(page_size=case.page_size)
+    planner = planner_of(case)
+    pages = cp.local_table(inputs.table(inputs.pages))
+    first = inputs.seq_lens - 3
+    indptr = inputs.qo_indptr
+    assert indptr is not None
+    indptr[1] = 1
+    plan = cp.plan(planner, pages, first, indptr, max_q_len=4)  # type: ignore
+    q, kv = inputs.heads_of(inputs.qs[0], rank), inputs.bound(planner, rank)
+    before = plan.run(q, kv, return_lse=True)  # type: ignore[arg-type]
+    first.copy_(inputs.seq_lens)
+    indptr[1] = 3
+    plan.refresh()
+    after = plan.run(q, kv, return_lse=True)  # type: ignore[arg-type]
+    other = jitattn.BlockTable(pages.table.clone())  # type: ignore[union-attr]
+    again = plan.run(q, kv, pages=other, return_lse=True)  # type: ignore[arg-type]
+    return [before, after, again]  # type: ignore[list-item]
+
+
+def run_bench(rank: int, arguments: list[str]) -> str:
+    """Return what the bench of this prints."""
+    from bench import bench_parallel
+
+    del rank
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert bench_parallel.main(arguments) == 0
+    return told.getvalue()
+
+
+def run_example(rank: int, path: str) -> str:
+    """Return what a program of docs/examples prints."""
+    del rank
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        runpy.run_path(path, run_name="__main__")
+    return told.getvalue()

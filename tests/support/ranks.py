@@ -1,0 +1,112 @@
+"""Ranks as processes on this machine: ``run_ranks`` calls a function in each of a gloo group.
+
+They are forked from a server that has imported torch once. Whatever a rank does, ``run_ranks``
+ends: after ``limit_s`` it kills those that are left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__, "tests.support.contexts"])
+GONE = "gone"
+
+
+def run_ranks(
+    num_ranks: int,
+    job: Callable[..., object],
+    *arguments: object,
+    timeout_s: float = 60,
+    limit_s: float = 240,
+) -> list[Any]:
+    """Return what ``job(rank, *arguments)`` returned or raised, of each rank.
+
+    Args:
+        num_ranks: how many processes.
+        job: a function of a module, which a group is there for.
+        arguments: what can be pickled.
+        timeout_s: of the group.
+        limit_s: after which this raises.
+
+    Returns:
+        By rank the value, the exception, or ``GONE`` for a process that ended without either.
+
+    Raises:
+        TimeoutError: a rank was still running.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"file://{Path(folder) / 'store'}"
+        pairs = [_CONTEXT.Pipe(duplex=False) for _ in range(num_ranks)]
+        processes = [
+            _CONTEXT.Process(
+                target=_main, args=(sender, url, rank, num_ranks, timeout_s, job, arguments)
+            )
+            for rank, (_, sender) in enumerate(pairs)
+        ]
+        for process, (_, sender) in zip(processes, pairs, strict=True):
+            process.start()
+            sender.close()
+        deadline = time.monotonic() + limit_s
+        try:
+            return [_received(receiver, deadline) for receiver, _ in pairs]
+        finally:
+            for process in processes:
+                process.join(max(deadline - time.monotonic(), 0.1) if process.is_alive() else 1)
+                process.kill()
+                process.join()
+
+
+def values(results: list[Any]) -> list[Any]:
+    """Return results, none of which is an exception; else raise the first."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert GONE not in [result for result in results if isinstance(result, str)]
+    return results
+
+
+def _received(receiver: Connection, deadline: float) -> object:
+    if not receiver.poll(max(deadline - time.monotonic(), 0)):
+        raise TimeoutError("a rank is still running")
+    try:
+        return pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        return GONE
+
+
+def _main(
+    sender: Connection,
+    url: str,
+    rank: int,
+    num_ranks: int,
+    timeout_s: float,
+    job: Callable[..., object],
+    arguments: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=url,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        found: object = job(rank, *arguments)
+    except Exception as error:
+        found = error
+    sender.send_bytes(pickle.dumps(found))  # send shares the memory of tensors, which goes
+    sender.close()
+    dist.destroy_process_group()
