@@ -5,6 +5,7 @@ And a version that was not tested works, or ``register`` says why it does not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,6 +105,41 @@ def test_blocks_of_a_prefix_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PREFIX < new - sum(num_tokens) < len(prompts) * PREFIX
 
 
+def test_tokens_of_a_compiled_model() -> None:
+    """As ``generate`` compiles steps of static caches on CUDA: attention is between the graphs."""
+    from torch._dynamo.utils import counters
+    from transformers import CompileConfig
+
+    config = CompileConfig(backend="eager", fullgraph=False, mode=None, dynamic=None)
+    config._compile_all_devices = True
+    model = hf_models.make_model("gemma3", dtype=torch.float16)
+    hf_models.through(model, "jitattn")
+    prompts = hf_models.prompts_of((5, 23, 17))
+    wanted = hf_models.generated(model, prompts, NUM_NEW, cache_implementation="static")
+    torch._dynamo.reset()
+    counters.clear()
+    found = hf_models.generated(
+        model,
+        prompts,
+        NUM_NEW,
+        cache_implementation="static",
+        compile_config=config,
+        disable_compile=False,
+    )
+    assert counters["stats"]["unique_graphs"] > model.config.num_hidden_layers
+    assert found == wanted
+
+
+@pytest.mark.filterwarnings("ignore:The `paged|` prefix:FutureWarning")
+def test_the_name_of_batches_up_to_5_18() -> None:
+    model = hf_models.make_model("llama", dtype=torch.float16)
+    prompts = hf_models.prompts_of((5, 19))
+    hf_models.through(model, "jitattn")
+    wanted = tokens_of_batches(model, prompts)
+    model.set_attn_implementation("paged|jitattn")
+    assert tokens_of_batches(model, prompts) == wanted
+
+
 def test_a_model_has_its_attention_again_after_batches() -> None:
     model = hf_models.make_model("llama", dtype=torch.float16)
     hf_models.through(model, "jitattn")
@@ -115,12 +151,15 @@ def test_a_model_has_its_attention_again_after_batches() -> None:
 # --- other versions -------------------------------------------------------------------------------
 
 
+UNKNOWN = (f"5.99.{patch}" for patch in itertools.count())
+
+
 @pytest.fixture
 def _unknown() -> Iterator[None]:
     import transformers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers, "__version__", "5.99.0")
+        patch.setattr(transformers, "__version__", next(UNKNOWN))
         yield
 
 
@@ -147,6 +186,8 @@ def test_an_unknown_version_that_works() -> None:
     torch.manual_seed(3)
     integration.register()
     assert torch.rand(3).equal(wanted)
+    with attention_called(with_slopes):
+        integration.register()  # it was tried
 
 
 def with_slopes(function: Callable[..., Any], *given: Any, **named: Any) -> Any:

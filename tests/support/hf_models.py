@@ -137,14 +137,8 @@ def generated(
 ) -> list[list[int]]:
     """Greedy tokens of one batch with padding."""
     tokens, mask = padded(prompts, str(model.device))
-    out = model.generate(
-        tokens,
-        attention_mask=mask,
-        max_new_tokens=num_new,
-        do_sample=False,
-        disable_compile=True,
-        **others,
-    )
+    given = {"do_sample": False, "disable_compile": True} | others
+    out = model.generate(tokens, attention_mask=mask, max_new_tokens=num_new, **given)
     return out[:, tokens.shape[1] :].tolist()
 
 

@@ -1,4 +1,4 @@
-"""``"paged|jitattn"``: attention of ``generate_batch``, continuous batching."""
+"""Attention of ``generate_batch``, continuous batching."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ NAME = "jitattn"
 # models were given the second name for that.
 PAGED_NAME, OLD_PAGED_NAME = f"{NAME}_paged", f"paged|{NAME}"
 _IS_OURS = "keeps_jitattn"
+_passed_versions: set[str] = set()
 
 _OLDEST_VERSION = (5, 0)
 TESTED_VERSIONS = frozenset((5, minor) for minor in range(17, 25))
@@ -47,17 +48,22 @@ def register() -> None:
             "up"
         )
     _register(attend, attend_paged, make_mask)
-    if version in TESTED_VERSIONS:
-        return
+    if version not in TESTED_VERSIONS and transformers.__version__ not in _passed_versions:
+        _try_out(transformers.__version__)
+
+
+def _try_out(version: str) -> None:
     fault = fault_of(NAME)
-    if fault is not None:
-        reason = (
-            f"transformers {transformers.__version__} is installed, which jitattn was not tested "
-            f"with: {fault}; 5.17 to 5.24 work"
-        )
-        refused = functools.partial(_refuse, reason)
-        _register(refused, refused, refused)
-        raise ImportError(reason)
+    if fault is None:
+        _passed_versions.add(version)
+        return
+    reason = (
+        f"transformers {version} is installed, which jitattn was not tested with: {fault}; "
+        "5.17 to 5.24 work"
+    )
+    refused = functools.partial(_refuse, reason)
+    _register(refused, refused, refused)
+    raise ImportError(reason)
 
 
 def _register(
