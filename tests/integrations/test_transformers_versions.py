@@ -217,9 +217,7 @@ def test_an_unknown_version_that_does_not_work(wrap: Callable[..., Any], fault: 
     """Attention says so again, if nobody listened."""
     pytest.importorskip("psutil", reason="generate_batch asks psutil for the memory of the CPU")
     model = hf_models.make_model("llama")
-    refused = pytest.raises(
-        ImportError, match=rf"transformers 5\.99\.0 .* not tested with: {fault}"
-    )
+    refused = pytest.raises(ImportError, match=rf"transformers 5\.99\.\d .* tested with: {fault}")
     with attention_called(wrap), refused:
         integration.register()
     model.set_attn_implementation("jitattn")

@@ -91,8 +91,10 @@ def _enter_batches() -> None:
     all replace attention by an installed flash-attn's. So the method that does both leaves models
     alone that have jitattn's.
     """
-    from transformers.generation.continuous_batching import continuous_api
-
+    try:
+        from transformers.generation.continuous_batching import continuous_api
+    except ImportError:  # whether it works without shows when it is tried
+        return
     manager_class = continuous_api.ContinuousBatchingManager
     switch = getattr(manager_class, "switch_to_cb_friendly_attn", None)
     if switch is None or hasattr(switch, _IS_OURS):

@@ -40,14 +40,29 @@ def fault_of(attention: str) -> str | None:
     Returns:
         What is wrong; None: nothing.
     """
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.no_grad(),
+    ):
         warnings.simplefilter("ignore")  # what is deprecated still works
         for window in (None, _WINDOW):
-            model = _small_model(window)
-            for name, generate in _WAYS.items():
-                fault = _fault_of_way(name, generate, model, attention)
-                if fault is not None:
-                    return fault
+            fault = _fault_with_window(window, attention)
+            if fault is not None:
+                return fault
+    return None
+
+
+def _fault_with_window(window: int | None, attention: str) -> str | None:
+    try:
+        model = _small_model(window)
+    except Exception as error:
+        return f"a small Mistral fails: {type(error).__name__}: {error}"
+    for name, generate in _WAYS.items():
+        fault = _fault_of_way(name, generate, model, attention)
+        if fault is not None:
+            return fault
     return None
 
 
@@ -82,7 +97,8 @@ def _small_model(window: int | None) -> Any:
 
 def _generate(model: Any, **others: object) -> Tokens:
     width = max(map(len, _PROMPTS))
-    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in _PROMPTS])
+    rows = [[0] * (width - len(prompt)) + prompt for prompt in _PROMPTS]
+    tokens = torch.tensor(rows, device=model.device)
     out = model.generate(
         tokens, attention_mask=(tokens != 0).long(), max_new_tokens=_NUM_NEW, do_sample=False,
         disable_compile=True, **others,
