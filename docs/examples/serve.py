@@ -92,19 +92,23 @@ class Model:
         """Compute the new tokens of each request; return logits of its next token."""
         step = Step.of(manager, self.planners, batch)
         x = self.embedding[torch.tensor([t for _, new in batch for t in new], device=DEVICE)]
-        for i, window in enumerate(self.windows):
+        for i in range(len(self.windows)):
             cache = manager.layer_view(i, PageIndexMode.PER_LAYER).kv_cache
-            q = jitattn.preprocess_qkv(
-                normed(x) @ self.qkv[i], cache, num_qo_heads=HEADS, num_kv_heads=KV_HEADS,
-                head_dim=HEAD_DIM, pages=step.tables[i], seq_lens=step.seq_lens,
-                qo_indptr=step.indptr, rope=self.rope,
-            )  # fmt: skip
-            out = step.plans[window].run(q, cache, pages=step.tables[i])
-            assert isinstance(out, Tensor)
-            x = x + out.flatten(1)
+            x = x + self.attend(normed(x) @ self.qkv[i], cache, step, i).flatten(1)
             x = x + (normed(x) @ self.up[i]).relu() @ self.down[i]
         # In float32, to avoid ties between tokens.
         return normed(x[step.indptr[1:].long() - 1]).float() @ self.head.float()
+
+    def attend(self, qkv: Tensor, cache: Tensor, step: Step, layer: int) -> Tensor:
+        """Write this step's K and V of a layer, and attend."""
+        pages = step.tables[layer]
+        q = jitattn.preprocess_qkv(
+            qkv, cache, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, pages=pages,
+            seq_lens=step.seq_lens, qo_indptr=step.indptr, rope=self.rope,
+        )  # fmt: skip
+        out = step.plans[self.windows[layer]].run(q, cache, pages=pages)
+        assert isinstance(out, Tensor)
+        return out
 
 
 def normed(x: Tensor) -> Tensor:
@@ -115,6 +119,7 @@ class Scheduler:
     """Decodes running requests, admits waiting ones, suspends the youngest when out of pages."""
 
     max_running = MAX_RUNNING
+    chunk = CHUNK
 
     def __init__(self, model: Model, manager: KVCacheManager, requests: list[Request]) -> None:
         self.model, self.manager = model, manager
@@ -140,7 +145,7 @@ class Scheduler:
                 break
             assert request.seq is not None
             history = request.seq.history_len
-            new = request.tokens[history : history + CHUNK]
+            new = request.tokens[history : history + self.chunk]
             while not request.seq.resize(history + len(new)):
                 self.suspend_youngest()
                 if request not in self.running:

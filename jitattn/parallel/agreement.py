@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from jitattn.base.errors import ConfigError, ParallelError
 from jitattn.parallel.exchange import Exchange
 
-_ROW_BYTES = 4096
-_MOST_LETTERS = 1024  # of an error
+_ROW_BYTES = 12 * 1024
+_MOST_LETTERS = 1024  # of an error, of which each may take six in JSON
+_MOST_OF_A_FACT = 80
 
 
 def agree(exchange: Exchange, facts: Mapping[str, str], error: Exception | None) -> None:
@@ -26,7 +27,8 @@ def agree(exchange: Exchange, facts: Mapping[str, str], error: Exception | None)
         ParallelError: another rank's plan raised an error, or it is gone.
     """
     note = "" if error is None else f"{type(error).__name__}: {error}"[:_MOST_LETTERS]
-    row = json.dumps({"error": note, "facts": dict(facts)}).encode()
+    told = {name: value[:_MOST_OF_A_FACT] for name, value in facts.items()}
+    row = json.dumps({"error": note, "facts": told}).encode()
     rows = [json.loads(row) for row in exchange.gather_bytes(row, _ROW_BYTES)]
     if error is not None:
         raise error

@@ -18,6 +18,7 @@ from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.common.planner_base import query_limit
 from jitattn.kernels.mla.api import MLAPlanner
 from jitattn.parallel.agreement import agree
+from jitattn.parallel.exchange import Exchange
 from jitattn.parallel.plan import ContextMLAPlan, ContextPlan, reasons_against
 from jitattn.parallel.rows import GlobalBatch
 from jitattn.spec.config import MAX_KV_LEN, MAX_PAGE_SIZE
@@ -69,8 +70,6 @@ class ContextParallel:
             ConfigError: torch.distributed is not initialised, or the group doesn't fit.
             TypeError, ValueError: another argument doesn't.
         """
-        from jitattn.parallel.exchange import Exchange
-
         self.interleave = check_count("interleave", interleave, most=MAX_KV_LEN)
         self.page_size = check_count("page_size", page_size, most=MAX_PAGE_SIZE)
         self._exchange = Exchange(group, timeout)

@@ -123,6 +123,7 @@ class Exchange:
 
     def _departing(self, tensor: Tensor) -> Tensor:
         """Return the bytes of a tensor where they leave from."""
+        tensor = tensor.detach()
         if self._is_staged(tensor.device):
             if is_capturing(tensor.device):
                 raise ConfigError(

@@ -63,7 +63,7 @@ class _ContextPlanBase:
         self._total = batch.qo_indptr
         self._local = local = LocalBatch(batch, pages, shard, config.causal)
         self._plan: Any = planner.plan(
-            local.pages_of(pages),
+            local.pages,
             local.seq_lens,
             local.qo_indptr,
             max_q_len=local.max_q_len,
@@ -79,12 +79,12 @@ class _ContextPlanBase:
         Raises:
             ValueError: on the CPU, lengths that ``plan`` refuses.
         """
-        self._local.refresh(self._pages)
+        self._local.refresh()
         self._plan.refresh()
 
     def _local_pages(self, pages: PageTable | None) -> PageTable | None:
         if pages is None:
-            return None
+            return self._local.pages_of(self._pages) if self._local.has_rows else None
         check_page_table(pages)
         return self._local.pages_of(pages)
 

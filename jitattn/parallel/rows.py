@@ -39,6 +39,8 @@ class LocalBatch:
         seq_lens: this rank's KV tokens of each of its requests.
         qo_indptr: where their query tokens begin; None is one each.
         max_q_len: the most of a request.
+        pages: their table.
+        has_rows: whether that reads rows of the caller's, which may have changed by the next call.
     """
 
     def __init__(self, batch: GlobalBatch, pages: PageTable, shard: Shard, causal: bool) -> None:
@@ -47,30 +49,37 @@ class LocalBatch:
         self._shard = shard
         self.is_split = causal and batch.qo_indptr is not None
         self.max_q_len = 1 if self.is_split else batch.max_q_len
-        self._rows: Tensor | None = None
-        self.seq_lens, self.qo_indptr = self._counted(pages)
+        self._requests: Tensor | None = None
+        self.seq_lens, self.qo_indptr = self._counted()
+        self.pages = self.pages_of(pages)
+        # Without rows of its own the plan's table stays the same.
+        self.has_rows = self._requests is not None and (
+            pages.rows_of(self._requests) is not self._requests
+        )
 
-    def refresh(self, pages: PageTable) -> None:
+    def refresh(self) -> None:
         """Count again, from what the caller's tensors hold now."""
-        lens, indptr = self._counted(pages)
+        lens, indptr = self._counted()
         self.seq_lens.copy_(lens)
         if self.qo_indptr is not None and indptr is not None:
             self.qo_indptr.copy_(indptr)
 
     def pages_of(self, pages: PageTable) -> PageTable:
         """Return the table of the rank's requests, of one that lists those of the caller."""
-        return pages if self._rows is None else pages.with_rows(self._rows)
+        if self._requests is None:
+            return pages
+        return pages.with_rows(pages.rows_of(self._requests))
 
-    def _counted(self, pages: PageTable) -> tuple[Tensor, Tensor | None]:
+    def _counted(self) -> tuple[Tensor, Tensor | None]:
         seq_lens, indptr, _ = self._batch
         if indptr is None:
             return self._shard.lens(seq_lens), None
         if not self.is_split:
             return self._shard.lens(seq_lens), indptr.clone()
-        return self._split(pages, seq_lens, indptr)
+        return self._split(seq_lens, indptr)
 
-    def _split(self, pages: PageTable, seq_lens: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
-        """Return lengths and offsets of query tokens as requests, and keep their rows."""
+    def _split(self, seq_lens: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
+        """Return lengths and offsets of query tokens as requests, and keep whose they are."""
         most, device = self._batch.max_q_len, indptr.device
         tokens = torch.arange(seq_lens.shape[0] * most, device=device)
         ends = indptr[1:].long().contiguous()
@@ -85,11 +94,10 @@ class LocalBatch:
         offsets = torch.arange(tokens.shape[0] + 1, dtype=torch.int32, device=device)
         offsets = torch.minimum(offsets, indptr[-1])
         offsets[-1:] = indptr[-1:]
-        rows = pages.rows_of(requests)
-        if self._rows is None:
-            self._rows = rows.clone()
+        if self._requests is None:
+            self._requests = requests
         else:
-            self._rows.copy_(rows)
+            self._requests.copy_(requests)
         return lens, offsets
 
 

@@ -19,8 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from jitattn.compat import flash_attn
 from jitattn.compat.flash_attn import common as flash_attn_common
 from jitattn.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from jitattn.compat.flash_attn.bert_padding import pad_input, unpad_input
+from jitattn.kernels.registry import specs_of
+from jitattn.spec.config import PlannerConfig
 from tests.emulator import launch_recorder
 
 NAN = math.nan
@@ -406,8 +410,8 @@ VARLEN = (
 
 
 def test_signatures_are_those_of_flash_attn_2() -> None:
-    assert " ".join(inspect.signature(flash_attn_with_kvcache).parameters) == KVCACHE
-    assert " ".join(inspect.signature(flash_attn_varlen_func).parameters) == VARLEN
+    for function, names in ((flash_attn_with_kvcache, KVCACHE), (flash_attn_varlen_func, VARLEN)):
+        assert " ".join(inspect.signature(function).parameters) == f"{names} options"
 
 
 def kvcache(**changes: object) -> object:
@@ -562,22 +566,185 @@ def test_equal_calls_share_a_planner() -> None:
     assert (after.misses, after.hits) == (before.misses, before.hits + 2)
 
 
-@pytest.mark.parametrize(("seqlen", "page_size"), [(4096, 64), (48, 16), (32, 32), (100, 100)])
-def test_contiguous_caches_are_pages_of_few_sizes(
-    seqlen: int, page_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    asked: list[object] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """The arguments of every planner that a call asks for."""
+    found: list[dict[str, object]] = []
     made = flash_attn_common.planner_of
 
     def planner_of(arguments: dict[str, object], device: torch.device) -> object:
-        asked.append(arguments["page_size"])
+        found.append(arguments)
         return made(arguments, device)
 
     monkeypatch.setattr(flash_attn_common, "planner_of", planner_of)
+    return found
+
+
+@pytest.mark.parametrize(("seqlen", "page_size"), [(4096, 64), (48, 16), (32, 32), (100, 1)])
+def test_contiguous_caches_are_pages_of_few_sizes(
+    seqlen: int, page_size: int, asked: list[dict[str, object]]
+) -> None:
     cache = torch.zeros(2, seqlen, 2, 16).half()
     kvcache(k_cache=cache, v_cache=cache.clone())
-    assert asked == [page_size]
+    assert [arguments["page_size"] for arguments in asked] == [page_size]
+
+
+def test_no_length_compiles_a_kernel(asked: list[dict[str, object]]) -> None:
+    """Lengths and slices of a batch share their kernels: names hold all that is compiled in."""
+    whole = torch.zeros(6, 512, 2, 16).half()
+    other = whole.clone()
+    caches = [(torch.zeros(2, n, 2, 16).half(),) * 2 for n in range(33, 130)]
+    for n in range(33, 400, 7):
+        caches.append((whole[:2, :n], other[:2, :n]))  # slices of sequences
+        caches.append((whole[1:5:2, :n], other[1:5:2, :n]))  # and of batches
+    for k_cache, v_cache in caches:
+        kvcache(k_cache=k_cache, v_cache=v_cache, k=None, v=None)
+    names = {
+        spec.symbol
+        for arguments in asked
+        for spec in specs_of(PlannerConfig.from_arguments(arguments), "sm_90a")
+    }
+    sizes = {arguments["page_size"] for arguments in asked}
+    assert sizes == {1, 16, 32, 64}
+    assert len(asked) == len(caches)
+    assert len(names) <= 4 * len(specs_of(PlannerConfig.from_arguments(asked[0]), "sm_90a"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen", [37, 64])
+def test_slices_of_a_batch_are_attended_and_written(seqlen: int, causal: bool) -> None:
+    torch.manual_seed(seqlen)
+    whole = torch.randn(7, 90, 2, 2, 16).half()
+    k_cache, v_cache = whole[1:6:2, 5 : 5 + seqlen, 0], whole[1:6:2, 5 : 5 + seqlen, 1]
+    q, k, v = (torch.randn(3, 2, heads, 16).half() for heads in (4, 2, 2))
+    lens = [0, 11, seqlen - 2]
+    kept = whole.clone()
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor(lens), causal=causal
+    )
+    for b, n in enumerate(lens):
+        row, at = 1 + 2 * b, 5 + n
+        kept[row, at : at + 2, 0], kept[row, at : at + 2, 1] = k[b], v[b]
+        keys, values = kept[row, 5 : at + 2, 0], kept[row, 5 : at + 2, 1]
+        found = defined(q[b], keys, values, scale=0.25, causal=causal, window=(-1, -1), softcap=0.0)
+        assert (out[b].double() - found[0]).abs().max() < 2e-3
+    assert torch.equal(whole, kept)
+
+
+def test_rows_that_begin_between_tokens_are_refused() -> None:
+    cache = torch.zeros(2 * 700).half().as_strided((2, 20, 2, 16), (650, 32, 16, 1))
+    with pytest.raises(ValueError, match="k_cache has strides"):
+        kvcache(k_cache=cache, v_cache=cache.clone())
+
+
+# --- other functions, and keywords of flash-attn 3 and vLLM ---------------------------------------
+
+
+def varlen_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, n, heads, 16).half() for n, heads in ((5, 4), (9, 2), (9, 2)))
+    return q, k, v, torch.tensor([0, 5, 10]).int(), torch.tensor([0, 9, 18]).int()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_and_packed_functions_are_the_varlen_one(causal: bool) -> None:
+    q, k, v, cu_q, cu_k = varlen_inputs()
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    how = {"causal": causal, "window_size": (3, -1), "softcap": 2.0, "return_attn_probs": True}
+    out, lse, _ = flash_attn_varlen_func(*flat, cu_q, cu_k, 5, 9, **how)
+    for found in (
+        flash_attn.flash_attn_func(q, k, v, **how),
+        flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **how),
+    ):
+        assert torch.equal(found[0].flatten(0, 1), out)
+        assert torch.equal(found[1].transpose(0, 1).flatten(1), lse)
+        assert found[2].numel() == 0
+    packed = torch.stack(flat[1:], 1)
+    found = flash_attn.flash_attn_varlen_kvpacked_func(flat[0], packed, cu_q, cu_k, 5, 9, **how)
+    assert torch.equal(found[0], out)
+    qkv = torch.stack((k, k, v), 2)
+    found = flash_attn.flash_attn_qkvpacked_func(qkv, causal=causal)
+    assert torch.equal(found, flash_attn.flash_attn_func(k, k, v, causal=causal))
+    flat_qkv = flash_attn.flash_attn_varlen_qkvpacked_func(
+        qkv.flatten(0, 1), cu_k, 9, causal=causal
+    )
+    assert torch.equal(flat_qkv, found.flatten(0, 1))
+
+
+def test_bert_padding_goes_there_and_back() -> None:
+    hidden = torch.randn(3, 7, 2, 4)
+    mask = torch.arange(7) < torch.tensor([[4], [7], [0]])
+    tokens, places, offsets, longest, used = unpad_input(hidden, mask)
+    assert offsets.tolist() == [0, 4, 11, 11]
+    assert (longest, used.tolist()) == (7, [4, 7, 0])
+    assert torch.equal(tokens, hidden[mask])
+    assert torch.equal(pad_input(tokens, places, 3, 7), hidden * mask[:, :, None, None])
+    more = unpad_input(hidden, mask, torch.arange(7).eq(5).expand(3, 7) & ~mask)
+    assert (more[2].tolist(), more[4].tolist()) == ([0, 5, 12, 13], [4, 7, 0])
+
+
+def test_keywords_of_flash_attn_3_and_vllm() -> None:
+    q, k, v, cu_q, _ = varlen_inputs()
+    blocks = [torch.cat((x, x.new_zeros(2, 7, 2, 16)), 1).view(8, 4, 2, 16) for x in (k, v)]
+    table = torch.arange(8).int().view(2, 4)
+    used = torch.tensor([9, 6], dtype=torch.int32)
+    flat = q.flatten(0, 1)
+    sinks = torch.randn(4)
+    want, lse, _ = flash_attn_varlen_func(
+        flat, *blocks, cu_q, torch.tensor([0, 9, 15]).int(), 5, 9, causal=True, block_table=table,
+        return_attn_probs=True,
+    )  # fmt: skip
+    out = torch.empty_like(flat)
+    found = flash_attn_varlen_func(
+        q=flat, k=blocks[0], v=blocks[1], max_seqlen_q=5, cu_seqlens_q=cu_q, max_seqlen_k=9,
+        seqused_k=used, page_table=table, causal=True, out=out, return_softmax_lse=True,
+        fa_version=3, scheduler_metadata=None, q_descale=None, s_aux=None, num_splits=0,
+    )  # fmt: skip
+    assert found[0] is out
+    assert torch.equal(out, want)
+    assert torch.equal(found[1], lse)
+    cached = flash_attn_with_kvcache(
+        flat, *blocks, cache_seqlens=used, page_table=table, cu_seqlens_q=cu_q, max_seqlen_q=5,
+        causal=True, pack_gqa=True, return_softmax_lse=True,
+    )  # fmt: skip
+    assert torch.equal(cached[0], want)
+    assert torch.equal(cached[1], lse)
+    even = flash_attn_with_kvcache(q, *blocks, cache_seqlens=used, page_table=table, causal=True)
+    assert torch.equal(even.flatten(0, 1), want)
+    with_sinks = flash_attn_varlen_func(
+        flat, *blocks, cu_q, None, 5, 9, causal=True, page_table=table, seqused_k=used, s_aux=sinks
+    )
+    share = torch.sigmoid(lse.T - sinks)[:, :, None]  # of the keys, beside the sink
+    assert (with_sinks.float() - want.float() * share).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"page_table": torch.zeros(2, 1).int(), "block_table": torch.zeros(2, 1).int()},
+         ValueError, "page_table is given"),
+        ({"qv": torch.zeros(1)}, ValueError, "qv is a tensor"),
+        ({"k_descale": torch.ones(1)}, ValueError, "k_descale is a tensor"),
+        ({"attention_chunk": 128}, ValueError, "attention_chunk is 128"),
+        ({"rotary_seqlens": torch.ones(2)}, ValueError, "rotary_seqlens is a tensor"),
+        ({"seqused_k": torch.ones(2)}, ValueError, "seqused_k is a tensor"),
+        ({"s_aux": torch.ones(3)}, ValueError, "s_aux has shape"),
+        ({"cu_seqlens_q": torch.ones(3).int()}, ValueError, "cu_seqlens_q is given"),
+        ({"page_tabel": None}, TypeError, "page_tabel is no argument"),
+    ],
+)  # fmt: skip
+def test_keywords_are_refused_by_name(
+    change: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kvcache(**change)
+
+
+def test_names_that_are_not_here_say_what_to_use() -> None:
+    with pytest.raises(ImportError, match=r"merge_states"):
+        exec("from jitattn.compat.flash_attn.flash_attn_interface import flash_attn_combine", {})
+    with pytest.raises(AttributeError, match="forward"):
+        flash_attn.losses  # noqa: B018
 
 
 # --- engines --------------------------------------------------------------------------------------

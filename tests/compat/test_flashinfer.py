@@ -757,44 +757,12 @@ def test_positions_fill_what_is_given() -> None:
 
 # --- signatures -----------------------------------------------------------------------------------
 
-NAMES = {
-    "BatchDecodeWithPagedKVCacheWrapper.plan": (
-        "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size "
-        "pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type o_data_type "
-        "data_type sm_scale rope_scale rope_theta non_blocking block_tables seq_lens "
-        "fixed_split_size disable_split_kv q_len_per_req window_right is_causal"
-    ),
-    "BatchPrefillWithPagedKVCacheWrapper.run": (
-        "q paged_kv_cache q_scale k_scale v_scale out lse return_lse lse_base lse_layout "
-        "enable_pdl window_left sinks kv_cache_sf skip_softmax_threshold_scale_factor "
-        "use_fp16_softmax uses_spcompress"
-    ),
-    "append_paged_kv_cache": (
-        "append_key append_value batch_indices positions paged_kv_cache kv_indices kv_indptr "
-        "kv_last_page_len kv_layout"
-    ),
-    "merge_state_in_place": "v s v_other s_other mask",
-    "trtllm_batch_decode_with_kv_cache": (
-        "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale "
-        "window_left out out_dtype o_sf_scale o_sf_vec_size sinks kv_layout enable_pdl backend "
-        "q_len_per_req o_scale mask max_q_len cum_seq_lens_q skip_softmax_threshold_scale_factor "
-        "kv_cache_sf uses_shared_paged_kv_idx lse return_lse bmm1_scale_log2 "
-        "multi_ctas_kv_counter_buffer enable_block_sparse_attention cp_world cp_rank "
-        "causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan"
-    ),
-}
-
 
 def ours(name: str) -> dict[str, object]:
     value: object = flashinfer
     for part in name.split("."):
         value = getattr(value, part)
     return signatures.of_function(value)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_signatures_have_flashinfers_names(name: str) -> None:
-    assert " ".join(ours(name)) == NAMES[name]
 
 
 @pytest.mark.parametrize("name", signatures.HOME)
@@ -1421,7 +1389,7 @@ def test_run_comes_after_plan(kind: type) -> None:
     needed = [
         p
         for p in inspect.signature(wrapper.run).parameters.values()
-        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     with pytest.raises(RuntimeError, match="run was called before plan"):
         wrapper.run(*(scattered.normal(0, 1, 1, 16).half() for _ in needed))

@@ -23,6 +23,7 @@ from jitattn.spec.arch import ARCHITECTURES
 from tests.support import (
     cascades,
     compiled,
+    contexts,
     deepseek,
     engines,
     flash_attn_calls,
@@ -76,6 +77,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
             deepseek,
             cascades,
             compiled,
+            contexts,
             engines,
             flash_attn_calls,
             nano,

@@ -20,10 +20,19 @@ from tests.support.contexts import (
     merged_in_order,
     random_case,
     run_cases,
+    shard_state,
+    states_of,
     whole,
 )
 from tests.support.harness import same_bits
-from tests.support.rank_failures import CASE, keep_bits, local_parts, refresh_and_replace
+from tests.support.rank_failures import (
+    CASE,
+    keep_bits,
+    local_parts,
+    plan_nothing,
+    refresh_and_replace,
+    write_outputs,
+)
 from tests.support.ranks import run_ranks, values
 
 NUM_BATCHES = int(os.environ.get("CONTEXT_BATCHES", "0"))
@@ -96,6 +105,19 @@ def test_random_batches(num_ranks: int) -> None:
     check_cases(num_ranks, cases)
 
 
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_states_come_in_the_order_of_ranks(is_mla: bool) -> None:
+    """The reference's merge is too exact for its order to show in bits."""
+    case = replace(CASE, is_mla=is_mla)
+    inputs = ContextInputs(case)
+    want = [shard_state(inputs, rank) for rank in range(3)]
+    for rank, (outs, lses) in enumerate(values(run_ranks(3, states_of, case))):
+        assert outs.shape[0] == 3
+        for i, (out, lse) in enumerate(want):
+            assert same_bits(outs[i], inputs.heads_of(out, rank))
+            assert same_bits(lses[i], inputs.heads_of(lse, rank))
+
+
 def test_bits_do_not_depend_on_who_waits() -> None:
     repeats = 6
     results = values(run_ranks(3, keep_bits, repeats))
@@ -137,3 +159,22 @@ def test_what_each_rank_keeps() -> None:
         strict=True,
     ):
         assert message in found
+
+
+def test_given_outputs_are_written_or_refused() -> None:
+    for found in values(run_ranks(3, write_outputs)):
+        assert found.pop("is the given")
+        assert found.pop("is written")
+        assert len(found) == 8
+        for message, told in found.items():
+            assert message in told
+
+
+def test_a_batch_without_requests() -> None:
+    for shapes in values(run_ranks(3, plan_nothing)):
+        assert shapes == [[0, 2, 32], [0, 2]] * 2
+
+
+def test_a_group_of_one_is_the_planner() -> None:
+    cases = [random_case(1, seed) for seed in range(3)]
+    check_cases(1, cases)

@@ -17,6 +17,7 @@ import jitattn
 from jitattn.kernels.attention.reference import attention
 from jitattn.kernels.mla.reference import latent_attention
 from jitattn.parallel import ContextParallel
+from jitattn.spec.config import MLAConfig, PlannerConfig
 
 FP8 = torch.float8_e4m3fn
 SCALE = 0.5
@@ -41,6 +42,7 @@ class ContextCase:
         soft_cap: of attention.
         has_sinks: of attention.
         has_rows: whether requests share a pool of rows.
+        batch_invariant: of the planner.
         seed: of the numbers.
     """
 
@@ -58,6 +60,7 @@ class ContextCase:
     soft_cap: float = 0.0
     has_sinks: bool = False
     has_rows: bool = False
+    batch_invariant: bool = False
     seed: int = 0
 
 
@@ -107,6 +110,7 @@ def planner_of(case: ContextCase, **changes: object) -> Planner:
         "kv_dtype": case.kv_dtype,
         "page_table": case.page_table,
         "causal": case.causal,
+        "batch_invariant": case.batch_invariant,
         "device": "cpu",
     }
     if case.is_mla:
@@ -122,7 +126,7 @@ def planner_of(case: ContextCase, **changes: object) -> Planner:
 
 
 class ContextInputs:
-    """The tensors of a case, equal in every process that makes them.
+    """The tensors of a case, equal in every process that makes them, on a device.
 
     Attributes:
         tokens: K and V, or latents, of each request, as stored; [len, heads, dim] each.
@@ -132,8 +136,8 @@ class ContextInputs:
         caches: of all pages of all ranks.
     """
 
-    def __init__(self, case: ContextCase) -> None:
-        self.case = case
+    def __init__(self, case: ContextCase, device: str = "cpu") -> None:
+        self.case, self.device = case, device
         self._rng = torch.Generator().manual_seed(case.seed)
         dims = [(1, 512), (1, 64)] if case.is_mla else [(case.kv_heads, 32)] * 2
         q_lens = case.q_lens or (1,) * len(case.seq_lens)
@@ -144,6 +148,7 @@ class ContextInputs:
         self.sinks = self._normal(case.heads)
         self.tokens = [[self._stored(length, *dim) for dim in dims] for length in case.seq_lens]
         self._lay_out()
+        self.qs, self.sinks = [q.to(device) for q in self.qs], self.sinks.to(device)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._rng)
@@ -177,33 +182,34 @@ class ContextInputs:
     def qo_indptr(self) -> Tensor | None:
         if self.case.q_lens is None:
             return None
-        return torch.tensor([0, *self.case.q_lens], dtype=torch.int32).cumsum(0).int()
+        offsets = torch.tensor([0, *self.case.q_lens]).cumsum(0)
+        return offsets.to(self.device, torch.int32)
 
     @property
     def seq_lens(self) -> Tensor:
-        return torch.tensor(self.case.seq_lens, dtype=torch.int32)
+        return torch.tensor(self.case.seq_lens, dtype=torch.int32, device=self.device)
 
     def table(self, pages: list[list[int]]) -> jitattn.BlockTable:
         """Return the table of pages of each request, in the layout of the case."""
-        case = self.case
+        case, device = self.case, self.device
         width = max((len(row) for row in pages), default=0) + 1
         if case.page_table == "csr":
             starts = torch.tensor([0, *map(len, pages)], dtype=torch.int32).cumsum(0).int()
             flat = [page for row in pages for page in row] + [77]
             indices = torch.tensor(flat, dtype=torch.int32)
-            return jitattn.CsrPages(starts, indices)  # type: ignore[return-value]
+            return jitattn.CsrPages(starts.to(device), indices.to(device))  # type: ignore[return-value]
         rows = None
         ids = torch.tensor([row + [-1] * (width - len(row)) for row in pages], dtype=torch.int32)
         if case.has_rows:
-            rows = torch.arange(len(pages), dtype=torch.int32).flip(0)
+            rows = torch.arange(len(pages), dtype=torch.int32, device=device).flip(0)
             ids = ids.flip(0)
         if case.page_table == "token":
             places = torch.arange(case.page_size, dtype=torch.int32)
             slots = (ids[:, :, None] * case.page_size + places).where(ids[:, :, None] >= 0, -1)
-            return jitattn.TokenTable(slots.flatten(1), rows=rows)  # type: ignore[return-value]
+            return jitattn.TokenTable(slots.flatten(1).to(device), rows=rows)  # type: ignore[return-value]
         if case.page_table == "separate":
             ids = torch.stack((ids, ids), dim=1)
-        return jitattn.BlockTable(ids, rows=rows)
+        return jitattn.BlockTable(ids.to(device), rows=rows)
 
     def local_cache(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the pages of a rank: every num_ranks-th block of all."""
@@ -212,7 +218,7 @@ class ContextInputs:
         for cache in self.caches:
             raw = cache.view(torch.uint8) if cache.dtype is FP8 else cache
             blocks = raw.unflatten(0, (-1, case.num_ranks, case.interleave))[:, rank]
-            own = blocks.flatten(0, 1).contiguous().view(cache.dtype)
+            own = blocks.flatten(0, 1).contiguous().view(cache.dtype).to(self.device)
             parts.append(own.squeeze(2) if case.is_mla else own)
         return parts[0], parts[1]
 
@@ -223,7 +229,9 @@ class ContextInputs:
             return planner.bind(cache)
         if self.case.is_mla:
             return planner.bind(cache, k_scale=SCALE)
-        return planner.bind(cache, k_scale=SCALE, v_scale=torch.tensor(2 * SCALE))
+        return planner.bind(
+            cache, k_scale=SCALE, v_scale=torch.tensor(2 * SCALE, device=self.device)
+        )
 
     def heads_of(self, tensor: Tensor, rank: int) -> Tensor:
         """Return a rank's part of what has heads in its second dimension."""
@@ -231,11 +239,11 @@ class ContextInputs:
         return tensor[:, rank * count : (rank + 1) * count]
 
 
-def run_case(rank: int, case: ContextCase) -> tuple[Tensor, Tensor]:
+def run_case(rank: int, case: ContextCase, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Return out and lse of this rank's heads."""
-    inputs = ContextInputs(case)
+    inputs = ContextInputs(case, device)
     cp = ContextParallel(interleave=case.interleave, page_size=case.page_size)
-    planner = planner_of(case)
+    planner = planner_of(case, device=device)
     plan = cp.plan(
         planner,  # type: ignore[arg-type]
         cp.local_table(inputs.table(inputs.pages)),
@@ -249,12 +257,32 @@ def run_case(rank: int, case: ContextCase) -> tuple[Tensor, Tensor]:
         others["sinks"] = inputs.heads_of(inputs.sinks[None], rank)[0]
     found = plan.run(*qs, inputs.bound(planner, rank), return_lse=True, **others)  # type: ignore
     assert isinstance(found, tuple)
-    return found
+    return found[0].cpu(), found[1].cpu()
 
 
-def run_cases(rank: int, cases: list[ContextCase]) -> list[tuple[Tensor, Tensor]]:
-    """Run one case after the other."""
-    return [run_case(rank, case) for case in cases]
+def run_cases(
+    rank: int, cases: list[ContextCase], device: str = "cpu"
+) -> list[tuple[Tensor, Tensor]]:
+    """Run one case after the other; on "cuda" each rank has a card, on "cuda:0" all share one."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    return [run_case(rank, case, device) for case in cases]
+
+
+def states_of(rank: int, case: ContextCase) -> tuple[Tensor, Tensor]:
+    """Return the states that this rank merges, as they come."""
+    from jitattn.parallel import plan
+
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+        del out, lse
+        kept.append((outs.clone(), lses.clone()))
+
+    plan.merge_into = merge_into
+    run_case(rank, case)
+    return kept[0]
 
 
 # --- what is right
@@ -273,7 +301,8 @@ def query_tokens(inputs: ContextInputs) -> list[tuple[int, int]]:
 
 def shard_state(inputs: ContextInputs, rank: int) -> tuple[Tensor, Tensor]:
     """Return out and lse over the tokens of one rank, with all heads, by a planner alone."""
-    case, planner = inputs.case, planner_of(inputs.case, page_table="shared")
+    case, device = inputs.case, inputs.device
+    planner = planner_of(case, page_table="shared", device=device)
     block, page = case.interleave * case.page_size, case.page_size
 
     def own(seen: int) -> int:
@@ -292,9 +321,11 @@ def shard_state(inputs: ContextInputs, rank: int) -> tuple[Tensor, Tensor]:
         for request, _ in query_tokens(inputs)
     ]
     width = max((len(row) for row in rows), default=0) + 1
-    table = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
-    lens = torch.tensor([own(seen) for _, seen in query_tokens(inputs)], dtype=torch.int32)
-    plan = planner.plan(jitattn.BlockTable(table.view(len(rows), width)), lens)
+    ids = [row + [-1] * (width - len(row)) for row in rows]
+    table = torch.tensor(ids, dtype=torch.int32, device=device).view(len(rows), width)
+    counts = [own(seen) for _, seen in query_tokens(inputs)]
+    lens = torch.tensor(counts, dtype=torch.int32, device=device)
+    plan = planner.plan(jitattn.BlockTable(table), lens)
     qs = [q[: len(rows)] for q in inputs.qs]
     found = plan.run(*qs, inputs.bound(planner, rank), return_lse=True)  # type: ignore
     assert isinstance(found, tuple)
@@ -321,7 +352,7 @@ def whole(inputs: ContextInputs) -> tuple[Tensor, Tensor]:
     case = inputs.case
     outs, lses, row = [], [], 0
     for tokens, q_len in zip(inputs.tokens, inputs.q_lens, strict=True):
-        qs = [q[row : row + q_len] for q in inputs.qs]
+        qs = [q[row : row + q_len].cpu() for q in inputs.qs]
         k, v = (part.double() for part in tokens)
         if case.kv_dtype != "bfloat16":
             k, v = k * SCALE, v * (SCALE if case.is_mla else 2 * SCALE)
@@ -333,9 +364,67 @@ def whole(inputs: ContextInputs) -> tuple[Tensor, Tensor]:
             out, lse = attention(
                 qs[0], k, v, [0, q_len], [0, k.shape[0]],
                 causal=case.causal, window_left=-1, logits_soft_cap=case.soft_cap,
-                sm_scale=32**-0.5, sinks=inputs.sinks if case.has_sinks else None,
+                sm_scale=32**-0.5, sinks=inputs.sinks.cpu() if case.has_sinks else None,
             )  # fmt: skip
         outs.append(out)
         lses.append(lse)
         row += q_len
     return torch.cat(outs), torch.cat(lses)
+
+
+# --- on cards
+
+
+def card_cases(num_ranks: int) -> list[ContextCase]:
+    """Return batches of pages of 16 tokens, of attention and of latent attention."""
+    common = {"num_ranks": num_ranks, "page_size": 16, "batch_invariant": True}
+    return [
+        ContextCase(**common | changes)  # type: ignore[arg-type]
+        for is_mla in (False, True)
+        for dtype in ("bfloat16", "float8_e4m3fn")
+        for changes in (
+            {"seq_lens": (700, 1, 0, 33), "is_mla": is_mla, "kv_dtype": dtype},
+            {
+                "seq_lens": (700, 5, 90),
+                "q_lens": (4, 2, 3),
+                "is_mla": is_mla,
+                "kv_dtype": dtype,
+                "has_sinks": not is_mla,
+            },
+        )
+    ]
+
+
+def gpu_configs() -> list[PlannerConfig | MLAConfig]:
+    """What tests/gpu/test_parallel.py asks for."""
+    return [planner_of(case).config for case in card_cases(2)]
+
+
+def replay_case(rank: int, case: ContextCase, num_replays: int) -> int:
+    """Replay a captured step with other lengths each time; return how often bits were eager's."""
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    inputs = ContextInputs(case, device)
+    cp, planner = ContextParallel(page_size=case.page_size), planner_of(case, device=device)
+    pages, lens = cp.local_table(inputs.table(inputs.pages)), inputs.seq_lens
+    qs = [inputs.heads_of(q, rank).contiguous() for q in inputs.qs]
+    kv = inputs.bound(planner, rank)
+    plan = cp.plan(planner, pages, lens)  # type: ignore
+
+    def step() -> tuple[Tensor, Tensor]:
+        plan.refresh()
+        return plan.run(*qs, kv, return_lse=True)  # type: ignore
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    num_same = 0
+    for i in range(num_replays):
+        lens.copy_(inputs.seq_lens - i % 40)
+        graph.replay()
+        replayed = out.clone(), lse.clone()
+        want = step()
+        num_same += torch.equal(replayed[0], want[0]) and torch.equal(replayed[1], want[1])
+    return num_same

@@ -1,4 +1,4 @@
-"""The signatures of FlashInfer that its stand-ins have: names, and defaults from its sources.
+"""The defaults of FlashInfer's parameters, from its sources; names are in ``flashinfer_table``.
 
 The sources are read, not imported: importing them wants CUDA libraries.
 """
@@ -92,4 +92,9 @@ def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, object]]:
 def of_function(function: Callable[..., object]) -> dict[str, object]:
     """Names and defaults of a function of ours."""
     parameters = inspect.signature(function).parameters
-    return {name: p.default for name, p in parameters.items() if name not in ("self", "cls")}
+    stars = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {
+        name: p.default
+        for name, p in parameters.items()
+        if name not in ("self", "cls") and p.kind not in stars
+    }

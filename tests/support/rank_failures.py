@@ -168,6 +168,50 @@ def keep_bits(rank: int, repeats: int) -> list[tuple[Tensor, Tensor]]:
     return found  # type: ignore[return-value]
 
 
+def write_outputs(rank: int) -> dict[str, object]:
+    """Write into given tensors, of other strides, and give some that don't fit."""
+    plan, inputs = plan_of({})
+    q, kv = inputs.heads_of(inputs.qs[0], rank), inputs.bound(planner_of(CASE), rank)
+    want, want_lse = plan.run(q, kv, return_lse=True)  # type: ignore
+    out = torch.zeros(2, 2, 64, dtype=torch.bfloat16)[..., :32]
+    lse = torch.zeros(2, 2).T
+    found: dict[str, object] = {
+        "is the given": plan.run(q, kv, out=out, lse=lse) is out,  # type: ignore[arg-type]
+        "is written": torch.equal(out, want) and torch.equal(lse, want_lse),
+    }
+    for name, others in {
+        "out has shape": {"out": out[:1]},
+        "out has dtype": {"out": out.float()},
+        "lse has shape": {"lse": lse[:1]},
+        "lse has strides": {"lse": torch.zeros(1).expand(2, 2)},
+        "sinks has shape": {"sinks": torch.zeros(6)},
+        "sinks is a list": {"sinks": [0.0, 0.0]},
+        "return_lse is a": {"return_lse": 1},
+        "q has dtype": {"q": q.float()},
+    }.items():
+        arguments = {"q": q, "kv": kv} | others
+        try:
+            plan.run(**arguments)  # type: ignore[arg-type]
+            found[name] = "no error"
+        except (TypeError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
+def plan_nothing(rank: int) -> list[list[int]]:
+    """Return shapes of out and lse of a batch without requests."""
+    del rank
+    cp, planner = ContextParallel(page_size=4), planner_of(CASE)
+    pages = jitattn.BlockTable(torch.zeros(0, 3, dtype=torch.int32))
+    q, kv = torch.zeros(0, 2, 32, dtype=torch.bfloat16), torch.zeros(1, 2, 4, 2, 32).bfloat16()
+    shapes = []
+    for indptr, most in ((None, None), (torch.zeros(1, dtype=torch.int32), 3)):
+        none = torch.zeros(0, dtype=torch.int32)
+        plan = cp.plan(planner, cp.local_table(pages), none, indptr, max_q_len=most)  # type: ignore
+        shapes += [list(part.shape) for part in plan.run(q, kv, return_lse=True)]
+    return shapes
+
+
 def refresh_and_replace(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Overwrite lengths and pages of a plan with draft tokens in place, and give another table."""
     case = replace(CASE, seq_lens=(30, 17), q_lens=(3, 2))
@@ -188,7 +232,15 @@ def refresh_and_replace(rank: int) -> list[tuple[Tensor, Tensor]]:
     after = plan.run(q, kv, return_lse=True)  # type: ignore[arg-type]
     other = jitattn.BlockTable(pages.table.clone())  # type: ignore[union-attr]
     again = plan.run(q, kv, pages=other, return_lse=True)  # type: ignore[arg-type]
-    return [before, after, again]  # type: ignore[list-item]
+    # Rows of a table are read by run: the plan's, overwritten, and another table's.
+    rows = torch.zeros(2, dtype=torch.int32)
+    turned = jitattn.BlockTable(pages.table.flip(0), rows=rows)  # type: ignore[union-attr]
+    plan = cp.plan(planner, turned, inputs.seq_lens, inputs.qo_indptr, max_q_len=4)  # type: ignore
+    rows.copy_(torch.tensor([1, 0]))
+    own_rows = plan.run(q, kv, return_lse=True)  # type: ignore[arg-type]
+    straight = jitattn.BlockTable(other.table, rows=torch.arange(2))
+    given_rows = plan.run(q, kv, pages=straight, return_lse=True)  # type: ignore[arg-type]
+    return [before, after, again, own_rows, given_rows]  # type: ignore[list-item]
 
 
 def run_bench(rank: int, arguments: list[str]) -> str:

@@ -7,10 +7,12 @@ ends: after ``limit_s`` it kills those that are left.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +30,7 @@ def run_ranks(
     num_ranks: int,
     job: Callable[..., object],
     *arguments: object,
+    backend: str = "gloo",
     timeout_s: float = 60,
     limit_s: float = 240,
 ) -> list[Any]:
@@ -37,6 +40,7 @@ def run_ranks(
         num_ranks: how many processes.
         job: a function of a module, which a group is there for.
         arguments: what can be pickled.
+        backend: of the group.
         timeout_s: of the group.
         limit_s: after which this raises.
 
@@ -51,7 +55,8 @@ def run_ranks(
         pairs = [_CONTEXT.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
             _CONTEXT.Process(
-                target=_main, args=(sender, url, rank, num_ranks, timeout_s, job, arguments)
+                target=_main,
+                args=(sender, _Group(backend, url, rank, num_ranks, timeout_s), job, arguments),
             )
             for rank, (_, sender) in enumerate(pairs)
         ]
@@ -77,6 +82,20 @@ def values(results: list[Any]) -> list[Any]:
     return results
 
 
+@dataclass
+class _Group:
+    """What a rank joins; and the settings of the process that starts it, as the server's differ."""
+
+    backend: str
+    url: str
+    rank: int
+    num_ranks: int
+    timeout_s: float
+    environ: dict[str, str] = field(
+        default_factory=lambda: {k: v for k, v in os.environ.items() if k.startswith("JITATTN_")}
+    )
+
+
 def _received(receiver: Connection, deadline: float) -> object:
     if not receiver.poll(max(deadline - time.monotonic(), 0)):
         raise TimeoutError("a rank is still running")
@@ -88,23 +107,21 @@ def _received(receiver: Connection, deadline: float) -> object:
 
 def _main(
     sender: Connection,
-    url: str,
-    rank: int,
-    num_ranks: int,
-    timeout_s: float,
+    group: _Group,
     job: Callable[..., object],
     arguments: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ.update(group.environ)
     dist.init_process_group(
-        "gloo",
-        init_method=url,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=timeout_s),
+        group.backend,
+        init_method=group.url,
+        rank=group.rank,
+        world_size=group.num_ranks,
+        timeout=timedelta(seconds=group.timeout_s),
     )
     try:
-        found: object = job(rank, *arguments)
+        found: object = job(group.rank, *arguments)
     except Exception as error:
         found = error
     sender.send_bytes(pickle.dumps(found))  # send shares the memory of tensors, which goes

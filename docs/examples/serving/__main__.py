@@ -8,9 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from docs.examples.serve import DEVICE, PAGE_SIZE
+from docs.examples.serve import CHUNK, DEVICE, PAGE_SIZE
 from docs.examples.serving.engine import Engine
 from docs.examples.serving.models import Checkpoint, RandomModel
+from docs.examples.serving.ranks import start_ranks
 from docs.examples.serving.server import IDLE_S, MAX_CONNECTIONS, Server
 from docs.examples.serving.text import ByteTokenizer, Tokenizer
 from jitattn.kv import KVCacheConfig, KVCacheManager
@@ -33,6 +34,10 @@ def parser() -> argparse.ArgumentParser:
         "--max-connections", type=int, default=MAX_CONNECTIONS, help="at a time; more get a 503"
     )
     parser.add_argument(
+        "--context-parallel", type=int, default=1, metavar="N",
+        help="processes, a card each, that share the tokens of each sequence; random weights alone",
+    )  # fmt: skip
+    parser.add_argument(
         "--idle-seconds", type=float, default=IDLE_S, help="in which a request has to arrive"
     )
     return parser
@@ -41,17 +46,28 @@ def parser() -> argparse.ArgumentParser:
 def make_server(options: argparse.Namespace) -> Server:
     """Load a model, and bind its port."""
     model: Any
+    manager: Any = None
     tokenizer: Tokenizer
-    if options.model is None:
+    if options.context_parallel != 1:
+        if options.model is not None:
+            raise OSError("--context-parallel serves random weights alone")
+        model = manager = start_ranks(
+            options.context_parallel, gpu_bytes=options.kv_bytes,
+            host_bytes=options.host_bytes, typical_len=options.typical_len,
+        )  # fmt: skip
+        tokenizer, name = ByteTokenizer(), "random"
+    elif options.model is None:
         model, tokenizer, name = RandomModel([-1, 31, -1]), ByteTokenizer(), "random"
     else:
         model = Checkpoint(options.model)
         tokenizer, name = model.tokenizer(options.model), options.model.resolve().name
-    config = KVCacheConfig(
-        page_size=PAGE_SIZE, gpu_bytes=options.kv_bytes, host_bytes=options.host_bytes,
-        layers=model.layers(), typical_len=options.typical_len,
-    )  # fmt: skip
-    engine = Engine(model, KVCacheManager(config, device=DEVICE))
+    if manager is None:
+        config = KVCacheConfig(
+            page_size=PAGE_SIZE, gpu_bytes=options.kv_bytes, host_bytes=options.host_bytes,
+            layers=model.layers(), typical_len=options.typical_len,
+        )  # fmt: skip
+        manager = KVCacheManager(config, device=DEVICE)
+    engine = Engine(model, manager, chunk=getattr(model, "chunk", CHUNK))
     return Server(
         (options.host, options.port), engine, tokenizer, options.name or name,
         max_connections=options.max_connections, idle_s=options.idle_seconds,
@@ -78,6 +94,7 @@ def main() -> None:
         server.server_close()
         server.engine.close()
         server.end_connections()
+        server.engine.manager.close()
 
 
 if __name__ == "__main__":

@@ -86,9 +86,10 @@ class Engine(Scheduler):
 
     max_running = 32
 
-    def __init__(self, model: Model, manager: KVCacheManager) -> None:
+    def __init__(self, model: Model, manager: KVCacheManager, *, chunk: int = CHUNK) -> None:
         super().__init__(model, manager, [])
-        self.max_len = _longest(manager, model.max_position)
+        self.chunk = chunk
+        self.max_len = _longest(manager, model.max_position, chunk)
         self.error: str | None = None
         self.load = self._load()
         self._changed = threading.Condition()
@@ -224,7 +225,7 @@ def _fork(request: Request) -> KVSequence:
     return request.seq.fork()
 
 
-def _longest(manager: KVCacheManager, most: int) -> int:
+def _longest(manager: KVCacheManager, most: int, chunk: int) -> int:
     """Return the most tokens, up to ``most``, that fit for a single sequence, in chunks.
 
     Raises:
@@ -233,10 +234,10 @@ def _longest(manager: KVCacheManager, most: int) -> int:
     seq = manager.create_sequence()
     assert seq.resume()
     length = 0
-    while length < most and seq.resize(length + CHUNK, length):
-        length += CHUNK
+    while length < most and seq.resize(length + chunk, length):
+        length += chunk
     if length == 0:
-        raise ValueError(f"the pages don't hold a chunk of {CHUNK} tokens: give more bytes")
-    rest = next((n for n in range(CHUNK - 1, 0, -1) if seq.resize(length + n, length)), 0)
+        raise ValueError(f"the pages don't hold a chunk of {chunk} tokens: give more bytes")
+    rest = next((n for n in range(chunk - 1, 0, -1) if seq.resize(length + n, length)), 0)
     seq.close()
     return min(length + rest, most)

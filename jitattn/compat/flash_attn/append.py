@@ -7,6 +7,7 @@ from torch import Tensor
 
 from jitattn.compat.flash_attn.cache import CachedCall, PagedCache
 from jitattn.compat.flash_attn.common import even_indptr
+from jitattn.compat.rotation import rotate
 from jitattn.kernels.preprocess.api import append_kv
 from jitattn.tensors.tensor_checks import check_device, check_tensor
 
@@ -91,10 +92,5 @@ def _rotate(
     """Turn [batch_size, length, heads, head_dim] by the positions ``first`` + ``step`` * i."""
     positions = first.long()[:, None] + step * torch.arange(x.shape[1], device=x.device)
     positions = positions.clamp(0, max(cos.shape[0] - 1, 0))  # those of padding are any
-    c, s = (table[positions].float().unsqueeze(2) for table in (cos, sin))
-    rotary_dim = 2 * cos.shape[1]
-    turned = x[..., :rotary_dim].float()
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
-    pairs = a * c - b * s, a * s + b * c
-    turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
-    return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+    c, s = (table[positions].float() for table in (cos, sin))
+    return rotate(x, c, s, interleaved=interleaved)

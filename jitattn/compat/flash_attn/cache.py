@@ -39,6 +39,8 @@ class CachedCall(NamedTuple):
     alibi_slopes: Tensor | None
     num_splits: int
     return_softmax_lse: bool
+    out: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class PagedCache(NamedTuple):
@@ -92,47 +94,75 @@ def paged_cache(given: CachedCall, batch_size: int) -> PagedCache:
     num_rows, seqlen = k_cache.shape[:2]
     if cache_batch_idx is None and batch_size > num_rows:
         raise ValueError(f"q has {batch_size} requests: k_cache has {num_rows} rows")
-    if num_rows * seqlen > INT32_MAX:
-        raise ValueError(f"k_cache has {num_rows * seqlen} tokens: expected at most {INT32_MAX}")
-    k, v, page_size = _as_pages(k_cache, v_cache)
+    step = _row_step(k_cache, v_cache)
+    page_size = math.gcd(seqlen, step, _MOST_TOKENS)
+    if cache_leftpad is not None or page_size < _FEWEST_TOKENS:
+        page_size = 1
+    k, v = (_as_pages(name, cache, step, page_size) for name, cache in _named(k_cache, v_cache))
     if cache_leftpad is not None:
-        return PagedCache(k, v, _padded(batch_size, seqlen, cache_batch_idx, cache_leftpad), seqlen)
-    pages_of_row = seqlen // page_size
-    ids = torch.arange(num_rows * pages_of_row, dtype=torch.int32, device=k.device)
-    table = ids.view(num_rows, pages_of_row)
+        padded = _padded(batch_size, seqlen, step, cache_batch_idx, cache_leftpad)
+        return PagedCache(k, v, padded, seqlen)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=k.device) * (step // page_size)
+    ids = rows[:, None] + torch.arange(seqlen // page_size, dtype=torch.int32, device=k.device)
     if cache_batch_idx is None:
-        return PagedCache(k, v, BlockTable(table[:batch_size]), seqlen)
-    return PagedCache(k, v, BlockTable(table, rows=cache_batch_idx), seqlen)
+        ids = ids[:batch_size]
+    if page_size == 1:
+        return PagedCache(k, v, TokenTable(ids, rows=cache_batch_idx), seqlen)
+    return PagedCache(k, v, BlockTable(ids, rows=cache_batch_idx), seqlen)
 
 
-def _as_pages(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
-    """View rows of a cache as pages of a size that many caches have."""
+def _named(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+    return ("k_cache", k_cache), ("v_cache", v_cache)
+
+
+def _row_step(k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return how many tokens apart rows begin, which slices of a cache have more than they hold.
+
+    Raises:
+        ValueError: it is no whole number, or another for V.
+    """
     num_rows, seqlen = k_cache.shape[:2]
-    page_size = math.gcd(seqlen, _MOST_TOKENS)
-    is_dense = all(
-        num_rows == 1 or cache.stride(0) == seqlen * cache.stride(1) for cache in (k_cache, v_cache)
-    )
-    if not is_dense or page_size < _FEWEST_TOKENS:
-        return k_cache, v_cache, max(seqlen, 1)
-    size = num_rows * seqlen // page_size, page_size
-    k, v = (
-        cache.as_strided(
-            (*size, *cache.shape[2:]), (page_size * cache.stride(1), *cache.stride()[1:])
-        )
-        for cache in (k_cache, v_cache)
-    )
-    return k, v, page_size
+    if num_rows <= 1 or seqlen == 0:
+        return seqlen
+    # The stride of a dimension of one token says nothing.
+    strides = [cache.stride()[0 if seqlen == 1 else 1] for cache in (k_cache, v_cache)]
+    steps = [
+        cache.stride(0) / max(stride, 1)
+        for cache, stride in zip((k_cache, v_cache), strides, strict=True)
+    ]
+    for (name, cache), step in zip(_named(k_cache, v_cache), steps, strict=True):
+        if not step.is_integer() or step != steps[0]:
+            raise ValueError(
+                f"{name} has strides {list(cache.stride())}: rows of both caches begin the same "
+                "number of tokens apart"
+            )
+    return int(steps[0])
+
+
+def _as_pages(name: str, cache: Tensor, step: int, page_size: int) -> Tensor:
+    """View rows as pages of a size that many caches have; a length is none, nor compiled in."""
+    num_rows, seqlen = cache.shape[:2]
+    num_tokens = max(num_rows - 1, 0) * step + seqlen if num_rows else 0
+    if num_tokens > INT32_MAX:
+        raise ValueError(f"{name} has {num_tokens} tokens: expected at most {INT32_MAX}")
+    size = num_tokens // page_size, page_size, *cache.shape[2:]
+    token = cache.stride(0 if seqlen == 1 else 1)
+    return cache.as_strided(size, (page_size * token, token, *cache.stride()[2:]))
 
 
 def _padded(
-    batch_size: int, seqlen: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor
+    batch_size: int,
+    seqlen: int,
+    step: int,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor,
 ) -> TokenTable:
     """Return the slots of rows whose first tokens are padding."""
     steps = torch.arange(seqlen, device=cache_leftpad.device)
     if cache_batch_idx is None:
         cache_batch_idx = torch.arange(batch_size, device=cache_leftpad.device)
     places = cache_leftpad[:, None] + steps
-    slots = cache_batch_idx.long()[:, None] * seqlen + places
+    slots = cache_batch_idx.long()[:, None] * step + places
     return TokenTable(torch.where(places < seqlen, slots, -1).int())
 
 

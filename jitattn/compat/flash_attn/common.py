@@ -15,6 +15,7 @@ from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 Q_DTYPES = (torch.float16, torch.bfloat16)
+FLOATS = (*Q_DTYPES, torch.float32, torch.float64)
 
 
 class Window(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,13 @@ from jitattn.compat.flash_attn.common import (
     refuse_alibi,
     softmax_scale_of,
 )
+from jitattn.compat.flash_attn.options import CacheOptions, check_options, sinks_of, table_of
+from jitattn.compat.flash_attn.varlen import flash_attn_varlen_func
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.common.planner_base import plan_for_call
-from jitattn.tensors.tensor_checks import check_last_stride, check_memory
+from jitattn.tensors.tensor_checks import check_last_stride, check_memory, check_tensor
+
+_HONOURED = ("page_table", "s_aux", "learnable_sink", "out", "cu_seqlens_q", "max_seqlen_q")
 
 
 def flash_attn_with_kvcache(
@@ -29,7 +35,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: bool = False,
+    return_softmax_lse: bool = False, **options: Unpack[CacheOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Write k and v behind the cached tokens, in place, and attend q to all of them.
 
@@ -60,6 +66,7 @@ def flash_attn_with_kvcache(
         alibi_slopes: refused unless None.
         num_splits: 0, or 1: bits don't depend on the rest of the batch. Others are refused.
         return_softmax_lse: return the logarithms of the sums, too.
+        options: keywords of flash-attn 3 and vLLM, see docs/from-flash-attn.md.
 
     Returns:
         out [batch_size, seqlen_q, nheads, head_dim of V], or (out, lse), lse float32 [batch_size,
@@ -68,12 +75,37 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError, ConfigError: naming the argument, before any launch.
     """
-    # fmt: off
-    return _attend_cached(CachedCall(
+    chosen = check_options(options, _HONOURED)
+    block_table = table_of(block_table, chosen)
+    given = CachedCall(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, window_size, softcap,
-        rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
-    ))
+        rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, chosen.get("out"),
+        sinks_of(chosen, q),
+    )  # fmt: skip
+    if chosen.get("cu_seqlens_q") is not None:
+        return _attend_ragged(given, chosen["cu_seqlens_q"], chosen.get("max_seqlen_q"))
+    return _attend_cached(given)
+
+
+def _attend_ragged(
+    given: CachedCall, cu_seqlens_q: Tensor, max_seqlen_q: int | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend queries that follow each other to blocks of a table."""
+    others = given.k, given.v, given.cache_batch_idx, given.cache_leftpad
+    if given.block_table is None or any(value is not None for value in others):
+        raise ValueError("cu_seqlens_q is given: it is for block_table or page_table, without k")
+    if not isinstance(given.cache_seqlens, Tensor):
+        raise ValueError("cache_seqlens is no tensor: cu_seqlens_q comes with one of [batch_size]")
+    found = flash_attn_varlen_func(
+        given.q, given.k_cache, given.v_cache, cu_seqlens_q, None,
+        given.q.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        given.block_table.shape[1] * given.k_cache.shape[1], 0.0, given.softmax_scale,
+        given.causal, given.window_size, given.softcap, given.alibi_slopes,
+        block_table=given.block_table, seqused_k=given.cache_seqlens, out=given.out,
+        s_aux=given.sinks, num_splits=given.num_splits, return_softmax_lse=True,
+    )  # fmt: skip
+    return (found[0], found[1]) if given.return_softmax_lse else found[0]
 
 
 def _attend_cached(given: CachedCall) -> Tensor | tuple[Tensor, Tensor]:
@@ -93,6 +125,7 @@ def _attend_cached(given: CachedCall) -> Tensor | tuple[Tensor, Tensor]:
         sm_scale=softmax_scale_of(given.softmax_scale),
         logits_soft_cap=check_number("softcap", given.softcap, least=0.0),
         batch_invariant=is_unsplit(given.num_splits),
+        use_sinks=given.sinks is not None,
     )
     kv = planner.bind((cache.k, cache.v))
     q, seq_lens = append_new_tokens(given, cache, cached)
@@ -102,6 +135,8 @@ def _attend_cached(given: CachedCall) -> Tensor | tuple[Tensor, Tensor]:
     out = plan.run(
         q.flatten(0, 1),
         kv,
+        out=None if given.out is None else _rows_of(given.out, given),
+        sinks=given.sinks,
         lse=lse if given.return_softmax_lse else None,
         custom_mask=window.mask_of_even(batch_size, seqlen_q, q.device),
     )
@@ -110,6 +145,15 @@ def _attend_cached(given: CachedCall) -> Tensor | tuple[Tensor, Tensor]:
     if not given.return_softmax_lse:
         return out
     return out, lse.view(batch_size, seqlen_q, -1).transpose(1, 2).contiguous()
+
+
+def _rows_of(out: Tensor, given: CachedCall) -> Tensor:
+    """Return ``out`` by rows, as a view."""
+    wanted = [*given.q.shape[:3], given.v_cache.shape[3]]
+    check_tensor("out", out, (given.q.dtype,))
+    if list(out.shape) != wanted or not out.is_contiguous():
+        raise ValueError(f"out has shape {list(out.shape)}: expected {wanted}, contiguous")
+    return out.flatten(0, 1)
 
 
 def _check_given(given: CachedCall) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jitattn.base.validate import as_int, check_count, check_flag, shown
+from jitattn.compat.flashinfer.absent import names_of
 from jitattn.compat.flashinfer.common.arguments import check_dtype, refuse_unbuilt
 from jitattn.compat.flashinfer.common.batch import Batch, FixedBuffers, refuse_buffers
 from jitattn.compat.flashinfer.common.calls import (
@@ -19,12 +21,38 @@ from jitattn.compat.flashinfer.common.calls import (
     ScoreArguments,
     check_head_dim,
     forward_of,
+    sizes_of,
     window_change,
 )
 from jitattn.compat.flashinfer.common.paged_table import PagedTable, TableNames
+from jitattn.compat.flashinfer.common.queries import check_copy
 from jitattn.compat.flashinfer.common.wrapper import Wrapper
+from jitattn.compat.flashinfer.single import single_decode_with_kv_cache
+from jitattn.compat.flashinfer.trtllm.attention import trtllm_batch_decode_with_kv_cache
+from jitattn.compat.flashinfer.trtllm.latents import trtllm_batch_decode_with_kv_cache_mla
+from jitattn.compat.flashinfer.trtllm.xqa import (
+    xqa,
+    xqa_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache_mla,
+    xqa_mla,
+)
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.scales import ScaleLike
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa",
+    "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
+    "xqa_mla",
+]
+
+__getattr__ = names_of(__name__, __all__)
 
 _NAMES = TableNames("", "_buffer")
 
@@ -47,6 +75,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Remember the device and the buffers.
 
@@ -62,6 +91,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             paged_kv_last_page_len_buffer: int32 [batch_size], with ``use_cuda_graph``.
             backend: a name that FlashInfer knows; all mean the same kernels.
             jit_args: refused unless None.
+            jit_kwargs: likewise.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -69,6 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         refuse_unbuilt(locals())
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._use_tensor_cores = use_tensor_cores
+        self._backend = backend
         given = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         buffers = dict(zip(_NAMES.buffers(), given, strict=True))
         if not use_cuda_graph:
@@ -83,6 +114,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """What the constructor was given."""
         return self._use_tensor_cores
 
+    @property
+    def resolved_backend(self) -> str:
+        """The backend that the constructor was given; all are the same kernels."""
+        return self._backend
+
     def plan(
         self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int,
         num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE",
@@ -95,6 +131,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         block_tables: Tensor | None = None, seq_lens: Tensor | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
         q_len_per_req: int = 1, *, window_right: int = 0, is_causal: bool | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:  # fmt: skip
         """Plan a batch; nothing waits for the device.
 
@@ -125,6 +162,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             q_len_per_req: query tokens of every request.
             window_right: 0; others are refused.
             is_causal: None, or whether ``q_len_per_req`` is more than 1; others are refused.
+            use_token_head_sf: refused unless False.
 
         Raises:
             TypeError, ValueError, ConfigError: naming the argument.
@@ -142,6 +180,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._plan(given, table, head_dim, _check_causal(q_len_per_req, is_causal), non_blocking)
 
     begin_forward = plan
+    workspace_size = sizes_of(
+        plan, "non_blocking", "window_right", "is_causal", "use_token_head_sf"
+    )
 
     def _plan(
         self,
@@ -190,7 +231,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )
 
     def run(
-        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *args: object,
         q_scale: float | None = None, k_scale: ScaleLike | None = None,
         v_scale: ScaleLike | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
@@ -205,6 +246,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before
                 tokens) or a pair of such tensors without the second dimension, any strides but the
                 last; without the dimension of tokens, pages have one.
+            args: refused: they are for kernels of ``jit_args``.
             q_scale: refused unless None or 1.
             k_scale: of FP8 and NVFP4: a number, or float32 [], [1] or [num_kv_heads].
             v_scale: likewise.
@@ -225,13 +267,20 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument, before any launch.
         """
-        refuse_unbuilt(locals(), but=("kv_cache_sf",))
-        if q_len_per_req is not None and as_int(q_len_per_req) != self._batch().max_q_len:
+        return self._run(locals(), {})
+
+    def _run(self, given: Mapping[str, Any], changes: Mapping[str, object]) -> Results:
+        """Do what ``run`` does of its arguments, under ``changes`` of the planned ones."""
+        refuse_unbuilt(given, but=("kv_cache_sf",))
+        q_len = given["q_len_per_req"]
+        if q_len is not None and as_int(q_len) != self._batch().max_q_len:
             raise ValueError(
-                f"q_len_per_req is {shown(q_len_per_req)}: plan was given {self._batch().max_q_len}"
+                f"q_len_per_req is {shown(q_len)}: plan was given {self._batch().max_q_len}"
             )
-        call = RunArguments(q, q_scale, k_scale, v_scale, out, lse, return_lse, sinks, kv_cache_sf)
-        return self._attend_pages(paged_kv_cache, call, window_change(window_left))
+        names = "q", "q_scale", "k_scale", "v_scale", "out", "lse", "return_lse", "sinks"
+        call = RunArguments(*(given[name] for name in (*names, "kv_cache_sf")))
+        changes = {**changes, **window_change(given["window_left"])}
+        return self._attend_pages(given["paged_kv_cache"], call, changes)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -259,6 +308,34 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     forward_return_lse = forward_of(
         _read_forward, "Call ``forward`` and return lse, too.", return_lse=True
     )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor,
+    last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
+    pos_encoding_mode: str = "NONE", window_left: int = -1, logits_soft_cap: float | None = None,
+    q_data_type: str | torch.dtype | None = None, kv_data_type: str | torch.dtype | None = None,
+    data_type: str | torch.dtype | None = None, sm_scale: float | None = None,
+    rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
+    fixed_split_size: int | None = None, disable_split_kv: bool = False, q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Plan a batch of a decode wrapper, which comes first; ``plan`` is no slower here.
+
+    Arguments are as of ``BatchDecodeWithPagedKVCacheWrapper.plan``. ``global_override_indptr_cpu``
+    is ``indptr`` on the CPU, which nothing waits for: its values must be those.
+
+    Raises:
+        TypeError, ValueError, ConfigError: naming the argument.
+    """
+    check_copy("global_override_indptr_cpu", global_override_indptr_cpu, indptr)
+    self.plan(
+        indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, None,
+        data_type, sm_scale, rope_scale, rope_theta, non_blocking,
+        fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )  # fmt: skip
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

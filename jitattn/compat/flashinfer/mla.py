@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import check_count, check_flag, check_number, shown
+from jitattn.compat.flashinfer.absent import names_of
 from jitattn.compat.flashinfer.common.arguments import (
     Q_DTYPES,
     LseForm,
@@ -27,6 +28,11 @@ from jitattn.compat.flashinfer.common.metadata import (
     MLAPlanMetadata,
     tables_of,
 )
+from jitattn.compat.flashinfer.trtllm.latents import (
+    trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_prefill_with_kv_cache_mla,
+)
+from jitattn.compat.flashinfer.trtllm.xqa import xqa_batch_decode_with_kv_cache_mla
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
@@ -35,6 +41,16 @@ from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, CsrPages
 from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_checks import check_tensor
+
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_prefill_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
+]
+
+__getattr__ = names_of(__name__, __all__)
 
 _FP8 = torch.float8_e4m3fn
 _NO_SINKS = "latent attention has no sinks"

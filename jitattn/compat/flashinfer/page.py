@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count
+from jitattn.compat.flashinfer.absent import names_of
 from jitattn.compat.flashinfer.common.arguments import Q_DTYPES, check_layout, paged_cache
 from jitattn.compat.flashinfer.common.batch import (
     check_indices,
@@ -25,6 +26,15 @@ from jitattn.tensors.tensor_checks import (
     check_writable,
     new_tensor,
 )
+
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+]
+
+__getattr__ = names_of(__name__, __all__)
 
 _TOKENS = tuple(getattr(torch, name) for name in Q_DTYPES)
 _CACHES = (*_TOKENS, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_flag
+from jitattn.compat.flashinfer.absent import names_of
 from jitattn.compat.flashinfer.common.arguments import LseForm, refuse_unbuilt
 from jitattn.compat.flashinfer.common.calls import (
     ForwardArguments,
@@ -17,11 +18,32 @@ from jitattn.compat.flashinfer.common.calls import (
     RunArguments,
     ScoreArguments,
     forward_of,
+    sizes_of,
     window_change,
 )
 from jitattn.compat.flashinfer.common.paged_table import PagedTable, TableNames
 from jitattn.compat.flashinfer.common.queries import PrefillWrapper, QueryArguments
+from jitattn.compat.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from jitattn.compat.flashinfer.single import (
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from jitattn.compat.flashinfer.trtllm.attention import trtllm_batch_context_with_kv_cache
+from jitattn.compat.flashinfer.trtllm.latents import trtllm_prefill_with_kv_cache_mla
+from jitattn.compat.flashinfer.trtllm.ragged import trtllm_ragged_attention_deepseek
 from jitattn.tensors.scales import ScaleLike
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_prefill_with_kv_cache_mla",
+    "trtllm_ragged_attention_deepseek",
+]
+
+__getattr__ = names_of(__name__, __all__)
 
 _NAMES = TableNames("paged_kv_", "_buf")
 
@@ -40,7 +62,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         paged_kv_last_page_len_buf: Tensor | None = None, custom_mask_buf: Tensor | None = None,
         mask_indptr_buf: Tensor | None = None, backend: str = "auto",
         jit_args: list[Any] | None = None, jit_kwargs: dict[str, Any] | None = None,
-        variant_owns_mask: bool = False,
+        variant_owns_mask: bool = False, max_total_num_rows: int | None = None,
     ) -> None:  # fmt: skip
         """Remember the device and the buffers.
 
@@ -61,6 +83,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             jit_args: refused unless None.
             jit_kwargs: likewise.
             variant_owns_mask: refused unless False.
+            max_total_num_rows: with ``use_cuda_graph``, the most queries of any captured batch;
+                None: those of the first plan.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -70,6 +94,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         tables = paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
         buffers = dict(zip(_NAMES.buffers(), tables, strict=True))
         self._start({"qo_indptr_buf": qo_indptr_buf, **buffers}, custom_mask_buf, mask_indptr_buf)
+        self._bound_rows(max_total_num_rows)
 
     def plan(
         self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
@@ -88,11 +113,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         block_tables: Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None,
         disable_split_kv: bool = False, uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:  # fmt: skip
         """Plan a batch. It waits for the device only to learn the most queries of a request.
 
         Arguments that ``BatchDecodeWithPagedKVCacheWrapper.plan`` has, too, are the same there.
-        Those of multi-item scoring, of positions and of reductions in float16 are refused.
+        Those of multi-item scoring, of positions, of reductions in float16 and of tokens' scales
+        are refused.
 
         Tables, on the device or the CPU: ``qo_indptr`` int32 [batch_size + 1], where the queries of
         each request begin; ``paged_kv_indptr`` int32 [batch_size + 1], ``paged_kv_indices`` int32
@@ -125,31 +152,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             _NAMES, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size,
             block_tables, seq_lens,
         )  # fmt: skip
-        self._plan(given, queries, table, non_blocking)
+        self._plan_pages(given, queries, table, non_blocking)
 
     begin_forward = plan
-
-    def _plan(
-        self, given: PlanArguments, queries: QueryArguments, table: PagedTable, non_blocking: bool
-    ) -> None:
-        """Check a batch, copy it to the device, and plan it or refresh the plan."""
-        arguments = {
-            **given.checked(self._kv_layout),
-            **queries.checked(),
-            "page_table": table.layout,
-        }
-        queries.check_offsets("paged_kv_indptr", table.indptr)
-        lens = table.check(self._fixed)
-        check_flag("non_blocking", non_blocking)
-        self._check_room("qo_indptr_buf", queries.qo_indptr)
-        prepared = self._prepare(queries, lens, arguments)
-        qo_indptr = self._placed("qo_indptr_buf", queries.qo_indptr, non_blocking)
-        pages = table.on_device(self.device, self._fixed, non_blocking)
-        lens = self._to_device(lens, non_blocking)
-        self._adopt(arguments, prepared, pages, lens, qo_indptr)
+    workspace_size = sizes_of(plan, "non_blocking", "use_token_head_sf")
 
     def run(
-        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *,
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *args: object,
         q_scale: ScaleLike | None = None, k_scale: ScaleLike | None = None,
         v_scale: ScaleLike | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
@@ -165,6 +174,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             q: [num_tokens, num_qo_heads, head_dim_qk]; rows past ``qo_indptr[-1]`` have out 0 and
                 lse -inf.
             paged_kv_cache: as of ``BatchDecodeWithPagedKVCacheWrapper.run``.
+            args: refused: they are for kernels of ``jit_args``.
             q_scale: refused unless None or 1.
             k_scale: of FP8 and NVFP4: a number, or float32 [], [1] or [num_kv_heads].
             v_scale: likewise.
@@ -187,12 +197,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             TypeError, ValueError, ConfigError: naming the argument, before any launch.
         """
-        refuse_unbuilt(locals(), but=("kv_cache_sf",))
-        form = LseForm(lse_base, lse_layout)
-        call = RunArguments(
-            q, q_scale, k_scale, v_scale, out, lse, return_lse, sinks, kv_cache_sf, form
-        )
-        return self._attend_pages(paged_kv_cache, call, window_change(window_left))
+        return self._run(locals(), {})
+
+    def _run(self, given: Mapping[str, Any], changes: Mapping[str, object]) -> Results:
+        """Do what ``run`` does of its arguments, under ``changes`` of the planned ones."""
+        refuse_unbuilt(given, but=("kv_cache_sf",))
+        names = "q", "q_scale", "k_scale", "v_scale", "out", "lse", "return_lse", "sinks"
+        form = LseForm(given["lse_base"], given["lse_layout"])
+        call = RunArguments(*(given[name] for name in (*names, "kv_cache_sf")))._replace(form=form)
+        changes = {**changes, **window_change(given["window_left"])}
+        return self._attend_pages(given["paged_kv_cache"], call, changes)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

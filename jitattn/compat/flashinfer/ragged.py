@@ -24,7 +24,7 @@ from jitattn.compat.flashinfer.common.calls import (
     ScoreArguments,
     forward_of,
 )
-from jitattn.compat.flashinfer.common.queries import PrefillWrapper, QueryArguments
+from jitattn.compat.flashinfer.common.queries import PrefillWrapper, QueryArguments, check_copy
 from jitattn.tensors.page_tables import RaggedKV
 from jitattn.tensors.quantization import KVCache
 from jitattn.tensors.scales import ScaleLike
@@ -74,14 +74,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         seq_lens: Tensor | None = None, seq_lens_q: Tensor | None = None,
         max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
         v_indptr: Tensor | None = None, o_indptr: Tensor | None = None,
-        uniform_q_len: int | None = None,
+        qo_indptr_cpu: Tensor | None = None, kv_indptr_cpu: Tensor | None = None,
+        uniform_q_len: int | None = None, use_token_head_sf: bool = False,
     ) -> None:  # fmt: skip
         """Plan a batch. It waits for the device only to learn the most queries of a request.
 
         ``kv_indptr`` int32 [batch_size + 1] says where the tokens of each request begin in K and V,
         on the device or the CPU; ``seq_lens``, where given, how many of them there are. Others are
-        as of ``BatchPrefillWithPagedKVCacheWrapper.plan``. Besides what is refused there,
-        ``v_indptr`` and ``o_indptr`` are unless None.
+        as of ``BatchPrefillWithPagedKVCacheWrapper.plan``. ``qo_indptr_cpu`` and ``kv_indptr_cpu``
+        are copies on the CPU, with which nothing waits for the device. Besides what is refused
+        there, ``v_indptr`` and ``o_indptr`` are unless None.
 
         Raises:
             TypeError, ValueError, ConfigError: naming the argument.
@@ -94,8 +96,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         )  # fmt: skip
         queries = QueryArguments(
             qo_indptr, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask, causal,
-            seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len,
+            seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len, qo_indptr_cpu,
         )  # fmt: skip
+        check_copy("kv_indptr_cpu", kv_indptr_cpu, kv_indptr)
         self._plan(given, queries, kv_indptr, seq_lens, non_blocking)
 
     begin_forward = plan
@@ -122,7 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         self._adopt(arguments, prepared, pages, self._to_device(lens, non_blocking), qo_indptr)
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *, q_scale: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *args: object, q_scale: float | None = None,
         k_scale: ScaleLike | None = None, v_scale: ScaleLike | None = None,
         o_scale: float | None = None,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
@@ -137,6 +140,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             k: [num_kv_tokens, num_kv_heads, head_dim_qk] ("HND": heads before tokens), any strides
                 but the last; of NVFP4 uint8 with head_dim / 2 bytes.
             v: likewise, with head_dim_vo.
+            args: refused: they are for kernels of ``jit_args``.
             q_scale: refused unless None or 1.
             k_scale: of FP8 and NVFP4: a number, or float32 [], [1] or [num_kv_heads].
             v_scale: likewise.

@@ -35,6 +35,7 @@ _SKIP = "every tile counts: skipping some is not built"
 _OUT = "outputs are float16, bfloat16 or float32, without a scale"
 _CUDNN = "offsets are those of K and of q"
 _RANKS = "context parallelism is not built: merge_states merges what ranks have"
+_RANGES = "the paged prefill wrapper takes a custom_mask, of any ranges"
 _HALF = "scores and sums are float32"
 
 # What an argument may be, and why not something else.
@@ -43,6 +44,11 @@ _ALLOWED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "rope_scale": ((None,), _ROTARY),
     "rope_theta": ((None,), _ROTARY),
     "window_right": ((0,), "a query's own key is the last that it sees"),
+    "args": (((),), "they are for kernels of jit_args, and kernels are jitattn's own"),
+    "use_token_head_sf": ((False,), "a scale is of a cache or of a head, not of a token"),
+    "sparse_top_k": ((0,), "sparse attention is not built"),
+    "variable_window_token_starts": ((None,), _RANGES),
+    "variable_window_token_ends": ((None,), _RANGES),
     "use_fp16_qk_reduction": ((False,), _HALF),
     "use_fp16_softmax": ((None, False), _HALF),
     "uses_spcompress": ((None, False), _SKIP),
@@ -85,6 +91,7 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "enable_pdl": (None, True, False),
     "use_tensor_cores": (True, False),
     "is_var_seq": (True, False),
+    "length_aware_schedule": (True, False),
     "cute_dsl_impl": ("auto", "modular", "monolithic"),
     "bf16q_fp8kv_transform_mode": (None, "k_only", "separate_kv"),
 }

@@ -119,6 +119,7 @@ class _Forwards(Protocol):
 
 
 _W = TypeVar("_W", bound=_Forwards)
+_S = TypeVar("_S")
 _P = ParamSpec("_P")
 
 
@@ -141,6 +142,28 @@ def forward_of(
     signature = inspect.signature(read).replace(return_annotation="Tensor | tuple[Tensor, Tensor]")
     _call.__signature__ = signature  # type: ignore[attr-defined]
     return _call
+
+
+def sizes_of(plan: Callable[Concatenate[_S, _P], None], *without: str) -> Callable[..., object]:
+    """Return FlashInfer's ``workspace_size``: a method with the arguments of ``plan``.
+
+    Plans have workspaces of their own, and tensors of no elements do for those of the caller.
+
+    Args:
+        plan: the method.
+        without: names of its arguments that ``workspace_size`` doesn't have.
+    """
+    signature = inspect.signature(plan)
+    kept = [p for name, p in signature.parameters.items() if name not in without]
+    signature = signature.replace(parameters=kept, return_annotation="tuple[int, int]")
+
+    def workspace_size(*args: object, **kwargs: object) -> tuple[int, int]:
+        """Return bytes of the float and the int workspace that ``plan`` needs: none."""
+        signature.bind(*args, **kwargs)
+        return 0, 0
+
+    workspace_size.__signature__ = signature  # type: ignore[attr-defined]
+    return workspace_size
 
 
 def check_head_dim(name: str, value: object) -> int:

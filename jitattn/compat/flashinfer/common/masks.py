@@ -11,7 +11,7 @@ from torch import Tensor
 from jitattn.tensors.tensor_checks import check_tensor
 
 # What the bits of a byte are multiplied with, the first of them the lowest.
-_WEIGHTS = tuple(1 << i for i in range(8))
+WEIGHTS = tuple(1 << i for i in range(8))
 
 
 def rows_of_bytes(
@@ -82,6 +82,6 @@ def _repacked(
     bit = torch.where(is_key, row[:, None] * kv_len[:, None] + keys, 0)
     entries = source[start[:, None] + bit // per_entry].to(torch.uint8)
     seen = (entries >> (bit % per_entry).to(torch.uint8)) & 1
-    weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=source.device)
+    weights = torch.tensor(WEIGHTS, dtype=torch.uint8, device=source.device)
     packed: Tensor = (seen * is_key * weights).sum(dim=1, dtype=torch.uint8)
     return packed

@@ -50,6 +50,25 @@ class MLAPlanMetadata:
         return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
 
     @classmethod
+    def dual(
+        cls,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        cum_seq_lens_q: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        max_q_len: int | None = None,
+    ) -> MLAPlanMetadata:
+        """Refuse two tables of one batch.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("dual metadata has two tables: expected csr(...) or dense(...) of one")
+
+    @classmethod
     def dense(
         cls,
         cum_seq_lens_q: Tensor,

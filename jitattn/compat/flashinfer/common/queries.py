@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag
+from jitattn.base.validate import check_count, check_flag, shown
 from jitattn.compat.flashinfer.common.batch import (
     Batch,
     FixedBuffers,
@@ -17,8 +17,9 @@ from jitattn.compat.flashinfer.common.batch import (
     check_offsets,
     refuse_buffers,
 )
-from jitattn.compat.flashinfer.common.calls import ForwardArguments, check_head_dim
+from jitattn.compat.flashinfer.common.calls import ForwardArguments, PlanArguments, check_head_dim
 from jitattn.compat.flashinfer.common.masks import rows_of_bytes
+from jitattn.compat.flashinfer.common.paged_table import PagedTable
 from jitattn.compat.flashinfer.common.wrapper import Wrapper
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.tensor_checks import check_tensor
@@ -37,6 +38,7 @@ class QueryArguments(NamedTuple):
     max_token_per_sequence: int | None
     max_sequence_kv: int | None
     uniform_q_len: int | None
+    qo_indptr_cpu: Tensor | None = None
 
     def checked(self) -> dict[str, object]:
         """Return the planner's arguments.
@@ -61,6 +63,7 @@ class QueryArguments(NamedTuple):
             TypeError, ValueError: naming the argument.
         """
         check_offsets("qo_indptr", self.qo_indptr)
+        check_copy("qo_indptr_cpu", self.qo_indptr_cpu, self.qo_indptr)
         check_offsets(name, kv_indptr)
         if kv_indptr.shape != self.qo_indptr.shape:
             raise ValueError(
@@ -68,12 +71,36 @@ class QueryArguments(NamedTuple):
                 "like qo_indptr"
             )
 
+    def offsets(self) -> list[int]:
+        """Return ``qo_indptr`` on the host; the device is waited for unless a copy lies there."""
+        copy = self.qo_indptr if self.qo_indptr_cpu is None else self.qo_indptr_cpu
+        return [int(n) for n in copy.tolist()]
+
+
+def check_copy(name: str, copy: Tensor | None, offsets: Tensor) -> None:
+    """Raise unless a copy of offsets lies on the CPU and is like them, where given.
+
+    Raises:
+        TypeError, ValueError: naming it.
+    """
+    if copy is None:
+        return
+    check_offsets(name, copy)
+    original = name.removesuffix("_cpu")
+    if copy.device.type != "cpu":
+        raise ValueError(f"{name} is on {copy.device}: expected a copy on the CPU")
+    if copy.shape != offsets.shape or (
+        offsets.device.type == "cpu" and bool((copy != offsets).any())
+    ):
+        raise ValueError(f"{name} is {shown(copy.tolist())}: expected the values of {original}")
+
 
 class PrefillWrapper(Wrapper):
     """What both have: query offsets, masks, and how many queries a request has at most."""
 
     _mask_room = 0
     _num_rows = 0
+    _most_rows: int | None = None
 
     def _start(
         self,
@@ -96,6 +123,33 @@ class PrefillWrapper(Wrapper):
             check_tensor("mask_indptr_buf", mask_indptr_buf, (torch.int32,))
             assert custom_mask_buf is not None
             self._mask_room = custom_mask_buf.numel()
+
+    def _plan_pages(
+        self, given: PlanArguments, queries: QueryArguments, table: PagedTable, non_blocking: bool
+    ) -> None:
+        """Check a batch, copy it to the device, and plan it or refresh the plan."""
+        arguments = {
+            **given.checked(self._kv_layout),
+            **queries.checked(),
+            "page_table": table.layout,
+        }
+        queries.check_offsets("paged_kv_indptr", table.indptr)
+        lens = table.check(self._fixed)
+        check_flag("non_blocking", non_blocking)
+        self._check_room("qo_indptr_buf", queries.qo_indptr)
+        prepared = self._prepare(queries, lens, arguments)
+        qo_indptr = self._placed("qo_indptr_buf", queries.qo_indptr, non_blocking)
+        pages = table.on_device(self.device, self._fixed, non_blocking)
+        lens = self._to_device(lens, non_blocking)
+        self._adopt(arguments, prepared, pages, lens, qo_indptr)
+
+    def _bound_rows(self, max_total_num_rows: int | None) -> None:
+        """Take the most queries of captured batches, where given."""
+        if max_total_num_rows is None:
+            return
+        self._most_rows = check_count("max_total_num_rows", max_total_num_rows, least=0)
+        if not self._use_cuda_graph:
+            raise ValueError("max_total_num_rows is given: it is for use_cuda_graph=True")
 
     def _check_room(self, name: str, values: Tensor) -> None:
         if self._fixed is not None:
@@ -136,13 +190,14 @@ class PrefillWrapper(Wrapper):
 
         The latter is None where nothing has waited for the device to learn it.
         """
-        qo_indptr, most = queries.qo_indptr, queries.max_token_per_sequence
+        most = queries.max_token_per_sequence
         uniform = queries.uniform_q_len
         most = None if most is None else check_count("max_token_per_sequence", most, least=0)
         uniform = None if uniform is None else check_count("uniform_q_len", uniform)
-        if most is not None and not self._use_cuda_graph and qo_indptr.device.type != "cpu":
+        is_known = queries.qo_indptr_cpu is not None or queries.qo_indptr.device.type == "cpu"
+        if most is not None and not self._use_cuda_graph and not is_known:
             return most, None
-        offsets = qo_indptr.tolist()  # waits for the device
+        offsets = queries.offsets()
         total, longest = offsets[-1], max((b - a for a, b in pairwise(offsets)), default=0)
         if most is not None and longest > most:
             raise ValueError(f"max_token_per_sequence is {most}: a request has {longest} queries")
@@ -150,15 +205,15 @@ class PrefillWrapper(Wrapper):
             return longest, total
         if kept is None:
             # A later batch may give all of this one's rows to one request.
-            self._num_rows = total
-            limit = uniform or most or total
+            self._num_rows = total if self._most_rows is None else self._most_rows
+            limit = uniform or most or self._num_rows
         else:
             limit = kept.max_q_len
         if longest > limit or total > self._num_rows:
             raise ValueError(
                 f"qo_indptr has {total} queries, {longest} of one request: this wrapper with "
                 f"use_cuda_graph=True was planned for {self._num_rows} and {limit} (uniform_q_len, "
-                "max_token_per_sequence or all)"
+                "max_token_per_sequence, max_total_num_rows or all)"
             )
         return limit, total
 
@@ -169,7 +224,7 @@ class PrefillWrapper(Wrapper):
             return None
         if custom_mask is not None and packed is not None:
             raise ValueError("packed_custom_mask is given, and so is custom_mask: expected one")
-        q_lens = queries.qo_indptr.diff().tolist()
+        q_lens = [b - a for a, b in pairwise(queries.offsets())]
         return rows_of_bytes(custom_mask, packed, q_lens, seq_lens.tolist(), self.device)
 
     def _check_mask_room(self, rows: Tensor) -> None:

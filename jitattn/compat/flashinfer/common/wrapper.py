@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from jitattn.base.validate import check_flag
+from jitattn.base.validate import check_flag, check_name
 from jitattn.compat.flashinfer.common.arguments import (
     Pair,
     check_layout,
@@ -56,6 +56,17 @@ class Wrapper:
         """
         check_workspace("float_workspace_buffer", float_workspace_buffer, self.device)
         check_workspace("int_workspace_buffer", int_workspace_buffer, self.device)
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Do nothing: strides of K and V are arguments of the same kernel.
+
+        Args:
+            variant: "independent".
+
+        Raises:
+            ValueError: it is another.
+        """
+        check_name("variant", variant, ("independent",))
 
     def _to_device(self, tensor: Tensor, non_blocking: bool) -> Tensor:
         return tensor.to(self.device, non_blocking=non_blocking)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag, check_number, shown
+from jitattn.base.validate import as_int, check_count, check_flag, check_number, shown
 from jitattn.compat.flashinfer.common.arguments import (
     Q_DTYPES,
     LseForm,
@@ -48,7 +48,8 @@ def trtllm_batch_decode_with_kv_cache(
     enable_block_sparse_attention: bool = False, cp_world: int = 1, cp_rank: int = 0,
     causal_seqlens_kv_global: Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None, request_order: Tensor | None = None,
-    request_order_plan: object = None,
+    request_order_plan: object = None, sparse_top_k: int = 0,
+    length_aware_schedule: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend a few queries of each request to its pages; each sees no later key.
 
@@ -64,9 +65,10 @@ def trtllm_batch_decode_with_kv_cache(
     of FP8 caches float32 tensors of one element, too; other caches have a ``bmm2_scale`` of 1.
     ``sinks`` is a tensor of a number for each head, or a list of that tensor. ``lse`` is float32
     [num_tokens, num_heads], base 2, filled where given. ``workspace_buffer`` and
-    ``multi_ctas_kv_counter_buffer`` are not written; ``backend``, ``enable_pdl`` and
-    ``bf16q_fp8kv_transform_mode`` have no effect. ``mask``, ``kv_cache_sf``, scales of outputs,
-    skipped tiles, block-sparse attention, context parallelism and orders of requests are refused.
+    ``multi_ctas_kv_counter_buffer`` are not written; ``backend``, ``enable_pdl``,
+    ``length_aware_schedule`` and ``bf16q_fp8kv_transform_mode`` have no effect. ``mask``,
+    ``kv_cache_sf``, scales of outputs, skipped tiles, sparse attention, context parallelism and
+    orders of requests are refused.
 
     Returns:
         out like ``query``, or (out, lse). A row that sees no key has out 0 and lse -inf.
@@ -93,14 +95,17 @@ def trtllm_batch_context_with_kv_cache(
     uses_shared_paged_kv_idx: bool = True, causal: bool = True, lse: Tensor | None = None,
     return_lse: bool = False, multi_ctas_kv_counter_buffer: Tensor | None = None,
     use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None,
-    backend: str = "trtllm-gen",
+    backend: str = "trtllm-gen", window_right: int = -1,
+    variable_window_token_starts: Tensor | None = None,
+    variable_window_token_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend the queries of requests, which follow each other, to their pages.
 
     Arguments that ``trtllm_batch_decode_with_kv_cache`` has, too, are the same there. The queries
     of a request are those from ``cum_seq_lens_q`` (int32 [batch_size + 1]) on, at most
     ``max_q_len``; query i of n sits at ``seq_lens`` - n + i. ``cum_seq_lens_kv`` are the sums of
-    ``seq_lens``, which on the CPU is checked and on the device not looked at.
+    ``seq_lens``, which on the CPU is checked and on the device not looked at. ``window_right`` is
+    -1, or 0 with ``causal``.
 
     Returns:
         out like ``query``, or (out, lse), base 2. A row that sees no key, and rows past
@@ -110,8 +115,13 @@ def trtllm_batch_context_with_kv_cache(
         TypeError, ValueError, ConfigError: naming the argument, before any launch.
     """
     given = dict(locals())
-    _check_common(given)
+    _check_common(given, but=("window_right",))
     check_flag("causal", causal)
+    if as_int(window_right) not in ((-1, 0) if causal else (-1,)):
+        raise ValueError(
+            f"window_right is {shown(window_right)}: expected -1, or 0 with causal; others are not "
+            "built"
+        )
     size = check_count("batch_size", batch_size, least=0)
     if block_tables.shape[0] != size:
         raise ValueError(f"batch_size is {size}: block_tables has {block_tables.shape[0]} rows")
@@ -127,9 +137,9 @@ def trtllm_batch_context_with_kv_cache(
     return call.run(given, causal=causal)
 
 
-def _check_common(given: Mapping[str, Any]) -> None:
+def _check_common(given: Mapping[str, Any], but: tuple[str, ...] = ()) -> None:
     """Check what both functions are given."""
-    refuse_unbuilt(given)
+    refuse_unbuilt(given, but=but)
     query, block_tables = given["query"], given["block_tables"]
     check_queries("query", query)
     check_tensor("query", query, tuple(getattr(torch, name) for name in Q_DTYPES))
@@ -235,7 +245,7 @@ class _Call(NamedTuple):
     def run(self, given: Mapping[str, Any], *, causal: bool) -> Tensor | tuple[Tensor, Tensor]:
         """Plan, run, and turn lse to base 2."""
         query, (k, v) = given["query"], self.kv
-        sinks = _sinks(given["sinks"], query)
+        sinks = sinks_of("sinks", given["sinks"], query)
         sm_scale, scales = _scales(given, k.dtype in _fp8())
         heads = 2 if given["kv_layout"] == "NHD" else 1
         arguments: dict[str, object] = {
@@ -309,17 +319,23 @@ def scale_of(name: str, scale: object, device: torch.device) -> float | Tensor:
     return scale.reshape(1)
 
 
-def _sinks(sinks: list[Tensor] | Tensor | None, query: Tensor) -> Tensor | None:
-    """Return [num_heads] of a tensor with a number for each head, or of a list of one."""
+def sinks_of(name: str, sinks: list[Tensor] | Tensor | None, query: Tensor) -> Tensor | None:
+    """Return [num_heads] of a tensor with a number for each head, or of a list of one.
+
+    Raises:
+        TypeError, ValueError: naming it.
+    """
     if isinstance(sinks, Sequence):
         if len(sinks) != 1:
-            raise ValueError(f"sinks is a list of {len(sinks)}: expected a tensor, or a list of it")
+            raise ValueError(
+                f"{name} is a list of {len(sinks)}: expected a tensor, or a list of it"
+            )
         sinks = sinks[0]
     if sinks is None:
         return None
-    check_tensor("sinks", sinks, _FLOATS)
+    check_tensor(name, sinks, _FLOATS)
     if sinks.numel() != query.shape[1] or sinks.dim() not in (1, 2):
-        raise ValueError(f"sinks has shape {list(sinks.shape)}: expected [{query.shape[1]}]")
+        raise ValueError(f"{name} has shape {list(sinks.shape)}: expected [{query.shape[1]}]")
     return sinks.reshape(-1)
 
 
