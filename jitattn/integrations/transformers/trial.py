@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+# Of weights with which every best token's logit is 0.1 above the next one's, 25 roundings.
+_SEED = 19
 _NUM_NEW = 6
 _WINDOW = 5
 _PROMPTS = ([7, 3, 20, 11, 2, 9, 14, 30, 8], [5, 12], [25, 1, 17, 6])
@@ -88,9 +90,9 @@ def _small_model(window: int | None) -> Any:
 
     config = MistralConfig(**_SIZES, sliding_window=window, attn_implementation="eager")
     model = MistralForCausalLM(config).eval().to(torch.float16)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(_SEED)
     for parameter in model.parameters():
-        if parameter.dim() >= 2:  # so large that the best tokens are best by far
+        if parameter.dim() >= 2:
             parameter.normal_(std=0.5, generator=generator)
     return model
 
