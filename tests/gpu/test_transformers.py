@@ -15,8 +15,8 @@ from tests.support import hf_models
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.skipif(
-        int(transformers.__version__.split(".")[0]) < 5,
-        reason=f"transformers {transformers.__version__}: these tests are of 5.0 and up",
+        hf_models.version() < (5, 17),
+        reason=f"transformers {transformers.__version__}: these tests are of 5.17 and up",
     ),
     pytest.mark.filterwarnings("ignore"),  # of transformers
 ]
