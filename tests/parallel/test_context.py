@@ -25,7 +25,7 @@ from tests.support.contexts import (
     whole,
 )
 from tests.support.harness import same_bits
-from tests.support.rank_failures import (
+from tests.support.rank_jobs import (
     CASE,
     keep_bits,
     local_parts,

@@ -1,4 +1,4 @@
-"""What ranks do that don't agree, refuse, leave or are late."""
+"""What ranks do in tests: plan and run, and not agree, refuse, leave or be late."""
 
 from __future__ import annotations
 
@@ -166,6 +166,26 @@ def keep_bits(rank: int, repeats: int) -> list[tuple[Tensor, Tensor]]:
         time.sleep(0.02 * ((rank + i) % 3))
         found.append(plan.run(q, kv, return_lse=True))  # type: ignore[arg-type]
     return found  # type: ignore[return-value]
+
+
+def run_other_rows(rank: int) -> list[str]:
+    """Rank 1 gives a row more than the others, then as many, of attention and latent attention."""
+    told = []
+    for is_mla in (False, True):
+        case = replace(CASE, q_lens=(2, 1), is_mla=is_mla)
+        inputs = ContextInputs(case)
+        cp, planner = ContextParallel(page_size=case.page_size), planner_of(case)
+        pages = cp.local_table(inputs.table(inputs.pages))
+        plan = cp.plan(planner, pages, inputs.seq_lens, inputs.qo_indptr, max_q_len=2)  # type: ignore
+        for extra in (1, 0):
+            count = 4 + extra * (rank == 1)
+            qs = [inputs.heads_of(q, rank)[:count] for q in inputs.qs]
+            try:
+                plan.run(*qs, inputs.bound(planner, rank))  # type: ignore[arg-type]
+                told.append("no error")
+            except jitattn.ConfigError as error:
+                told.append(str(error))
+    return told
 
 
 def write_outputs(rank: int) -> dict[str, object]:
