@@ -49,6 +49,21 @@ MODELS = (
     "tests/tensors/test_rope.py",
     "tests/bundles/test_model_config.py",
 )
+ENGINES = (
+    "tests/integrations/test_transformers.py",
+    "tests/integrations/test_transformers_versions.py",
+)
+# The last release of every minor version that jitattn registers with unasked.
+TRANSFORMERS = (
+    "5.17.0",
+    "5.18.0",
+    "5.19.0",
+    "5.20.2",
+    "5.21.1",
+    "5.22.2",
+    "5.23.0",
+    "5.24.0",
+)
 TORCHES = {
     "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
     "torch2.13": ("torch==2.13.0",),
@@ -87,3 +102,25 @@ def models(session: nox.Session) -> None:
     """Compare the rotation of every model type with transformers' own modules."""
     session.install("-c", "constraints.txt", "-e", ".[test]", "transformers==5.24.*")
     session.run("pytest", "-q", *(session.posargs or MODELS))
+
+
+@nox.session(python="3.11")
+@nox.parametrize("version", [nox.param(version, id=version) for version in TRANSFORMERS])
+def transformers(session: nox.Session, version: str) -> None:
+    """Compare tokens through jitattn with eager's, with one transformers, on the CPU."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", f"transformers=={version}", "psutil")
+    session.run("pytest", "-q", *(session.posargs or ENGINES))
+
+
+@nox.session(python="3.11")
+def newest_transformers(session: nox.Session) -> None:
+    """Likewise with the newest one, whichever that is."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", "transformers", "psutil")
+    session.run("pytest", "-q", *(session.posargs or ENGINES))
+
+
+@nox.session(python="3.11")
+def nano_vllm(session: nox.Session) -> None:
+    """Decode with nano-vllm's model on the CPU, with its functions compiled and without."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", "nano-vllm-fork==20260210")
+    session.run("pytest", "-q", *(session.posargs or ("tests/integrations/test_nano_vllm.py",)))
