@@ -61,7 +61,8 @@ __device__ __forceinline__ ScoreScale score_scale_of(const AttentionParams& para
   float product = params.score_scale * k_scale;
   if constexpr (kHasBlocks) product *= kBlockFactor<ProductType>;
   if (fabsf(product) < -neg_inf()) return {1.f, product};
-  const float rest = kHasBlocks ? params.score_scale * kBlockFactor<ProductType> : params.score_scale;
+  const float rest =
+      kHasBlocks ? params.score_scale * kBlockFactor<ProductType> : params.score_scale;
   return {fabsf(k_scale), copysignf(rest, product)};
 }
 

@@ -76,9 +76,8 @@ __device__ __forceinline__ void reduce_large_offsets(Scores& s, const float (&m)
   if (!__any_sync(0xffffffff, largest > kLargeOffset)) return;
   for_each<2>([&](int half) {
     const float reference = finite_maximum(m[half]);
-    for_each<kGroups>([&](int j) {
-      for_each<2>([&](int i) { s.at(j, 2 * half + i) -= reference; });
-    });
+    for_each<kGroups>(
+        [&](int j) { for_each<2>([&](int i) { s.at(j, 2 * half + i) -= reference; }); });
     offset[half] = 0.f;
   });
 }

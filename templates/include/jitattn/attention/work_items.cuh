@@ -32,7 +32,9 @@ struct WorkItem {
     return QueryRows(params, block(params), query_tile, request);
   }
   // Scale that the soft cap leaves.
-  __device__ __forceinline__ float scale() const { return kUseLogitsSoftCap ? 1.f : score_scale.rest; }
+  __device__ __forceinline__ float scale() const {
+    return kUseLogitsSoftCap ? 1.f : score_scale.rest;
+  }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
     return query_tile.split_tiles > 0 ? (tile - first) / query_tile.split_tiles
