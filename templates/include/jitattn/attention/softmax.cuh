@@ -67,19 +67,41 @@ __device__ __forceinline__ float exponentiate_row(Scores& s, int half, float sca
   return sum;
 }
 
-// Takes the maxima `m` from the scores of both rows where an offset is large, and leaves offsets of
-// 0: a product's rounding would be thousands there, and exponents of equal scores not 0.
+// Takes maximum `m` from the scores of row `half` where their offset is large, and returns 0, else
+// the offset: a product's rounding would be thousands there, and exponents of equal scores not 0.
 template <int kGroups, typename Scores>
-__device__ __forceinline__ void reduce_large_offsets(Scores& s, const float (&m)[2],
-                                                     float (&offset)[2]) {
-  const float largest = fmaxf(fabsf(offset[0]), fabsf(offset[1]));
-  if (!__any_sync(0xffffffff, largest > kLargeOffset)) return;
-  for_each<2>([&](int half) {
-    const float reference = finite_maximum(m[half]);
-    for_each<kGroups>(
-        [&](int j) { for_each<2>([&](int i) { s.at(j, 2 * half + i) -= reference; }); });
-    offset[half] = 0.f;
-  });
+__device__ __forceinline__ float reduce_large_offset(Scores& s, int half, float m, float offset) {
+  if (!__any_sync(0xffffffff, fabsf(offset) > kLargeOffset)) return offset;
+  const float reference = finite_maximum(m);
+  for_each<kGroups>(
+      [&](int j) { for_each<2>([&](int i) { s.at(j, 2 * half + i) -= reference; }); });
+  return 0.f;
+}
+
+// Raises the maxima `m` to those of both rows of a lane, turns scores into probabilities, and adds
+// these to the sums `d`. Exponentials of the first row run beside the maximum of the second.
+template <int kGroups, bool kHasLargeScores, typename Scores>
+__device__ __forceinline__ void exponentiate_rows(Scores& s, const float (&scales)[2],
+                                                  float (&m)[2], float (&d)[2],
+                                                  float (&old_scale)[2]) {
+  float offset[2];
+  const auto raise = [&](int half) {
+    offset[half] = raise_scaled_maximum<kGroups>(s, half, scales[half], m[half], old_scale[half]);
+  };
+  const auto reduce = [&](int half) {
+    if constexpr (kHasLargeScores)
+      offset[half] = reduce_large_offset<kGroups>(s, half, m[half], offset[half]);
+  };
+  const auto add = [&](int half) {
+    const float sum = exponentiate_row<kGroups>(s, half, scales[half], offset[half]);
+    d[half] = d[half] * old_scale[half] + sum;
+  };
+  raise(0);
+  reduce(0);
+  raise(1);
+  add(0);
+  reduce(1);
+  add(1);
 }
 
 }  // namespace jitattn
