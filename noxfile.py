@@ -55,6 +55,21 @@ FLASHINFER = (
     "-k",
     "sources or names",
 )
+ENGINES = (
+    "tests/integrations/test_transformers.py",
+    "tests/integrations/test_transformers_versions.py",
+)
+# The last release of every minor version that jitattn registers with unasked.
+TRANSFORMERS = (
+    "5.17.0",
+    "5.18.0",
+    "5.19.0",
+    "5.20.2",
+    "5.21.1",
+    "5.22.2",
+    "5.23.0",
+    "5.24.0",
+)
 TORCHES = {
     "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
     "torch2.13": ("torch==2.13.0",),
@@ -110,3 +125,25 @@ def suites(session: nox.Session, package: str) -> None:
     """Run another package's own tests over the functions of jitattn that stand for its."""
     session.install("-c", "constraints.txt", "-e", ".[test]", "einops")
     session.run("python", "-m", "tests.suites", package, *session.posargs)
+
+
+@nox.session(python="3.11")
+@nox.parametrize("version", [nox.param(version, id=version) for version in TRANSFORMERS])
+def transformers(session: nox.Session, version: str) -> None:
+    """Compare tokens through jitattn with eager's, with one transformers, on the CPU."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", f"transformers=={version}", "psutil")
+    session.run("pytest", "-q", *(session.posargs or ENGINES))
+
+
+@nox.session(python="3.11")
+def newest_transformers(session: nox.Session) -> None:
+    """Likewise with the newest one, whichever that is."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", "transformers", "psutil")
+    session.run("pytest", "-q", *(session.posargs or ENGINES))
+
+
+@nox.session(python="3.11")
+def nano_vllm(session: nox.Session) -> None:
+    """Decode with nano-vllm's model on the CPU, with its functions compiled and without."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", "nano-vllm-fork==20260210")
+    session.run("pytest", "-q", *(session.posargs or ("tests/integrations/test_nano_vllm.py",)))

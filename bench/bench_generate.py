@@ -113,8 +113,8 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender(BASELINE, "paged|jitattn", {"use_cuda_graph": True}),
-    Contender("jitattn", "paged|jitattn", {"use_cuda_graph": False}),
+    Contender(BASELINE, "jitattn", {"use_cuda_graph": True}),
+    Contender("jitattn", "jitattn", {"use_cuda_graph": False}),
     Contender("sdpa", "paged|sdpa"),
     Contender("eager", "paged|eager"),
     Contender("flash-attn-2", "paged|flash_attention_2", package="flash_attn"),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bench import bench_parallel
-from tests.support.rank_failures import run_bench
+from tests.support.rank_jobs import run_bench
 from tests.support.ranks import run_ranks, values
 
 ROOT = Path(__file__).parents[2]

@@ -17,6 +17,7 @@ from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.merge.api import merge_into
 from jitattn.kernels.mla.api import MLACache, MLAPlan, MLAPlanner
 from jitattn.kernels.mla.check import BoundMLACache
+from jitattn.parallel.agreement import agree
 from jitattn.parallel.exchange import Exchange
 from jitattn.parallel.rows import GlobalBatch, LocalBatch
 from jitattn.spec.config import MLAConfig, PlannerConfig
@@ -37,7 +38,16 @@ _LSE_BYTES = 4
 class _ContextPlanBase:
     """What attention and latent attention have in common."""
 
-    __slots__ = ("_exchange", "_heads", "_local", "_pages", "_plan", "_planner", "_total")
+    __slots__ = (
+        "_exchange",
+        "_heads",
+        "_local",
+        "_num_rows",
+        "_pages",
+        "_plan",
+        "_planner",
+        "_total",
+    )
 
     def __init__(
         self,
@@ -61,6 +71,8 @@ class _ContextPlanBase:
         self._heads = config.num_qo_heads // exchange.num_ranks
         self._pages = pages
         self._total = batch.qo_indptr
+        # Rows of q; with offsets they are the caller's choice, and ranks have to choose alike.
+        self._num_rows = batch.seq_lens.shape[0] if batch.qo_indptr is None else None
         self._local = local = LocalBatch(batch, pages, shard, config.causal)
         self._plan: Any = planner.plan(
             local.pages,
@@ -88,17 +100,20 @@ class _ContextPlanBase:
         check_page_table(pages)
         return self._local.pages_of(pages)
 
-    def _check_queries(self, name: str, q: Tensor, dim: int, num_tokens: int | None) -> None:
+    def _check_queries(self, name: str, q: Tensor, dim: int, num_tokens: int | None = None) -> None:
         dtype = self._planner.tensor_dtypes.q
         check_tensor(name, q, (dtype,))
+        if num_tokens is None and self._total is None:
+            num_tokens = self._num_rows
         if num_tokens is None:
             num_tokens = q.shape[0] if q.dim() else 0
         check_rows(name, q, (num_tokens, self._heads, dim), dtype, self._planner.device)
 
-    @property
-    def _num_tokens(self) -> int | None:
-        """Rows of q, where offsets don't leave that to the caller."""
-        return self._local.seq_lens.shape[0] if self._total is None else None
+    def _agree_on_rows(self, num_tokens: int) -> None:
+        """Compare rows of q before a plan's first run: messages of other sizes end processes."""
+        if self._total is not None and num_tokens != self._num_rows:
+            agree(self._exchange, {"the number of rows of q": str(num_tokens)}, None)
+            self._num_rows = num_tokens
 
     def _gathered(self, q: Tensor) -> Tensor:
         """Return the queries of all heads, those of rank 0 first."""
@@ -204,14 +219,16 @@ class ContextPlan(_ContextPlanBase):
         Raises:
             TypeError, ValueError: an argument that doesn't fit, on this rank; the others get a
                 ParallelError when they have waited for as long as their group does.
+            ConfigError: on every rank, rows of q differ between ranks in the first call.
             ParallelError: a rank failed or is gone.
         """
         check_flag("return_lse", return_lse)
-        self._check_queries("q", q, self._planner.config.head_dim, self._num_tokens)
+        self._check_queries("q", q, self._planner.config.head_dim)
         if sinks is not None:
             check_tensor("sinks", sinks, _SINK_DTYPES)
             check_rows("sinks", sinks, (self._heads,), sinks.dtype, self._planner.device)
         out, lse = self._outputs(q.shape[0], out, lse)
+        self._agree_on_rows(q.shape[0])
         part = self._plan.run(
             self._gathered(q), kv, pages=self._local_pages(pages), return_lse=True
         )
@@ -259,13 +276,15 @@ class ContextMLAPlan(_ContextPlanBase):
         Raises:
             TypeError, ValueError: an argument that doesn't fit, on this rank; the others get a
                 ParallelError when they have waited for as long as their group does.
+            ConfigError: on every rank, rows of q differ between ranks in the first call.
             ParallelError: a rank failed or is gone.
         """
         check_flag("return_lse", return_lse)
         rank = self._planner.config.kv_lora_rank
-        self._check_queries("q_nope", q_nope, rank, self._num_tokens)
+        self._check_queries("q_nope", q_nope, rank)
         self._check_queries("q_pe", q_pe, self._planner.config.qk_rope_head_dim, q_nope.shape[0])
         out, lse = self._outputs(q_nope.shape[0], out, lse)
+        self._agree_on_rows(q_nope.shape[0])
         q = self._gathered(torch.cat((q_nope, q_pe), dim=-1))
         pages = self._local_pages(pages)
         part = self._plan.run(q[..., :rank], q[..., rank:], kv, pages=pages, return_lse=True)

@@ -107,8 +107,13 @@ def test_params_of_latent_attention_agree(layout: Layout, kv_dtype: str) -> None
     _compile(source + "\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, "everything") for layout in Layout),
+        *((Layout.SHARED, name) for name in VARIANTS if name != "everything"),
+    ],
+)
 def test_params_of_variants_agree(layout: Layout, name: str) -> None:
     """In front of those of latent attention, and of a kernel without them."""
     page_size = None if layout is Layout.RAGGED else 16

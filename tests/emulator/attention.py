@@ -40,6 +40,7 @@ HOST = (
     QUALIFIERS
     + WORDS
     + r"""
+#include <setjmp.h>
 #include <ucontext.h>
 #include <cstdlib>
 #include <deque>
@@ -55,7 +56,9 @@ static Index blockIdx, gridDim;
 struct Copy { uint32_t smem; const uint8_t* source; int size; bool valid; };
 struct Lane {
   Index index;
-  ucontext_t context;
+  ucontext_t context;  // where it begins
+  bool has_begun = false;
+  jmp_buf place;
   std::vector<char> stack;
   bool is_done = false;
   std::deque<std::vector<Copy>> groups;
@@ -70,7 +73,7 @@ struct Lane {
 };
 static std::vector<Lane> lanes;
 static Lane* current;
-static ucontext_t host;
+static jmp_buf host;
 static uint32_t seed;           // 0: everything happens at once, and lanes take turns
 static const char* fault;       // what a launch did wrong
 static uint64_t events = 1;     // after each, somebody's wait may be over
@@ -80,9 +83,17 @@ inline uint32_t draw(uint32_t count) {
   seed ^= seed << 13, seed ^= seed >> 17, seed ^= seed << 5;
   return seed % count;
 }
-inline void yield() {
+// Jumps between stacks, since swapcontext() asks the system for a signal mask each time. Neither
+// function has locals, which a jump would forget.
+__attribute__((noinline)) static void yield() {
   current->seen = events;
-  swapcontext(&current->context, &host);
+  if (_setjmp(current->place) == 0) _longjmp(host, 1);
+}
+__attribute__((noinline)) static void resume() {
+  if (_setjmp(host) != 0) return;
+  if (current->has_begun) _longjmp(current->place, 1);
+  current->has_begun = true;
+  setcontext(&current->context);
 }
 
 struct Barrier {
@@ -622,7 +633,7 @@ static bool run_warp(int warp) {
     if (one.is_done || one.seen == events) continue;
     is_running = true;
     current = &one;
-    swapcontext(&host, &one.context);
+    resume();
     if (one.is_done) ++events;
   }
   return is_running;
@@ -701,9 +712,9 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
         number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
         source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
-    text = "\n".join((HOST, arch_of(arch), *headers, WARPGROUPS, source, CALL))
+    text = "\n".join((arch_of(arch), *headers, WARPGROUPS, source, CALL))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    return library_of(text)
+    return library_of(text, begin=HOST)
 
 
 SMEM = "uint8_t* smem = host_smem;"

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -165,22 +166,45 @@ uint32_t cvt_e5m2x2(float low, float high);
 """
 
 
-def library_of(text: str, *options: str, standard: str = "c++17") -> ctypes.CDLL:
+def library_of(text: str, *options: str, begin: str = "", standard: str = "c++17") -> ctypes.CDLL:
     """Compile a program, once a run, and load it; skip the test without a compiler.
 
-    Products and sums are rounded one by one, as they are written.
+    Products and sums are rounded one by one, as they are written. ``begin`` is text that many
+    programs begin with: g++ reads it once a run.
     """
     compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler, to run kernels on the CPU")
     # Else libraries share the statics of inline functions by name, whose sizes differ by kernel.
-    apart = ["-fno-gnu-unique"] if Path(compiler).name == "g++" else []
-    always = [*apart, "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
-    command = [compiler, f"-std={standard}", *always, *options, "-x", "c++", "-"]
+    is_gnu = Path(compiler).name == "g++"
+    apart = ["-fno-gnu-unique"] if is_gnu else []
+    # A fortified longjmp() takes the jump to another stack for an error.
+    always = [*apart, "-Og", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-pthread"]
+    command = [compiler, f"-std={standard}", *always, *options]
+    if begin and is_gnu:
+        command += ["-include", str(_precompiled(command, begin))]
+    else:
+        text = begin + text
+    return ctypes.CDLL(str(_built([*command, "-shared", "-x", "c++", "-"], text)))
 
-    def make(library: Path) -> None:
-        done = subprocess.run([*command, "-o", library], input=text, capture_output=True, text=True)
+
+def _precompiled(command: Sequence[str], text: str) -> Path:
+    """A header beside which g++ finds what it made of it."""
+
+    def write(path: Path) -> None:
+        path.write_text(text)
+
+    header = shared_file(f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.hpp", write)
+    _built([*command, "-x", "c++-header", str(header)], "", f"{header.name}.gch")
+    return header
+
+
+def _built(command: Sequence[str], text: str, name: str = "") -> Path:
+    """What a compiler makes of a text, once a run."""
+
+    def make(path: Path) -> None:
+        done = subprocess.run([*command, "-o", path], input=text, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
 
     digest = hashlib.sha256("\n".join((*command, text)).encode()).hexdigest()[:32]
-    return ctypes.CDLL(str(shared_file(f"{digest}.so", make)))
+    return shared_file(name or f"{digest}.so", make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
 from torch import Tensor
@@ -12,6 +13,7 @@ from docs.examples.serving.__main__ import make_server
 from docs.examples.serving.models import RandomModel
 from docs.examples.serving.text import ByteTokenizer
 from jitattn.kv import KVCacheConfig, KVCacheManager
+from tests.support.ranks import one_thread
 from tests.support.serving import at_once, complete, options, running, text_of
 
 PROMPTS = [f"question {i}: " + "lorem ipsum " * (i % 3) for i in range(8)]
@@ -47,6 +49,12 @@ def clear_answers() -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
 @pytest.mark.parametrize(
     "arguments", [["--context-parallel", "3"], ["--context-parallel", "2", "--model", "folder"]]
 )
@@ -55,6 +63,7 @@ def test_refused(arguments: list[str]) -> None:
         make_server(options(*arguments))
 
 
+@pytest.mark.usefixtures("_one_thread")
 def test_two_ranks_answer_as_one() -> None:
     wanted = clear_answers()
     assert len(set(wanted.values())) >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -41,16 +42,18 @@ def ties(found: nano.Run, wanted: nano.Run, rounding: float) -> int:
     return count
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_engine_gives_the_tokens_of_torchs_attention(
-    dtype: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    dtype: str, compiled: bool, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     nano.make_checkpoint(tmp_path, dtype)
     prompts = nano.prompts_of(NUM_REQUESTS)
-    want = nano.decode(tmp_path, nano.Torch(), prompts, NUM_NEW)
+    decode = functools.partial(nano.decode, tmp_path, compiled=compiled)
+    want = decode(nano.Torch(), prompts, NUM_NEW)
     assert len({tuple(tokens) for tokens in want.tokens}) > NUM_REQUESTS / 2
-    exact = nano.decode(tmp_path, nano.Torch(torch.float32), prompts, NUM_NEW, want.chosen)
-    found = nano.decode(tmp_path, nano.JitAttn(), prompts, NUM_NEW, want.chosen)
+    exact = decode(nano.Torch(torch.float32), prompts, NUM_NEW, want.chosen)
+    found = decode(nano.JitAttn(), prompts, NUM_NEW, want.chosen)
     assert found.tokens == exact.tokens == want.tokens  # they were forced
 
     # How far attention in 16 bits moves logits, and how far ours are from those in float32.

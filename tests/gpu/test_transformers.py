@@ -15,8 +15,8 @@ from tests.support import hf_models
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.skipif(
-        int(transformers.__version__.split(".")[0]) < 5,
-        reason=f"transformers {transformers.__version__}: these tests are of 5.0 and up",
+        hf_models.version() < (5, 17),
+        reason=f"transformers {transformers.__version__}: these tests are of 5.17 and up",
     ),
     pytest.mark.filterwarnings("ignore"),  # of transformers
 ]
@@ -73,7 +73,7 @@ def test_tokens_of_generate(model: Any, record_property: Note) -> None:
 
 
 def test_tokens_of_generate_batch(model: Any, record_property: Note) -> None:
-    hf_models.through(model, "paged|jitattn")
+    hf_models.through(model, "jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     found = hf_models.generated_in_batches(model, prompts, NUM_NEW, **BATCHES)
     check(model, found, record_property)
@@ -83,7 +83,7 @@ def test_tokens_of_generate_batch(model: Any, record_property: Note) -> None:
 def test_tokens_of_graphs(name: str, record_property: Note) -> None:
     """Batches whose steps are captured: each call of attention plans in the graph."""
     made = hf_models.make_model(name, device=DEVICE, dtype=torch.float16)
-    hf_models.through(made, "paged|jitattn")
+    hf_models.through(made, "jitattn")
     prompts = hf_models.prompts_of(LENGTHS)
     replays: list[object] = []
     replay = torch.cuda.CUDAGraph.replay

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +44,11 @@ def test_an_engine_is_not_imported_before_it_is_asked_for(engine: str, constant:
         f"assert not {{{engine!r}, 'torch'}} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_versions_of_transformers_that_are_known_are_those_tested() -> None:
+    noxfile = Path(__file__).parents[2] / "noxfile.py"
+    (listed,) = re.findall(r"^TRANSFORMERS = \((.*?)^\)", noxfile.read_text(), re.M | re.S)
+    tested = {(int(a), int(b)) for a, b in re.findall(r'"(\d+)\.(\d+)\.\d+"', listed)}
+    registry = importlib.import_module("jitattn.integrations.transformers.registry")
+    assert tested == registry.TESTED_VERSIONS

@@ -25,8 +25,9 @@ from tests.support.contexts import (
     whole,
 )
 from tests.support.harness import same_bits
-from tests.support.rank_failures import (
+from tests.support.rank_jobs import (
     CASE,
+    attend_chunk,
     keep_bits,
     local_parts,
     plan_nothing,
@@ -75,16 +76,23 @@ def check_case(case: ContextCase, parts: list[tuple[Tensor, Tensor]]) -> None:
     want, want_lse = merged_in_order(inputs)
     assert same_bits(out, want), case
     assert same_bits(lse, want_lse), case
-    exact, exact_lse = whole(inputs)
-    rows = exact.shape[0]
-    # Each rank's out is rounded, then their sum.
-    largest = max((tokens[1 - case.is_mla].float().abs().max() for tokens in inputs.tokens
-                   if tokens[0].numel()), default=0.0)  # fmt: skip
-    error = (out[:rows].double() - exact).abs()
-    assert float(error.max() if rows else 0) <= 3 * 2**-9 * float(largest) + 1e-6, case
-    torch.testing.assert_close(lse[:rows].double(), exact_lse, rtol=1e-6, atol=1e-5)
+    check_whole(case, inputs, out, lse)
+    rows = sum(inputs.q_lens)
     assert torch.equal(out[rows:], torch.zeros_like(out[rows:]))
     assert bool((lse[rows:] == -math.inf).all())
+
+
+def check_whole(case: ContextCase, inputs: ContextInputs, out: Tensor, lse: Tensor) -> None:
+    """Compare rows with float64 over all tokens: each state's out is rounded, then their sum."""
+    exact, exact_lse = whole(inputs)
+    largest = max(
+        (float(tokens[1 - case.is_mla].float().abs().max()) for tokens in inputs.tokens
+         if tokens[0].numel()), default=0.0,
+    )  # fmt: skip
+    rows = exact.shape[0]
+    error = (out[:rows].double() - exact).abs()
+    assert float(error.max() if rows else 0) <= 3 * 2**-9 * largest + 1e-6, case
+    torch.testing.assert_close(lse[:rows].double(), exact_lse, rtol=1e-6, atol=1e-5)
 
 
 def check_cases(num_ranks: int, cases: list[ContextCase]) -> None:
@@ -116,6 +124,13 @@ def test_states_come_in_the_order_of_ranks(is_mla: bool) -> None:
         for i, (out, lse) in enumerate(want):
             assert same_bits(outs[i], inputs.heads_of(out, rank))
             assert same_bits(lses[i], inputs.heads_of(lse, rank))
+
+
+def test_a_chunk_of_a_prompt() -> None:
+    case = ContextCase(num_ranks=2, seq_lens=(70, 33), q_lens=(31, 20))
+    results = values(run_ranks(2, attend_chunk, case))
+    out, lse = (torch.cat(each, dim=1) for each in zip(*results, strict=True))
+    check_whole(case, ContextInputs(case), out, lse)
 
 
 def test_bits_do_not_depend_on_who_waits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.style.figures import ROOT
-from tests.support.rank_failures import run_example
+from tests.support.rank_jobs import run_example
 from tests.support.ranks import run_ranks, values
 
 

@@ -6,7 +6,13 @@ import pytest
 
 import jitattn
 from jitattn.parallel import ContextParallel
-from tests.support.rank_failures import constructed, plan_where_one_refuses, plan_with, run_then
+from tests.support.rank_jobs import (
+    constructed,
+    plan_where_one_refuses,
+    plan_with,
+    run_other_rows,
+    run_then,
+)
 from tests.support.ranks import GONE, run_ranks, values
 
 ODD: dict[str, dict[str, object]] = {
@@ -42,6 +48,12 @@ def test_a_refusal_is_every_ranks() -> None:
         assert told[0].startswith("ParallelError: rank 2 refused its plan: TypeError: local_pages")
         assert "rank 2 refused its plan: ConfigError: window_left=4" in told[1]
     assert {told[2] for told in (*others, refusing)} == {"no error"}
+
+
+def test_rows_of_queries_differ() -> None:
+    for told in values(run_ranks(3, run_other_rows)):
+        message = "the number of rows of q is 4 on rank 0 and 5 on rank 1"
+        assert told == [message, "no error"] * 2
 
 
 @pytest.mark.parametrize("what", ["leaves", "is late", "has another q"])

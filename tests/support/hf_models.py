@@ -64,11 +64,21 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def make_model(name: str, *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model whose attention is eager."""
+def version() -> tuple[int, ...]:
+    """Major and minor version of the installed transformers."""
+    import transformers
+
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def make_model(
+    name: str, *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **changes: object
+) -> Any:
+    """A model whose attention is eager, with ``changes`` of its configuration."""
     import transformers
 
     kind, others = MODELS[name]
+    others = others | changes
     config_class = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
     config = getattr(transformers, config_class)(**(BASE | others), attn_implementation="eager")
     torch.manual_seed(0)
@@ -127,14 +137,8 @@ def generated(
 ) -> list[list[int]]:
     """Greedy tokens of one batch with padding."""
     tokens, mask = padded(prompts, str(model.device))
-    out = model.generate(
-        tokens,
-        attention_mask=mask,
-        max_new_tokens=num_new,
-        do_sample=False,
-        disable_compile=True,
-        **others,
-    )
+    given = {"do_sample": False, "disable_compile": True} | others
+    out = model.generate(tokens, attention_mask=mask, max_new_tokens=num_new, **given)
     return out[:, tokens.shape[1] :].tolist()
 
 
@@ -166,12 +170,15 @@ def generated_in_batches(
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     given = {"block_size": 8, "num_blocks": 128, "max_batch_tokens": 24, "use_cuda_graph": False}
+    given |= others
+    if hasattr(ContinuousBatchingConfig, "page_size"):  # from 5.18 on
+        given["page_size"] = given.pop("block_size")
     out = model.generate_batch(
         prompts,
         generation_config=GenerationConfig(
             max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=ContinuousBatchingConfig(**(given | others)),
+        continuous_batching_config=ContinuousBatchingConfig(**given),
         progress_bar=False,
     )
     results = [out[key] for key in sorted(out, key=lambda k: int(k.rsplit("_", 1)[-1]))]

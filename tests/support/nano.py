@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -157,15 +157,22 @@ class Torch(Calls):
 # --- the engine -----------------------------------------------------------------------------------
 
 
-def import_engine() -> ModuleType:
-    """Import nano-vllm with a stand-in for flash-attn; uncompiled, since torch.compile is slow."""
+def import_engine(*, compiled: bool = False) -> ModuleType:
+    """Import nano-vllm anew with a stand-in for flash-attn.
+
+    Its norms, rotation, activation and sampler are functions of ``torch.compile`` only if asked
+    for, since that is slow.
+    """
     stand_in = ModuleType("flash_attn")
     vars(stand_in).update(
         flash_attn_varlen_func=flash_attn.flash_attn_varlen_func,
         flash_attn_with_kvcache=flash_attn.flash_attn_with_kvcache,
     )
     sys.modules.setdefault("flash_attn", stand_in)
-    with mock.patch.object(torch, "compile", lambda function: function):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nanovllm"]:
+        del sys.modules[name]
+    plain = mock.patch.object(torch, "compile", lambda function: function)
+    with nullcontext() if compiled else plain:
         engine = importlib.import_module("nanovllm")
     model = importlib.import_module("nanovllm.models.qwen3")
     rope_of = importlib.import_module("nanovllm.layers.rotary_embedding").get_rope
@@ -209,9 +216,9 @@ class Sampler:
 
 
 @contextmanager
-def engine_of(folder: Path, calls: Calls) -> Iterator[Any]:
+def engine_of(folder: Path, calls: Calls, *, compiled: bool = False) -> Iterator[Any]:
     """An engine with graphs, whose attention makes ``calls``."""
-    nano = import_engine()
+    nano = import_engine(compiled=compiled)
     layer: Any = importlib.import_module("nanovllm.layers.attention")
     layer.flash_attn_varlen_func = calls.flash_attn_varlen_func
     layer.flash_attn_with_kvcache = calls.flash_attn_with_kvcache
@@ -243,10 +250,12 @@ def decode(
     prompts: list[list[int]],
     num_new: int,
     forced: Sequence[Tensor] | None = None,
+    *,
+    compiled: bool = False,
 ) -> Run:
     """Decode greedily, or along the tokens of another run."""
     run = Run()
-    with engine_of(folder, calls) as engine:
+    with engine_of(folder, calls, compiled=compiled) as engine:
         runner = engine.model_runner
         run.counts["graphs"] = len(runner.graphs)
         run.counts["decode while capturing"] = calls.counts["decode"]

@@ -11,7 +11,8 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([__name__, "tests.support.contexts"])
+_CONTEXT.set_forkserver_preload([__name__, "tests.support.contexts", "tests.support.rank_jobs"])
 GONE = "gone"
 
 
@@ -73,6 +74,17 @@ def run_ranks(
                 process.join()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: beside other processes, more of them mostly wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def values(results: list[Any]) -> list[Any]:
     """Return results, none of which is an exception; else raise the first."""
     for result in results:
@@ -120,6 +132,7 @@ def _main(
         world_size=group.num_ranks,
         timeout=timedelta(seconds=group.timeout_s),
     )
+    dist.barrier()  # a rank that ends at once would break connections that others still make
     try:
         found: object = job(group.rank, *arguments)
     except Exception as error:

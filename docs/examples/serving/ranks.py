@@ -70,6 +70,8 @@ class Rank:
         backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
         if DEVICE == "cuda":
             torch.cuda.set_device(rank)
+        else:
+            torch.set_num_threads(max(torch.get_num_threads() // num_ranks, 1))
         dist.init_process_group(backend, init_method=url, rank=rank, world_size=num_ranks)
         self.model = RankModel(ContextParallel(page_size=PAGE_SIZE))
         config = KVCacheConfig(

@@ -1,6 +1,6 @@
-"""``attn_implementation="jitattn"`` and ``"paged|jitattn"`` for models of transformers.
+"""``attn_implementation="jitattn"`` for models of transformers.
 
-``"jitattn"`` reads the caches of ``generate`` where they lie: keys of a row follow each other, so
+It reads the caches of ``generate`` where they lie: keys of a row follow each other, so
 that a head's row is a request of a "ragged" planner, whatever the cache's length. Which of them a
 query sees is decided once per step, where transformers makes its masks: rows of tokens behind
 padding, with or without a window, are lengths, and everything else is a mask of bits. What was

@@ -1,4 +1,4 @@
-"""``"jitattn"``: attention of ``generate`` and of plain forward passes."""
+"""Attention of ``generate`` and of plain forward passes."""
 
 from __future__ import annotations
 

@@ -51,10 +51,11 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Return a tensor [batch_size, 1, q_length, kv_length] that carries a `MaskedStep`.
+    """Return a tensor of four dimensions that carries a `MaskedStep`.
 
-    Where lengths say it all it is a byte that was expanded: whoever changes it loses the step, and
-    is told so by `attend`.
+    It is bits [batch_size, 1, q_length, kv_length], or [1, 1, 1, 1] where lengths say it all:
+    whoever changes that loses the step, and is told so by `attend`. It is contiguous, since
+    ``contiguous()``, which ``generate`` calls with static caches, then returns the tensor itself.
     """
     from transformers import masking_utils
 
@@ -64,7 +65,7 @@ def make_mask(
     step = _step_of_lengths(shape, q_offset, kv_offset, mask_function, attention_mask)
     device = others.get("device", "cpu")
     if step is not None:
-        mask = torch.zeros((), dtype=torch.uint8, device=device).expand(batch_size, 1, *shape[1:])
+        mask = torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=device)
         setattr(mask, STEP_ATTRIBUTE, step)
         return mask
     bits = masking_utils.sdpa_mask(
@@ -79,6 +80,7 @@ def make_mask(
         device=device,
     )
     assert isinstance(bits, Tensor)
+    bits = bits.contiguous()
     setattr(bits, STEP_ATTRIBUTE, _step_of_bits(bits, shape))
     return bits
 
@@ -151,27 +153,26 @@ def _step_of_bits(bits: Tensor, shape: tuple[int, int, int]) -> MaskedStep:
 
 def step_of_mask(mask: Tensor, shape: tuple[int, int, int]) -> MaskedStep:
     """Return the step of a mask that a caller made, for all layers that get it."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask has dtype {mask.dtype}: expected a bool or float mask, or the one "
+            "that jitattn's mask function made, as it was"
+        )
     found = list(mask.shape)
     batch_size, q_length, kv_length = shape
     if mask.dim() != 4 or found[1:] != [1, q_length, kv_length] or found[0] not in (1, batch_size):
         raise ValueError(
             f"attention_mask has shape {found}: expected [{batch_size}, 1, {q_length}, {kv_length}]"
         )
-    if mask.dtype == torch.bool:
-        step = _step_of_bits(mask, shape)
-    elif mask.is_floating_point():
+    seen = mask
+    if mask.is_floating_point():
         seen = mask == 0
         if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
             raise ValueError(
                 "attention_mask has other numbers than 0 and minus infinity: a bias of scores is "
                 "not supported"
             )
-        step = _step_of_bits(seen, shape)
-    else:
-        raise ValueError(
-            f"attention_mask has dtype {mask.dtype}: expected a bool or float mask, or the one "
-            "that jitattn's mask function made, as it was"
-        )
+    step = _step_of_bits(seen, shape)
     setattr(mask, STEP_ATTRIBUTE, step)
     return step
 

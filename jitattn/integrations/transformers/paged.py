@@ -1,9 +1,8 @@
-"""``"paged|jitattn"``: attention of ``generate_batch``, continuous batching."""
+"""Attention of ``generate_batch``, continuous batching."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from jitattn.integrations.transformers.arguments import (
     refuse_unsupported,
     score_arguments,
 )
+from jitattn.integrations.transformers.paged_caches import LayerCache, layer_cache
 from jitattn.kernels.common.planner_base import plan_for_call
 from jitattn.kernels.preprocess.api import append_kv
 from jitattn.tensors.page_table_base import PageTable
@@ -36,16 +36,17 @@ def attend_paged(
     Returns:
         out [1, num_tokens, num_qo_heads, head_dim of V], and no weights.
     """
-    _check_paged(cache, attention_mask, is_causal)
-    batch = PagedBatch.of(module.layer_idx, cache, others)
+    _check_paged(cache, others, attention_mask, is_causal)
+    layer = layer_cache(cache, module.layer_idx, sliding_window)
+    batch = PagedBatch.of(layer, others)
     refuse_unsupported(dropout, others, query, key, value)
-    if sliding_window is not None and sliding_window != batch.window:
+    if sliding_window is not None and sliding_window != layer.window:
         raise ValueError(
-            f"sliding_window is {sliding_window}: the cache keeps a window of {batch.window}"
+            f"sliding_window is {sliding_window}: the cache keeps a window of {layer.window}"
         )
     q = query.squeeze(0).transpose(0, 1)
     k, v, pages, page_size = batch.written(key, value)
-    window_left = -1 if batch.window is None else batch.window - 1
+    window_left = -1 if layer.window is None else layer.window - 1
     config = (
         ("num_qo_heads", q.shape[1]),
         ("num_kv_heads", k.shape[-2]),
@@ -71,57 +72,74 @@ def attend_paged(
     return out.unsqueeze(0), None
 
 
-def _check_paged(cache: Any, attention_mask: Tensor | None, is_causal: bool | None) -> None:
-    if cache is None:
+def _check_paged(
+    cache: Any, of_batch: dict[str, Any], attention_mask: Tensor | None, is_causal: bool | None
+) -> None:
+    if cache is None and of_batch.get("read_index") is None:
         raise ValueError(
-            'cache is None: "paged|jitattn" is for generate_batch, and "jitattn" for generate'
+            'cache is None: this attention is for generate_batch, and "jitattn" for generate'
         )
     if attention_mask is not None:
-        raise ValueError('attention_mask is given: "paged|jitattn" takes lengths instead')
+        raise ValueError("attention_mask is given: continuous batching gives lengths instead")
     if is_causal is False:
         raise ValueError("is_causal is False: a request's queries see what came before them")
 
 
+# What each attribute is called, up to transformers 5.18 and from 5.19 on.
+_MAX_Q_LEN = "max_seqlen_q", "max_length_q"
+_MAX_KV_LEN = "max_seqlen_k", "max_length_k"
+
+
 @dataclass
 class PagedBatch:
-    """A batch of continuous batching, as one layer has it."""
+    """A batch of continuous batching, as one layer has it.
 
-    cache: Any
-    layer_idx: int
-    window: int | None
+    Attributes:
+        layer: its cache.
+        qo_indptr, kv_indptr: [num_requests + 1], tokens of requests in q, and in what is gathered.
+        max_q_len, max_kv_len: of a request, at most.
+        block_table: [num_groups, num_requests, any]; None: indices say where tokens are.
+        of_batch: lengths and indices of all layers, as transformers gave them.
+    """
+
+    layer: LayerCache
     qo_indptr: Tensor
     kv_indptr: Tensor
     max_q_len: int
     max_kv_len: int
-    read_index: Sequence[Tensor]
-    write_index: Sequence[Tensor]
     block_table: Tensor | None
+    of_batch: dict[str, Any]
 
     @classmethod
-    def of(cls, layer_idx: int, cache: Any, given: dict[str, Any]) -> PagedBatch:
+    def of(cls, layer: LayerCache, given: dict[str, Any]) -> PagedBatch:
         """Take what describes the batch out of the other arguments."""
-        window = cache.sliding_windows[layer_idx]
-        window = None if window == 1 else window  # as the cache says that there is none
-        kind = "full_attention" if window is None else "sliding_attention"
+        of_batch: dict[str, Any] = {}
 
-        def taken(name: str) -> Any:
-            value = given.pop(name, None)
-            if value is None:
-                raise ValueError(f"{name} is None: continuous batching gives it")
-            return value[kind] if isinstance(value, dict) else value
+        def taken(*names: str) -> Any:
+            for name in names:
+                value = given.pop(name, None)
+                if value is not None:
+                    of_batch[name] = value
+                    return value
+            raise ValueError(f"{names[-1]} is None: continuous batching gives it")
 
-        return cls(
-            cache,
-            layer_idx,
-            window,
-            taken("cu_seq_lens_q").int(),
-            taken("cu_seq_lens_k").int(),
-            int(taken("max_seqlen_q")),
-            int(taken("max_seqlen_k")),
-            taken("read_index"),
-            taken("write_index"),
-            given.pop("block_table", None),
+        def of_layer(*names: str) -> Any:
+            value = taken(*names)
+            return value[layer.kind] if isinstance(value, dict) else value
+
+        block_table = given.pop("block_table", None)
+        batch = cls(
+            layer,
+            of_layer("cu_seq_lens_q").int(),
+            of_layer("cu_seq_lens_k").int(),
+            int(of_layer(*_MAX_Q_LEN)),
+            int(of_layer(*_MAX_KV_LEN)),
+            block_table,
+            of_batch,
         )
+        for name in ("read_index", "write_index"):
+            taken(name)
+        return batch
 
     @functools.cached_property
     def seq_lens(self) -> Tensor:
@@ -130,46 +148,34 @@ class PagedBatch:
 
     def written(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, PageTable, int | None]:
         """Write the new tokens; K, V, where a request's are, and the page size, if any."""
-        cache = self.cache
-        group, index = cache.layer_index_to_group_indices[self.layer_idx]
-        caches = [
-            tensors[index].unflatten(0, (-1, cache.block_size))
-            for tensors in (cache.key_cache, cache.value_cache)
-        ]
-        if self.block_table is not None and self.window is None:
-            pages = BlockTable(self.block_table[group, : self.seq_lens.shape[0]])
-            k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (key, value))
-            append_kv(
-                k,
-                v,
-                (caches[0], caches[1]),
-                pages=pages,
-                seq_lens=self.seq_lens,
-                qo_indptr=self.qo_indptr,
-            )
-            return caches[0], caches[1], pages, cache.block_size
+        layer, pool = self.layer, self.layer.pool
         if self.block_table is not None:
-            raise ValueError("block_table is given for a layer with a window, which has no blocks")
-        k, v = key, value
-        read_index, write_index = self.read_index[group], self.write_index[group]
-        if self.window is not None or read_index.numel() == 0:
-            k, v = cache.update(
-                key_states=key,
-                value_states=value,
-                layer_idx=self.layer_idx,
-                read_index=self.read_index,
-                write_index=self.write_index,
-            )
-            return k, v, RaggedKV(self.kv_indptr), None
-        for tensors, new in ((cache.key_cache, key), (cache.value_cache, value)):
-            tensors[index].index_copy_(0, write_index, new.squeeze(0).transpose(0, 1))
-        return caches[0], caches[1], self._blocks(read_index), cache.block_size
-
-    def _blocks(self, read_index: Tensor) -> BlockTable:
-        """Return the blocks of each request, from the slots of all of its tokens in order."""
-        block_size = self.cache.block_size
-        num_blocks = -(-self.max_kv_len // block_size)
-        steps = torch.arange(num_blocks, device=read_index.device) * block_size
+            return self._written_to_blocks(key, value, self.block_table)
+        if pool is None:
+            return *layer.update(key, value, self.of_batch), RaggedKV(self.kv_indptr), None
+        read_index, write_index = (
+            self.of_batch[name][layer.group] for name in ("read_index", "write_index")
+        )
+        if read_index.numel() == 0:  # all requests are new: K and V are all there is
+            return *layer.update(key, value, self.of_batch), RaggedKV(self.kv_indptr), None
+        for slots, new in zip(pool.slots, (key, value), strict=True):
+            slots.index_copy_(0, write_index, new.squeeze(0).transpose(0, 1))
         # Entries past a request's last block are not read: they are any.
-        firsts = (self.kv_indptr[:-1, None] + steps).clamp(max=read_index.shape[0] - 1)
-        return BlockTable((read_index[firsts.long()] // block_size).int())
+        steps = torch.arange(-(-self.max_kv_len // pool.block_size), device=read_index.device)
+        firsts = self.kv_indptr[:-1, None] + steps * pool.block_size
+        firsts = firsts.clamp(max=read_index.shape[0] - 1).long()
+        pages = BlockTable(pool.blocks_of_slots(read_index[firsts]))
+        return *pool.blocks, pages, pool.block_size
+
+    def _written_to_blocks(
+        self, key: Tensor, value: Tensor, block_table: Tensor
+    ) -> tuple[Tensor, Tensor, PageTable, int | None]:
+        """Write the new tokens where tables [num_groups, num_requests, any] of blocks say."""
+        pool = self.layer.pool
+        if pool is None:
+            raise ValueError("block_table is given for a layer whose K and V are gathered")
+        entries = block_table[self.layer.group, : self.seq_lens.shape[0]]
+        pages = BlockTable(pool.blocks_of_table(entries))
+        k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (key, value))
+        append_kv(k, v, pool.blocks, pages=pages, seq_lens=self.seq_lens, qo_indptr=self.qo_indptr)
+        return *pool.blocks, pages, pool.block_size

@@ -142,6 +142,16 @@ def test_states_of_very_different_weight(device: str) -> None:
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("level", [-1e30, -3e38, 1e30])
+def test_equal_states_of_any_level_count_equally(level: float, device: str) -> None:
+    """Only -inf is a state without keys."""
+    outs, lses = states(2, "float32", device)
+    out, lse = jitattn.merge_states(outs, torch.full_like(lses, level))
+    torch.testing.assert_close(out, outs.mean(0), rtol=1e-6, atol=1e-6)
+    assert bool((lse == level).all())
+
+
+@EVERYWHERE
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_states(dtype: str, device: str) -> None:
     outs, lses = states(3, dtype, device)

@@ -34,7 +34,7 @@ _CODE = "kernels are jitattn's own"
 _SKIP = "every tile counts: skipping some is not built"
 _OUT = "outputs are float16, bfloat16 or float32, without a scale"
 _CUDNN = "offsets are those of K and of q"
-_RANKS = "context parallelism is not built: merge_states merges what ranks have"
+_RANKS = "jitattn.parallel has context parallelism, and merge_states merges what ranks have"
 _RANGES = "the paged prefill wrapper takes a custom_mask, of any ranges"
 _HALF = "scores and sums are float32"
 

@@ -39,17 +39,38 @@ __device__ __forceinline__ float soft_cap(float x, float scale, const TanhNear& 
   return fabsf(x) * scale <= TanhNear::kLimit ? near.at(x) : far;
 }
 
+// Scale of scores: their product with `first`, which is 1 in all but a few calls, times `rest`. The
+// scales of queries and keys may leave float32 together, though scaled scores do not.
+struct ScoreScale {
+  float first;
+  float rest;
+
+  template <int kCount>
+  __device__ __forceinline__ void multiply_first(float (&scores)[kCount]) const {
+    if constexpr (kDequantises) {
+      if (first != 1.f) for_each<kCount>([&](int i) { scores[i] *= first; });
+    }
+  }
+};
+
 // Score scale of a KV head.
-__device__ __forceinline__ float score_scale_of(const AttentionParams& params, int32_t kv_head) {
-  if constexpr (kHasBlocks)
-    return params.score_scale * params.k_scale.of(kv_head) * kBlockFactor<ProductType>;
-  return kDequantises ? params.score_scale * params.k_scale.of(kv_head) : params.score_scale;
+__device__ __forceinline__ ScoreScale score_scale_of(const AttentionParams& params,
+                                                     int32_t kv_head) {
+  if constexpr (!kDequantises) return {1.f, params.score_scale};
+  const float k_scale = params.k_scale.of(kv_head);
+  float product = params.score_scale * k_scale;
+  if constexpr (kHasBlocks) product *= kBlockFactor<ProductType>;
+  if (fabsf(product) < -neg_inf()) return {1.f, product};
+  const float rest =
+      kHasBlocks ? params.score_scale * kBlockFactor<ProductType> : params.score_scale;
+  return {fabsf(k_scale), copysignf(rest, product)};
 }
 
-// A score in log2 units, the soft cap applied.
+// A score in log2 units, the soft cap applied. Rounded here: an exponent takes the maximum of such
+// numbers from them, and one of equal scores must be 0.
 __device__ __forceinline__ float to_logit(float score, float score_scale,
                                           const AttentionParams& params) {
-  const float scaled = score * score_scale, cap = params.cap_log2;
+  const float scaled = __fmul_rn(score, score_scale), cap = params.cap_log2;
   return kUseLogitsSoftCap ? soft_cap(scaled, 1.f, TanhNear(1.f, cap), cap) : scaled;
 }
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
                                            uint32_t smem) {
   constexpr int kVectors = kKeyDim / 8;
   const QueryRows rows = item.rows(params);
-  const bool is_negative = score_scale_of(params, rows.kv_head) < 0.f;
+  const bool is_negative = score_scale_of(params, rows.kv_head).rest < 0.f;
   const uint32_t sign = is_negative ? 0x80008000u : 0u;
   const bool is_plain = !params.q_is_aligned || is_negative;
   const int lane = lane_idx(), warp = threadIdx.x % kQueryThreads / kWarpSize;

@@ -21,7 +21,7 @@ struct WorkItem {
   int32_t end;
   int32_t first_common;  // keys [first_common, last_common) are seen by all rows
   int32_t last_common;
-  float score_scale;  // positive: Q has its sign
+  ScoreScale score_scale;  // positive: Q has its sign
   QueryTile query_tile;
   Request request;
 
@@ -32,7 +32,9 @@ struct WorkItem {
     return QueryRows(params, block(params), query_tile, request);
   }
   // Scale that the soft cap leaves.
-  __device__ __forceinline__ float scale() const { return kUseLogitsSoftCap ? 1.f : score_scale; }
+  __device__ __forceinline__ float scale() const {
+    return kUseLogitsSoftCap ? 1.f : score_scale.rest;
+  }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
     return query_tile.split_tiles > 0 ? (tile - first) / query_tile.split_tiles
@@ -110,8 +112,9 @@ struct WorkItemIterator {
       const QueryRows rows = item.rows(params.attention);
       item.first_common = rows.first_common_key();
       item.last_common = rows.last_common_key();
+      item.score_scale = score_scale_of(params.attention, rows.kv_head);
       // Not zero, so that -inf stays what it is.
-      item.score_scale = fmaxf(fabsf(score_scale_of(params.attention, rows.kv_head)), 1e-30f);
+      item.score_scale.rest = fmaxf(fabsf(item.score_scale.rest), 1e-30f);
       return;
     }
   }

@@ -1,4 +1,4 @@
-"""What ranks do that don't agree, refuse, leave or are late."""
+"""What ranks do in tests: plan and run, and not agree, refuse, leave or be late."""
 
 from __future__ import annotations
 
@@ -166,6 +166,55 @@ def keep_bits(rank: int, repeats: int) -> list[tuple[Tensor, Tensor]]:
         time.sleep(0.02 * ((rank + i) % 3))
         found.append(plan.run(q, kv, return_lse=True))  # type: ignore[arg-type]
     return found  # type: ignore[return-value]
+
+
+def attend_chunk(rank: int, case: ContextCase) -> tuple[Tensor, Tensor]:
+    """Attend the last tokens of a prompt, as docs/parallel.md says: to earlier ones, to themselves.
+
+    The case has two ranks, with one KV head for the query heads of each.
+    """
+    inputs = ContextInputs(case)
+    cp = ContextParallel(page_size=case.page_size)
+    planner = planner_of(case, causal=False)
+    offsets = inputs.qo_indptr
+    assert offsets is not None
+    chunk, most = offsets.diff(), max(inputs.q_lens)
+    pages = cp.local_table(inputs.table(inputs.pages))
+    earlier = cp.plan(planner, pages, inputs.seq_lens - chunk, offsets, max_q_len=most)  # type: ignore
+    q = inputs.heads_of(inputs.qs[0], rank)[: int(offsets[-1])]
+    before = earlier.run(q, inputs.bound(planner, rank), return_lse=True)  # type: ignore
+    new = [
+        [part[-n:, rank : rank + 1] for part in parts]
+        for parts, n in zip(inputs.tokens, inputs.q_lens, strict=True)
+    ]
+    k, v = (torch.cat(parts) for parts in zip(*new, strict=True))
+    within = jitattn.AttentionPlanner(
+        num_qo_heads=q.shape[1], num_kv_heads=1, head_dim=32, page_size=None, page_table="ragged",
+        device="cpu",
+    ).plan(jitattn.RaggedKV(offsets), chunk, offsets, max_q_len=most)  # fmt: skip
+    own = within.run(q, (k, v), return_lse=True)
+    outs, lses = (torch.stack(parts) for parts in zip(before, own, strict=True))
+    return jitattn.merge_states(outs, lses)
+
+
+def run_other_rows(rank: int) -> list[str]:
+    """Rank 1 gives a row more than the others, then as many, of attention and latent attention."""
+    told = []
+    for is_mla in (False, True):
+        case = replace(CASE, q_lens=(2, 1), is_mla=is_mla)
+        inputs = ContextInputs(case)
+        cp, planner = ContextParallel(page_size=case.page_size), planner_of(case)
+        pages = cp.local_table(inputs.table(inputs.pages))
+        plan = cp.plan(planner, pages, inputs.seq_lens, inputs.qo_indptr, max_q_len=2)  # type: ignore
+        for extra in (1, 0):
+            count = 4 + extra * (rank == 1)
+            qs = [inputs.heads_of(q, rank)[:count] for q in inputs.qs]
+            try:
+                plan.run(*qs, inputs.bound(planner, rank))  # type: ignore[arg-type]
+                told.append("no error")
+            except jitattn.ConfigError as error:
+                told.append(str(error))
+    return told
 
 
 def write_outputs(rank: int) -> dict[str, object]:

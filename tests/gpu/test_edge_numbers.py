@@ -1,0 +1,41 @@
+"""Scores at the edge of float32, on the card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.cases import Case, of
+from tests.support.edge_numbers import (
+    check_far_scales,
+    check_large_latent_scores,
+    check_large_scores,
+)
+from tests.support.mla import MLACase
+
+pytestmark = pytest.mark.gpu
+
+BASE = Case(head_dim=128, num_kv_heads=2, group_size=4)
+STEPS = pytest.mark.parametrize(
+    "case",
+    [of(BASE, (1, 1500), (1, 70)), of(BASE, (4, 900)), of(BASE, (70, 150), (600, 1600))],
+    ids=["decode", "decode of 4", "prefill"],
+)
+
+
+@STEPS
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_large_scores(kv_dtype: str | None, case: Case) -> None:
+    check_large_scores(replace(case, kv_dtype=kv_dtype), "cuda")
+
+
+@STEPS
+def test_scales_whose_product_is_infinite(case: Case) -> None:
+    check_far_scales(replace(case, kv_dtype="float8_e4m3fn"), "cuda")
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_large_latent_scores(page_size: int) -> None:
+    case = MLACase(lengths=(900, 64, 0, 1), page_size=page_size, out_dtype="float32")
+    check_large_latent_scores(replace(case, sm_scale=1.0), "cuda")

@@ -1,0 +1,60 @@
+"""Scores at the edge of float32, in every kernel of attention and latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from tests.emulator.attention import EmulatedCuda
+from tests.support.cases import Case, of
+from tests.support.edge_numbers import (
+    check_far_scales,
+    check_large_latent_scores,
+    check_large_scores,
+)
+from tests.support.harness import attend
+from tests.support.inputs import Inputs
+from tests.support.mla import MLACase
+
+BASE = Case(head_dim=64, num_kv_heads=1, group_size=2)
+DECODE = of(BASE, (1, 150), (1, 70))
+PREFILL = of(BASE, (70, 150), (66, 66))
+LATENT = MLACase(kv_lora_rank=256, lengths=(90, 64, 0, 1), page_size=16, out_dtype="float32")
+# Of each kernel one: the GPU tests have the others.
+KERNELS = pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        (PREFILL, "sm_90a"),
+        (replace(PREFILL, kv_dtype="float8_e4m3fn"), "sm_80"),
+        (DECODE, "sm_90a"),
+    ],
+    ids=["prefill of warpgroups", "prefill", "decode"],
+)
+
+
+def on(host: EmulatedCuda, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return attend(inputs, host.planner(**inputs.case.planner_arguments()))
+
+
+@KERNELS
+def test_large_scores(case: Case, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, arch)
+    check_large_scores(case, "cpu", lambda inputs: on(host, inputs))
+
+
+@KERNELS
+def test_scales_whose_product_is_infinite(
+    case: Case, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = EmulatedCuda(monkeypatch, arch)
+    fp8 = replace(case, kv_dtype="float8_e4m3fn")
+    check_far_scales(fp8, "cpu", lambda inputs: on(host, inputs))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_large_latent_scores(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, arch)
+    arguments = LATENT.planner_arguments() | {"sm_scale": 1.0}
+    check_large_latent_scores(LATENT, planner=host.mla_planner(**arguments))
