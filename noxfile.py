@@ -49,6 +49,12 @@ MODELS = (
     "tests/tensors/test_rope.py",
     "tests/bundles/test_model_config.py",
 )
+FLASHINFER = (
+    "tests/compat/test_flashinfer_names.py",
+    "tests/compat/test_flashinfer.py",
+    "-k",
+    "sources or names",
+)
 ENGINES = (
     "tests/integrations/test_transformers.py",
     "tests/integrations/test_transformers_versions.py",
@@ -102,6 +108,23 @@ def models(session: nox.Session) -> None:
     """Compare the rotation of every model type with transformers' own modules."""
     session.install("-c", "constraints.txt", "-e", ".[test]", "transformers==5.24.*")
     session.run("pytest", "-q", *(session.posargs or MODELS))
+
+
+@nox.session(python="3.11")
+def flashinfer(session: nox.Session) -> None:
+    """Compare the table of FlashInfer's names and parameters with the newest release's sources."""
+    session.install("-c", "constraints.txt", "-e", ".[test]")
+    session.install("--no-deps", "flashinfer-python")
+    session.run("python", "-m", "tests.support.flashinfer_table", "--check")
+    session.run("pytest", "-q", *(session.posargs or FLASHINFER))
+
+
+@nox.session(python="3.11")
+@nox.parametrize("package", ["flashinfer", "flash_attn"])
+def suites(session: nox.Session, package: str) -> None:
+    """Run another package's own tests over the functions of jitattn that stand for its."""
+    session.install("-c", "constraints.txt", "-e", ".[test]", "einops")
+    session.run("python", "-m", "tests.suites", package, *session.posargs)
 
 
 @nox.session(python="3.11")

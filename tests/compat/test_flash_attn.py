@@ -275,11 +275,12 @@ def test_kvcache_is_its_definition(case: Case) -> None:
             k_new = new[0][b]
             if tables:
                 steps = range(case.seqlen_q)
-                positions = [cached + (i if is_local else 0) for i in steps]
+                first = laid.leftpad[b] + cached  # a token turns by its place in the row
+                positions = [first + (i if is_local else 0) for i in steps]
                 # A query may stand beyond the table where it has more rows than k.
                 positions = [min(p, len(tables[0]) - 1) for p in positions]
                 queries = turned(queries, *tables, positions, case.rotary)
-                places = [cached + i for i in range(case.seqlen_new)]
+                places = [first + i for i in range(case.seqlen_new)]
                 k_new = turned(k_new, *tables, places, case.rotary)
             # What is stored is what was meant, to a rounding of a rounding.
             stored = [

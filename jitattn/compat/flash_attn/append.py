@@ -25,9 +25,11 @@ def append_new_tokens(
     if tables != (None, None):
         cos, sin = _check_rotary(*tables, q, cache.capacity)
         how = cos, sin, given.rotary_interleaved
-        k = _rotate(k, cached, *how, step=1)
+        # A token turns by its place in the row, in front of which padding counts.
+        first = cached if given.cache_leftpad is None else cached + given.cache_leftpad
+        k = _rotate(k, first, *how, step=1)
         is_moving = given.causal or any(0 <= n < cache.capacity for n in given.window_size)
-        q = _rotate(q, cached, *how, step=int(is_moving))
+        q = _rotate(q, first, *how, step=int(is_moving))
     seq_lens = torch.where(cached < 0, 0, cached + seqlen_new)
     append_kv(
         k.contiguous().flatten(0, 1),

@@ -32,6 +32,8 @@ class Window(NamedTuple):
         Raises:
             TypeError, ValueError: naming the argument.
         """
+        if isinstance(window_size, Tensor):
+            window_size = window_size.tolist()  # as flash-attn's own tests give it
         if not isinstance(window_size, Sequence) or len(window_size) != 2:
             raise TypeError(f"window_size is {shown(window_size)}: expected a pair (left, right)")
         left, right = (check_count("window_size", n, least=-INT32_MAX) for n in window_size)

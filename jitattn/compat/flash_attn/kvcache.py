@@ -49,7 +49,7 @@ def flash_attn_with_kvcache(
         v_cache: likewise; its heads may have another size.
         k: [batch_size, seqlen_new, nheads_k, head_dim], or None.
         v: likewise; with ``k``, or None.
-        rotary_cos: [seqlen_ro, rotary_dim / 2], like q, for all places of a request: turns k by its
+        rotary_cos: [seqlen_ro, rotary_dim / 2], like q, for all places of a row: turns k by its
             places, and q by those from ``cache_seqlens`` on (causal, or a window) or by that one.
         rotary_sin: likewise.
         cache_seqlens: tokens in the cache, a number or int32 or int64 [batch_size]; None: it is

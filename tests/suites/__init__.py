@@ -1,0 +1,1 @@
+"""Other packages' own tests, run with their import replaced by ours."""
