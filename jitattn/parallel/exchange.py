@@ -42,6 +42,8 @@ class Exchange:
                 ["group: torch.distributed has no group yet: call init_process_group (torchrun "
                  "sets its environment)"]
             )  # fmt: skip
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group is a {type_name(group)}: expected a ProcessGroup or None")
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(f"timeout is a {type_name(timeout)}: expected a datetime.timedelta")
         self._group = group

@@ -258,7 +258,7 @@ def _factor(scale: float | Tensor | None, name: str, values: Tensor) -> float | 
         return torch.tensor(scale_value("scale", scale), dtype=torch.float32, device=values.device)
     num_kv_heads = values.shape[-2] if values.dim() > 1 else 1
     check_scale("scale", scale, values.device, num_kv_heads=num_kv_heads)
-    return scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
+    return scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
 
 
 def _to_nvfp4(scaled: Tensor) -> tuple[Tensor, Tensor]:

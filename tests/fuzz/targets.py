@@ -14,6 +14,7 @@ import jitattn
 from jitattn import cascade, pages, quant, variants
 from jitattn.compat import flash_attn, flashinfer, trtllm
 from jitattn.kv import KVCacheConfig, KVCacheManager, LayerConfig, PageIndexMode
+from jitattn.parallel import ContextParallel
 
 Arguments = dict[str, object]
 B, HQ, HKV, D, PAGE, NUM_PAGES = 2, 4, 2, 16, 4, 6
@@ -374,7 +375,7 @@ def _() -> Call:
 
 
 _PREPROCESS = _APPEND | {
-    "qkv": ("q", "k", "v", "num_qo_heads", "head_dim", "qo_indptr", "seq_lens"),
+    "qkv": ("q", "k", "v", "num_qo_heads", "head_dim", "qo_indptr", "seq_lens", "bias"),
     "num_qo_heads": ("qkv", "q", "num_kv_heads"),
     "num_kv_heads": ("qkv", "k", "v", "num_qo_heads", "kv_cache", "k_cache"),
     "head_dim": ("qkv", "q", "rope", "q_norm"),
@@ -1357,3 +1358,49 @@ def _() -> Call:
         "layer_idx": 1,
     }
     return Call(trtllm.pool_of_layer, arguments)
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def _context() -> ContextParallel:
+    """Of the one process whose group a test has initialised."""
+    return ContextParallel(page_size=PAGE)
+
+
+@_target("ContextParallel")
+def _context_parallel() -> Call:
+    return Call(ContextParallel, {"interleave": 2, "page_size": PAGE})
+
+
+@_target("ContextParallel.local_lens")
+def _local_lens() -> Call:
+    return Call(_context().local_lens, {"seq_lens": _ints(9, 5)})
+
+
+@_target("ContextParallel.local_slots")
+def _local_slots() -> Call:
+    return Call(_context().local_slots, {"slots": _ints(3, 17, -1)})
+
+
+@_target("ContextParallel.local_table")
+def _local_table() -> Call:
+    return Call(_context().local_table, {"table": pages.BlockTable(_table())})
+
+
+@_target("ContextParallel.plan")
+def _context_plan() -> Call:
+    arguments = {
+        "planner": _planner(),
+        "local_pages": pages.BlockTable(_table()),
+        "seq_lens": _ints(9, 5),
+    }
+    return Call(_context().plan, arguments)
+
+
+@_target("ContextPlan.run", "out", "lse", **_RUN)
+def _context_run() -> Call:
+    plan = _context().plan(_planner(), pages.BlockTable(_table()), _ints(9, 5))
+    out = _values(B, HQ, D)
+    lse = torch.zeros(B, HQ)
+    return Call(plan.run, {"q": _values(B, HQ, D), "kv": _cache(), "out": out, "lse": lse})

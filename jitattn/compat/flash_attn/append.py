@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jitattn.compat.flash_attn.cache import CachedCall, PagedCache
+from jitattn.compat.flash_attn.cache import CachedCall, PagedCache, check_entries
 from jitattn.compat.flash_attn.common import even_indptr
 from jitattn.compat.rotation import rotate
 from jitattn.kernels.preprocess.api import append_kv
@@ -31,6 +31,7 @@ def append_new_tokens(
         is_moving = given.causal or any(0 <= n < cache.capacity for n in given.window_size)
         q = _rotate(q, first, *how, step=int(is_moving))
     seq_lens = torch.where(cached < 0, 0, cached + seqlen_new)
+    check_entries(given, cache, seq_lens)
     append_kv(
         k.contiguous().flatten(0, 1),
         v.contiguous().flatten(0, 1),

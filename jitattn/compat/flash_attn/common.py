@@ -33,6 +33,7 @@ class Window(NamedTuple):
             TypeError, ValueError: naming the argument.
         """
         if isinstance(window_size, Tensor):
+            check_tensor("window_size", window_size, INTEGERS)
             window_size = window_size.tolist()  # as flash-attn's own tests give it
         if not isinstance(window_size, Sequence) or len(window_size) != 2:
             raise TypeError(f"window_size is {shown(window_size)}: expected a pair (left, right)")

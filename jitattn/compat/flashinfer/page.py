@@ -74,6 +74,7 @@ def append_paged_kv_cache(
     check_layout(kv_layout)
     for name, tensor in (("append_key", append_key), ("append_value", append_value)):
         _check_tokens(name, tensor, 3)
+    check_tensor("append_value", append_value, (append_key.dtype,))
     refuse_gradients({"append_key": append_key, "append_value": append_value})
     kv_dtype = _cache_dtype("paged_kv_cache", paged_kv_cache)
     cache = paged_cache("paged_kv_cache", paged_kv_cache, kv_layout, kv_dtype, None)
@@ -127,6 +128,7 @@ def append_paged_mla_kv_cache(
     """
     for name, tensor in (("append_ckv", append_ckv), ("append_kpe", append_kpe)):
         _check_tokens(name, tensor, 2)
+    check_tensor("append_kpe", append_kpe, (append_ckv.dtype,))
     refuse_gradients({"append_ckv": append_ckv, "append_kpe": append_kpe})
     for name, cache in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
         check_tensor(name, cache, _CACHES)

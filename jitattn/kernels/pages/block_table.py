@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import INT32_MAX, check_count, shown, type_name
+from jitattn.base.validate import INT32_MAX, check_count, check_name, type_name
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import (
     CallParams,
@@ -421,8 +421,7 @@ def convert_pages(
     if not has_pages(pages):
         names = table_names(without=[Layout.RAGGED])
         raise TypeError(f"pages is a {type_name(pages)}: expected a {names}")
-    if layout not in _LAYOUTS:
-        raise ValueError(f"layout is {shown(layout)}: expected one of {', '.join(_LAYOUTS)}")
+    layout = check_name("layout", layout, _LAYOUTS)
     if pages.layout == "separate" and layout != "separate":
         raise ValueError(f"pages has ids of its own for V, which layout={layout!r} has no room for")
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jitattn.base.validate import check_count
 from jitattn.compat.flashinfer.common.arguments import as_lengths
 from jitattn.compat.flashinfer.common.batch import (
     FixedBuffers,
@@ -17,6 +18,7 @@ from jitattn.compat.flashinfer.common.batch import (
     check_offsets,
     csr_lens,
 )
+from jitattn.spec.config import MAX_PAGE_SIZE
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, CsrPages
 
@@ -71,6 +73,7 @@ class PagedTable(NamedTuple):
             TypeError, ValueError: naming the argument.
         """
         indptr_name, indices_name, last_name = self.names.arguments()
+        check_count("page_size", self.page_size, most=MAX_PAGE_SIZE)
         offsets = check_offsets(indptr_name, self.indptr)
         batch_size = self.indptr.shape[0] - 1
         check_indices(indices_name, self.indices, indptr_name, offsets)
