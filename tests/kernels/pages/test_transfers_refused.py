@@ -300,7 +300,7 @@ def converted(pages: object = PAGES, layout: object = "csr", **options: object) 
 CONVERSIONS: dict[str, tuple[Call, str]] = {
     "a tensor": (converted(TABLE), "pages is a Tensor"),
     "ragged": (converted(jitattn.RaggedKV(ints(0, 1))), "pages is a RaggedKV"),
-    "to ragged": (converted(layout="ragged"), "layout is 'ragged': expected one of shared"),
+    "to ragged": (converted(layout="ragged"), "layout is 'ragged': expected 'shared', 'separate'"),
     "long": (converted(seq_lens=ints(1, 9)), r"seq_lens\[1\] is 9: the table has 2 pages of it"),
     "lengths": (converted(seq_lens=ints(1)), "seq_lens has 1 entries"),
     "a page size": (converted(page_size=0), "page_size is 0"),
