@@ -6,24 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 from tests.fuzz.fuzzer import fuzz
 from tests.fuzz.targets import TARGETS
 
 _INPUTS = int(os.environ.get("FUZZ_INPUTS", "600"))
 _SEED = int(os.environ.get("FUZZ_SEED", "0"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_process() -> Iterator[None]:
-    """A group of torch.distributed that is this process, for `jitattn.parallel`."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", TARGETS)
