@@ -741,6 +741,13 @@ def test_keywords_are_refused_by_name(
         kvcache(**change)
 
 
+def test_splits_are_one_or_the_devices_choice_without_a_cache_too() -> None:
+    q, k = torch.zeros(3, 2, 16).half(), torch.zeros(3, 1, 16).half()
+    indptr = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="num_splits is 2"):
+        flash_attn.flash_attn_varlen_func(q, k, k, indptr, indptr, 3, 3, num_splits=2)
+
+
 def test_names_that_are_not_here_say_what_to_use() -> None:
     with pytest.raises(ImportError, match=r"merge_states"):
         exec("from jitattn.compat.flash_attn.flash_attn_interface import flash_attn_combine", {})

@@ -7,11 +7,12 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag, shown
-from jitattn.compat.flash_attn.common import FLOATS
+from jitattn.base.validate import check_flag, shown
+from jitattn.compat.flash_attn.common import FLOATS, is_unsplit
 from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 _SCALES = "q, k and v have 16 bits and no scales"
+_RANKS = "jitattn.parallel has context parallelism, and merge_states merges what ranks have"
 _CHUNKS = "chunked attention is not built: window_size has windows"
 
 
@@ -68,9 +69,9 @@ _ALLOWED: Mapping[str, tuple[object, str]] = {
     "leftpad_k": (None, "flash_attn_with_kvcache has cache_leftpad"),
     "cu_seqlens_k_new": (None, "as many tokens of each request are appended: append_kv has others"),
     "rotary_seqlens": (None, "tokens turn by their place: preprocess_qkv takes positions"),
-    "cp_world_size": (1, "context parallelism is not built: merge_states merges what ranks have"),
-    "cp_rank": (0, "context parallelism is not built: merge_states merges what ranks have"),
-    "cp_tot_seqused_k": (None, "context parallelism is not built"),
+    "cp_world_size": (1, _RANKS),
+    "cp_rank": (0, _RANKS),
+    "cp_tot_seqused_k": (None, _RANKS),
 }
 # What says how flash-attn computes, and changes nothing here.
 _CHOICES = frozenset(("scheduler_metadata", "pack_gqa", "sm_margin", "fa_version"))
@@ -143,7 +144,7 @@ def sinks_of(options: Mapping[str, Any], q: Tensor) -> Tensor | None:
 
 def splits_of(options: Mapping[str, Any]) -> bool:
     """Return whether ``num_splits`` asks for bits that don't depend on the batch."""
-    return check_count("num_splits", options.get("num_splits") or 0, least=0) == 1
+    return is_unsplit(options.get("num_splits") or 0)
 
 
 def wants_lse(options: Mapping[str, Any]) -> bool:
