@@ -80,12 +80,13 @@ def new_tensor(
         ) from error
 
 
-def check_vector(name: str, value: Tensor, *, device: torch.device) -> None:
-    """Raise unless ``value`` is a 1-D int32 or int64 tensor on ``device``."""
+def check_vector(name: str, value: Tensor, *, device: torch.device | None) -> None:
+    """Raise unless ``value`` is a 1-D int32 or int64 tensor on ``device``, or with None on any."""
     check_tensor(name, value, INTEGERS)
     if value.dim() != 1:
         raise ValueError(f"{name} has shape {list(value.shape)}: expected one dimension")
-    check_device(name, value, device)
+    if device is not None:
+        check_device(name, value, device)
 
 
 def check_per_request(name: str, values: Tensor, batch_size: int, device: torch.device) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jitattn.compat.flash_attn.cache import CachedCall, PagedCache, check_entries
+from jitattn.compat.flash_attn.cache import CachedCall, PagedCache
 from jitattn.compat.flash_attn.common import even_indptr
 from jitattn.compat.rotation import rotate
+from jitattn.kernels.common.reference_plan import what_is_read_wrong
 from jitattn.kernels.preprocess.api import append_kv
+from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.tensor_checks import check_device, check_tensor
 
 
 def append_new_tokens(
-    given: CachedCall, cache: PagedCache, cached: Tensor
+    given: CachedCall, cache: PagedCache, cached: Tensor, kv: BoundCache
 ) -> tuple[Tensor, Tensor]:
-    """Append k and v, if any; q, turned, and [batch_size], the tokens of each request then."""
+    """Append k and v, if any; q, turned, and [batch_size], the tokens of each request then.
+
+    ``kv`` is the cache as attention reads it: on the CPU, what that refuses is refused here.
+    """
     q, k, v = given.q, given.k, given.v
     tables = given.rotary_cos, given.rotary_sin
     if k is None or v is None:
@@ -31,7 +36,13 @@ def append_new_tokens(
         is_moving = given.causal or any(0 <= n < cache.capacity for n in given.window_size)
         q = _rotate(q, first, *how, step=int(is_moving))
     seq_lens = torch.where(cached < 0, 0, cached + seqlen_new)
-    check_entries(given, cache, seq_lens)
+    if q.device.type == "cpu":
+        for request, kv_len in enumerate(seq_lens.tolist()):
+            wrong = what_is_read_wrong(
+                cache.pages, kv.pools, kv.config, request, kv_len, q.shape[1]
+            )
+            if wrong:
+                raise ValueError(wrong)
     append_kv(
         k.contiguous().flatten(0, 1),
         v.contiguous().flatten(0, 1),

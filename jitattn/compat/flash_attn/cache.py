@@ -179,27 +179,3 @@ def cached_lens(given: CachedCall, cache: PagedCache) -> Tensor:
         cache_seqlens = torch.full((batch_size,), length, dtype=torch.int32, device=q.device)
     check_vector("cache_seqlens", cache_seqlens, batch_size, q.device)
     return cache_seqlens if cache_leftpad is None else cache_seqlens - cache_leftpad
-
-
-def check_entries(given: CachedCall, cache: PagedCache, seq_lens: Tensor) -> None:
-    """Refuse on the CPU pages that attention would, before tokens are appended.
-
-    Raises:
-        ValueError: an entry of ``block_table`` that a query reads is no page of the cache.
-    """
-    table = given.block_table
-    if table is None or table.device.type != "cpu":
-        return
-    num_pages, page_size = cache.k.shape[:2]
-    begin = torch.arange(table.shape[1], device=table.device) * page_size
-    lens = seq_lens.long()[:, None]
-    is_read = begin < lens
-    left = given.window_size[0]
-    if left >= 0:  # pages that the first query's window has left may be anything
-        is_read &= begin + page_size > lens - given.q.shape[1] - left
-    wrong = (is_read & ((table < 0) | (table >= num_pages))).nonzero()
-    if wrong.shape[0]:
-        b, j = wrong[0].tolist()
-        raise ValueError(
-            f"block_table[{b}, {j}] is {int(table[b, j])}: the cache has {num_pages} pages"
-        )

@@ -128,7 +128,7 @@ def _attend_cached(given: CachedCall) -> Tensor | tuple[Tensor, Tensor]:
         use_sinks=given.sinks is not None,
     )
     kv = planner.bind((cache.k, cache.v))
-    q, seq_lens = append_new_tokens(given, cache, cached)
+    q, seq_lens = append_new_tokens(given, cache, cached, kv)
     offsets = None if seqlen_q == 1 else even_indptr(batch_size, seqlen_q, q.device)
     plan = plan_for_call(planner, cache.pages, seq_lens, offsets, max_q_len=seqlen_q)
     lse = torch.empty((batch_size * seqlen_q, q.shape[2]), dtype=torch.float32, device=q.device)

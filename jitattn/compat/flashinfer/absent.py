@@ -58,8 +58,8 @@ _INSTEAD: tuple[tuple[str, str], ...] = (
     ),
     (
         r"mla_varq_dcp|_dcp_spec_",
-        "context parallelism is not built: use trtllm_batch_decode_with_kv_cache_mla on each rank, "
-        "and merge_states for what they return",
+        "use jitattn.parallel, or trtllm_batch_decode_with_kv_cache_mla on each rank, and "
+        "merge_states for what they return",
     ),
     (
         r"^fmha_v|^trtllm_fmha_v2_prefill$|^minimax_h3_varlen|^convert_bsr_mask_layout$",

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag, check_name
+from jitattn.base.validate import check_count, check_flag
 from jitattn.compat.flashinfer.common.arguments import Pair, check_workspace, refuse_unbuilt
+from jitattn.compat.flashinfer.common.wrapper import OverAnother
 from jitattn.compat.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from jitattn.compat.flashinfer.merge import merge_state_in_place
 from jitattn.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -135,15 +136,8 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Do nothing: strides of K and V are arguments of the same kernel.
-
-        Args:
-            variant: "independent".
-
-        Raises:
-            ValueError: it is another.
-        """
-        check_name("variant", variant, ("independent",))
+        """Do nothing: strides of K and V are arguments of the same kernel."""
+        self._levels[-1].prewarm_paged_kv_stride_variant(variant)
 
     def run(self, q: Tensor, paged_kv_cache: Pair) -> Tensor:
         """Attend the queries to all levels, on the current stream.
@@ -166,19 +160,15 @@ class MultiLevelCascadeAttentionWrapper:
     forward = run
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(OverAnother):
     """Decode over keys that all requests share, and pages of each."""
+
+    _inner: BatchDecodeWithPagedKVCacheWrapper
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         """Make the wrapper of requests' own pages: arguments as of its class."""
-        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._inner = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Check that both are on the wrapper's device; neither is used."""
-        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def begin_forward(
         self, unique_kv_indptr: Tensor, unique_kv_indices: Tensor,
@@ -186,7 +176,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         page_size: int, data_type: str | torch.dtype = "float16",
     ) -> None:  # fmt: skip
         """Plan requests' own pages: arguments as of ``BatchDecodeWithPagedKVCacheWrapper.plan``."""
-        self._unique.plan(
+        self._inner.plan(
             unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads,
             num_kv_heads, head_dim, page_size, q_data_type=None, data_type=data_type,
         )  # fmt: skip
@@ -211,24 +201,20 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         out, lse = single_prefill_with_kv_cache(
             q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True
         )
-        merge_state_in_place(out, lse, *self._unique.run(q, unique_kv_cache, return_lse=True))
+        merge_state_in_place(out, lse, *self._inner.run(q, unique_kv_cache, return_lse=True))
         return out
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(OverAnother):
     """Prefill over keys that all requests share, and pages of each."""
+
+    _inner: BatchPrefillWithPagedKVCacheWrapper
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         """Make the wrapper of requests' own pages: arguments as of its class."""
         check_workspace("float_workspace_buffer", float_workspace_buffer)
-        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._inner = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Check that both are on the wrapper's device; neither is used."""
-        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def begin_forward(
         self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
@@ -240,14 +226,14 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         Arguments are as of ``BatchPrefillWithPagedKVCacheWrapper.plan``; FlashInfer's has no types
         either.
         """
-        self._unique.plan(
+        self._inner.plan(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
             num_kv_heads, head_dim, page_size,
         )  # fmt: skip
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Do nothing: strides of K and V are arguments of the same kernel."""
-        self._unique.prewarm_paged_kv_stride_variant(variant)
+        self._inner.prewarm_paged_kv_stride_variant(variant)
 
     def forward(
         self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: Pair,
@@ -270,7 +256,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         out, lse = single_prefill_with_kv_cache(
             q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
         )
-        own = self._unique.forward_return_lse(q, unique_kv_cache, causal, sm_scale=sm_scale)
+        own = self._inner.forward_return_lse(q, unique_kv_cache, causal, sm_scale=sm_scale)
         merge_state_in_place(out, lse, *own)
         return out
 

@@ -11,6 +11,7 @@ from jitattn.base.validate import check_count, check_flag
 from jitattn.compat.flashinfer.absent import names_of
 from jitattn.compat.flashinfer.common.arguments import refuse_unbuilt
 from jitattn.compat.flashinfer.common.calls import Results
+from jitattn.compat.flashinfer.common.wrapper import OverAnother
 from jitattn.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from jitattn.tensors.tensor_checks import INTEGERS, check_indptr, check_tensor
 
@@ -21,8 +22,10 @@ __getattr__ = names_of(__name__, __all__)
 _BITS = (torch.bool, torch.uint8, torch.int32, torch.int64)
 
 
-class BlockSparseAttentionWrapper:
+class BlockSparseAttentionWrapper(OverAnother):
     """Attention of rows to columns whose blocks a sparse matrix names, the same for all heads."""
+
+    _inner: BatchPrefillWithPagedKVCacheWrapper
 
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         """Remember the device.
@@ -35,14 +38,8 @@ class BlockSparseAttentionWrapper:
             TypeError, ValueError: naming the argument.
         """
         refuse_unbuilt(locals())
-        self._rows = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer)
+        self._inner = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer)
         self._shape: tuple[int, int, int] | None = None
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Check that both are on the wrapper's device; neither is used."""
-        self._rows.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self, indptr: Tensor | None, indices: Tensor | None, M: int, N: int, R: int, C: int,  # noqa: N803
@@ -85,7 +82,7 @@ class BlockSparseAttentionWrapper:
         pages, qo_indptr, bits = self._blocks(indptr, indices, (M, N, R, C), mask, packed_mask)
         assert indices is not None
         last = (pages.diff() > 0).int() * C
-        self._rows.plan(
+        self._inner.plan(
             qo_indptr, pages, indices, last, num_qo_heads, num_kv_heads, head_dim, C,
             custom_mask=bits, packed_custom_mask=packed_mask, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, q_data_type=q_data_type, kv_data_type=kv_data_type,
@@ -148,7 +145,7 @@ class BlockSparseAttentionWrapper:
         for name, tensor, tokens in (("q", q, rows), ("k", k, columns), ("v", v, columns)):
             _check_shape(name, tensor, f"[{tokens}, num_heads, head_dim]", 0, tokens)
         pages = _split(k, -1, block_columns), _split(v, -1, block_columns)
-        return self._rows.run(
+        return self._inner.run(
             q, pages, k_scale=scale_k, v_scale=scale_v, out=out, lse=lse, return_lse=return_lse,
             enable_pdl=enable_pdl,
         )  # fmt: skip
@@ -166,20 +163,16 @@ class BlockSparseAttentionWrapper:
         return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(OverAnother):
     """Attention of rows to columns in blocks of any sizes, which each KV head has of its own."""
+
+    _inner: BatchPrefillWithPagedKVCacheWrapper
 
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         """Remember the device: arguments as of ``BlockSparseAttentionWrapper``."""
         refuse_unbuilt(locals())
-        self._rows = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer)
+        self._inner = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer)
         self._shape: tuple[int, int, int] | None = None
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Check that both are on the wrapper's device; neither is used."""
-        self._rows.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self, block_mask_map: Tensor, block_row_sz: Tensor, block_col_sz: Tensor,
@@ -226,7 +219,7 @@ class VariableBlockSparseAttentionWrapper:
         if num_qo_heads % heads:
             raise ValueError(f"num_qo_heads is {num_qo_heads}: expected a multiple of {heads}")
         self._shape = heads, rows, columns
-        self._rows.plan(
+        self._inner.plan(
             _offsets(q_lens.flatten()), _offsets(counts), (keys[:, 0] * columns + keys[:, 2]).int(),
             (counts > 0).int(), num_qo_heads // heads, 1, head_dim, 1, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, q_data_type=q_data_type, kv_data_type=kv_data_type,
@@ -260,7 +253,7 @@ class VariableBlockSparseAttentionWrapper:
                 raise ValueError(f"{name} has {tensor.shape[0]} heads: plan was given {heads}")
         by_head = _split(q, heads, -1).transpose(1, 2).flatten(0, 1)
         pages = tuple(part.reshape(heads * columns, 1, 1, part.shape[2]) for part in (k, v))
-        found, found_lse = self._rows.run(by_head, pages, return_lse=True)  # type: ignore[arg-type]
+        found, found_lse = self._inner.run(by_head, pages, return_lse=True)  # type: ignore[arg-type]
         result = _by_head(found, heads)
         result_lse = _by_head(found_lse, heads)
         if out is not None:

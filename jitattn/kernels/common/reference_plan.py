@@ -101,7 +101,7 @@ class ReferencePlan(Generic[ConfigT, CallT]):
                 f"{self._queries} has {call.out.shape[0]} rows: qo_indptr[-1] is {self._starts[-1]}"
             )
         wrongs = [
-            _what_is_read_wrong(call, self.config, b, kv_len, self._q_len(b))
+            what_is_read_wrong(call.pages, call.kv.pools, self.config, b, kv_len, self._q_len(b))
             for b, kv_len in enumerate(self.lens)
         ]
         self._raise_on_cpu(wrongs)
@@ -171,14 +171,27 @@ def _what_is_wrong(batch: Batch, config: PagedConfig, request: int, kv_len: int,
     return ""
 
 
-def _what_is_read_wrong(
-    call: _Call, config: PagedConfig, request: int, kv_len: int, q_len: int
+def what_is_read_wrong(
+    pages: PageTable,
+    pools: Mapping[str, int],
+    config: PagedConfig,
+    request: int,
+    kv_len: int,
+    q_len: int,
 ) -> str:
-    """Say what lies outside the cache of all that a request reads, or nothing."""
+    """Say what lies outside the cache of all that a request reads, or nothing.
+
+    Args:
+        pages: the table that is read.
+        pools: names of the caches, and how many pages each has.
+        config: of the planner.
+        request: a row of ``pages``.
+        kv_len: its tokens.
+        q_len: its queries.
+    """
     if kv_len == 0 or q_len == 0:
         return ""
-    pages, page_size = call.pages, config.page_size or 1
-    pools = call.kv.pools
+    page_size = config.page_size or 1
     num_kv_tokens = next(iter(pools.values()))
     limit = pages.request_capacity(request, page_size, num_kv_tokens=num_kv_tokens)
     if kv_len > limit:

@@ -28,7 +28,6 @@ from jitattn.spec.layout import Layout
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import has_pages, table_names
 from jitattn.tensors.tensor_checks import (
-    INTEGERS,
     check_device,
     check_per_request,
     check_tensor,
@@ -137,8 +136,7 @@ class _Batch:
 
 def _check(call: BatchCall) -> _Batch:
     seq_lens, q_lens, num_tokens, pages, page_size, out = call
-    check_tensor("seq_lens", seq_lens, INTEGERS)
-    check_vector("seq_lens", seq_lens, device=seq_lens.device)
+    check_vector("seq_lens", seq_lens, device=None)
     check_per_request("q_lens", q_lens, seq_lens.shape[0], seq_lens.device)
     num_tokens = check_count("num_tokens", num_tokens, least=0, most=INT32_MAX)
     table = None

@@ -138,3 +138,15 @@ def _check_pages(kv: KVCache, arguments: Mapping[str, object]) -> None:
                 f"paged_kv_cache has pages of {list(part.shape[1:])}: plan was given "
                 f"{', '.join(names)}, {dim_name} = {[*wanted, dim]}"
             )
+
+
+class OverAnother:
+    """A wrapper that plans and runs another one."""
+
+    _inner: Wrapper
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None:
+        """Check that both are on the wrapper's device; neither is used."""
+        self._inner.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
