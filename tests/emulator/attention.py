@@ -532,15 +532,18 @@ enum class Major { K, MN };
 enum class ScaleOut { Zero, One };
 // An element of a matrix with the 128-byte swizzle: `along` lies in its rows of 128 bytes.
 template <typename Type> float element(uint64_t matrix, int row, int along) {
+  using Storage = typename Type::Storage;
+  constexpr int kSize = sizeof(Storage), kRow = 128 / kSize;
   const uint32_t begin = (matrix & 0x3fff) * 16, leap = (matrix >> 16 & 0x3fff) * 16;
   const uint32_t step = (matrix >> 32 & 0x3fff) * 16;
   const uint32_t place =
-      begin + row / 8 * step + row % 8 * 128 + along / 64 * leap + along % 64 * 2;
-  uint16_t bits;
+      begin + row / 8 * step + row % 8 * 128 + along / kRow * leap + along % kRow * kSize;
+  Storage bits;
   const uint32_t swizzled = place ^ (place >> 7 & 7) << 4;
   if (jitattn::writers[swizzled / 4]) fault = "a product reads what was written without a fence";
-  std::memcpy(&bits, jitattn::at(swizzled, 2), 2);
-  return Type::to_float(bits);
+  std::memcpy(&bits, jitattn::at(swizzled, kSize), kSize);
+  if constexpr (kSize == 1) return jitattn::Half::to_float(Type::half(bits));
+  else return Type::to_float(bits);
 }
 template <typename Type, Major kB, typename A>
 void multiply(const A& a, uint64_t b, const std::vector<float*>& d, bool adds) {
@@ -548,7 +551,7 @@ void multiply(const A& a, uint64_t b, const std::vector<float*>& d, bool adds) {
   for (int i = 0; i < d.size(); ++i) {
     const int row = g + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
     float sum = adds ? *d[i] : 0.f;
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < 32 / sizeof(typename Type::Storage); ++k) {
       const float right =
           kB == Major::K ? element<Type>(b, column, k) : element<Type>(b, k, column);
       sum += a(row, k) * right;
@@ -556,7 +559,7 @@ void multiply(const A& a, uint64_t b, const std::vector<float*>& d, bool adds) {
     *d[i] = sum;
   }
 }
-template <typename Type, Major kA, Major kB> struct SharedByShared {
+template <typename Type, Major kA = Major::K, Major kB = Major::K> struct SharedByShared {
   template <typename... Floats> static void fma(uint64_t a, uint64_t b, Floats&&... floats) {
     run(a, b, std::forward_as_tuple(floats...), std::make_index_sequence<sizeof...(floats) - 1>());
   }
