@@ -9,16 +9,17 @@ from collections.abc import Mapping
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.kernels import attention, common, merge, mla, pages, preprocess
+from jitattn.kernels import attention, common, merge, mla, pages, preprocess, select
 from jitattn.kernels.merge.spec import MergeSpec
 from jitattn.kernels.pages.spec import TransferConfig, cache_specs
 from jitattn.kernels.preprocess.spec import PreprocessConfig
+from jitattn.kernels.select.spec import SelectConfig
 from jitattn.spec.arch import ARCHS, check_arch
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec
 
-AnyConfig = PlannerConfig | MLAConfig | PreprocessConfig | TransferConfig
+AnyConfig = PlannerConfig | MLAConfig | PreprocessConfig | TransferConfig | SelectConfig
 
 FAMILIES = (
     attention.FAMILY,
@@ -27,6 +28,7 @@ FAMILIES = (
     preprocess.FAMILY,
     merge.FAMILY,
     pages.FAMILY,
+    select.FAMILY,
 )
 
 

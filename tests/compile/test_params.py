@@ -22,6 +22,13 @@ from jitattn.kernels.pages.spec import (
     GatherSpec,
     LayerTablesSpec,
 )
+from jitattn.kernels.select import params as select_params
+from jitattn.kernels.select.spec import (
+    ChoiceSpec,
+    PageBoundsSpec,
+    PageScoresSpec,
+    index_logits_spec,
+)
 from jitattn.spec import params
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import DType
@@ -147,7 +154,8 @@ def test_schedule_params_agree() -> None:
 
 def _struct(name: str) -> type[ctypes.Structure]:
     name = {"Scale": "ScaleParams"}.get(name, name)
-    found: type[ctypes.Structure] = getattr(pages_params, name, None) or getattr(params, name)
+    homes = (pages_params, select_params, params)
+    found: type[ctypes.Structure] = next(getattr(m, name) for m in homes if hasattr(m, name))
     return found
 
 
@@ -164,6 +172,13 @@ TRANSFERS = {
         LayerTablesSpec(),
         ("LayerTablesParams", "TableRequest", "SlotChange", "TableLayer"),
     ),
+    "IndexLogitsParams": (
+        index_logits_spec(128, 64, 1, ARCH),
+        ("IndexLogitsParams", "IndexCache", "QueryRows", "PageList", "Lengths"),
+    ),
+    "ChoiceParams": (ChoiceSpec(chooses_pages=False), ("ChoiceParams", "QueryRows")),
+    "PageBoundsParams": (PageBoundsSpec(kv_dtype=BF16), ("PageBoundsParams", "QueryRows")),
+    "PageScoresParams": (PageScoresSpec(kv_dtype=BF16, head_dim=128), ("PageScoresParams",)),
 }
 
 

@@ -22,6 +22,7 @@ from jitattn.kernels.pages.spec import every_config
 from jitattn.spec.arch import ARCHITECTURES
 from tests.support import (
     cascades,
+    choices,
     compiled,
     contexts,
     deepseek,
@@ -76,6 +77,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
             kv_serving,
             deepseek,
             cascades,
+            choices,
             compiled,
             contexts,
             engines,
