@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from jitattn.kernels.pages.copy_pages import copy_pages
     from jitattn.kernels.pages.gather import gather_kv
     from jitattn.tensors.page_tables import BlockTable, CsrPages, RaggedKV, TokenTable
+    from jitattn.tensors.token_lists import IndexLists, PageLists
 
 __all__ = [
     "BatchInfo",
     "BlockTable",
     "CsrPages",
+    "IndexLists",
+    "PageLists",
     "RaggedKV",
     "TokenTable",
     "batch_info",
@@ -32,6 +35,8 @@ __getattr__ = lazy_names(
         "BatchInfo": "jitattn.kernels.pages.batch_info",
         "BlockTable": "jitattn.tensors.page_tables",
         "CsrPages": "jitattn.tensors.page_tables",
+        "IndexLists": "jitattn.tensors.token_lists",
+        "PageLists": "jitattn.tensors.token_lists",
         "RaggedKV": "jitattn.tensors.page_tables",
         "TokenTable": "jitattn.tensors.page_tables",
         "batch_info": "jitattn.kernels.pages.batch_info",

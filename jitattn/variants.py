@@ -8,7 +8,7 @@ from jitattn.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jitattn.spec.variant import ALIBI, RELATIVE_BIAS, AttentionVariant
-    from jitattn.tensors.position_bias import alibi_slopes, t5_bias
+    from jitattn.tensors.variant_params import alibi_slopes, t5_bias
 
 __all__ = ["ALIBI", "RELATIVE_BIAS", "AttentionVariant", "alibi_slopes", "t5_bias"]
 
@@ -18,7 +18,7 @@ __getattr__ = lazy_names(
         "ALIBI": "jitattn.spec.variant",
         "RELATIVE_BIAS": "jitattn.spec.variant",
         "AttentionVariant": "jitattn.spec.variant",
-        "alibi_slopes": "jitattn.tensors.position_bias",
-        "t5_bias": "jitattn.tensors.position_bias",
+        "alibi_slopes": "jitattn.tensors.variant_params",
+        "t5_bias": "jitattn.tensors.variant_params",
     },
 )

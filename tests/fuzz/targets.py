@@ -577,6 +577,21 @@ def _() -> Call:
     return Call(pages.RaggedKV, {"kv_indptr": _ints(0, 5, 9)})
 
 
+@_target("IndexLists", slots=("counts",))
+def _() -> Call:
+    return Call(pages.IndexLists, {"slots": _table(), "counts": _ints(3, 1)})
+
+
+@_target("PageLists", **dict.fromkeys(("pages", "numbers"), ("pages", "numbers", "counts")))
+def _() -> Call:
+    arguments: Arguments = {
+        "pages": torch.tensor([[[3, 1, 2], [0, 5, 4]]], dtype=torch.int32),
+        "numbers": torch.tensor([[[0, 2, 3], [0, 1, 6]]], dtype=torch.int32),
+        "counts": torch.tensor([[3, 2]], dtype=torch.int32),
+    }
+    return Call(pages.PageLists, arguments)
+
+
 @_target(
     "QuantizedKV",
     **dict.fromkeys(
