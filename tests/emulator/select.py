@@ -20,7 +20,7 @@ from jitattn.kernels.select import index_logits, page_bounds, select_pages, sele
 from jitattn.kernels.select.spec import ChoiceSpec, IndexLogitsSpec
 from jitattn.kernels.select.tile import PageBoundsTile, PageScoresTile, choice_tile
 from jitattn.spec.family import KernelSpec, Tile
-from tests.emulator.attention import CALL, HOST, JOIN, SMEM, WARPGROUPS, arch_of
+from tests.emulator.attention import CALL, HOST, JOIN, SMEM, arch_of, device_on_host
 from tests.emulator.cuda_runtime import library_of
 
 CACHES = [module.LAUNCHES for module in (index_logits, page_bounds, select_pages, select_tokens)]
@@ -32,17 +32,18 @@ PARAMS = {
     "page_bounds": "PageBoundsParams",
     "page_scores": "PageScoresParams",
 }
+# What these kernels ask of a lane besides.
 MORE = """
-template <typename T> T __shfl_up_sync(unsigned, T value, int offset) {
-  const Given<T> all(value);
-  return lane() < offset ? value : all.of[lane() - offset];
+template <typename T> T __shfl_up_sync(unsigned mask, T value, int offset) {
+  const int lane = threadIdx.x % 32;
+  return __shfl_sync(mask, value, lane < offset ? lane : lane - offset);
 }
 namespace jitattn {
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline uint32_t warp_sum(uint32_t value) {
-  const Given<uint32_t> all(value);
+  const emulator::Words* all = emulator::meet(&value, sizeof value);
   uint32_t sum = 0;
-  for (uint32_t one : all.of) sum += one;
+  for (int lane = 0; lane < 32; ++lane) sum += all[lane][0];
   return sum;
 }
 inline uint2 ld_global_8(const void* source, bool exists) {
@@ -60,15 +61,15 @@ def compiled(spec: KernelSpec, arch: str) -> ctypes.CDLL:
     tile = emulated_tile(spec, arch)._asdict()
     source = environment().get_template(spec.template(arch)).render(spec.context() | tile)
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
-    source = re.sub(r"\bMMA_64x\w+<", "SharedByShared<jitattn::Float8E4M3", source)
+    source = re.sub(r"\bMMA_64x\w+<", "FromShared<jitattn::Float8E4M3", source)
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in HEADERS]
     operands = (TEMPLATES / f"include/jitattn/{OPERANDS}.cuh").read_text()
     source = source.replace(f'#include "jitattn/{OPERANDS}.cuh"', operands)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
     params = f"namespace jitattn {{ using KernelParams = {PARAMS[spec.kernel]}; }}\n"
-    text = "\n".join((arch_of(arch), MORE, *headers, WARPGROUPS, source, params, CALL))
+    text = "\n".join((arch_of(arch), MORE, *headers, source, params, CALL))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, begin=HOST)
+    return library_of(text, begin=HOST, needs=(device_on_host(),))
 
 
 def emulated_tile(spec: KernelSpec, arch: str) -> Tile:
@@ -117,12 +118,13 @@ class EmulatedCard:
         kernel: _Kernel = launch.kernel  # type: ignore[assignment]
         library = kernel.library
         assert library.params_size() == ctypes.sizeof(launch.params)
-        function = ctypes.cast(library[kernel.symbol], ctypes.c_void_p)
-        library.call.restype = ctypes.c_char_p
+        names = "run", kernel.symbol
+        functions = (ctypes.cast(library[name], ctypes.c_void_p) for name in names)
         if self.seed:
             self.seed += 1
         random = ctypes.c_uint32(self.seed * 0x9E3779B1 & 0xFFFFFFFF)
-        fault = library.call(function, ctypes.byref(launch.params), grid, num_threads, random)
+        params = ctypes.byref(launch.params), ctypes.sizeof(launch.params)
+        fault = device_on_host().launch(*functions, *params, grid, num_threads, random)
         assert fault is None, (kernel.symbol, fault.decode())
         self.launched.append(kernel.symbol)
 
