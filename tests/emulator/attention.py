@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,21 +30,12 @@ from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.kernels import MLAKernels
 from jitattn.spec.layout import Layout
 from tests.emulator import launch_recorder
-from tests.emulator.cuda_runtime import QUALIFIERS, TYPES, WORDS, library_of
+from tests.emulator.device import Program
 from tests.emulator.launch_recorder import FakeKernel
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 
 REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4", "lanes")
-ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
-_FOLDER = Path(__file__).parent
-# What every kernel is compiled behind.
-HOST = "\n".join(
-    (
-        QUALIFIERS,
-        WORDS,
-        (_FOLDER / "attention.hpp").read_text(),
-        f"namespace jitattn {{\n{TYPES}",
-        """
+UNPACK = """
 struct Float4E2M1 { using Storage = uint8_t; };
 template <typename To, typename From> uint2 unpack_pairs(uint32_t bytes) {
   const uint2 halves = From::to_pairs(bytes);
@@ -58,23 +48,19 @@ template <typename To, typename From> uint2 unpack(uint32_t bytes) {
   }
   return {};
 }
-}  // namespace jitattn
-""",
-        (_FOLDER / "warpgroups.hpp").read_text(),
-    )
-)
-CALL = """
-extern "C" int64_t params_size() { return sizeof(jitattn::KernelParams); }
-extern "C" void run(void (*kernel)(jitattn::KernelParams), const jitattn::KernelParams* params) {
-  kernel(*params);
-}
 """
+ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
 
 
-def arch_of(arch: str) -> str:
-    """The architecture that sources ask for, as ``prelude.cuh`` has it."""
+def begin_of(arch: str) -> str:
+    """What stands for ``prelude.cuh`` and ``convert.cuh``, beside the device's."""
     major, minor = ARCHITECTURES[arch]
-    return f"namespace jitattn {{ constexpr int kArch = {100 * major + 10 * minor}; }}"
+    return f"""
+namespace jitattn {{
+constexpr int kArch = {100 * major + 10 * minor};
+{UNPACK}
+}}  // namespace jitattn
+"""
 
 
 def with_parts(source: str, included: set[str]) -> str:
@@ -91,8 +77,8 @@ def with_parts(source: str, included: set[str]) -> str:
 
 
 @functools.cache
-def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
-    """The kernel of ``spec`` as a function of the host."""
+def compiled(spec: AttentionSpec, arch: str) -> Program:
+    """The kernels of ``spec`` as functions of the host."""
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     source = with_parts(render(spec, arch), set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
@@ -101,21 +87,13 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
         number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
         source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
-    text = "\n".join((arch_of(arch), *headers, source, CALL))
+    text = "\n".join((begin_of(arch), *headers, source))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, begin=HOST, needs=(device_on_host(),))
+    return Program(text)
 
 
 SMEM = "uint8_t* smem = emulator::smem;"
 JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
-
-
-@functools.cache
-def device_on_host() -> ctypes.CDLL:
-    """What lanes ask of their device, and what launches kernels on it."""
-    library = library_of(HOST + (_FOLDER / "attention.cpp").read_text(), "-O2")
-    library.launch.restype = ctypes.c_char_p
-    return library
 
 
 @functools.cache
@@ -174,15 +152,11 @@ class EmulatedCuda:
         if kernel.symbol == spec.symbol:
             assert shape.block_x == spec.tile(self.arch).num_threads
             self.ran.append(kernel.symbol)
-        library = compiled(spec, self.arch)
-        assert library.params_size() == ctypes.sizeof(self.params)
-        functions = (ctypes.cast(library[name], ctypes.c_void_p) for name in ("run", kernel.symbol))
+        program = compiled(spec, self.arch)
+        assert program.params_size == ctypes.sizeof(self.params)
         if self.seed:
             self.seed += 1
         random = self.seed * 0x9E3779B1 & 0xFFFFFFFF
         self.grids.append((kernel.symbol, shape.grid_x))
-        given = ctypes.c_void_p(at), library.params_size()
-        shape = shape.grid_x, shape.block_x
-        fault = device_on_host().launch(*functions, *given, *shape, ctypes.c_uint32(random))
-        assert fault is None, (kernel.symbol, fault.decode())
+        program.launch(kernel.symbol, at, shape.grid_x, shape.block_x, random)
         return 0

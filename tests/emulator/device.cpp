@@ -1,4 +1,4 @@
-// The device of attention.hpp: lanes as coroutines, memory, copies, barriers, products; built once
+// The device of device.hpp: lanes as coroutines, memory, copies, barriers, products; built once
 // for all kernels.
 #include <setjmp.h>
 #include <ucontext.h>
@@ -28,8 +28,7 @@ struct Lane {
   ucontext_t context;  // where it begins
   bool has_begun = false, is_done = false;
   jmp_buf place;
-  uint64_t seen = 0;      // events, when it began to wait
-  unsigned meetings = 0;  // of its warp
+  uint64_t seen = 0;  // events, when it began to wait
   std::deque<std::vector<Copy>> groups;
   std::vector<Copy> open;
   std::deque<std::vector<std::function<void()>>> products;
@@ -82,11 +81,12 @@ struct Barrier {
       while (phase == entered) yield();
   }
 };
-static Barrier cta_barrier, warp_barriers[32], named_barriers[16];
+static Barrier cta_barrier, named_barriers[16];
+static Barrier warp_barriers[32][32];  // of a warp, of lanes from one on
 static int lane() { return threadIdx.x % 32; }
 static int warp() { return threadIdx.x / 32; }
 void __syncthreads() { cta_barrier.wait(lanes.size()); }
-void __syncwarp() { warp_barriers[warp()].wait(32); }
+void __syncwarp() { warp_barriers[warp()][0].wait(32); }
 int __syncthreads_or(int vote) {
   static int votes;
   __syncthreads();
@@ -97,11 +97,12 @@ int __syncthreads_or(int vote) {
   return votes;
 }
 // A lane gives anew when all have come to the next meeting, and so have read what this one gave.
-const emulator::Words* emulator::meet(const void* mine, int size) {
+const emulator::Words* emulator::meet(const void* mine, int size, uint32_t mask) {
   static Words given[2][32][32];
-  Words* all = given[current->meetings++ % 2][warp()];
+  Barrier& barrier = warp_barriers[warp()][__builtin_ctz(mask)];
+  Words* all = given[barrier.phase % 2][warp()];
   std::memcpy(all[lane()], mine, size);
-  __syncwarp();
+  barrier.wait(__builtin_popcount(mask));
   return all;
 }
 uint32_t __ballot_sync(unsigned, bool value) {
@@ -130,6 +131,8 @@ int atomicCAS(int* place, int expected, int value) {
 }
 
 namespace jitattn {
+float sin_approx(float x) { return std::sin(x); }
+float cos_approx(float x) { return std::cos(x); }
 float exp2_approx(float x) { return std::exp2(x); }
 float log2_approx(float x) { return std::log2(x); }
 float reciprocal_approx(float x) { return 1.f / x; }
@@ -522,7 +525,7 @@ static void begin_cta(int num_threads) {
   jitattn::phases.clear();
   boxes.clear();
   cta_barrier = {};
-  for (Barrier& barrier : warp_barriers) barrier = {};
+  for (auto& barriers : warp_barriers) std::fill_n(barriers, 32, Barrier());
   for (Barrier& barrier : named_barriers) barrier = {};
   for (int i = 0; i < num_threads; ++i) {
     Lane& one = lanes[i];
