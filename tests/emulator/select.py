@@ -1,6 +1,6 @@
 """The kernels that choose tokens and pages, compiled for the CPU, launched by the real host code.
 
-Lanes are coroutines, as those of attention's kernels (attention.py). CTAs have fewer threads, and
+Lanes are coroutines, as those of attention's kernels (device.py). CTAs have fewer threads, and
 hold fewer keys, so that short rows reach every path.
 """
 
@@ -20,8 +20,8 @@ from jitattn.kernels.select import index_logits, page_bounds, select_pages, sele
 from jitattn.kernels.select.spec import ChoiceSpec, IndexLogitsSpec
 from jitattn.kernels.select.tile import PageBoundsTile, PageScoresTile, choice_tile
 from jitattn.spec.family import KernelSpec, Tile
-from tests.emulator.attention import CALL, HOST, JOIN, SMEM, arch_of, device_on_host
-from tests.emulator.cuda_runtime import library_of
+from tests.emulator.attention import ARCHITECTURES, JOIN, SMEM
+from tests.emulator.device import Program
 
 CACHES = [module.LAUNCHES for module in (index_logits, page_bounds, select_pages, select_tokens)]
 HEADERS = ("operands", "request_rows", "page_list", "select_params", "lanes", "select/index_keys")
@@ -56,7 +56,7 @@ inline uint2 ld_global_8(const void* source, bool exists) {
 
 
 @functools.cache
-def compiled(spec: KernelSpec, arch: str) -> ctypes.CDLL:
+def compiled(spec: KernelSpec, arch: str) -> Program:
     """The kernel of ``spec`` as a function of the host."""
     tile = emulated_tile(spec, arch)._asdict()
     source = environment().get_template(spec.template(arch)).render(spec.context() | tile)
@@ -66,10 +66,11 @@ def compiled(spec: KernelSpec, arch: str) -> ctypes.CDLL:
     operands = (TEMPLATES / f"include/jitattn/{OPERANDS}.cuh").read_text()
     source = source.replace(f'#include "jitattn/{OPERANDS}.cuh"', operands)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
-    params = f"namespace jitattn {{ using KernelParams = {PARAMS[spec.kernel]}; }}\n"
-    text = "\n".join((arch_of(arch), MORE, *headers, source, params, CALL))
-    text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, begin=HOST, needs=(device_on_host(),))
+    major, minor = ARCHITECTURES[arch]
+    begin = f"namespace jitattn {{ constexpr int kArch = {100 * major + 10 * minor}; }}"
+    params = f"namespace jitattn {{ using KernelParams = {PARAMS[spec.kernel]}; }}"
+    text = "\n".join((begin, MORE, *headers, source, params))
+    return Program(re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text))
 
 
 def emulated_tile(spec: KernelSpec, arch: str) -> Tile:
@@ -89,7 +90,7 @@ class _Kernel:
     begins_early = False
 
     def __init__(self, spec: KernelSpec, arch: str) -> None:
-        self.library = compiled(spec, arch)
+        self.program = compiled(spec, arch)
         self.symbol = spec.symbol
         self.smem_bytes = emulated_tile(spec, arch).smem_bytes
 
@@ -116,16 +117,13 @@ class EmulatedCard:
         """Stand for the driver."""
         grid, num_threads, _ = launch.shape
         kernel: _Kernel = launch.kernel  # type: ignore[assignment]
-        library = kernel.library
-        assert library.params_size() == ctypes.sizeof(launch.params)
-        names = "run", kernel.symbol
-        functions = (ctypes.cast(library[name], ctypes.c_void_p) for name in names)
+        program = kernel.program
+        assert program.params_size == ctypes.sizeof(launch.params)
         if self.seed:
             self.seed += 1
-        random = ctypes.c_uint32(self.seed * 0x9E3779B1 & 0xFFFFFFFF)
-        params = ctypes.byref(launch.params), ctypes.sizeof(launch.params)
-        fault = device_on_host().launch(*functions, *params, grid, num_threads, random)
-        assert fault is None, (kernel.symbol, fault.decode())
+        random = self.seed * 0x9E3779B1 & 0xFFFFFFFF
+        at = ctypes.addressof(launch.params)
+        program.launch(kernel.symbol, at, grid, num_threads, random)
         self.launched.append(kernel.symbol)
 
 
