@@ -26,7 +26,7 @@ struct Sum {
 };
 enum class Number { kHalf, kBFloat16, kFloat8E4M3 };
 template <typename Type>
-constexpr Number kNumber = std::is_same_v<Type, jitattn::Half>         ? Number::kHalf
+constexpr Number kNumber = std::is_same_v<Type, jitattn::Half>       ? Number::kHalf
                            : std::is_same_v<Type, jitattn::BFloat16> ? Number::kBFloat16
                                                                      : Number::kFloat8E4M3;
 struct Product {
