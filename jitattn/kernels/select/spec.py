@@ -86,7 +86,8 @@ class ChoiceSpec(KernelSpec):
 
     def tile(self, arch: str) -> ChoiceTile:
         """Return the shape of a CTA on ``arch``."""
-        return choice_tile()
+        # Rows of pages are short and many: smaller CTAs of an SM hide each other's barriers.
+        return choice_tile(num_threads=256) if self.chooses_pages else choice_tile()
 
     def context(self) -> dict[str, object]:
         """Return the template variables of this spec: its fields and its symbol."""
