@@ -95,3 +95,64 @@ def test_logits_that_are_nowhere(card: EmulatedCard) -> None:
     logits = jitattn.index_logits(*arguments, offsets, max_q_len=4, max_kv_len=12)
     assert logits[0].isnan().tolist() == [False] * 4 + [True] * 4 + [False] * 4
     assert logits[1].isnan().all()
+
+
+@pytest.mark.usefixtures("random_card")
+def test_launches_of_other_addresses() -> None:
+    """A call like an earlier one is not checked again: alignment and memory in common are."""
+    memory = torch.randn(2, 48)
+    pages = jitattn.BlockTable(torch.tensor([[0, 1], [2, 3]], dtype=torch.int32))
+    lens = torch.tensor([16, 9], dtype=torch.int32)
+    for shift in (0, 1, 3, 0, 4):
+        logits = memory[:, shift : shift + 16]
+        found = jitattn.select_tokens(logits, pages, lens, 5)
+        want = [choices.largest(logits[i, :n].tolist(), 5) for i, n in enumerate((16, 9))]
+        assert found.slots.tolist() == [want[0], [16 + i for i in want[1]]]
+    slots, counts = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    jitattn.select_tokens(memory[:, :16], pages, lens, 5, out=jitattn.IndexLists(slots, counts))
+    shared = memory.view(torch.int32)[0, 8:18].view(2, 5)
+    with pytest.raises(ValueError, match=r"out\[0\] shares memory with logits"):
+        jitattn.select_tokens(
+            memory[:, :16], pages, lens, 5, out=jitattn.IndexLists(shared, counts)
+        )
+
+
+def test_a_cache_of_an_odd_address(card: EmulatedCard) -> None:
+    memory = torch.zeros(3 * 4 * 132 + 8, dtype=torch.uint8)
+    table = jitattn.BlockTable(torch.tensor([[0, 1, 2]], dtype=torch.int32))
+    q, lens = torch.ones(4, 5, 128).to(choices.E4M3), torch.tensor([9])
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    for shift in (0, 4, 8, 2):
+        cache = memory[shift : shift + 3 * 4 * 132].view(3, 4, 132)
+        arguments = q, torch.ones(4, 5), cache, table, lens, offsets
+        if shift == 2:
+            with pytest.raises(ValueError, match="multiples of 4 bytes"):
+                jitattn.index_logits(*arguments, max_q_len=4)
+        else:
+            assert (
+                jitattn.index_logits(*arguments, max_q_len=4)[3].tolist()
+                == [0.0] * 9 + [-torch.inf] * 3
+            )
+    assert len(card.launched) == 3
+
+
+@pytest.mark.usefixtures("random_card")
+def test_what_tensors_hold_is_checked_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITATTN_CHECK", "1")
+    good, bad = (
+        jitattn.BlockTable(torch.tensor([[0, 1], [2, last]], dtype=torch.int32)) for last in (3, -1)
+    )
+    lens = torch.tensor([8, 8], dtype=torch.int32)
+    logits, query = torch.randn(2, 8), torch.ones(2, 1, 64)
+    keys = torch.randn(4, 2, 4, 1, 64).bfloat16()
+    bounds = jitattn.page_bounds(keys, good, lens)
+    assert jitattn.select_tokens(logits, good, lens, 8).counts is not None
+    jitattn.select_pages(query, bounds, good, lens, 2)
+    with pytest.raises(ValueError, match="JITATTN_CHECK: request 1 has a token that its table"):
+        jitattn.select_tokens(logits, bad, lens, 8)
+    with pytest.raises(ValueError, match="JITATTN_CHECK: request 1 has a token at slot -1"):
+        jitattn.page_bounds(keys, bad, lens)
+    with pytest.raises(ValueError, match="JITATTN_CHECK: request 1 has a token at slot -1"):
+        jitattn.select_pages(query, bounds, bad, lens, 2)
+    with pytest.raises(ValueError, match=r"JITATTN_CHECK: seq_lens\[0\] is 9: there is room"):
+        jitattn.select_tokens(logits, good, lens + 1, 8)
