@@ -8,6 +8,7 @@ and shares no code with the package.
 from __future__ import annotations
 
 import math
+import os
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from tests.support.harness import Expected, Result, check_rounded
 
 GARBAGE = (-1, -(2**31), 2**31 - 1, 10**6)
@@ -183,31 +185,32 @@ def extra_inputs(case: ListCase, device: str = "cpu") -> tuple[ListInputs, ListI
 def _index_lists(case: ListCase, rng: random.Random) -> tuple[Any, Seen, None, None]:
     n, k, heads = case.num_tokens, case.k, case.kv_heads
     num_slots = case.num_pages * case.page_size
-    counts = _counts(case, rng, n, heads)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+
+    def draw(count: int, *shape: int) -> Tensor:
+        return torch.randint(count, shape, generator=generator)
+
     # A few slots are listed often, so that there are repeats, and others never.
-    pool = rng.sample(range(num_slots), max(1, num_slots // 2))
-    entries = [[[rng.choice(pool) for _ in range(k)] for _ in range(heads)] for _ in range(n)]
-    for t in range(n):
-        for h in range(heads if case.own else 1):
-            for i in range(k):
-                if rng.random() < case.holes:
-                    entries[t][h][i] = rng.choice((-1, -7, -(2**31)))
-        if not case.own:
-            entries[t] = [list(entries[t][0]) for _ in range(heads)]
+    pool = torch.randperm(num_slots, generator=generator)[: max(1, num_slots // 2)]
+    counts = torch.tensor(_counts(case, rng, n, heads))
+    lists = heads if case.own else 1
+    entries = pool[draw(pool.shape[0], n, lists, k)]
+    is_hole = torch.rand(n, lists, k, generator=generator) < case.holes
+    entries = torch.where(is_hole, torch.tensor([-1, -7, -(2**31)])[draw(3, n, lists, k)], entries)
+    longest = counts if case.own else counts.amax(dim=1, keepdim=True)
+    for t in case.outside:
+        if t < n and longest[t, 0] > 0:
+            entries[t, 0, longest[t, 0] // 2] = num_slots + rng.choice((0, 5))
+    is_behind = torch.arange(k) >= longest[..., None]
+    entries = torch.where(
+        is_behind, torch.tensor(GARBAGE)[draw(len(GARBAGE), n, lists, k)], entries
+    )
     seen: Seen = []
     for t in range(n):
-        for h in range(heads):
-            longest = counts[t][h] if case.own else max(counts[t])
-            entries[t][h][longest:] = [rng.choice(GARBAGE) for _ in range(k - longest)]
-            if t in case.outside and longest and (h == 0 or not case.own):
-                entries[t][h][longest // 2] = num_slots + rng.choice((0, 5))
-        seen.append([])
-        for h in range(heads):
-            counted = torch.tensor(entries[t][h][: counts[t][h]], dtype=torch.int64)
-            is_outside = bool((counted >= num_slots).any())
-            seen[t].append(None if is_outside else counted[counted >= 0])
-    slots = torch.tensor(entries, dtype=torch.int32).view(n, heads, k)
-    given = _given_counts(case, counts, rng)
+        rows = [entries[t, h if case.own else 0, : counts[t, h]] for h in range(heads)]
+        seen.append([None if bool((row >= num_slots).any()) else row[row >= 0] for row in rows])
+    given = _given_counts(case, counts.tolist(), rng)
+    slots = entries.int()
     return jitattn.IndexLists(slots if case.own else slots[:, 0], given), seen, None, None
 
 
@@ -312,13 +315,14 @@ def _cache(
     stored = getattr(torch, case.kv_dtype or case.dtype)
     shape = (num_slots, heads, case.head_dim)
     k, v = (torch.randn(shape, generator=generator).to(stored) for _ in range(2))
-    factors = (0.7, torch.rand(heads, generator=generator) + 0.5) if case.scales else (1.0, 1.0)
+    has_scales = case.scales and stored.itemsize == 1
+    factors = (0.7, torch.rand(heads, generator=generator) + 0.5) if has_scales else (1.0, 1.0)
     values = [t.double() * (f if isinstance(f, float) else f.double()[:, None])
               for t, f in zip((k, v), factors, strict=True)]  # fmt: skip
     for t in (k, v):
         _as_bits(t)[~is_read] = _nan_bits(stored)
     paged = [t.view(case.num_pages, case.page_size, heads, case.head_dim) for t in (k, v)]
-    scales = dict(zip(("k_scale", "v_scale"), factors, strict=True)) if case.scales else {}
+    scales = dict(zip(("k_scale", "v_scale"), factors, strict=True)) if has_scales else {}
     if case.cache == "joint":
         return _stack(paged), scales, values[0], values[1]
     if case.cache == "padded":  # rows that begin at odd addresses
@@ -443,11 +447,12 @@ def random_case(seed: int) -> ListCase:
     rng = random.Random(seed)
     kind = rng.choice(("indices", "indices", "latent", "pages"))
     base = ListCase(
-        page_size=rng.choice((1, 3, 16, 64)),
+        page_size=rng.choice((3, 64)),
         num_tokens=rng.randint(1, 9),
         holes=rng.choice((0.0, 0.1, 0.5, 1.0)),
         outside=tuple(t for t in range(9) if rng.random() < 0.1),
         batch_invariant=rng.random() < 0.2,
+        out_dtype=rng.choice((None, "float32")),
         seed=seed,
     )
     if kind == "latent":
@@ -455,27 +460,67 @@ def random_case(seed: int) -> ListCase:
             base,
             latent=rng.choice((1, 8, 16, 17, 64, 65, 128)),
             form=rng.choice(("one", "pair", "fp8", "rows")),
-            k=rng.choice((1, 63, 64, 65, 500, 2048)),
+            k=rng.choice((1, 63, 64, 65, 500, 2048, 4096)),
             counts=rng.choice((None, "token")),
             scales=rng.random() < 0.5,
             num_pages=rng.choice((9, 40)),
         )
+    is_pages, head_dim = kind == "pages", rng.choice((64, 128))
     return replace(
         base,
-        page_lists=kind == "pages",
+        page_lists=is_pages,
         num_kv_heads=rng.choice((1, 2, 8)),
         group_size=rng.choice((1, 4, 8)),
-        head_dim=rng.choice((64, 128)),
-        kv_dtype=rng.choice((None, None, "float8_e4m3fn")),
-        k=rng.choice((1, 5, 16)) if kind == "pages" else rng.choice((1, 63, 130, 1000, 4096)),
+        head_dim=head_dim,
+        kv_dtype=rng.choice((None, "float8_e4m3fn")),
+        k=rng.choice((1, 5, 16)) if is_pages else rng.choice((1, 63, 130, 1000, 4096)),
         own=rng.random() < 0.5,
         counts=rng.choice((None, "token", "head")),
         num_pages=rng.choice((40, 300)),
         q_lens=rng.choice((1, 3, 16)),
         causal=rng.random() < 0.8,
-        window_left=rng.choice((-1, -1, 40)) if kind == "pages" else -1,
-        logits_soft_cap=rng.choice((0.0, 0.0, 20.0)),
+        window_left=rng.choice((-1, -1, 40)) if is_pages else -1,
+        logits_soft_cap=20.0 if head_dim == 64 else 0.0,
         sinks=rng.random() < 0.5,
         scales=rng.random() < 0.5,
         cache=rng.choice(("joint", "pair", "padded")),
     )
+
+
+NUM_EXAMPLES = int(os.environ.get("JITATTN_TEST_EXAMPLES", "300"))
+
+
+def gpu_configs() -> list[PlannerConfig | MLAConfig]:
+    """The arguments of the planners of the GPU tests, for a bundle: of a thousand seeds all."""
+    found: dict[PlannerConfig | MLAConfig, None] = {}
+    for case in (*GPU_CASES.values(), *map(random_case, range(1000))):
+        kind = MLAConfig if case.latent else PlannerConfig
+        config = kind.from_arguments(case.planner_arguments())
+        # What kernels don't depend on would only make the list long.
+        found[_of_kernels(config)] = None
+    return list(found)
+
+
+def _of_kernels(config: Any) -> Any:
+    same = {"causal": True, "batch_invariant": False}
+    if isinstance(config, MLAConfig):
+        return replace(config, num_heads=128, sm_scale=None, **same)
+    group = 8 * config.group_size if config.page_table == "page_lists" else 8
+    return replace(
+        config, num_qo_heads=min(group, 8), num_kv_heads=1, window_left=-1, use_sinks=False, **same
+    )
+
+
+BIG = ListCase(num_kv_heads=8, group_size=4, head_dim=128, page_size=64, num_tokens=40, k=2048)
+GPU_CASES = {
+    "grouped": replace(BIG, num_pages=300, outside=(7,), own=True, counts="head", sinks=True),
+    "8 bits": replace(BIG, num_pages=300, kv_dtype="float8_e4m3fn", scales=True),
+    "8 heads": ListCase(latent=8, num_tokens=40, k=2048, page_size=64, num_pages=200, outside=(9,)),
+    "128 heads": ListCase(latent=128, num_tokens=40, k=1500, page_size=64, num_pages=200),
+    "rows": ListCase(latent=64, num_tokens=40, k=2048, page_size=64, num_pages=200, form="rows"),
+    "pages": replace(BIG, page_lists=True, k=16, num_tokens=12, num_pages=600, outside=(5,)),
+    "many query tokens": replace(
+        BIG, page_lists=True, k=9, num_tokens=12, num_pages=600, q_lens=16, window_left=300
+    ),
+}
+"""Larger batches, whose lists several CTAs share."""

@@ -107,7 +107,8 @@ class ListsReferencePlan(ListReferencePlan[PlannerConfig, Call]):
                 return None
             return slots, torch.ones((q_len, slots.shape[0]), dtype=torch.bool, device=slots.device)
         pages, numbers = cast(PageLists, call.pages).entries(request, kv_head)
-        if bool((pages >= num_pages).any()):
+        is_outside = pages >= num_pages
+        if self.lens[request] > 0 and bool(is_outside.any()):
             return None
         places = torch.arange(page_size, device=pages.device)
         slots = (pages[:, None] * page_size + places).flatten()
