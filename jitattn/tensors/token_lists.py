@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_rows, check_tensor
 
@@ -164,7 +165,7 @@ class PageLists(_Lists):
         self.numbers = numbers
         self.counts = counts
         self.tensors = (pages, numbers) if counts is None else (pages, numbers, counts)
-        if pages.device.type == "cpu":
+        if pages.device.type == "cpu" and not is_dynamo_compiling():
             self._check_numbers()
 
     def __repr__(self) -> str:

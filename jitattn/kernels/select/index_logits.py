@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.errors import ConfigError
 from jitattn.kernels.common import device_kernels
@@ -90,6 +91,10 @@ def index_logits(
         *(q, weights, k_cache, pages, seq_lens, qo_indptr),
         *(max_q_len, max_kv_len, scale_layout, out),
     )
+    if is_dynamo_compiling():
+        from jitattn.kernels.select.torch_op import trace_logits
+
+        return trace_logits(IndexLogitsCall(*given))
     return LAUNCHES.run(new_call(IndexLogitsCall, given))
 
 
