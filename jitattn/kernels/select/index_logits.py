@@ -65,8 +65,7 @@ def index_logits(
             page_size, 1, head_dim + 4], the bytes of a page in the order of ``scale_layout``; with
             "page" also [num_pages, page_size * (head_dim + 4)]. Begin and strides are multiples of
             4 bytes; of 16, it is fast.
-        pages: the pages of each request; a table of any layout but ragged. Separate ids: those of
-            K.
+        pages: the pages of each request; a table of any layout but ragged, of which K's ids count.
         seq_lens: int32 or int64 [batch_size], all tokens of each request; zero and less is none.
         qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin in q; None:
             one each.
