@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import type_name
 from jitattn.spec.config import MAX_KV_LEN
@@ -239,7 +240,7 @@ class PageLists(TokenLists):
         self.numbers = numbers
         self.counts = counts
         self.tensors = (pages, numbers) if counts is None else (pages, numbers, counts)
-        if pages.device.type == "cpu":
+        if pages.device.type == "cpu" and not is_dynamo_compiling():
             self._check_numbers()
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_name, type_name
 from jitattn.kernels.common import device_kernels
@@ -77,6 +78,10 @@ def page_bounds(
             left out.
     """
     given = kv_cache, pages, seq_lens, qo_indptr, max_q_len, max_kv_len, kv_layout, out
+    if is_dynamo_compiling():
+        from jitattn.kernels.select.torch_op import trace_bounds
+
+        return trace_bounds(PageBoundsCall(*given))
     return LAUNCHES.run(new_call(PageBoundsCall, given))
 
 

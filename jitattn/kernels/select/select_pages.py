@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.validate import INT32_MAX, check_count, type_name
@@ -81,6 +82,11 @@ def select_pages(
             2**31 - 1 alone, which attention answers with NaN.
         ConfigError: a head_dim that no kernel has.
     """
+    if is_dynamo_compiling():
+        from jitattn.kernels.select.torch_op import trace_pages
+
+        traced = q, bounds, pages, seq_lens, k, page_size, max_kv_len, out
+        return trace_pages(SelectPagesCall(*traced))
     found = page_size_of("bounds", bounds, page_size)
     given = q, bounds, pages, seq_lens, k, found, max_kv_len, out
     return LAUNCHES.run(new_call(SelectPagesCall, given))
