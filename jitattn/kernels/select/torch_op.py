@@ -12,7 +12,6 @@ from torch import Tensor
 
 from jitattn.kernels.common.torch_op import (
     PAGES,
-    cache_of,
     define,
     pages_tensors,
     refuse_gradients,
@@ -23,6 +22,7 @@ from jitattn.kernels.select import select_pages as pages_api
 from jitattn.kernels.select import select_tokens as tokens_api
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.page_tables import table_from_tensors
+from jitattn.tensors.quantization import cache_of
 from jitattn.tensors.token_lists import IndexLists, PageLists
 
 __all__ = ["index_logits", "page_bounds", "select_pages", "select_tokens"]
