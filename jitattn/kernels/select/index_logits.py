@@ -193,8 +193,7 @@ class _Launcher:
         params.pages = batch.pages.page_list(batch.page_size)
         params.q_token_stride, params.q_head_stride = q.stride()[:2]
         params.weights_token_stride, params.weights_head_stride = call.weights.stride()
-        out = call.new_out() if call.out is None else call.out
-        params.out_stride = out.stride(0)
+        params.out_stride = batch.max_kv_len if call.out is None else call.out.stride(0)
         params.num_heads = q.shape[1]
         num_groups = batch.num_tokens
         if batch.qo_indptr is not None:

@@ -202,9 +202,11 @@ class _Launcher:
         params.pages = batch.pages.page_list(batch.page_size)
         params.num_pages, _, params.num_kv_heads, params.head_dim = keys.tensor.shape
         params.page_stride, params.token_stride, params.head_stride = keys.strides
-        out = call.new_out() if call.out is None else call.out
-        strides = out.stride()
-        params.bounds_stride, params.bounds_side_stride, params.bounds_head_stride = strides[:3]
+        head_dim = params.head_dim
+        strides = (2 * params.num_kv_heads * head_dim, params.num_kv_heads * head_dim, head_dim)
+        if call.out is not None:
+            strides = call.out.stride(0), call.out.stride(1), call.out.stride(2)
+        params.bounds_stride, params.bounds_side_stride, params.bounds_head_stride = strides
         params.is_update = call.out is not None
         params.num_parts = -(-batch.max_kv_len // batch.page_size)
         if call.out is not None:  # the first page may have tokens that were there before

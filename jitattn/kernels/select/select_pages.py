@@ -264,10 +264,15 @@ class _Launcher:
         params.pages = batch.pages.page_list(batch.page_size)
         params.scores_stride, params.k = call.max_pages, call.k
         params.num_kv_heads = call.num_kv_heads
-        pages, numbers, counts = call.new_out() if call.out is None else call.out.tensors
-        params.entries_stride, params.entries_head_stride = pages.stride()[:2]
-        params.numbers_stride, params.numbers_head_stride = numbers.stride()[:2]
-        params.counts_stride, params.counts_head_stride = counts.stride()
+        lists = call.num_kv_heads * call.k, call.k
+        strides = lists, lists, (call.num_kv_heads, 1)
+        if call.out is not None:
+            strides = tuple(tensor.stride()[:2] for tensor in call.out.tensors)  # type: ignore[assignment]
+        (
+            (params.entries_stride, params.entries_head_stride),
+            (params.numbers_stride, params.numbers_head_stride),
+            (params.counts_stride, params.counts_head_stride),
+        ) = strides
         sources = {
             "scores": _SCORES,
             **dict(zip(("entries", "numbers", "counts"), _OUTPUTS, strict=True)),

@@ -199,8 +199,10 @@ class _Launcher:
         batch.fill(params.rows)
         params.pages = batch.pages.page_list(batch.page_size)
         params.scores_stride, params.k = logits.stride(0), call.k
-        slots, counts = call.new_out() if call.out is None else call.out.tensors
-        params.entries_stride, params.counts_stride = slots.stride(0), counts.stride(0)
+        params.entries_stride, params.counts_stride = call.k, 1
+        if call.out is not None:
+            slots, counts = call.out.tensors
+            params.entries_stride, params.counts_stride = slots.stride(0), counts.stride(0)
         self._row_bytes = logits.stride(0) * logits.element_size() if logits.shape[0] > 1 else 0
         self._new_out, self._checks = call.new_out, asks_for_checks()
         self._calls = KernelCalls(given, ("out[0]", "out[1]"))
