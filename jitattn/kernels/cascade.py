@@ -331,8 +331,8 @@ def _reasons(config: PlannerConfig) -> list[str]:
     reasons = []
     if config.page_table in LISTS:
         reasons.append(
-            f"page_table={config.page_table} is refused in a cascade: a level has all tokens of its "
-            "requests"
+            f"page_table={config.page_table} is refused in a cascade: levels have all tokens of "
+            "their requests"
         )
     if config.window_left != -1:
         reasons.append(

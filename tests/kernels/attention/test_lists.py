@@ -168,6 +168,12 @@ def test_lists_of_pages_have_few_query_tokens() -> None:
         planner.plan(lists, LENS[:1], starts, max_q_len=17)
 
 
+def test_a_latent_cache_without_pages() -> None:
+    planner = jitattn.MLAPlanner(sm_scale=1.0, page_table="indices", device="cpu")
+    with pytest.raises(ValueError, match="kv has no pages"):
+        planner.bind(torch.zeros(0, 64, 576).bfloat16())
+
+
 def test_cascades_have_no_lists() -> None:
     with pytest.raises(ConfigError, match="page_table=indices"):
         CascadePlanner(page_table="indices", device="cpu")
