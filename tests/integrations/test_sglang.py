@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,16 +35,11 @@ from tests.support.sglang_runs import (
 
 def sglang_backend() -> Any:
     """The backend over SGLang's class, or a skip that says why not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("sglang", reason="SGLang is not installed")
-        try:
-            from sglang.srt.layers import radix_attention  # noqa: F401
-            from sglang.srt.mem_cache import memory_pool, swa_memory_pool  # noqa: F401
+    with engines.installed("sglang", "SGLang"):
+        from sglang.srt.layers import radix_attention  # noqa: F401
+        from sglang.srt.mem_cache import memory_pool, swa_memory_pool  # noqa: F401
 
-            from jitattn.integrations.sglang import backend
-        except ImportError as error:  # a part of it that is not installed
-            pytest.skip(f"SGLang can't be imported here: {error}")
+        from jitattn.integrations.sglang import backend
     return backend
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +29,8 @@ from tests.support.vllm_runs import DECODE, LAYOUTS, MIXED, Case, Engine, Run, s
 
 def vllm_backend() -> Any:
     """The backend over vLLM's classes, or a skip that says why not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("vllm", reason="vLLM is not installed")
-        try:
-            from jitattn.integrations.vllm import backend
-        except ImportError as error:  # a part of it that is not installed
-            pytest.skip(f"vLLM can't be imported here: {error}")
+    with engines.installed("vllm", "vLLM"):
+        from jitattn.integrations.vllm import backend
     return backend
 
 

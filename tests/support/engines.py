@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +24,18 @@ NAN = math.nan
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # What kernels may be off by, in units of the sum of p * |v|.
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@contextmanager
+def installed(module: str, name: str) -> Iterator[None]:
+    """Import parts of an engine, or skip the test and say why; they may warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(module, reason=f"{name} is not installed")
+        try:
+            yield
+        except ImportError as error:  # a part of it that is not installed
+            pytest.skip(f"{name} can't be imported here: {error}")
 
 
 @dataclass(frozen=True)
