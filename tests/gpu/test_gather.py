@@ -14,6 +14,7 @@ from torch import Tensor
 import jitattn
 from tests.gpu.device import DEVICE, side_by_side
 from tests.support.cases import CACHES_SEPARATE, CACHES_SHARED, D128, TABLES, Case
+from tests.support.examples import examples
 from tests.support.harness import forbid_waiting, planner_for
 from tests.support.inputs import make_inputs
 from tests.support.transfers import (
@@ -23,7 +24,6 @@ from tests.support.transfers import (
     check_gather,
     check_quantised_gather,
     check_saturation,
-    examples,
     gathers,
     quantised_cache,
 )

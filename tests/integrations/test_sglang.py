@@ -18,7 +18,6 @@ from torch import Tensor
 from jitattn.base.errors import ConfigError
 from jitattn.integrations import sglang as integration
 from jitattn.integrations.sglang.layers import Backend
-from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from tests.support import engines
 from tests.support.sglang_runs import (
     DECODE,
@@ -222,17 +221,6 @@ def test_scales_that_are_numbers(engine: Engine) -> None:
 
 
 # --- plans and captures ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What planners are asked for, in order."""
-    seen: list[str] = []
-    planner, plan = AttentionPlanner, Plan
-    make, refresh = planner.plan, plan.refresh
-    monkeypatch.setattr(planner, "plan", lambda *a, **k: seen.append("plan") or make(*a, **k))
-    monkeypatch.setattr(plan, "refresh", lambda self: seen.append("refresh") or refresh(self))
-    return seen
 
 
 def test_layers_of_a_kind_share_a_plan(engine: Engine, plans: list[str]) -> None:

@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import pytest
 import torch
@@ -57,6 +57,23 @@ class Scores:
 
 
 HEADS, SCORES = Heads(), Scores()
+
+
+@dataclass
+class Step:
+    """A step of an engine: its requests, the layer, and the cache."""
+
+    lens: dict[str, tuple[int, ...]]
+    _: KW_ONLY
+    heads: Heads = HEADS
+    scores: Scores = SCORES
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_cache_dtype: str = "auto"
+    sinks: bool = False
+    padding: int = 0  # rows of q past the last request's
+    seed: int = 0
+    device: str = "cpu"
 
 
 @dataclass

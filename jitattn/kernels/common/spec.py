@@ -8,7 +8,7 @@ from typing import ClassVar
 from jitattn.kernels.common.tile import AttentionTile, ScheduleTile
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import DType
-from jitattn.spec.family import KernelSpec, OnlySpec, plain
+from jitattn.spec.family import KernelSpec, OnlySpec, Tile, plain
 from jitattn.spec.layout import Layout, Loader
 from jitattn.spec.variant import AttentionVariant
 
@@ -81,14 +81,8 @@ class ScheduleSpec(OnlySpec):
     """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
 
     kernel: ClassVar[str] = "schedule"
-
-    def tile(self, arch: str) -> ScheduleTile:
-        """Return the shape of a CTA on ``arch``."""
-        return ScheduleTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "attention/schedule.cu.jinja"
+    path: ClassVar[str] = "attention/schedule.cu.jinja"
+    cta: ClassVar[Tile] = ScheduleTile()
 
     def config_text(self) -> str:
         """Return arguments that select the kernel: those of any planner."""
