@@ -28,7 +28,7 @@ from jitattn.kernels.common import cuda_kernels
 from jitattn.kernels.common.params import ScheduleParams, kernel_params
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.kernels import MLAKernels
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import layout_of
 from tests.emulator import launch_recorder
 from tests.emulator.device import Program
 from tests.emulator.launch_recorder import FakeKernel
@@ -100,9 +100,9 @@ JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
 
 
 @functools.cache
-def schedule_on_host() -> EmulatedSchedule:
+def schedule_on_host(*, has_lists: bool = False) -> EmulatedSchedule:
     """The schedule kernel as a function of the host."""
-    return compile_schedule(1)
+    return compile_schedule(1, has_lists=has_lists)
 
 
 class EmulatedCuda:
@@ -125,7 +125,7 @@ class EmulatedCuda:
     def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
         """A planner for tensors on the CPU."""
         planner = self.fake.planner(**arguments)
-        self._know(planner)
+        self.know(planner)
         return planner
 
     def check(self, case: Case) -> None:
@@ -144,12 +144,13 @@ class EmulatedCuda:
         planner = jitattn.MLAPlanner(**arguments, device="cpu")  # type: ignore[arg-type]
         planner.kernels = MLAKernels(planner.config, torch.device("cuda", 0))
         planner.kernels.device, planner.backend = launch_recorder.CPU, "cuda"
-        self._know(planner)
+        self.know(planner)
         return planner
 
-    def _know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
+    def know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
+        """Run kernels of a planner that this one hasn't made."""
         config, others = planner.config, planner.kernels.traits.params
-        self.params = kernel_params(Layout(config.page_table), config.variant, others)
+        self.params = kernel_params(layout_of(config.page_table), config.variant, others)
         for spec in planner.kernels.specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec
@@ -159,7 +160,8 @@ class EmulatedCuda:
         assert extra is None
         at = pointer._obj.value  # type: ignore[attr-defined]
         if kernel.symbol.startswith("jitattn_schedule"):
-            schedule_on_host()(ScheduleParams.from_address(at))
+            has_lists = kernel.symbol.endswith("_lists")
+            schedule_on_host(has_lists=has_lists)(ScheduleParams.from_address(at))
             return 0
         shape = config._obj  # type: ignore[attr-defined]
         spec = self.specs[kernel.symbol.removesuffix("_merge")]

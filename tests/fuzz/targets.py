@@ -226,6 +226,50 @@ def _() -> Call:
     return Call(plan.run, arguments)
 
 
+def _index_lists() -> pages.IndexLists:
+    return pages.IndexLists(_ints(3, -1, 4, 0, 5, 6).view(2, 3), _ints(3, 1))
+
+
+_LIST_NAMES = _PLANNER_NAMES | {
+    "pages": ("num_tokens", "seq_lens", "numbers", "slots"),
+    "seq_lens": ("num_tokens", "pages", "qo_indptr", "max_kv_len"),
+}
+
+
+@_target("AttentionPlanner.plan of lists", **_LIST_NAMES)
+def _() -> Call:
+    planner = _planner(page_table="indices")
+    return Call(planner.plan, {"pages": _index_lists(), "seq_lens": 2})
+
+
+@_target("AttentionPlanner.plan of lists of pages", **_LIST_NAMES)
+def _() -> Call:
+    numbers = torch.arange(2, dtype=torch.int32).expand(2, HKV, 2)
+    lists = pages.PageLists(numbers.clone(), numbers)
+    arguments: Arguments = {
+        "pages": lists,
+        "seq_lens": _ints(5, 9),
+        "qo_indptr": _ints(0, 2, 3),
+        "max_q_len": 2,
+        "max_kv_len": 12,
+    }
+    return Call(_planner(page_table="page_lists").plan, arguments)
+
+
+@_target("Plan.run of lists", "out", "lse", extra=("num_tokens", "kv", "kv_cache"), **_RUN)
+def _() -> Call:
+    plan = _planner(page_table="indices").plan(_index_lists(), 2)
+    arguments: Arguments = {
+        "q": _values(2, HQ, D),
+        "kv": _cache(),
+        "pages": _index_lists(),
+        "out": _values(2, HQ, D),
+        "lse": torch.zeros(2, HQ),
+        "extra": (_index_lists(), _cache()),
+    }
+    return Call(plan.run, arguments)
+
+
 @_target("MLAPlanner.bind", kv=("latent", "rope", "kv_cache"))
 def _() -> Call:
     config = _mla_planner().config

@@ -31,6 +31,7 @@ from tests.support import (
     flashinfer_pairs,
     hf_models,
     kv_serving,
+    lists,
     mla,
     nano,
     variant_cases,
@@ -84,6 +85,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
             flash_attn_calls,
             nano,
             hf_models,
+            lists,
             variant_cases,
         ):
             found += module.gpu_configs()

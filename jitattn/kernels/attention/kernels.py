@@ -11,11 +11,11 @@ from jitattn.jit.build import Pending
 from jitattn.kernels.attention.config import attention_specs, wide_row_tile
 from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
-from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
+from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel, Role
 from jitattn.kernels.common.schedule_config import FamilyTraits
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import DecodeTile
-from jitattn.kernels.common.tma import tma_tile_of
+from jitattn.kernels.common.tma import TmaTile, tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import Loader
 from jitattn.tensors.bound_cache import LeadingParams
@@ -39,13 +39,10 @@ class AttentionKernels(CudaKernels):
         ]
         for spec in specs:
             self._by_alignment[spec.loader is not Loader.PLAIN].append(spec)
-        # Not every configuration has a multi-token decode kernel.
-        roles = zip(
-            ("decode", "prefill", "decode_multi_token"), self._by_alignment[True], strict=False
-        )
-        self._tma_tiles = {
+        roles = _roles_of(self._by_alignment[True])
+        self._tma_tiles: dict[str, TmaTile] = {
             role: tma_tile_of(spec.tile(target.arch), spec.head_dim)
-            for role, spec in roles
+            for role, spec in roles.items()
             if spec.loader is Loader.TENSOR
         }
         super().__init__(
@@ -76,10 +73,26 @@ class AttentionKernels(CudaKernels):
 def _make_kernels(
     arch: str, index: int, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
 ) -> BoundKernels:
-    decode, prefill, *multi_token = (
-        _make_kernel(arch, index, spec, build) for spec, build in zip(specs, pending, strict=True)
+    kernels = dict(
+        zip(
+            _roles_of(specs),
+            (_make_kernel(arch, index, *pair) for pair in zip(specs, pending, strict=True)),
+            strict=True,
+        )
     )
-    return BoundKernels(decode, prefill, multi_token[0] if multi_token else None)
+    return BoundKernels(
+        kernels["decode"], kernels.get("prefill"), kernels.get("decode_multi_token")
+    )
+
+
+def _roles_of(specs: Sequence[AttentionSpec]) -> dict[Role, AttentionSpec]:
+    """Return the kernels by role, in their order: of decode the first, and the rest."""
+    decode, *others = specs
+    names: list[tuple[Role, AttentionSpec]] = [("decode", decode)]
+    for spec in others:
+        is_decode = isinstance(spec, DecodeSpec)
+        names.append(("decode_multi_token" if is_decode else "prefill", spec))
+    return dict(names)
 
 
 def _make_kernel(arch: str, index: int, spec: AttentionSpec, pending: Pending) -> PlannedKernel:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import _C
 
+from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import DeviceFacts, device_facts
 from jitattn.device.workspace import Workspace, capture_buffers, default_workspace
 from jitattn.kernels.common.cuda_plan import CudaPlan, PlanPool
@@ -30,8 +31,9 @@ from jitattn.kernels.common.schedule_config import (
     schedule_config,
     workspace_size,
 )
-from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
 from jitattn.kernels.common.tma import TensorMaps, TmaTile
+from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.tensor_layouts import Batch
 
@@ -100,12 +102,14 @@ class CudaKernels:
         self._launch_type = launch_type
         self._multi_token_q_len = multi_token_rows // config.group_size
         self._pool = PlanPool()
+        self._blocks: dict[tuple[Role, int], ScheduleConfigs] = {}
         self.loader = KernelLoader(
             main_specs,
             make_kernels,
             device_index=target.facts.index,
             arch=target.arch,
             hint=config.arguments_text(),
+            schedule=ScheduleSpec(has_lists=config.page_table in LISTS),
         )
 
     @property
@@ -160,6 +164,10 @@ class CudaKernels:
 
     def schedule_configs(self, max_q_len: int) -> ScheduleConfigs:
         """Return those of the kernels that a batch needs, which are loaded then."""
+        if self.config.page_table == ListLayout.PAGE_LISTS:
+            configs = self._of_page_lists(max_q_len)
+            self.loader.need(configs[0].role)
+            return configs
         decode = self._decode
         if max_q_len <= decode[0].max_q_len:
             return decode
@@ -174,11 +182,19 @@ class CudaKernels:
         """Return the bytes that a plan takes; nothing is loaded for it."""
         return plan_bytes(self._chosen(max_q_len), batch_size, max_q_len)
 
+    def of(self, config: AttentionArguments) -> Self:
+        """Return the kernels of another configuration on the same device."""
+        other = type(self)(config, self._target.device)  # type: ignore[call-arg, arg-type]
+        other.device = self.device
+        return other
+
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""
         return self.loader.infos()
 
     def _chosen(self, max_q_len: int) -> ScheduleConfigs:
+        if self.config.page_table == ListLayout.PAGE_LISTS:
+            return self._of_page_lists(max_q_len)
         # Without requests of many rows the others would have nothing to do.
         if max_q_len <= self._decode[0].max_q_len:
             return self._decode
@@ -210,6 +226,18 @@ class CudaKernels:
         plan.idle = idle
         return plan
 
+    def _of_page_lists(self, max_q_len: int) -> ScheduleConfigs:
+        """Return the decode kernel's, with as many row tiles as requests fill."""
+        role: Role = "decode"
+        if self._multi_token_q_len and max_q_len > self._decode[0].max_q_len:
+            role = "decode_multi_token"
+        row_tile = self.kernels.of(role).row_tile
+        num_row_blocks = -(-max(max_q_len, 1) * self.config.group_size // row_tile)
+        key = role, num_row_blocks
+        if key not in self._blocks:
+            self._blocks[key] = (self._schedule_config(role, num_row_blocks=num_row_blocks),)
+        return self._blocks[key]
+
     # Two threads may make one each: they are alike.
     @functools.cached_property
     def _decode(self) -> ScheduleConfigs:
@@ -225,12 +253,14 @@ class CudaKernels:
         decode = self._multi_token if self._multi_token_q_len else self._decode
         return (*decode, self._schedule_config("prefill"))
 
-    def _schedule_config(self, role: Role) -> ScheduleConfig:
+    def _schedule_config(self, role: Role, *, num_row_blocks: int | None = None) -> ScheduleConfig:
         kernel = self.kernels.of(role)
         # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
         decode_rows = kernel.row_tile
         if role == "prefill":
             decode_rows = self.multi_token_rows or self.kernels.decode.row_tile
+        if self.config.page_table in LISTS:  # which decode kernels take all of
+            decode_rows = INT32_MAX
         return schedule_config(
             self.config,
             self.traits,
@@ -239,6 +269,7 @@ class CudaKernels:
             self.loader.schedule_kernel,
             num_sms=self._target.facts.num_sms,
             decode_rows=decode_rows,
+            num_row_blocks=num_row_blocks,
         )
 
 

@@ -50,11 +50,12 @@ class PlannedKernel:
 class BoundKernels:
     """The kernels whose loaders suit a bound cache, by role.
 
-    ``decode_multi_token`` is None where the decode kernel takes requests of a few query tokens.
+    ``decode_multi_token`` is None where the decode kernel takes requests of a few query tokens, and
+    ``prefill`` where decode kernels take all.
     """
 
     decode: PlannedKernel
-    prefill: PlannedKernel
+    prefill: PlannedKernel | None
     decode_multi_token: PlannedKernel | None
 
     def of(self, role: Role) -> PlannedKernel:
@@ -119,6 +120,7 @@ class KernelLoader:
         device_index: int,
         arch: str,
         hint: str,
+        schedule: ScheduleSpec,
     ) -> None:
         """Start to build ``main_specs``, and load the first, for decode, and the schedule kernel.
 
@@ -128,6 +130,7 @@ class KernelLoader:
             device_index: the device.
             arch: its architecture.
             hint: the configuration, as an error about a missing kernel names it.
+            schedule: the kernel that makes schedules.
 
         Raises:
             ValueError: in a capture.
@@ -141,7 +144,6 @@ class KernelLoader:
         self._started: list[tuple[KernelSpec, Pending]] = []
         self._needed: frozenset[Role] = frozenset(("decode",))
         decode, *others = main_specs
-        schedule = ScheduleSpec()
         # In this order: on few cores the prefill kernel takes the one that the schedule frees.
         pending = self._start((decode, schedule, *others))
         self.kernels = make_kernels((decode, *others), (pending[0], *pending[2:]))

@@ -18,13 +18,14 @@ from jitattn.kernels.common.params import (
     QUERY_TILE_BEGIN_BYTES,
     QUERY_TILE_BYTES,
     REQUEST_BYTES,
+    ListScheduleParams,
     ParamFields,
     ScheduleParams,
     kernel_params,
 )
 from jitattn.kernels.common.tile import MAX_WORK_TILES, DecodeTile
 from jitattn.spec.config import MLAConfig, PlannerConfig
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import LISTS, ListLayout, layout_of
 from jitattn.spec.params import Divisor
 
 # The largest capacity whose plans a planner keeps when they are gone.
@@ -75,8 +76,9 @@ class ScheduleConfig:
         num_values: floats of partial rows, which their sums follow.
         num_partials: floats that it needs of a workspace.
         num_counters: counters that it needs of a workspace.
-        is_ragged: whether K and V have no pages.
-        has_offsets: whether tables say where each request begins.
+        pool_entries: entries of a page, where kernels are told how many the pool has; else 0.
+        has_lists: whether tables are lists of what is seen.
+        bounds_requests: whether tensors of tables say how much each request has.
         limits_sms: whether the planner leaves multiprocessors to others.
         params_type: the type of its parameters.
         params: its parameters as a plan begins with them.
@@ -93,8 +95,9 @@ class ScheduleConfig:
     num_values: int
     num_partials: int
     num_counters: int
-    is_ragged: bool
-    has_offsets: bool
+    pool_entries: int
+    has_lists: bool
+    bounds_requests: bool
     limits_sms: bool
     params_type: type[ctypes.Structure]
     params: bytes
@@ -125,6 +128,7 @@ def schedule_config(
     *,
     num_sms: int,
     decode_rows: int,
+    num_row_blocks: int | None = None,
 ) -> ScheduleConfig:
     """Return what the plans of a planner have in common, of one of its kernels.
 
@@ -137,16 +141,15 @@ def schedule_config(
         num_sms: multiprocessors of the device.
         decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
             requests with more.
+        num_row_blocks: row tiles of a request; None: those of a query token.
     """
-    is_prefill = role == "prefill"
-    layout = Layout(config.page_table)
-    blocks = _head_blocks(config, kernel, is_prefill=is_prefill)
+    is_prefill, layout = role == "prefill", layout_of(config.page_table)
+    blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=is_prefill)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=is_prefill)
     max_splits = traits.max_splits if config.batch_invariant else 0
     slots = work.wave_slots * work.max_waves
     num_rows = slots * 2 * max(max_splits, 1) * blocks.num_head_blocks * kernel.row_tile
-    # The sums of partial rows follow their values, and the counters what CTAs took off the queue.
-    num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
+    num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
         role=role,
@@ -159,8 +162,9 @@ def schedule_config(
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
         num_counters=SLICE_BYTES // 4 + slots * blocks.num_head_blocks,
-        is_ragged=not layout.has_pages,
-        has_offsets=layout.has_offsets,
+        pool_entries=_pool_entries(config),
+        has_lists=layout.is_list,
+        bounds_requests=layout.has_offsets or layout.is_list,
         limits_sms=config.num_sms is not None,
         params_type=params_type,
         params=_kernel_params(params_type, config, blocks, work, max_splits),
@@ -177,6 +181,11 @@ def schedule_config(
     )
 
 
+def _partial_values(num_rows: int, kernel: PlannedKernel) -> int:
+    """Return the floats of partial rows. Their sums follow, in front of what CTAs have claimed."""
+    return aligned(4 * num_rows * kernel.tile.value_dim) // 4
+
+
 class _HeadBlocks(NamedTuple):
     """Blocks of rows and of values that a query tile is split into."""
 
@@ -185,9 +194,14 @@ class _HeadBlocks(NamedTuple):
 
 
 def _head_blocks(
-    config: AttentionArguments, kernel: PlannedKernel, *, is_prefill: bool
+    config: AttentionArguments,
+    kernel: PlannedKernel,
+    num_row_blocks: int | None,
+    *,
+    is_prefill: bool,
 ) -> _HeadBlocks:
-    num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
+    if num_row_blocks is None:
+        num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
     num_value_blocks = (config.head_dim_vo or config.head_dim) // kernel.tile.value_dim
     return _HeadBlocks(num_row_blocks, config.num_kv_heads * num_row_blocks * num_value_blocks)
 
@@ -262,8 +276,9 @@ def _schedule_params(
     max_splits: int,
 ) -> bytes:
     tile_tokens = kernel.tile.tile_tokens
+    kind = ListScheduleParams if config.page_table in LISTS else ScheduleParams
     return bytes(
-        ScheduleParams(
+        kind(
             is_causal=config.causal,
             window_left=config.window_left,
             group_size=config.group_size,
@@ -273,7 +288,7 @@ def _schedule_params(
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
             min_split_tiles=max(1, MIN_SPLIT_TOKENS // tile_tokens),
-            entry_tokens=config.page_size or 1,
+            entry_tokens=_entry_tokens(config),
             max_splits=max_splits,
             wave_slots=work.wave_slots,
             max_waves=work.max_waves,
@@ -281,6 +296,20 @@ def _schedule_params(
             num_head_blocks=blocks.num_head_blocks,
         )
     )
+
+
+def _pool_entries(config: AttentionArguments) -> int:
+    layout = layout_of(config.page_table)
+    if layout.is_list:
+        return 1 if layout.lists_pages else config.page_size or 1
+    return 0 if layout.has_pages else 1
+
+
+def _entry_tokens(config: AttentionArguments) -> int:
+    """Return what offsets and lists count: the tokens of a page, or of lists of tokens one."""
+    if config.page_table == ListLayout.INDICES:
+        return 1
+    return config.page_size or 1
 
 
 def workspace_size(configs: ScheduleConfigs) -> tuple[int, int]:

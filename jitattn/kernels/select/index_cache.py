@@ -36,7 +36,7 @@ class IndexCacheView:
     def fill(self, params: IndexCache) -> None:
         """Write what kernels read of it, but for addresses."""
         params.num_pages, params.page_stride = self.num_pages, self.page_stride
-        params.key_stride, params.scale_stride = self.key_stride, self.scale_stride
+        params.key_stride, params.scale_shift = self.key_stride, self.scale_stride - self.key_stride
 
     def is_aligned(self, address: int) -> bool:
         """Whether every key begins at a multiple of a vector, where the cache begins there.

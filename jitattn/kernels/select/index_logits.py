@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.errors import ConfigError
 from jitattn.kernels.common import device_kernels
@@ -64,8 +65,7 @@ def index_logits(
             page_size, 1, head_dim + 4], the bytes of a page in the order of ``scale_layout``; with
             "page" also [num_pages, page_size * (head_dim + 4)]. Begin and strides are multiples of
             4 bytes; of 16, it is fast.
-        pages: the pages of each request; a table of any layout but ragged. Separate ids: those of
-            K.
+        pages: the pages of each request; a table of any layout but ragged, of which K's ids count.
         seq_lens: int32 or int64 [batch_size], all tokens of each request; zero and less is none.
         qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin in q; None:
             one each.
@@ -90,6 +90,10 @@ def index_logits(
         *(q, weights, k_cache, pages, seq_lens, qo_indptr),
         *(max_q_len, max_kv_len, scale_layout, out),
     )
+    if is_dynamo_compiling():
+        from jitattn.kernels.select.torch_op import trace_logits
+
+        return trace_logits(IndexLogitsCall(*given))
     return LAUNCHES.run(new_call(IndexLogitsCall, given))
 
 
@@ -189,8 +193,7 @@ class _Launcher:
         params.pages = batch.pages.page_list(batch.page_size)
         params.q_token_stride, params.q_head_stride = q.stride()[:2]
         params.weights_token_stride, params.weights_head_stride = call.weights.stride()
-        out = call.new_out() if call.out is None else call.out
-        params.out_stride = out.stride(0)
+        params.out_stride = batch.max_kv_len if call.out is None else call.out.stride(0)
         params.num_heads = q.shape[1]
         num_groups = batch.num_tokens
         if batch.qo_indptr is not None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_name, type_name
 from jitattn.kernels.common import device_kernels
@@ -77,6 +78,10 @@ def page_bounds(
             left out.
     """
     given = kv_cache, pages, seq_lens, qo_indptr, max_q_len, max_kv_len, kv_layout, out
+    if is_dynamo_compiling():
+        from jitattn.kernels.select.torch_op import trace_bounds
+
+        return trace_bounds(PageBoundsCall(*given))
     return LAUNCHES.run(new_call(PageBoundsCall, given))
 
 
@@ -197,9 +202,11 @@ class _Launcher:
         params.pages = batch.pages.page_list(batch.page_size)
         params.num_pages, _, params.num_kv_heads, params.head_dim = keys.tensor.shape
         params.page_stride, params.token_stride, params.head_stride = keys.strides
-        out = call.new_out() if call.out is None else call.out
-        strides = out.stride()
-        params.bounds_stride, params.bounds_side_stride, params.bounds_head_stride = strides[:3]
+        head_dim = params.head_dim
+        strides = (2 * params.num_kv_heads * head_dim, params.num_kv_heads * head_dim, head_dim)
+        if call.out is not None:
+            strides = call.out.stride(0), call.out.stride(1), call.out.stride(2)
+        params.bounds_stride, params.bounds_side_stride, params.bounds_head_stride = strides
         params.is_update = call.out is not None
         params.num_parts = -(-batch.max_kv_len // batch.page_size)
         if call.out is not None:  # the first page may have tokens that were there before

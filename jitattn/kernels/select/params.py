@@ -33,7 +33,7 @@ class IndexCache(ctypes.Structure):
         ("num_pages", c_int64),
         ("page_stride", c_int64),
         ("key_stride", c_int64),
-        ("scale_stride", c_int64),
+        ("scale_shift", c_int64),
         ("is_aligned", c_int32),
     )
 

@@ -1,4 +1,7 @@
-"""The definitions of choices in PyTorch: scores in float64, order by a stable sort."""
+"""The definitions of choices in PyTorch: scores in float64, order by a stable sort.
+
+Nothing is written before everything is known: what is refused leaves outputs as they were.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,7 @@ def select_tokens_by_definition(
     logits: Tensor, k: int, batch: QueryBatch, slots: Tensor, counts: Tensor
 ) -> None:
     """Write the lists of every query token; -1 behind what is chosen."""
-    slots.fill_(-1)
-    counts.fill_(0)
+    chosen_slots, chosen_counts = torch.full_like(slots, -1), torch.zeros_like(counts)
     for request, begin, q_len, kv_len in batch.on_cpu():
         known = batch.pages.slots_of(request, kv_len, batch.page_size)
         for i in range(q_len):
@@ -49,8 +51,10 @@ def select_tokens_by_definition(
             chosen = seen[choose_by_definition(row[seen], k)]
             if (known[chosen] < 0).any():
                 raise ValueError(f"request {request} has a token that its table has no page for")
-            slots[begin + i, : len(chosen)] = known[chosen]
-            counts[begin + i] = len(chosen)
+            chosen_slots[begin + i, : len(chosen)] = known[chosen]
+            chosen_counts[begin + i] = len(chosen)
+    slots.copy_(chosen_slots)
+    counts.copy_(chosen_counts)
 
 
 def page_bounds_by_definition(
@@ -60,6 +64,7 @@ def page_bounds_by_definition(
 
     ``keys`` are [num_pages, page_size, num_kv_heads, head_dim].
     """
+    found = bounds.clone()
     for request, _, q_len, kv_len in batch.on_cpu():
         first = max(kv_len - q_len, 0) // batch.page_size if is_update else 0
         if is_update and q_len == 0:
@@ -68,8 +73,9 @@ def page_bounds_by_definition(
         for begin in range(first * batch.page_size, kv_len, batch.page_size):
             page = int(slots[begin]) // batch.page_size
             values = keys[page, : min(kv_len - begin, batch.page_size)].double()
-            bounds[page, 0] = saturated(values.amin(0), bounds.dtype)
-            bounds[page, 1] = saturated(values.amax(0), bounds.dtype)
+            found[page, 0] = saturated(values.amin(0), bounds.dtype)
+            found[page, 1] = saturated(values.amax(0), bounds.dtype)
+    bounds.copy_(found)
 
 
 def page_scores_by_definition(q: Tensor, bounds: Tensor) -> Tensor:

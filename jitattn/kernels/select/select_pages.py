@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.validate import INT32_MAX, check_count, type_name
@@ -81,6 +82,11 @@ def select_pages(
             2**31 - 1 alone, which attention answers with NaN.
         ConfigError: a head_dim that no kernel has.
     """
+    if is_dynamo_compiling():
+        from jitattn.kernels.select.torch_op import trace_pages
+
+        traced = q, bounds, pages, seq_lens, k, page_size, max_kv_len, out
+        return trace_pages(SelectPagesCall(*traced))
     found = page_size_of("bounds", bounds, page_size)
     given = q, bounds, pages, seq_lens, k, found, max_kv_len, out
     return LAUNCHES.run(new_call(SelectPagesCall, given))
@@ -258,10 +264,15 @@ class _Launcher:
         params.pages = batch.pages.page_list(batch.page_size)
         params.scores_stride, params.k = call.max_pages, call.k
         params.num_kv_heads = call.num_kv_heads
-        pages, numbers, counts = call.new_out() if call.out is None else call.out.tensors
-        params.entries_stride, params.entries_head_stride = pages.stride()[:2]
-        params.numbers_stride, params.numbers_head_stride = numbers.stride()[:2]
-        params.counts_stride, params.counts_head_stride = counts.stride()
+        lists = call.num_kv_heads * call.k, call.k
+        strides = lists, lists, (call.num_kv_heads, 1)
+        if call.out is not None:
+            strides = tuple(tensor.stride()[:2] for tensor in call.out.tensors)  # type: ignore[assignment]
+        (
+            (params.entries_stride, params.entries_head_stride),
+            (params.numbers_stride, params.numbers_head_stride),
+            (params.counts_stride, params.counts_head_stride),
+        ) = strides
         sources = {
             "scores": _SCORES,
             **dict(zip(("entries", "numbers", "counts"), _OUTPUTS, strict=True)),

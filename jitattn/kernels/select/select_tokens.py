@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import INT32_MAX, check_count, type_name
 from jitattn.kernels.common import device_kernels
@@ -77,6 +78,11 @@ def select_tokens(
             a chosen token without a page; on the device its entry, or the only one of its list, is
             2**31 - 1, which attention answers with NaN.
     """
+    if is_dynamo_compiling():
+        from jitattn.kernels.select.torch_op import trace_tokens
+
+        traced = logits, pages, seq_lens, k, qo_indptr, max_q_len, page_size, out
+        return trace_tokens(SelectTokensCall(*traced))
     found = _page_size(logits, pages, page_size)
     given = logits, pages, seq_lens, k, qo_indptr, max_q_len, found, out
     return LAUNCHES.run(new_call(SelectTokensCall, given))
@@ -107,7 +113,7 @@ class SelectTokensCall(NamedTuple):
     k: int
     qo_indptr: Tensor | None
     max_q_len: int | None
-    page_size: int
+    page_size: int | None
     out: IndexLists | None
 
 
@@ -142,6 +148,7 @@ def _check(call: SelectTokensCall) -> _Call:
         )
     check_last_stride("logits", logits)
     k = check_count("k", call.k, most=INT32_MAX)
+    assert call.page_size is not None
     batch = check_batch(
         call.pages,
         call.seq_lens,
@@ -192,8 +199,10 @@ class _Launcher:
         batch.fill(params.rows)
         params.pages = batch.pages.page_list(batch.page_size)
         params.scores_stride, params.k = logits.stride(0), call.k
-        slots, counts = call.new_out() if call.out is None else call.out.tensors
-        params.entries_stride, params.counts_stride = slots.stride(0), counts.stride(0)
+        params.entries_stride, params.counts_stride = call.k, 1
+        if call.out is not None:
+            slots, counts = call.out.tensors
+            params.entries_stride, params.counts_stride = slots.stride(0), counts.stride(0)
         self._row_bytes = logits.stride(0) * logits.element_size() if logits.shape[0] > 1 else 0
         self._new_out, self._checks = call.new_out, asks_for_checks()
         self._calls = KernelCalls(given, ("out[0]", "out[1]"))

@@ -61,7 +61,7 @@ class IndexLogitsSpec(KernelSpec):
             query_bytes = rows * self.head_dim * 2
         tile = IndexLogitsTile(tile_tokens, num_stages, head_tile, 0, product)
         smem_bytes = num_stages * tile_tokens * (_ROW_BYTES + 4) + query_bytes + 4 * rows
-        return tile._replace(smem_bytes=smem_bytes + 8 * tile.max_chunk_tokens)
+        return tile._replace(smem_bytes=smem_bytes + 12 * tile.max_chunk_tokens)
 
     def template(self, arch: str) -> str:
         """Return the template on ``arch``."""

@@ -89,8 +89,8 @@ struct IndexCache {
   int64_t num_pages;
   int64_t page_stride;
   int64_t key_stride;
-  int64_t scale_stride;
-  int32_t is_aligned;  // whether keys begin at multiples of 16 bytes, not of 4 only
+  int64_t scale_shift;  // between scales, less than between keys: mostly negative
+  int32_t is_aligned;   // whether keys begin at multiples of 16 bytes, not of 4 only
 };
 
 struct IndexLogitsParams {

@@ -70,7 +70,8 @@ struct TileRange {
     const Schedule& schedule = params.attention.schedule;
     query_tile = schedule.query_tiles[index];
     const Request request = schedule.requests[query_tile.request];
-    if (query_tile.kv_end > 0 && !params.pages.holds(query_tile.request, request.kv_len)) {
+    const int32_t kv_len = PageTable::kIsList ? query_tile.kv_end : request.kv_len;
+    if (query_tile.kv_end > 0 && !params.pages.holds(query_tile.request, kv_len)) {
       query_tile.kv_end = kInvalidLength;
     }
     // Reads after the wait for the previous kernel need no limit.

@@ -4,6 +4,7 @@
 // v ^ r % 8.
 #pragma once
 
+#include "jitattn/lanes.cuh"
 #include "jitattn/prelude.cuh"
 #include "jitattn/ptx.cuh"
 #include "jitattn/select_params.cuh"
@@ -17,65 +18,73 @@ __device__ __forceinline__ uint32_t index_vector(uint32_t smem, int row, int vec
   return smem + row * kIndexRowBytes + (vector ^ row % 8) * kIndexVector;
 }
 
-// Where a key lies; `page` is -1 where it lies nowhere.
-struct KeyPlace {
-  int32_t page, place;
+// Where the keys of a chunk lie, in shared memory; the offset of one that lies nowhere is negative.
+template <int kMaxTokens>
+struct KeyPlaces {
+  int64_t offsets[kMaxTokens];  // in bytes
+  int32_t places[kMaxTokens];   // in their pages
 };
 
 // The keys of a chunk that a CTA looks at.
-template <int kHeadDim, int kTileTokens, int kNumThreads>
+template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens>
 struct IndexKeys {
   static constexpr int kVectors = kHeadDim / kIndexVector;
 
   const IndexCache& cache;
-  KeyPlace* places;  // in shared memory
+  KeyPlaces<kMaxTokens>& places;
 
-  // Finds the places of `count` tokens of a request.
+  // Finds the places of `count` tokens of a request, and none for the rest of the last tile.
   __device__ __forceinline__ void find(const PageList& pages, int32_t request, int32_t first,
                                        int32_t count) {
-#pragma unroll 2
-    for (int32_t i = threadIdx.x; i < count; i += kNumThreads) {
-      const PagePlace found = pages.find(request, first + i, false);
+    const int32_t end = (count + kTileTokens - 1) / kTileTokens * kTileTokens;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < end; i += kNumThreads) {
+      const PagePlace found = i < count ? pages.find(request, first + i, false) : PagePlace{-1, 0};
       const bool is_known = found.page >= 0 && found.page < cache.num_pages;
-      places[i] = {is_known ? static_cast<int32_t>(found.page) : -1, found.place};
+      const int64_t offset = found.page * cache.page_stride + found.place * cache.key_stride;
+      places.offsets[i] = is_known ? offset : -1;
+      places.places[i] = found.place;
     }
   }
 
-  // Begins the copies of a tile, whose first token is `first` of the chunk's `count`. What is
-  // nowhere is 0.
-  __device__ __forceinline__ void load(uint32_t keys_smem, uint32_t scales_smem, int32_t first,
-                                       int32_t count) const {
+  __device__ __forceinline__ bool is_known(int32_t token) const {
+    return places.offsets[token] >= 0;
+  }
+
+  // Begins the copies of a tile that begins at token `first` of the chunk. What lies nowhere is 0.
+  __device__ __forceinline__ void load(uint32_t keys_smem, uint32_t scales_smem,
+                                       int32_t first) const {
     if (cache.is_aligned) {
-#pragma unroll 4
-      for (int i = threadIdx.x; i < kTileTokens * kVectors; i += kNumThreads) {
+      for_each_of<kTileTokens * kVectors>([&](int i) {
         const int row = i / kVectors, vector = i % kVectors;
-        const KeyPlace key = place(first + row, count);
-        cp_async_16<128>(index_vector(keys_smem, row, vector), source(key) + vector * kIndexVector,
-                         key.page >= 0);
-      }
+        const int64_t offset = places.offsets[first + row];
+        cp_async_16<128>(index_vector(keys_smem, row, vector),
+                         cache.keys + vector * kIndexVector + offset, offset >= 0);
+      });
     } else {
-#pragma unroll 2
+#pragma unroll 1
       for (int i = threadIdx.x; i < kTileTokens * kHeadDim / 4; i += kNumThreads) {
         const int row = i / (kHeadDim / 4), word = i % (kHeadDim / 4);
-        const KeyPlace key = place(first + row, count);
+        const int64_t offset = places.offsets[first + row];
         cp_async_few<4>(index_vector(keys_smem, row, word / 4) + word % 4 * 4,
-                        source(key) + word * 4, key.page >= 0);
+                        cache.keys + word * 4 + offset, offset >= 0);
       }
     }
-    for (int row = threadIdx.x; row < kTileTokens; row += kNumThreads) {
-      const KeyPlace key = place(first + row, count);
-      const uint8_t* source =
-          cache.scales + key.page * cache.page_stride + key.place * cache.scale_stride;
-      cp_async_few<4>(scales_smem + 4 * row, source, key.page >= 0);
-    }
+    for_each_of<kTileTokens>([&](int row) {
+      const int64_t offset = places.offsets[first + row];
+      const int64_t shift = places.places[first + row] * cache.scale_shift;
+      cp_async_few<4>(scales_smem + 4 * row, cache.scales + offset + shift, offset >= 0);
+    });
   }
 
-  __device__ __forceinline__ const uint8_t* source(KeyPlace key) const {
-    return cache.keys + key.page * cache.page_stride + key.place * cache.key_stride;
-  }
-
-  __device__ __forceinline__ KeyPlace place(int32_t token, int32_t count) const {
-    return token < count ? places[token] : KeyPlace{-1, 0};
+ private:
+  // Calls body(i) for the numbers below kCount that are this thread's.
+  template <int kCount, typename Body>
+  __device__ __forceinline__ void for_each_of(Body body) const {
+    for_each<(kCount + kNumThreads - 1) / kNumThreads>([&](int j) {
+      const int i = j * kNumThreads + threadIdx.x;
+      if (kCount % kNumThreads == 0 || i < kCount) body(i);
+    });
   }
 };
 
