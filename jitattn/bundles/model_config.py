@@ -424,8 +424,10 @@ def _window_size(fields: _Fields) -> int:
 def _windows_of_kinds(fields: _Fields, kinds: list[object], window: int) -> tuple[int, ...]:
     found = set()
     for kind in dict.fromkeys(map(str, kinds)):
-        if kind in ("full_attention", "attention"):
+        if kind in ("full_attention", "attention", "indexed_attention"):
             found.add(-1)
+            if kind == "indexed_attention" and not fields.get("index_topk"):
+                fields.refuse("layer_types has 'indexed_attention', and index_topk is not set")
         elif kind == "sliding_attention":
             found.add(window)
             if window < 0:

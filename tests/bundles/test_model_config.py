@@ -187,6 +187,7 @@ def test_fields_are_understood(fields: dict[str, object], expected: dict[str, ob
         ({"is_encoder_decoder": True}, "is_encoder_decoder is True"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention'"),
+        ({"layer_types": ["indexed_attention"]}, "index_topk is not set"),
         ({"layer_types": ["mamba"]}, "no layer with attention over pages"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window is not set"),
         ({"sliding_window": [4096]}, r"sliding_window is \[4096\]: expected a positive integer"),
