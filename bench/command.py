@@ -44,14 +44,12 @@ def result_record(
     figures: dict[str, object] = {}
     if result.timing is not None:
         figures = {**dataclasses.asdict(result.timing), **rates(result.timing.median_s)}
-    return records.record(
+    return records.of_result(
         kind,
         env,
-        case=case.name,
+        case.name,
+        result,
         group=case.group,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
         method=method.kind,
         num_runs=method.num_runs,
         l2_policy=l2.value,

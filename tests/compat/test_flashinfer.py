@@ -20,7 +20,7 @@ from torch import Tensor
 from jitattn.compat import flashinfer
 from tests.support import flashinfer_signatures as signatures
 from tests.support import scattered
-from tests.support.refusals import Call, check_not_ignored, check_refused, names_of
+from tests.support.refusals import Call, check_not_ignored, check_refused, names_of, refusals
 
 MANY = settings(
     max_examples=120,
@@ -1292,11 +1292,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "changes", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_what_is_refused(call: Call, changes: dict[str, object], message: str) -> None:
-    check_refused(call, changes, message)
+@refusals(REFUSED)
+def test_what_is_refused(call: Call, changes: dict[str, object], match: str) -> None:
+    check_refused(call, changes, match)
 
 
 WRAPPERS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -17,6 +17,12 @@ def check_refused(call: Call, changes: dict[str, object], match: str) -> None:
     """Raise an error that says what is wanted instead."""
     with pytest.raises((TypeError, ValueError), match=match):
         call(**changes)
+
+
+def refusals(cases: Sequence[tuple[Call, dict[str, object], str]]) -> pytest.MarkDecorator:
+    """The parameters of a test of ``check_refused``."""
+    names = "call", "changes", "match"
+    return pytest.mark.parametrize(names, cases, ids=lambda x: getattr(x, "__name__", ""))
 
 
 def check_not_ignored(call: Call, name: str) -> None:
