@@ -9,7 +9,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -62,23 +62,10 @@ def record(kind: str, env: Mapping[str, object], **facts: object) -> dict[str, o
     return {"schema": SCHEMA, "kind": kind, **facts, "environment": dict(env)}
 
 
-class Outcome(Protocol):
-    """What came of a contender."""
-
-    @property
-    def contender(self) -> str: ...
-
-    @property
-    def status(self) -> str: ...
-
-    @property
-    def reason(self) -> str: ...
-
-
 def of_result(
-    kind: str, env: Mapping[str, object], case: str, result: Outcome, **facts: object
+    kind: str, env: Mapping[str, object], case: str, result: Any, **facts: object
 ) -> dict[str, object]:
-    """Return the record of what came of a contender on a case."""
+    """Return the record of what came of a contender on a case, such as a `bench.turns.Result`."""
     came_of_it = {name: getattr(result, name) for name in ("contender", "status", "reason")}
     return record(kind, env, case=case, **came_of_it, **facts)
 
