@@ -121,7 +121,9 @@ class CudaKernels:
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
-        configs = self.schedule_configs(batch.max_q_len)
+        configs = self.schedule_configs(
+            batch.max_q_len, has_offsets=batch.qo_indptr is not None
+        )
         size = batch.batch_size, batch.max_q_len
         capacities = tuple([config.capacity_for(*size) for config in configs])
         if workspace is None:
@@ -149,7 +151,9 @@ class CudaKernels:
         Raises:
             ValueError: the batch needs a kernel that isn't loaded.
         """
-        configs = self.schedule_configs(batch.max_q_len)
+        configs = self.schedule_configs(
+            batch.max_q_len, has_offsets=batch.qo_indptr is not None
+        )
         size = batch.batch_size, batch.max_q_len
         capacities = tuple([config.capacity_for(*size) for config in configs])
         buffers = capture_buffers(self.device, *workspace_size(configs))
@@ -158,8 +162,16 @@ class CudaKernels:
         plan.begin(batch)
         return plan
 
-    def schedule_configs(self, max_q_len: int) -> ScheduleConfigs:
-        """Return those of the kernels that a batch needs, which are loaded then."""
+    def schedule_configs(self, max_q_len: int, *, has_offsets: bool = True) -> ScheduleConfigs:
+        """Return those of the kernels that a batch needs, which are loaded then.
+
+        Args:
+            max_q_len: the most query tokens of a request.
+            has_offsets: whether requests may have other numbers of query tokens than one.
+        """
+        if self.config.batch_invariant:
+            self.loader.need("prefill")
+            return self._chosen(max_q_len, has_offsets=has_offsets)
         decode = self._decode
         if max_q_len <= decode[0].max_q_len:
             return decode
@@ -178,7 +190,10 @@ class CudaKernels:
         """Return the kernels asked for so far, and wait for those that still compile."""
         return self.loader.infos()
 
-    def _chosen(self, max_q_len: int) -> ScheduleConfigs:
+    def _chosen(self, max_q_len: int, *, has_offsets: bool = True) -> ScheduleConfigs:
+        if self.config.batch_invariant:
+            is_alone = self.traits.has_one_kernel or not has_offsets
+            return self._invariant if is_alone else self._invariant_with_offsets
         # Without requests of many rows the others would have nothing to do.
         if max_q_len <= self._decode[0].max_q_len:
             return self._decode
@@ -225,12 +240,26 @@ class CudaKernels:
         decode = self._multi_token if self._multi_token_q_len else self._decode
         return (*decode, self._schedule_config("prefill"))
 
-    def _schedule_config(self, role: Role) -> ScheduleConfig:
+    # A token has the same bits in a decode step and in a prefill if one kernel computes both.
+    @functools.cached_property
+    def _invariant(self) -> ScheduleConfigs:
+        return (self._schedule_config("prefill", decode_rows=-1),)
+
+    @functools.cached_property
+    def _invariant_with_offsets(self) -> ScheduleConfigs:
+        # The decode kernel writes the rows of invalid requests and those of none.
+        return (
+            self._schedule_config("decode", decode_rows=0),
+            self._schedule_config("prefill", decode_rows=0),
+        )
+
+    def _schedule_config(self, role: Role, decode_rows: int | None = None) -> ScheduleConfig:
         kernel = self.kernels.of(role)
         # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
-        decode_rows = kernel.row_tile
-        if role == "prefill":
-            decode_rows = self.multi_token_rows or self.kernels.decode.row_tile
+        if decode_rows is None:
+            decode_rows = kernel.row_tile
+            if role == "prefill":
+                decode_rows = self.multi_token_rows or self.kernels.decode.row_tile
         return schedule_config(
             self.config,
             self.traits,

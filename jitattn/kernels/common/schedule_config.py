@@ -51,12 +51,14 @@ class FamilyTraits:
         max_splits: the most splits of a request that a batch-invariant plan makes.
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
+        has_one_kernel: whether the decode kernel is the prefill kernel, too.
         params: what its kernels get besides the parameters of attention.
     """
 
     max_splits: int
     tile_visit_cost: int
     min_slot_cost: int
+    has_one_kernel: bool = False
     params: ParamFields = ()
 
 
@@ -78,6 +80,8 @@ class ScheduleConfig:
         is_ragged: whether K and V have no pages.
         has_offsets: whether tables say where each request begins.
         limits_sms: whether the planner leaves multiprocessors to others.
+        class_tokens: query tokens of a request between two changes of its fixed splits' length, at
+            least; 0 where splits are not fixed.
         params_type: the type of its parameters.
         params: its parameters as a plan begins with them.
         schedule_params: likewise of the schedule kernel, a ``ScheduleParams``.
@@ -96,6 +100,7 @@ class ScheduleConfig:
     is_ragged: bool
     has_offsets: bool
     limits_sms: bool
+    class_tokens: int
     params_type: type[ctypes.Structure]
     params: bytes
     schedule_params: bytes
@@ -104,8 +109,10 @@ class ScheduleConfig:
         """Return for how many requests and query tiles the schedule of a batch has room."""
         if self.role != "prefill":
             return _capacity(batch_size)
-        num_rows = max_q_len * self.group_size
-        return _capacity(batch_size * -(-num_rows // self.kernel.row_tile))
+        count = -(-max_q_len * self.group_size // self.kernel.row_tile)
+        if self.class_tokens and max_q_len > 1:  # a query tile ends where the length changes
+            count += -(-max_q_len // self.class_tokens)
+        return _capacity(batch_size * count)
 
     def schedule_bytes(self, batch_size: int, max_q_len: int) -> int:
         """Return the bytes of the schedule of a batch."""
@@ -136,13 +143,15 @@ def schedule_config(
         schedule_kernel: the kernel that makes schedules.
         num_sms: multiprocessors of the device.
         decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
-            requests with more.
+            requests with more. 0: it takes every valid request; -1: every one.
     """
     is_prefill = role == "prefill"
     layout = Layout(config.page_table)
     blocks = _head_blocks(config, kernel, is_prefill=is_prefill)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=is_prefill)
-    max_splits = traits.max_splits if config.batch_invariant else 0
+    # The prefill kernel has all requests of a batch-invariant planner.
+    max_splits = traits.max_splits if config.batch_invariant and is_prefill else 0
+    min_split_tiles = max(1, MIN_SPLIT_TOKENS // kernel.tile.tile_tokens)
     slots = work.wave_slots * work.max_waves
     num_rows = slots * 2 * max(max_splits, 1) * blocks.num_head_blocks * kernel.row_tile
     # The sums of partial rows follow their values, and the counters what CTAs took off the queue.
@@ -162,6 +171,8 @@ def schedule_config(
         is_ragged=not layout.has_pages,
         has_offsets=layout.has_offsets,
         limits_sms=config.num_sms is not None,
+        # Lengths grow by a quarter of a power of two of the least.
+        class_tokens=max_splits * max(1, min_split_tiles // 4) * kernel.tile.tile_tokens,
         params_type=params_type,
         params=_kernel_params(params_type, config, blocks, work, max_splits),
         schedule_params=_schedule_params(
@@ -173,6 +184,7 @@ def schedule_config(
             decode_rows=decode_rows,
             prefill_rows=kernel.row_tile if is_prefill else 0,
             max_splits=max_splits,
+            min_split_tiles=min_split_tiles,
         ),
     )
 
@@ -217,9 +229,8 @@ def _work_slots(
     grid = num_ctas if is_prefill else wave_slots * num_head_blocks
     if config.num_sms is not None:
         grid = min(grid, num_ctas)
-    # A work queue has fixed splits, too: more than a batch-invariant plan has room for.
     max_waves = 1
-    if isinstance(kernel.tile, DecodeTile) and not config.batch_invariant:
+    if isinstance(kernel.tile, DecodeTile):
         # A CTA notes one work tile more than it may do: that there is none.
         most = (MAX_WORK_TILES - 1) // (wave_slots * num_head_blocks)
         max_waves = max(1, min(MAX_WAVES, most))
@@ -260,8 +271,8 @@ def _schedule_params(
     decode_rows: int,
     prefill_rows: int,
     max_splits: int,
+    min_split_tiles: int,
 ) -> bytes:
-    tile_tokens = kernel.tile.tile_tokens
     return bytes(
         ScheduleParams(
             is_causal=config.causal,
@@ -269,10 +280,10 @@ def _schedule_params(
             group_size=config.group_size,
             decode_rows=decode_rows,
             prefill_rows=prefill_rows,
-            tile_tokens=tile_tokens,
+            tile_tokens=kernel.tile.tile_tokens,
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
-            min_split_tiles=max(1, MIN_SPLIT_TOKENS // tile_tokens),
+            min_split_tiles=min_split_tiles,
             entry_tokens=config.page_size or 1,
             max_splits=max_splits,
             wave_slots=work.wave_slots,

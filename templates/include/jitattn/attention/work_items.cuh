@@ -37,11 +37,10 @@ struct WorkItem {
   }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
-    return query_tile.split_tiles > 0 ? (tile - first) / query_tile.split_tiles
-                                      : slot - query_tile.first_slot;
+    return split_of(query_tile, slot, first, tile);
   }
   __device__ __forceinline__ int32_t split_end(int32_t tile) const {
-    return query_tile.split_tiles > 0 ? min(tile + query_tile.split_tiles, end) : end;
+    return end_of_split(query_tile, tile, end);
   }
 };
 
