@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.kernels.registry import config_of
+from jitattn.spec.config import MLAConfig, PlannerConfig
 from tests.support.harness import same_bits
 
 Piece = tuple[int, int]
@@ -44,31 +46,30 @@ class Request:
 
     def run(self, pieces: Sequence[Piece], rng: random.Random) -> list[Result]:
         """Compute the pieces as requests of one batch; rows of out and lse of each."""
-        device = self.queries[0].device
+        device, page_size = self.queries[0].device, self.page_size
         lengths = [end for _, end in pieces]
-        counts = [-(-length // self.page_size) for length in lengths]
-        pages = rng.sample(range(sum(counts) + 3), sum(counts))
-        table = torch.full((len(pieces), max(counts)), -7, dtype=torch.int32)
+        counts = [-(-length // page_size) for length in lengths]
+        num_pages = sum(counts) + 3
+        order = torch.tensor(rng.sample(range(num_pages), sum(counts)), dtype=torch.int32)
+        table = torch.full((len(pieces), max(counts)), -7, dtype=torch.int32, device=device)
         cache = [
-            torch.full((sum(counts) + 3, self.page_size, *rows.shape[1:]), 0, dtype=torch.uint8)
-            .to(device)
-            .to(rows.dtype)
-            .fill_(float("nan"))
+            torch.zeros(num_pages * page_size, *rows.shape[1:], device=device).to(rows.dtype)
             for rows in self.stored
         ]
-        for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            own, pages = pages[:count], pages[count:]
-            table[request, :count] = torch.tensor(own)
-            for to, rows in zip(cache, self.stored, strict=True):
-                for place, page in enumerate(own):
-                    begin = place * self.page_size
-                    part = rows[begin : min(begin + self.page_size, length)]
-                    to[page, : len(part)] = part
+        for slots in cache:
+            slots.fill_(float("nan"))
+        for request, own in enumerate(order.to(device).split(counts)):
+            table[request, : len(own)] = own
+            token = torch.arange(lengths[request], device=device)
+            place = own[token // page_size] * page_size + token % page_size
+            for slots, rows in zip(cache, self.stored, strict=True):
+                slots.view(torch.uint8)[place] = rows[: lengths[request]].view(torch.uint8)
+        cache = [slots.unflatten(0, (num_pages, page_size)) for slots in cache]
         sizes = [end - begin for begin, end in pieces]
         offsets = torch.tensor([0, *sizes]).cumsum(0).int().to(device)
         is_decode = max(sizes) == min(sizes) == 1 and rng.random() < 0.5
         plan = self.planner.plan(
-            jitattn.BlockTable(table.to(device)),
+            jitattn.BlockTable(table),
             torch.tensor(lengths, dtype=torch.int32, device=device),
             *(() if is_decode else (offsets,)),
             **({} if is_decode else {"max_q_len": max(sizes) + rng.choice((0, 1, 100))}),
@@ -79,7 +80,7 @@ class Request:
         return list(zip(out.split(sizes), lse.split(sizes), strict=True))
 
     def check(self, first: int, rng: random.Random, *, rounds: int) -> int:
-        """Assert that rows [first, num_tokens) have the same bits in any pieces; how many pieces."""
+        """Assert that rows [first, num_tokens) have the same bits in any pieces; count these."""
         num_tokens, count = len(self.queries[0]), 0
         ((out, lse),) = self.run([(first, num_tokens)], rng)
         assert not out.isnan().any()
@@ -138,3 +139,46 @@ def latent_sequence(
         (normal(config.kv_lora_rank + config.qk_rope_head_dim, dtype=config.kv_dtype),),
         config.page_size or 1,
     )
+
+
+ATTENTION: dict[str, dict[str, object]] = {
+    "32/8 heads of 128": {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "8/1 heads of 128": {"num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 128, "page_size": 1},
+    "64": {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 32},
+    "96": {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 96},
+    "256": {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 256},
+    "192 and 128": {"num_qo_heads": 4, "num_kv_heads": 4, "head_dim": 192, "head_dim_vo": 128},
+    "window": {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128, "window_left": 3000},
+    "soft cap": {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128, "logits_soft_cap": 30.0},
+    "e4m3": {
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "kv_dtype": "float8_e4m3fn",
+    },
+    "512": {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 512},
+}
+"""Arguments of planners, for a card."""
+LATENT: dict[str, dict[str, object]] = {
+    "latents, 16 heads": {"num_heads": 16, "page_size": 64, "sm_scale": 0.05},
+    "latents, 128 heads": {"num_heads": 128, "page_size": 16, "sm_scale": 0.05},
+}
+"""Likewise of latent attention."""
+
+
+def attention_arguments(name: str) -> dict[str, object]:
+    """Arguments of a planner of attention."""
+    return {"page_size": 16, "batch_invariant": True, **ATTENTION[name]}
+
+
+def latent_arguments(name: str) -> dict[str, object]:
+    """Likewise of latent attention."""
+    return {"batch_invariant": True, **LATENT[name]}
+
+
+def gpu_configs() -> list[PlannerConfig | MLAConfig]:
+    """What tests/gpu/test_invariance.py asks for, for a bundle."""
+    return [
+        *(config_of(attention_arguments(name)) for name in ATTENTION),
+        *(MLAConfig.from_arguments(latent_arguments(name)) for name in LATENT),
+    ]

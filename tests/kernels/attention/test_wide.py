@@ -132,7 +132,7 @@ def test_which_kernels_a_configuration_has(
         ({"head_dim": 64, "group_size": 16}, {1: "d", 2: "dp"}),
         ({"head_dim": 64, "group_size": 17}, {1: "d", 2: "dp"}),
         ({"head_dim": 256}, {2: "d", 3: "dp"}),
-        ({"batch_invariant": True}, {2: "d", 3: "dp", 4: "dp", 5: "dp"}),
+        ({"batch_invariant": True}, {1: "dp", 2: "dp", 3: "dp", 5: "dp"}),
     ],
 )
 def test_which_kernels_a_plan_has(
