@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -17,6 +18,11 @@ _ROOT = Path(__file__).parent
 # Markers of everything in a folder; what builds kernels in C++ and runs them on the CPU is called
 # ``test_*_emulated.py``, or has the marker ``emulator`` of its own.
 _FOLDERS = {"tests/gpu": "gpu", "tests/compile": "compile", "tests/style": "style"}
+
+
+# Workers of a run share the processors: threads of theirs would wait for each other in loops.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             item.add_marker("emulator")
         if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what was collected, which stays until the end."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

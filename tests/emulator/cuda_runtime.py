@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 
+from jitattn.jit.sources import TEMPLATES
 from tests.support.shared_files import shared_file
 
 QUALIFIERS = """
@@ -56,12 +58,13 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
   return word;
 }
 """
-# A block of threads that are threads of the host.
+# A block of `kBlock` threads, a number of the kernel's, that are threads of the host.
 THREADS = """
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
+extern const int kBlock;
 struct Index { int x = 0; };
 thread_local Index threadIdx;
 struct Barrier {
@@ -166,11 +169,32 @@ uint32_t cvt_e5m2x2(float low, float high);
 """
 
 
-def library_of(text: str, *options: str, begin: str = "", standard: str = "c++17") -> ctypes.CDLL:
+def with_headers(text: str, known: Collection[str]) -> str:
+    """Replace includes by the headers' text, each once, but for those that are ``known``."""
+    included = set(known)
+
+    def text_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name is None or name in included:
+            return ""
+        included.add(name)
+        return pattern.sub(text_of, (TEMPLATES / f"include/jitattn/{name}.cuh").read_text())
+
+    pattern = re.compile(r"#(?:include \"jitattn/(\w+)\.cuh\"|pragma .*|line .*)")
+    return pattern.sub(text_of, text)
+
+
+def library_of(
+    text: str,
+    *options: str,
+    begin: str = "",
+    needs: Sequence[ctypes.CDLL] = (),
+    standard: str = "c++17",
+) -> ctypes.CDLL:
     """Compile a program, once a run, and load it; skip the test without a compiler.
 
     Products and sums are rounded one by one, as they are written. ``begin`` is text that many
-    programs begin with: g++ reads it once a run.
+    programs begin with: g++ reads it once a run. The program calls the libraries that it ``needs``.
     """
     compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
@@ -180,12 +204,14 @@ def library_of(text: str, *options: str, begin: str = "", standard: str = "c++17
     apart = ["-fno-gnu-unique"] if is_gnu else []
     # A fortified longjmp() takes the jump to another stack for an error.
     always = [*apart, "-Og", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-pthread"]
+    always.append("-fvisibility-inlines-hidden")  # so that a library calls its own, not its user's
     command = [compiler, f"-std={standard}", *always, *options]
     if begin and is_gnu:
         command += ["-include", str(_precompiled(command, begin))]
     else:
         text = begin + text
-    return ctypes.CDLL(str(_built([*command, "-shared", "-x", "c++", "-"], text)))
+    command += ["-shared", "-x", "c++", "-", "-x", "none", *(library._name for library in needs)]
+    return ctypes.CDLL(str(_built(command, text)))
 
 
 def _precompiled(command: Sequence[str], text: str) -> Path:

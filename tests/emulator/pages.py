@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Iterator
 
 import pytest
 
 from jitattn.device.driver import Launch
-from jitattn.jit.render import TEMPLATES, environment
+from jitattn.jit.render import environment
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.pages import batch_info, block_table, copy_pages, gather
 from jitattn.kernels.pages.spec import GatherSpec
@@ -28,15 +27,12 @@ from tests.emulator.cuda_runtime import (
     TYPES,
     WORDS,
     library_of,
+    with_headers,
 )
 
 CACHES = [module.LAUNCHES for module in (batch_info, gather, copy_pages, block_table)]
-REAL_HEADERS = (
-    *("operands", "request_rows", "page_list", "gather_params", "copy_params", "table_params"),
-    *("layer_table_params", "convert"),
-)
+HOST_HEADERS = ("prelude", "ptx", "types", "fp8")
 HOST = f"""
-constexpr int kBlock = NUM_THREADS;
 {QUALIFIERS}{WORDS}{THREADS}
 static Index blockIdx, gridDim;
 template <typename T> T __shfl_up_sync(unsigned, T value, int) {{ return value; }}
@@ -76,11 +72,9 @@ def compiled(spec: KernelSpec, num_threads: int) -> ctypes.CDLL:
     """The kernel of ``spec`` as a function of the host."""
     tile = emulated_tile(spec, num_threads)._asdict()
     source = environment().get_template(spec.template("sm_90a")).render(spec.context() | tile)
-    headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     call = CALL.replace("PARAMS", PARAMS[spec.kernel]).replace("SYMBOL", spec.symbol)
-    text = "\n".join((HOST.replace("NUM_THREADS", str(num_threads)), *headers, source, call))
-    text = re.sub(r"#include \"|#pragma|#line", r"// \g<0>", text)
-    return library_of(text)
+    text = f"const int kBlock = {num_threads};\n{with_headers(source, HOST_HEADERS)}{call}"
+    return library_of(text, begin=HOST)
 
 
 def emulated_tile(spec: KernelSpec, num_threads: int) -> Tile:

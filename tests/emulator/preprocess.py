@@ -7,12 +7,10 @@ written. Headers that speak PTX are replaced by C++ that means the same.
 from __future__ import annotations
 
 import ctypes
-import re
+import functools
 from collections.abc import Callable
-from pathlib import Path
 
 from jitattn.jit.render import render
-from jitattn.jit.sources import TEMPLATES
 from jitattn.kernels.preprocess.spec import PreprocessSpec
 from jitattn.kernels.preprocess.tile import preprocess_tile
 from tests.emulator.cuda_runtime import (
@@ -22,10 +20,11 @@ from tests.emulator.cuda_runtime import (
     TYPES,
     WORDS,
     library_of,
+    with_headers,
 )
 
-_PRELUDE = f"""
-#pragma once
+HOST_HEADERS = ("prelude", "ptx", "types", "fp8")
+HOST = f"""
 #include <barrier>
 #include <thread>
 #include <vector>
@@ -40,8 +39,9 @@ struct Exchange {{
   float values[32];
 }};
 inline thread_local Exchange* exchange;
+extern const int kRowLanes;
 inline float __shfl_xor_sync(uint32_t, float value, int step) {{
-  const int lane = threadIdx.x % JITATTN_LANES;
+  const int lane = threadIdx.x % kRowLanes;
   exchange->values[lane] = value;
   exchange->meeting.arrive_and_wait();
   const float other = exchange->values[lane ^ step];
@@ -51,11 +51,6 @@ inline float __shfl_xor_sync(uint32_t, float value, int step) {{
 namespace jitattn {{
 constexpr int kWarpSize = 32;
 constexpr int32_t kInt32Max = 0x7fffffff;
-}}  // namespace jitattn
-"""
-_PTX = f"""
-#pragma once
-namespace jitattn {{
 inline void launch_dependents() {{}}
 inline void wait_for_previous_kernel() {{}}
 inline void prefetch_to_l2(const void*) {{}}
@@ -64,23 +59,13 @@ inline float sin_approx(float x) {{ return std::sin(x); }}
 inline float cos_approx(float x) {{ return std::cos(x); }}
 inline float max_or_nan(float a, float b) {{ return a != a || b != b ? NAN : a < b ? b : a; }}
 {CONVERSIONS}
-}}  // namespace jitattn
-"""
-_TYPES = f"""
-#pragma once
-namespace jitattn {{
 {PAIRS}{TYPES}
 }}  // namespace jitattn
 """
-_FP8 = """
-#pragma once
-#include "jitattn/types.cuh"
-"""
-HOST_HEADERS = {"prelude": _PRELUDE, "ptx": _PTX, "types": _TYPES, "fp8": _FP8}
 _CALL = """
 extern "C" void call(const void* params, int grid) {
   const auto& given = *static_cast<const jitattn::KernelParams*>(params);
-  constexpr int kRowLanes = JITATTN_LANES, kRows = jitattn::kNumThreads / kRowLanes;
+  const int kRows = jitattn::kNumThreads / kRowLanes;
   Exchange shared(kRowLanes);
   std::vector<std::thread> lanes;
   for (int lane = 0; lane < kRowLanes; ++lane) {
@@ -101,20 +86,13 @@ extern "C" void call(const void* params, int grid) {
 EmulatedKernel = Callable[[ctypes.Structure, int], None]
 
 
-def emulated_kernel(spec: PreprocessSpec, folder: Path) -> EmulatedKernel:
+@functools.cache
+def emulated_kernel(spec: PreprocessSpec) -> EmulatedKernel:
     """Return what runs the kernel of ``spec`` with its parameters and the size of its grid."""
-    headers = folder / "jitattn"
-    headers.mkdir(exist_ok=True)
-    for name, text in HOST_HEADERS.items():
-        (headers / f"{name}.cuh").write_text(text)
-    for path in (TEMPLATES / "include/jitattn").glob("*.cuh"):
-        if path.stem not in HOST_HEADERS:
-            (headers / path.name).write_text(path.read_text())
-    lanes = preprocess_tile(spec).lanes
-    text = re.sub(r"^#line.*$", "", render(spec, "sm_80"), flags=re.MULTILINE)
+    source = with_headers(render(spec, "sm_80"), HOST_HEADERS)
     call = _CALL.replace("SYMBOL", spec.symbol)
-    text = f"#define JITATTN_LANES {lanes}\n{text}{call}"
-    function = library_of(text, f"-I{folder}", standard="c++20").call
+    text = f"const int kRowLanes = {preprocess_tile(spec).lanes};\n{source}{call}"
+    function = library_of(text, begin=HOST, standard="c++20").call
 
     def run(params: ctypes.Structure, grid: int) -> None:
         function(ctypes.byref(params), grid)

@@ -77,9 +77,8 @@ def instructions(cubin: bytes, folder: Path) -> list[str]:
     """The instructions of a cubin in order, without predicates: ``"WARPSYNC 0xffffffff"``."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
-    done = subprocess.run(
-        [nvdisasm(), "-c", path], capture_output=True, text=True, check=True, encoding="utf-8"
-    )
+    command = [nvdisasm(), "-c", "-ndf", path]  # without its analysis of where indirect jumps go
+    done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
     line = r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;"
     return re.findall(line, done.stdout, re.MULTILINE)
 

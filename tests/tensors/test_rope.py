@@ -8,7 +8,6 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.jit.sources import TEMPLATES
 from jitattn.kernels.preprocess.reference import rotate
 from jitattn.tensors.rope import turns_of
-from tests.emulator.cuda_runtime import library_of
-from tests.emulator.preprocess import HOST_HEADERS
+from tests.emulator.cuda_runtime import library_of, with_headers
+from tests.emulator.preprocess import HOST, HOST_HEADERS
 
 TRAINED = 8192
 LLAMA3 = {
@@ -378,7 +376,7 @@ def test_turns_against_pi() -> None:
 
 
 CALL = """
-#include "jitattn/prelude.cuh"
+const int kRowLanes = 1;
 #include "jitattn/rotary.cuh"
 extern "C" void call(const int64_t* positions, const uint64_t* turns, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) {
@@ -390,15 +388,10 @@ extern "C" void call(const int64_t* positions, const uint64_t* turns, int64_t co
 
 
 @pytest.fixture(scope="module")
-def cos_sin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, Tensor], Tensor]:
+def cos_sin() -> Callable[[Tensor, Tensor], Tensor]:
     """The kernels' header, compiled for the CPU: [count, 2] of positions and frequencies."""
-    folder: Path = tmp_path_factory.mktemp("rotary")
-    (folder / "jitattn").mkdir()
-    for name, text in HOST_HEADERS.items():
-        (folder / f"jitattn/{name}.cuh").write_text("#define JITATTN_LANES 1\n" + text)
-    header = (TEMPLATES / "include/jitattn/rotary.cuh").read_text()
-    (folder / "jitattn/rotary.cuh").write_text(header)
-    function = library_of(CALL, f"-I{folder}", standard="c++20").call
+    text = with_headers(CALL, HOST_HEADERS)
+    function = library_of(text, begin=HOST, standard="c++20").call
 
     def call(positions: Tensor, inv_freq: Tensor) -> Tensor:
         turns = torch.tensor([turns_of(f) for f in inv_freq.tolist()])

@@ -6,9 +6,8 @@ driver, and for PTX, which tests/emulator/cuda_runtime.py says in C++.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,37 +22,22 @@ from jitattn.kernels.common.launch_cache import CallParams
 from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.kernels.preprocess.spec import PreprocessSpec
-from tests.emulator.preprocess import EmulatedKernel, emulated_kernel
+from tests.emulator.preprocess import emulated_kernel
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
 
 # Of calls that launch; others follow the definition.
 LAUNCHES = api.LAUNCHES.anew()
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PreprocessSpec], EmulatedKernel]:
-    folder: Path = tmp_path_factory.mktemp("kernels")
-    compiled: dict[PreprocessSpec, EmulatedKernel] = {}
-
-    def of(spec: PreprocessSpec) -> EmulatedKernel:
-        if spec not in compiled:
-            compiled[spec] = emulated_kernel(spec, folder)
-        return compiled[spec]
-
-    return of
-
-
 @pytest.fixture
-def launched(
-    monkeypatch: pytest.MonkeyPatch, kernels: Callable[[PreprocessSpec], EmulatedKernel]
-) -> Iterator[list[PreprocessSpec]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreprocessSpec]]:
     """Run launches on the CPU; the specs that were launched."""
     specs: list[PreprocessSpec] = []
 
     def launch(card: int, launch: Launch) -> None:
         spec = launch.kernel.spec  # type: ignore[attr-defined]
         specs.append(spec)
-        kernels(spec)(launch.params, launch.shape[0])
+        emulated_kernel(spec)(launch.params, launch.shape[0])
 
     def kernel(spec: PreprocessSpec, *others: object) -> Any:
         return SimpleNamespace(symbol=spec.symbol, smem_bytes=0, spec=spec, begins_early=False)
