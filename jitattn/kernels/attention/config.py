@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
-from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
-from jitattn.kernels.attention.tile import max_row_tile, row_tile_for
+from jitattn.kernels.attention.spec import DecodeSpec, NarrowPrefillSpec, PrefillSpec
+from jitattn.kernels.attention.tile import has_warpgroup_tile, max_row_tile, row_tile_for
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
@@ -113,6 +113,7 @@ _RANGES = {rule.argument: rule.allowed for rule in RULES} | _ANY
 SUPPORT = {
     DecodeSpec.kernel: _RANGES | {"query tokens per request": "1, and as many as fill a row tile"},
     PrefillSpec.kernel: _RANGES | {"query tokens per request": "2 and up"},
+    NarrowPrefillSpec.kernel: _RANGES | {"query tokens per request": "as many as fill 64 rows"},
 }
 """What each argument may be, for the support table."""
 
@@ -153,6 +154,7 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         *specs_of_loaders(decode, arch),
         *specs_of_loaders(PrefillSpec(loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
         *(spec for decode in wide for spec in specs_of_loaders(decode, arch)),
+        *narrow_specs(NarrowPrefillSpec(loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
         ScheduleSpec(),
     )
 
@@ -168,6 +170,11 @@ def wide_row_tile(config: PlannerConfig) -> int:
     narrow = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
     has_room = narrow == 8 and max_row_tile(config.head_dim, head_dim_vo) >= 16
     return 16 if has_room and not config.batch_invariant else 0
+
+
+def narrow_specs(spec: NarrowPrefillSpec, arch: str) -> tuple[DecodeSpec | PrefillSpec, ...]:
+    """Return the prefill kernels of few query rows; none without warpgroups."""
+    return specs_of_loaders(spec, arch) if has_warpgroup_tile(spec, arch) else ()
 
 
 def specs_of_loaders(

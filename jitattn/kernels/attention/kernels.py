@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from jitattn.jit.build import Pending
 from jitattn.kernels.attention.config import attention_specs, wide_row_tile
-from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
+from jitattn.kernels.attention.spec import DecodeSpec, NarrowPrefillSpec, PrefillSpec
+from jitattn.kernels.attention.tile import NARROW_ROWS
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
-from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
+from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel, Role
 from jitattn.kernels.common.schedule_config import FamilyTraits
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import DecodeTile
-from jitattn.kernels.common.tma import tma_tile_of
+from jitattn.kernels.common.tma import TmaTile, tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import Loader
 from jitattn.tensors.bound_cache import LeadingParams
@@ -39,13 +40,9 @@ class AttentionKernels(CudaKernels):
         ]
         for spec in specs:
             self._by_alignment[spec.loader is not Loader.PLAIN].append(spec)
-        # Not every configuration has a multi-token decode kernel.
-        roles = zip(
-            ("decode", "prefill", "decode_multi_token"), self._by_alignment[True], strict=False
-        )
-        self._tma_tiles = {
+        self._tma_tiles: dict[str, TmaTile] = {
             role: tma_tile_of(spec.tile(target.arch), spec.head_dim)
-            for role, spec in roles
+            for role, spec in _by_role(self._by_alignment[True]).items()
             if spec.loader is Loader.TENSOR
         }
         super().__init__(
@@ -56,6 +53,7 @@ class AttentionKernels(CudaKernels):
             main_specs=self._by_alignment[True],
             make_kernels=functools.partial(_make_kernels, target.arch, target.facts.index),
             multi_token_rows=wide_row_tile(config),
+            narrow_rows=NARROW_ROWS if "prefill_narrow" in _by_role(specs) else 0,
         )
 
     def bind(
@@ -76,10 +74,27 @@ class AttentionKernels(CudaKernels):
 def _make_kernels(
     arch: str, index: int, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
 ) -> BoundKernels:
-    decode, prefill, *multi_token = (
-        _make_kernel(arch, index, spec, build) for spec, build in zip(specs, pending, strict=True)
+    builds = dict(zip(specs, pending, strict=True))
+    return BoundKernels(
+        **{
+            role: _make_kernel(arch, index, spec, builds[spec])
+            for role, spec in _by_role(specs).items()
+        }
     )
-    return BoundKernels(decode, prefill, multi_token[0] if multi_token else None)
+
+
+def _by_role(specs: Iterable[AttentionSpec]) -> dict[Role, AttentionSpec]:
+    """Return the kernels of one loader by role; not every configuration has all."""
+    found: dict[Role, AttentionSpec] = {}
+    for spec in specs:
+        if isinstance(spec, NarrowPrefillSpec):
+            role: Role = "prefill_narrow"
+        elif isinstance(spec, PrefillSpec):
+            role = "prefill"
+        else:  # the narrower decode kernel comes first
+            role = "decode_multi_token" if "decode" in found else "decode"
+        found.setdefault(role, spec)
+    return found
 
 
 def _make_kernel(arch: str, index: int, spec: AttentionSpec, pending: Pending) -> PlannedKernel:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from jitattn.kernels.attention.tile import (
+    NARROW_ROWS,
     decode_tile,
     decode_uses_tma,
     has_warpgroup_tile,
+    narrow_prefill_tile,
     prefill_tile,
     prefill_uses_tma,
 )
@@ -63,3 +65,21 @@ class PrefillSpec(AttentionSpec):
         if has_warpgroup_tile(self, arch):
             return "attention/prefill_sm90.cu.jinja"
         return "attention/prefill_sm80.cu.jinja"
+
+
+class NarrowPrefillSpec(PrefillSpec):
+    """The prefill kernel of requests with few query rows, which one consumer warpgroup has.
+
+    Rows have the same bits in both.
+    """
+
+    kernel: ClassVar[str] = "prefill_narrow"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        return f"jitattn_prefill_r{NARROW_ROWS}_{self._suffix}"
+
+    def tile(self, arch: str) -> PrefillTile | WarpgroupTile:
+        """Return the shape of a CTA on ``arch``, which has warpgroups."""
+        return narrow_prefill_tile(self)

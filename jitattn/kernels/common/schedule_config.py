@@ -107,7 +107,7 @@ class ScheduleConfig:
 
     def capacity_for(self, batch_size: int, max_q_len: int) -> int:
         """Return for how many requests and query tiles the schedule of a batch has room."""
-        if self.role != "prefill":
+        if not is_prefill(self.role):
             return _capacity(batch_size)
         count = -(-max_q_len * self.group_size // self.kernel.row_tile)
         if self.class_tokens and max_q_len > 1:  # a query tile ends where the length changes
@@ -117,6 +117,11 @@ class ScheduleConfig:
     def schedule_bytes(self, batch_size: int, max_q_len: int) -> int:
         """Return the bytes of the schedule of a batch."""
         return schedule_offsets(self.capacity_for(batch_size, max_q_len), self.max_slots)[1]
+
+
+def is_prefill(role: Role) -> bool:
+    """Return whether a kernel computes query tiles: blocks of the rows of a request."""
+    return role in ("prefill", "prefill_narrow")
 
 
 ScheduleConfigs = tuple[ScheduleConfig, ...]
@@ -145,12 +150,12 @@ def schedule_config(
         decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
             requests with more. 0: it takes every valid request; -1: every one.
     """
-    is_prefill = role == "prefill"
+    has_query_tiles = is_prefill(role)
     layout = Layout(config.page_table)
-    blocks = _head_blocks(config, kernel, is_prefill=is_prefill)
-    work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=is_prefill)
+    blocks = _head_blocks(config, kernel, is_prefill=has_query_tiles)
+    work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     # The prefill kernel has all requests of a batch-invariant planner.
-    max_splits = traits.max_splits if config.batch_invariant and is_prefill else 0
+    max_splits = traits.max_splits if config.batch_invariant and has_query_tiles else 0
     min_split_tiles = max(1, MIN_SPLIT_TOKENS // kernel.tile.tile_tokens)
     slots = work.wave_slots * work.max_waves
     num_rows = slots * 2 * max(max_splits, 1) * blocks.num_head_blocks * kernel.row_tile
@@ -182,7 +187,7 @@ def schedule_config(
             blocks,
             work,
             decode_rows=decode_rows,
-            prefill_rows=kernel.row_tile if is_prefill else 0,
+            prefill_rows=kernel.row_tile if has_query_tiles else 0,
             max_splits=max_splits,
             min_split_tiles=min_split_tiles,
         ),

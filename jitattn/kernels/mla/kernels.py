@@ -158,4 +158,4 @@ def _make_kernels(
     assert isinstance(spec, MLASpec)
     tile = spec.tile(arch)
     kernel = MLAKernel(build, tile, spec.row_tile, index)
-    return BoundKernels(kernel, kernel, None)
+    return BoundKernels(kernel, kernel)

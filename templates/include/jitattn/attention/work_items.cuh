@@ -9,7 +9,8 @@
 namespace jitattn {
 
 // Ring of work items, written ahead of the consumers.
-constexpr int kNumWorkItems = 4;
+// Producers that dequantise are some KV tiles ahead of the last that consumers can see.
+constexpr int kNumWorkItems = kDequantises ? 8 : 4;
 
 // Tiles [begin, end) of a query tile, for one block of heads: one at least.
 struct WorkItem {
