@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
 from jitattn.kernels.attention.spec import DecodeSpec, NarrowPrefillSpec, PrefillSpec
-from jitattn.kernels.attention.tile import has_warpgroup_tile, max_row_tile, row_tile_for
+from jitattn.kernels.attention.tile import has_narrow_tile, max_row_tile, row_tile_for
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
@@ -173,8 +173,8 @@ def wide_row_tile(config: PlannerConfig) -> int:
 
 
 def narrow_specs(spec: NarrowPrefillSpec, arch: str) -> tuple[DecodeSpec | PrefillSpec, ...]:
-    """Return the prefill kernels of few query rows; none without warpgroups."""
-    return specs_of_loaders(spec, arch) if has_warpgroup_tile(spec, arch) else ()
+    """Return the prefill kernels of few query rows, where it pays to have them."""
+    return specs_of_loaders(spec, arch) if has_narrow_tile(spec, arch) else ()
 
 
 def specs_of_loaders(

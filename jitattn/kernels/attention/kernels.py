@@ -23,7 +23,13 @@ from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
-TRAITS = FamilyTraits(max_splits=16, tile_visit_cost=1, min_slot_cost=1)
+TRAITS = FamilyTraits(
+    max_splits=16,
+    min_split_tokens=256,
+    max_split_tokens=2048,
+    tile_visit_cost=1,
+    min_slot_cost=1,
+)
 
 
 class AttentionKernels(CudaKernels):

@@ -96,6 +96,17 @@ def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
     )
 
 
+def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
+    """Return whether requests of few query rows have a prefill kernel of their own.
+
+    One of two consumers without rows costs less than a kernel; two of three cost much, and beside
+    one consumer there is room for another warpgroup that dequantises (docs/perf-log.md).
+    """
+    if not has_warpgroup_tile(spec, arch):
+        return False
+    return spec.kv_dtype is not spec.q_dtype or _warpgroup_row(spec).num_consumers > 2
+
+
 def narrow_prefill_tile(spec: AttentionSpec) -> WarpgroupTile:
     """Return the tile of the prefill kernel of few query rows: that of many, with one consumer."""
     row = _warpgroup_row(spec)
@@ -192,7 +203,7 @@ _WARPGROUP_TILES = (
 # The same of quantised caches, whose tiles land in shared memory before they are dequantised.
 _DEQUANT_TILES = (
     _WarpgroupRow(64, 64, 2, 2, 128, 128, 112, 3, 2),
-    _WarpgroupRow(128, 128, 2, 2, 96, 96, 96, 2, 2),
+    _WarpgroupRow(128, 128, 2, 2, 128, 96, 96, 2, 2),
     _WarpgroupRow(192, 128, 2, 2, 96, 96, 96, 2, 1),
     _WarpgroupRow(256, 256, 2, 1, 64, 64, 48, 2, 1),
 )
@@ -208,7 +219,7 @@ _WARPGROUP_REGISTERS = {
     (1, 2): _Registers(producer=128, consumer=240),
     (1, 1): _Registers(producer=0, consumer=0),  # as many as the compiler takes
 }
-# The same of two warpgroups each that dequantise, and compute shorter tiles.
+# The same of two warpgroups each that dequantise, and accumulate few columns.
 _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
 
 
@@ -366,7 +377,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
         num_producers = 3 if spec.head_dim_vo <= 128 else 2
     registers = _WARPGROUP_REGISTERS[groups, num_producers]
     num_landings = 0
-    if is_dequantised and groups == num_producers == 2:
+    if is_dequantised and groups == num_producers == 2 and spec.head_dim_vo <= 64:
         registers = _DEQUANT_REGISTERS
     if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers

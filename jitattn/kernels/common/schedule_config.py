@@ -32,9 +32,6 @@ MAX_IDLE_CAPACITY = 4096
 
 _LOG2E = math.log2(math.e)
 
-# The least that a split of a batch-invariant schedule holds.
-MIN_SPLIT_TOKENS = 512
-
 # Waves of work slots: those after the first even out what the first leaves uneven, and are halved.
 MAX_WAVES = 6
 
@@ -49,6 +46,9 @@ class FamilyTraits:
 
     Attributes:
         max_splits: the most splits of a request that a batch-invariant plan makes.
+        min_split_tokens: the least tokens of such a split, for a KV head; of several heads as many
+            times more, up to ``max_split_tokens``, since their CTAs fill the card, too.
+        max_split_tokens: see ``min_split_tokens``.
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
         has_one_kernel: whether the decode kernel is the prefill kernel, too.
@@ -56,6 +56,8 @@ class FamilyTraits:
     """
 
     max_splits: int
+    min_split_tokens: int
+    max_split_tokens: int
     tile_visit_cost: int
     min_slot_cost: int
     has_one_kernel: bool = False
@@ -156,9 +158,13 @@ def schedule_config(
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     # The prefill kernel has all requests of a batch-invariant planner.
     max_splits = traits.max_splits if config.batch_invariant and has_query_tiles else 0
-    min_split_tiles = max(1, MIN_SPLIT_TOKENS // kernel.tile.tile_tokens)
+    least = min(traits.min_split_tokens * config.num_kv_heads, traits.max_split_tokens)
+    min_split_tiles = max(1, least // kernel.tile.tile_tokens)
     slots = work.wave_slots * work.max_waves
-    num_rows = slots * 2 * max(max_splits, 1) * blocks.num_head_blocks * kernel.row_tile
+    # Two places a slot; with fixed splits one a slot and one a CTA, of so many splits.
+    num_places = slots * blocks.num_head_blocks
+    num_places = (num_places + work.grid) * max_splits if max_splits else 2 * num_places
+    num_rows = num_places * kernel.row_tile
     # The sums of partial rows follow their values, and the counters what CTAs took off the queue.
     num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
     params_type = kernel_params(layout, config.variant, traits.params)
@@ -179,7 +185,7 @@ def schedule_config(
         # Lengths grow by a quarter of a power of two of the least.
         class_tokens=max_splits * max(1, min_split_tiles // 4) * kernel.tile.tile_tokens,
         params_type=params_type,
-        params=_kernel_params(params_type, config, blocks, work, max_splits),
+        params=_kernel_params(params_type, config, blocks, work, max_splits, slots),
         schedule_params=_schedule_params(
             config,
             traits,
@@ -248,6 +254,7 @@ def _kernel_params(
     blocks: _HeadBlocks,
     work: _WorkSlots,
     max_splits: int,
+    max_slots: int,
 ) -> bytes:
     params = params_type()
     attention = params.attention
@@ -255,6 +262,7 @@ def _kernel_params(
     attention.num_head_blocks = Divisor.of(blocks.num_head_blocks)
     attention.claims_work_tiles = work.max_waves > 1
     attention.max_splits = max_splits
+    attention.max_slots = max_slots
     attention.num_qo_heads = config.num_qo_heads
     attention.group_size = Divisor.of(config.group_size)
     attention.is_causal = config.causal

@@ -29,7 +29,13 @@ from jitattn.tensors.tensor_layouts import NO_LAYOUT
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
 # long to load as two tiles, and each eight splits of a row take as long to merge as a tile or two.
 TRAITS = FamilyTraits(
-    max_splits=8, tile_visit_cost=2, min_slot_cost=2, has_one_kernel=True, params=MLA_FIELDS
+    max_splits=8,
+    min_split_tokens=512,
+    max_split_tokens=512,
+    tile_visit_cost=2,
+    min_slot_cost=2,
+    has_one_kernel=True,
+    params=MLA_FIELDS,
 )
 
 # CTAs of the merge kernel for each of the attention kernel's: they are small, and wait for memory.

@@ -17,7 +17,7 @@
 //
 // A batch-invariant schedule cuts each query tile into splits that begin at multiples of their
 // length, which depends on the position of the query tile's rows alone, and deals whole splits to
-// slots. Rows of one query tile have splits of one length.
+// slots, or whole query tiles. Rows of one query tile have splits of one length.
 #pragma once
 
 #include "jitattn/prelude.cuh"

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from jitattn.kernels.attention import kernels as attention_kernels
-from jitattn.kernels.common import schedule_config
 from jitattn.kernels.mla import kernels as mla_kernels
 from tests.emulator.attention import EmulatedCuda
 from tests.support.invariance import attention_sequence, latent_sequence
@@ -25,9 +24,9 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits so short that a few hundred tokens have several lengths of them."""
-    monkeypatch.setattr(schedule_config, "MIN_SPLIT_TOKENS", 64)
     for module in (attention_kernels, mla_kernels):
-        monkeypatch.setattr(module, "TRAITS", replace(module.TRAITS, max_splits=4))
+        short = replace(module.TRAITS, max_splits=4, min_split_tokens=64, max_split_tokens=64)
+        monkeypatch.setattr(module, "TRAITS", short)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

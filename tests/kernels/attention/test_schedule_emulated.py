@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jitattn.kernels.attention.kernels import TRAITS
 from jitattn.kernels.common.params import Schedule, ScheduleParams
-from jitattn.kernels.common.schedule_config import MAX_WAVES, MIN_SPLIT_TOKENS
+from jitattn.kernels.common.schedule_config import MAX_WAVES
 from tests.emulator import launch_recorder
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 from tests.gpu.test_claims import IN_WAVES
@@ -240,7 +240,7 @@ class Batch:
     @property
     def min_split_tiles(self) -> int:
         """The least that a fixed split holds."""
-        return max(1, MIN_SPLIT_TOKENS // self.tile_tokens)
+        return max(1, 512 // self.tile_tokens)
 
     def split_tiles(self, position: int) -> int:
         """``split_tiles_at()``: tiles of a fixed split of rows whose last key is at ``position``."""
@@ -413,12 +413,12 @@ def check(batch: Batch, found: Scheduled) -> None:
         tiles = query_tile.tiles(tile_tokens)
         assert [tile for _, part in tile_parts for tile in part] == list(tiles)
         assert tiles or len(tile_parts) == 1
-    may_be_whole = batch.prefill_rows and not batch.max_splits
+    may_be_whole = batch.prefill_rows
     assert found.is_whole == bool(
         may_be_whole and suits_whole_query_tiles(found.costs, batch.num_ctas, batch.num_head_blocks)
     )
     if found.is_whole:
-        check_whole(found)
+        check_whole(batch, found)
         return
     assert found.boundaries[found.num_slots :] == [(num_query_tiles, 0)] * (
         len(found.boundaries) - found.num_slots
@@ -473,22 +473,21 @@ def check_rows(batch: Batch, found: Scheduled) -> None:
         )
         if batch.decode_rows < 0 or (is_long and batch.is_valid(request)):
             rows = batch.first_rows(request)
-            want += [(request, row) for row in (rows if batch.max_splits else reversed(rows))]
+            want += [(request, row) for row in reversed(rows)]
     order = as_requests_list(found.query_tiles) if found.is_whole else range(len(found.query_tiles))
     assert [(found.query_tiles[i].request, found.query_tiles[i].first_row) for i in order] == want
 
 
-def check_whole(found: Scheduled) -> None:
+def check_whole(batch: Batch, found: Scheduled) -> None:
     """Assert that slots are query tiles, in the order of their buckets and inside one as listed."""
     assert found.num_slots == len(found.query_tiles)
     assert set(found.boundaries) == {(UNWRITTEN, UNWRITTEN)}
     for slot, query_tile in enumerate(found.query_tiles):
-        assert (query_tile.first_slot, query_tile.last_slot, query_tile.num_splits) == (
-            slot,
-            slot,
-            1,
-        )
-        assert query_tile.split_tiles == 0
+        assert (query_tile.first_slot, query_tile.last_slot) == (slot, slot)
+        if batch.max_splits and query_tile.kv_end > 0:
+            check_splits(batch, query_tile, query_tile.tiles(batch.tile_tokens), [])
+        else:
+            assert query_tile.num_splits == 1
     longest = max(found.costs)
     buckets = [bucket_of(cost, longest) for cost in found.costs]
     places = {index: place for place, index in enumerate(as_requests_list(found.query_tiles))}
@@ -680,8 +679,8 @@ def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object
         (prefill((0, -3, 0), (16, 16, 5000), num_ctas=30, num_head_blocks=1), True),
         # Those that the other kernel answers for leave nothing.
         (prefill((100, MAX_KV_LEN + 1), (1, 100)), False),
-        # Units whose splits are theirs alone, and those of the decode kernel.
-        (prefill((20_000,) * 16, (16,) * 16, max_splits=16), False),
+        # Splits that are fixed do not matter; those of the decode kernel are never whole.
+        (prefill((20_000,) * 16, (16,) * 16, max_splits=16, decode_rows=0), True),
         (prefill((20_000,) * 16, (2,) * 16, prefill_rows=0), False),
     ],
 )

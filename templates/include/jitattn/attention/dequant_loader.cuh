@@ -33,10 +33,16 @@ static_assert(kLandingOffset + kNumLandings * kWarpGroups * (kKeySegments + kVal
 
 // KV tile of a work item.
 struct ItemTile {
-  int32_t item;
+  int32_t item;  // kNoWork before the first
   int32_t tile;
-  bool exists;
-  bool is_first;  // of the work item
+
+  __device__ __forceinline__ bool exists(const Shared& shared) const {
+    return item != kNoWork && shared.work_items[item].work != kNoWork;
+  }
+  // Of its work item, which may be the one after the last.
+  __device__ __forceinline__ bool is_first(const Shared& shared) const {
+    return item != kNoWork && tile == shared.work_items[item].begin;
+  }
 };
 
 // Dequantising loader of K or V, tile by tile.
@@ -52,7 +58,7 @@ struct TileDequantiser {
   __device__ __forceinline__ void load(const ItemTile& now, const ItemTile& next,
                                        PageTable::Row page_row, int landing, Ring& ring) const {
     const int32_t page = find_page(next, page_row);  // before it is needed
-    if (now.exists) {
+    if (now.exists(shared)) {
       mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
       cp_async_wait<kNumLandings - 1>();
       if constexpr (kHasBlocks) __syncwarp();  // another lane copied the scales of a row
@@ -66,7 +72,7 @@ struct TileDequantiser {
       }
       ring.next(kNumStages);
     }
-    if (next.exists) ask(next, page, landing);
+    if (next.exists(shared)) ask(next, page, landing);
     cp_async_commit();  // one group a tile, also where there is none
   }
 
@@ -95,7 +101,7 @@ struct TileDequantiser {
   }
   __device__ __forceinline__ int32_t find_page(const ItemTile& place,
                                                PageTable::Row page_row) const {
-    if (!place.exists) return 0;
+    if (!place.exists(shared)) return 0;
     const TileTokens tokens(shared.work_items[place.item], place.tile);
     const int row = lane_row();
     if (row < tokens.first || row >= tokens.last) return 0;
@@ -228,7 +234,7 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
   int32_t index = 0;
   int landing = 0;
   ItemTile under_way[kNumLandings];
-  for_each<kNumLandings>([&](int i) { under_way[i].exists = under_way[i].is_first = false; });
+  for_each<kNumLandings>([&](int i) { under_way[i].item = kNoWork; });
   const auto deliver_query = [&](const WorkItem& item) {
     mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
@@ -252,14 +258,14 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
       sync_threads<kQueryThreads>(kQueryBarrier);  // and read
       continue;
     }
-    ItemTile coming = {index, item.begin, !is_end, true};
+    ItemTile coming = {index, item.begin};
     PageTable::Row page_row = {};
     if (!is_end) page_row = params.pages.row(item.query_tile.request);
 #pragma unroll 1
     while (true) {
       // Before the tiles of a work item, those of the one before are complete: Q is soon free.
       const ItemTile now = under_way[0];
-      if (now.is_first) deliver_query(shared.work_items[now.item]);
+      if (now.is_first(shared)) deliver_query(shared.work_items[now.item]);
       if (is_key) {
         keys.load(now, coming, page_row, landing, ring);
       } else {
@@ -268,7 +274,6 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
       if (++landing == kNumLandings) landing = 0;
       for_each<kNumLandings - 1>([&](int i) { under_way[i] = under_way[i + 1]; });
       under_way[kNumLandings - 1] = coming;
-      coming.is_first = false;
       if (++coming.tile == item.end) break;
     }
     if (is_end) break;

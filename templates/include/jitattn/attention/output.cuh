@@ -153,7 +153,9 @@ __device__ __forceinline__ void write_padding(const AttentionParams& params) {
   }
 }
 
-// Rows of a query tile's splits in the partial buffers.
+// Rows of a query tile's splits in the partial buffers: [max_slots, 2, num_head_blocks, kRowTile];
+// of fixed splits [max_slots, max_splits, num_head_blocks, kRowTile] where query tiles lie in
+// several slots, and [gridDim.x, max_splits, kRowTile] for the others.
 struct PartialRows {
   int64_t first;
   int64_t step;
@@ -170,11 +172,16 @@ struct PartialRows {
       first_shift = place_rows;
     } else {
       // A query tile in several slots uses the rows of its first slot, in which no other such query
-      // tile begins; one in a single slot is merged before the slot's next begins.
-      first = (query_tile.first_slot * 2 + (query_tile.last_slot > query_tile.first_slot)) *
-              static_cast<int64_t>(params.max_splits);
-      step = place_rows;
+      // tile begins; one in a single slot is merged before its CTA begins the next.
       first_shift = 0;
+      const int64_t place_splits = params.max_splits;
+      if (query_tile.last_slot == query_tile.first_slot) {
+        first = (params.max_slots * place_rows + blockIdx.x * kRowTile) * place_splits;
+        step = kRowTile;
+        return;
+      }
+      first = query_tile.first_slot * place_splits;
+      step = place_rows;
     }
     first = first * place_rows + block.index * kRowTile;
   }
