@@ -20,9 +20,9 @@ _ROOT = Path(__file__).parent
 _FOLDERS = {"tests/gpu": "gpu", "tests/compile": "compile", "tests/style": "style"}
 
 
-# Workers of a run share the processors: threads of theirs would wait for each other in loops.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Tensors are small, and threads of tests that run side by side wait for each other in loops.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

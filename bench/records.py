@@ -54,7 +54,7 @@ def record(kind: str, env: Mapping[str, object], **facts: object) -> dict[str, o
 
     Args:
         kind: which bench wrote it: "decode", "prefill", "mla", "decoder", "generate", "gather",
-            "compile", "import", "dispatch", "manager" or "parallel".
+            "select", "compile", "import", "dispatch", "manager" or "parallel".
         env: see `environment`.
         **facts: the figures; seconds end in ``_s``, microseconds in ``_us``.
     """

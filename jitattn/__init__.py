@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from jitattn.kernels.mla.api import MLAPlanner
     from jitattn.kernels.preprocess.api import append_kv, preprocess_qkv
     from jitattn.kernels.registry import check_config, supported_configs
+    from jitattn.kernels.select.index_logits import index_logits
+    from jitattn.kernels.select.page_bounds import page_bounds
+    from jitattn.kernels.select.select_pages import select_pages
+    from jitattn.kernels.select.select_tokens import select_tokens
     from jitattn.pages import (
         BlockTable,
         CsrPages,
@@ -76,9 +80,13 @@ __all__ = [
     "check_config",
     "copy_pages",
     "gather_kv",
+    "index_logits",
     "merge_states",
+    "page_bounds",
     "precompile",
     "preprocess_qkv",
+    "select_pages",
+    "select_tokens",
     "supported_configs",
 ]
 
@@ -107,9 +115,13 @@ _HOMES = {
     "check_config": "jitattn.kernels.registry",
     "copy_pages": "jitattn.pages",
     "gather_kv": "jitattn.pages",
+    "index_logits": "jitattn.kernels.select.index_logits",
     "merge_states": "jitattn.kernels.merge.api",
+    "page_bounds": "jitattn.kernels.select.page_bounds",
     "precompile": "jitattn.bundles.precompile",
     "preprocess_qkv": "jitattn.kernels.preprocess.api",
+    "select_pages": "jitattn.kernels.select.select_pages",
+    "select_tokens": "jitattn.kernels.select.select_tokens",
     "supported_configs": "jitattn.kernels.registry",
 }
 _MODULES = ("cascade", "errors", "pages", "quant", "types", "variants")

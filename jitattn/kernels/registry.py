@@ -6,19 +6,22 @@ The one table behind validation, precompiling, tests and docs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.kernels import attention, common, merge, mla, pages, preprocess
+from jitattn.kernels import attention, common, merge, mla, pages, preprocess, select
 from jitattn.kernels.merge.spec import MergeSpec
 from jitattn.kernels.pages.spec import TransferConfig, cache_specs
 from jitattn.kernels.preprocess.spec import PreprocessConfig
+from jitattn.kernels.select.spec import SelectConfig
 from jitattn.spec.arch import ARCHS, check_arch
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec
+from jitattn.spec.layout import ListLayout
 
-AnyConfig = PlannerConfig | MLAConfig | PreprocessConfig | TransferConfig
+AnyConfig = PlannerConfig | MLAConfig | PreprocessConfig | TransferConfig | SelectConfig
 
 FAMILIES = (
     attention.FAMILY,
@@ -27,6 +30,7 @@ FAMILIES = (
     preprocess.FAMILY,
     merge.FAMILY,
     pages.FAMILY,
+    select.FAMILY,
 )
 
 
@@ -133,6 +137,10 @@ def specs_of(config: AnyConfig, arch: str) -> tuple[KernelSpec, ...]:
         return specs
     q_dtype, kv_dtype = DType(config.q_dtype), DType(config.kv_dtype)
     out_dtype = DType(config.out_dtype or config.q_dtype)
+    if config.page_table == ListLayout.INDICES and out_dtype is not DType.FLOAT32:
+        # Two lists are attended to in parts, which are exact.
+        exact = family.resolve(replace(config, out_dtype=DType.FLOAT32.value), arch)
+        specs = tuple(dict.fromkeys((*specs, *exact)))
     specs = (*specs, MergeSpec(dtype=out_dtype))
     if isinstance(config, MLAConfig):
         return specs

@@ -4,5 +4,21 @@ from jitattn.kernels.attention.torch_op import attention
 from jitattn.kernels.merge.torch_op import merge_states
 from jitattn.kernels.mla.torch_op import mla_attention
 from jitattn.kernels.preprocess.torch_op import append_kv, preprocess_qkv
+from jitattn.kernels.select.torch_op import (
+    index_logits,
+    page_bounds,
+    select_pages,
+    select_tokens,
+)
 
-__all__ = ["append_kv", "attention", "merge_states", "mla_attention", "preprocess_qkv"]
+__all__ = [
+    "append_kv",
+    "attention",
+    "index_logits",
+    "merge_states",
+    "mla_attention",
+    "page_bounds",
+    "preprocess_qkv",
+    "select_pages",
+    "select_tokens",
+]

@@ -42,8 +42,14 @@ class Arch(NamedTuple):
         return min(limits.smem_bytes for limits in self.limits) - _RESERVED_SMEM_BYTES
 
 
-def _tested(attention: str, mla: str, preprocess: str, pages: str) -> dict[str, str]:
-    return {"attention": attention, "mla": mla, "preprocess": preprocess, "pages": pages}
+def _tested(attention: str, mla: str, preprocess: str, pages: str, select: str) -> dict[str, str]:
+    return {
+        "attention": attention,
+        "mla": mla,
+        "preprocess": preprocess,
+        "pages": pages,
+        "select": select,
+    }
 
 
 _NOT_RUN = "compiled, not run"
@@ -62,7 +68,7 @@ _ROWS = (
         ),
         has_wgmma=False,
         has_fp8_conversions=False,
-        tested_on=_tested("run from PTX on H200", _EMULATED, _NOT_RUN, _NOT_RUN),
+        tested_on=_tested("run from PTX on H200", _EMULATED, _NOT_RUN, _NOT_RUN, _EMULATED),
     ),
     Arch(
         name="sm_90a",
@@ -70,7 +76,7 @@ _ROWS = (
         limits=(SMLimits("9.0", warps=64, ctas=32, smem_bytes=228 * 1024),),
         has_wgmma=True,
         has_fp8_conversions=True,
-        tested_on=_tested(_H200, _H200, _BOTH, _BOTH),
+        tested_on=_tested(_H200, _H200, _BOTH, _BOTH, _EMULATED),
     ),
     Arch(
         name="sm_100f",
@@ -78,7 +84,7 @@ _ROWS = (
         limits=(SMLimits("10.0", warps=64, ctas=32, smem_bytes=228 * 1024),),
         has_wgmma=False,
         has_fp8_conversions=True,
-        tested_on=_tested(_NOT_RUN, _EMULATED, _NOT_RUN, _NOT_RUN),
+        tested_on=_tested(_NOT_RUN, _EMULATED, _NOT_RUN, _NOT_RUN, _EMULATED),
     ),
     Arch(
         name="sm_120f",
@@ -86,7 +92,7 @@ _ROWS = (
         limits=(SMLimits("12.0", warps=48, ctas=24, smem_bytes=100 * 1024),),
         has_wgmma=False,
         has_fp8_conversions=True,
-        tested_on=_tested(_NOT_RUN, _EMULATED, _NOT_RUN, _NOT_RUN),
+        tested_on=_tested(_NOT_RUN, _EMULATED, _NOT_RUN, _NOT_RUN, _EMULATED),
     ),
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from jitattn.spec.config import MAX_PAGE_SIZE, PagedConfig
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import LISTS, Layout
 from jitattn.spec.variant import READY
 
 ConfigT = TypeVar("ConfigT")
@@ -42,6 +42,17 @@ def one_of(argument: str, choices: tuple[str, ...], why: str = "") -> Rule[Confi
         ", ".join(choices),
         lambda config: getattr(config, argument) in choices,
         f"is not one of {', '.join(choices)}{why}",
+    )
+
+
+def not_with_lists(argument: str, *, default: object, choices: str) -> Rule[PagedT]:
+    """Return the rule for an argument that lists of tokens or pages have no use for."""
+    lists = " or ".join(LISTS)
+    return rule(
+        argument,
+        f"{choices}; {default} with page_table={lists}",
+        lambda config: config.page_table not in LISTS or getattr(config, argument) == default,
+        f"does not fit page_table={lists}: leave it {default}",
     )
 
 

@@ -15,6 +15,11 @@ class Layout(StrEnum):
     RAGGED = "ragged"  # kv_indptr: no pages, the tokens of a request are contiguous
 
     @property
+    def is_list(self) -> bool:
+        """Whether only what is listed is seen: never."""
+        return False
+
+    @property
     def has_pages(self) -> bool:
         """Whether K and V lie in pages."""
         return self is not Layout.RAGGED
@@ -30,7 +35,45 @@ class Layout(StrEnum):
         return self in (Layout.CSR, Layout.RAGGED)
 
 
+class ListLayout(StrEnum):
+    """What a list has that query tokens see instead of all tokens of a request."""
+
+    INDICES = "indices"  # [num_tokens, k]: the slots of the tokens that a query token sees
+    PAGE_LISTS = "page_lists"  # [batch_size, num_kv_heads, k]: pages, and their numbers
+
+    @property
+    def is_list(self) -> bool:
+        """Whether only what is listed is seen: always."""
+        return True
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether K and V lie in pages: always."""
+        return True
+
+    @property
+    def lists_pages(self) -> bool:
+        """Whether an entry is a page: those of others are tokens."""
+        return self is ListLayout.PAGE_LISTS
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether offsets say where the entries of a request begin: never."""
+        return False
+
+
+AnyLayout = Layout | ListLayout
 PAGE_TABLES = tuple(layout.value for layout in Layout)
+LISTS = tuple(layout.value for layout in ListLayout)
+
+
+def layout_of(page_table: str) -> AnyLayout:
+    """Return the layout that a planner's ``page_table`` names.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return ListLayout(page_table) if page_table in LISTS else Layout(page_table)
 
 
 class Pairing(StrEnum):

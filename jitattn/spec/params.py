@@ -12,7 +12,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 from jitattn.spec.dtype import DType
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import AnyLayout, Layout, ListLayout
 from jitattn.spec.variant import AttentionVariant, ParamType
 
 # Codes of floating-point types that a caller may choose at launch: FloatCode in types.cuh.
@@ -125,12 +125,44 @@ class RaggedTableParams(ctypes.Structure):
     )
 
 
-PAGE_PARAMS: dict[Layout, type[ctypes.Structure]] = {
+_LISTS = (
+    ("counts", c_void_p),
+    ("row_stride", c_int64),
+    ("head_stride", c_int64),
+    ("count_stride", c_int64),
+    ("count_head_stride", c_int64),
+    ("num_entries", c_int64),
+    ("width", c_int32),
+    ("num_count_heads", c_int32),
+)
+
+
+class IndexListParams(ctypes.Structure):
+    """``struct PageTable`` of lists of tokens."""
+
+    _fields_ = (*_LISTS, ("slots", c_void_p))
+
+
+class PageListParams(ctypes.Structure):
+    """``struct PageTable`` of lists of pages."""
+
+    _fields_ = (
+        *_LISTS,
+        ("page_ids", c_void_p),
+        ("numbers", c_void_p),
+        ("number_row_stride", c_int64),
+        ("number_head_stride", c_int64),
+    )
+
+
+PAGE_PARAMS: dict[AnyLayout, type[ctypes.Structure]] = {
     Layout.SHARED: RowTableParams,
     Layout.SEPARATE: SeparateTableParams,
     Layout.CSR: CsrTableParams,
     Layout.TOKEN: RowTableParams,
     Layout.RAGGED: RaggedTableParams,
+    ListLayout.INDICES: IndexListParams,
+    ListLayout.PAGE_LISTS: PageListParams,
 }
 TENSOR_MAP_BYTES = 128
 """Of a ``TensorMap``, or of ``BlockScales`` in its place, at a multiple of 64."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import PagedConfig
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.tensor_checks import refuse_falling, refuse_first
 from jitattn.tensors.tensor_layouts import Batch
 
@@ -23,6 +23,8 @@ def check_lengths(batch: Batch, config: PagedConfig) -> None:
         ValueError: naming the first request that is wrong, and its value.
     """
     pages, seq_lens = batch.pages, batch.seq_lens
+    if seq_lens is None:  # nothing that lists say is too long
+        return
     if batch.qo_indptr is not None:
         refuse_falling("qo_indptr", batch.qo_indptr)
         q_lens = batch.qo_indptr.diff()
@@ -45,7 +47,7 @@ def check_queries(qo_indptr: Tensor | None, num_tokens: int) -> None:
 
 
 def check_page_ids(
-    pages: PageTable,
+    pages: PlannedTable,
     seq_lens: Tensor,
     qo_indptr: Tensor | None,
     num_pages: Mapping[str, int],

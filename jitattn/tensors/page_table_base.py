@@ -1,5 +1,7 @@
 """``PageTable``: what every layout of page tables answers; the layouts are in ``page_tables``.
 
+``PlannedTable`` is what plans ask of tables and of lists, which are in ``token_lists``.
+
 A table is a value that holds its tensors. It writes its kernel parameters, says where the tokens of
 a request lie (the definition), and checks what its tensors hold. Everything that depends on the
 layout is a method here, so that nothing else asks for it.
@@ -15,28 +17,24 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import MAX_KV_LEN
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import AnyLayout, Layout
 from jitattn.spec.params import Divisor, PageList
 from jitattn.tensors.shards import Shard
 from jitattn.tensors.tensor_checks import refuse_first
 
 
-class PageTable:
-    """The tokens of each request, by pages, slots or offsets; attributes are set once.
+class PlannedTable:
+    """What plans read: the tokens that requests or query tokens see; attributes are set once.
 
     Attributes:
-        layout: how the table lists them.
-        tensors: all that the table holds, in the order of ``from_tensors``.
+        layout: how they are listed.
+        tensors: all that it holds, in the order of ``from_tensors``.
     """
 
     __slots__ = ()
 
-    layout: Layout
+    layout: AnyLayout
     tensors: tuple[Tensor, ...]
-    layouts: ClassVar[tuple[Layout, ...]]
-    """The layouts of this class."""
-    page_list_fields: ClassVar[tuple[str, ...]]
-    """The addresses of ``PageList`` at which ``tensors`` go."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute once: plans have read it."""
@@ -47,14 +45,6 @@ class PageTable:
                 "into the tensor"
             )
         object.__setattr__(self, name, value)
-
-    # --- facts
-
-    @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor], layout: Layout) -> Self:
-        """Return the table of ``tensors``, as the attribute of that name has them."""
-        del layout
-        return cls(*tensors)
 
     @property
     def batch_size(self) -> int:
@@ -75,6 +65,70 @@ class PageTable:
         """Return the most tokens of a request; the host knows it without reading the device."""
         raise NotImplementedError
 
+    def check_heads(self, num_kv_heads: int) -> None:
+        """Raise ValueError where KV heads have lists of their own, and of another number."""
+        del num_kv_heads
+
+    def fill(self, params: ctypes.Structure) -> None:
+        """Write addresses and strides into ``struct PageTable`` of the layout."""
+        raise NotImplementedError
+
+    def fill_schedule(self, params: ctypes.Structure) -> None:
+        """Write what ``ScheduleParams`` has of offsets or lists, but for their address."""
+        del params
+
+    def point_schedule(self, params: ctypes.Structure) -> None:
+        """Write the address of offsets or counts into ``ScheduleParams``."""
+        del params
+
+    # --- checks on the device, which wait for it
+
+    def check_offsets(self, seq_lens: Tensor, page_size: int) -> Tensor:
+        """Raise ValueError for offsets or rows that are wrong: JITATTN_CHECK.
+
+        Returns:
+            int64 [batch_size], the most tokens of each request.
+        """
+        return torch.full_like(seq_lens, self.capacity(page_size), dtype=torch.int64)
+
+    def check_entries(
+        self, first: Tensor, lens: Tensor, num_pages: Mapping[str, int], page_size: int
+    ) -> None:
+        """Raise ValueError for an entry of a visible token outside the cache: JITATTN_CHECK.
+
+        Args:
+            first: int64 [batch_size], the first token of each request that is read.
+            lens: int64 [batch_size], tokens of each request.
+            num_pages: of each tensor of the cache, by its name; those of V come second.
+            page_size: tokens of a page.
+        """
+        raise NotImplementedError
+
+
+class PageTable(PlannedTable):
+    """The tokens of each request, by pages, slots or offsets.
+
+    Attributes:
+        layout: how the table lists them.
+        tensors: all that the table holds, in the order of ``from_tensors``.
+    """
+
+    __slots__ = ()
+
+    layout: Layout
+    layouts: ClassVar[tuple[Layout, ...]]
+    """The layouts of this class."""
+    page_list_fields: ClassVar[tuple[str, ...]]
+    """The addresses of ``PageList`` at which ``tensors`` go."""
+
+    # --- facts
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor], layout: Layout) -> Self:
+        """Return the table of ``tensors``, as the attribute of that name has them."""
+        del layout
+        return cls(*tensors)
+
     def entry_tokens(self, page_size: int) -> int:
         """Return the tokens of an entry: those of a page, or one."""
         return page_size if self.layout.lists_pages else 1
@@ -88,14 +142,6 @@ class PageTable:
         return type(self).from_tensors([tensor.cpu() for tensor in self.tensors], self.layout)
 
     # --- kernel parameters
-
-    def fill(self, params: ctypes.Structure) -> None:
-        """Write addresses and strides into ``struct PageTable`` of the layout."""
-        raise NotImplementedError
-
-    def fill_schedule(self, params: ctypes.Structure) -> None:
-        """Write what ``ScheduleParams`` has of offsets, but for their address."""
-        del params
 
     def page_list(self, page_size: int) -> PageList:
         """Return the table as the kernels of ``kernels.pages`` take it.
@@ -229,27 +275,10 @@ class PageTable:
         """Return the table of requests that use these rows."""
         return type(self).from_tensors([self.tensors[0], rows], self.layout)
 
-    # --- checks on the device, which wait for it
-
-    def check_offsets(self, seq_lens: Tensor, page_size: int) -> Tensor:
-        """Raise ValueError for offsets or rows that are wrong: JITATTN_CHECK.
-
-        Returns:
-            int64 [batch_size], the most tokens of each request.
-        """
-        return torch.full_like(seq_lens, self.capacity(page_size), dtype=torch.int64)
-
     def check_entries(
         self, first: Tensor, lens: Tensor, num_pages: Mapping[str, int], page_size: int
     ) -> None:
-        """Raise ValueError for an entry of a visible token outside the cache: JITATTN_CHECK.
-
-        Args:
-            first: int64 [batch_size], the first token of each request that is read.
-            lens: int64 [batch_size], tokens of each request.
-            num_pages: of each tensor of the cache, by its name; those of V come second.
-            page_size: tokens of a page.
-        """
+        """Raise ValueError for an entry of a visible token outside the cache: JITATTN_CHECK."""
         size = self.entry_tokens(page_size)
         first, last = first // size, (lens + size - 1) // size
         width = int(last.max()) if last.numel() else 0

@@ -296,6 +296,9 @@ class _OffsetTable(PageTable):
         params.kv_indptr = self.kv_indptr.data_ptr()
         params.indptr_stride = self.kv_indptr.stride(0)
 
+    def point_schedule(self, params: ctypes.Structure) -> None:
+        params.kv_indptr = self.kv_indptr.data_ptr()
+
     def fill_schedule(self, params: ctypes.Structure) -> None:
         params.kv_indptr_stride = self.kv_indptr.stride()[0]
         params.num_entries = INT32_MAX

@@ -16,6 +16,7 @@ Twin: templates/include/jitattn/convert.cuh.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -103,6 +104,18 @@ class QuantizedKV:
 
 
 KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
+
+
+def cache_of(tensors: Sequence[Tensor]) -> KVCache:
+    """Return the cache of its tensors."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if len(tensors) == 2:
+        return tensors[0], tensors[1]
+    if len(tensors) == 4:
+        k, v, k_scales, v_scales = tensors
+        return QuantizedKV(k, v, k_scales, v_scales)
+    raise ValueError(f"kv_cache has {len(tensors)} tensors: expected 1, 2 (K, V), or 4 of NVFP4")
 
 
 def tensors_of(kv_cache: KVCache) -> tuple[Tensor, ...]:

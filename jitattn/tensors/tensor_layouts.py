@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jitattn.tensors.overlap import span_of
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.tensor_checks import row_strides
 
 try:
@@ -93,12 +93,13 @@ class Batch:
     """What a plan is made of, checked.
 
     ``max_kv_len`` and ``max_q_len`` bound the requests; ``qo_indptr`` is None for one query token
-    a request. Of one ``layout``, tables and lengths differ in their addresses only.
+    a request, and ``seq_lens`` for lists, which say themselves what is seen. Of one ``layout``,
+    tables and lengths differ in their addresses only.
     """
 
-    pages: PageTable
+    pages: PlannedTable
     batch_size: int
-    seq_lens: Tensor
+    seq_lens: Tensor | None
     qo_indptr: Tensor | None
     max_kv_len: int
     max_q_len: int
@@ -115,24 +116,33 @@ class BatchLayout:
 
     __slots__ = ("_lie_alike", "_num_tensors", "_table", "batch_size", "capacity")
 
-    def __init__(self, pages: PageTable | None, seq_lens: Tensor | None, capacity: int) -> None:
+    def __init__(self, pages: PlannedTable | None, seq_lens: Tensor | None, capacity: int) -> None:
         """Describe both; without them it is like nothing."""
         self.capacity = capacity
         self.batch_size = 0
-        self._table: type[PageTable] | None = None
-        if pages is not None and seq_lens is not None:
+        self._table: type[PlannedTable] | None = None
+        if pages is not None:
             self.batch_size = pages.batch_size
             self._table = type(pages)
             self._num_tensors = len(pages.tensors)
-            self._lie_alike = recogniser((seq_lens, *pages.tensors))
+            lens = () if seq_lens is None else (seq_lens,)
+            self._lie_alike = recogniser((*lens, *pages.tensors))
 
-    def fits(self, pages: PageTable, seq_lens: Tensor) -> bool:
+    def fits(self, pages: PlannedTable, seq_lens: Tensor) -> bool:
         """Whether these lie like those."""
         return (
             type(pages) is self._table
             and len(pages.tensors) == self._num_tensors
             and not getattr(seq_lens, "is_nested", True)  # which would end the process
             and self._lie_alike(seq_lens, *pages.tensors)
+        )
+
+    def fits_lists(self, pages: PlannedTable) -> bool:
+        """Whether lists without lengths lie like those."""
+        return (
+            type(pages) is self._table
+            and len(pages.tensors) == self._num_tensors
+            and self._lie_alike(*pages.tensors)
         )
 
 

@@ -6,33 +6,36 @@ so nothing of what they list is known to the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_rows, check_tensor
+from jitattn.base.validate import type_name
+from jitattn.spec.config import MAX_KV_LEN
+from jitattn.spec.layout import ListLayout
+from jitattn.tensors.page_table_base import PlannedTable
+from jitattn.tensors.tensor_checks import (
+    check_device,
+    check_last_stride,
+    check_rows,
+    check_tensor,
+    refuse_first,
+)
 
 _INT32 = (torch.int32,)
 
 
-class _Lists:
+class TokenLists(PlannedTable):
     """Lists of one width, and how much of each counts; attributes are set once."""
 
     __slots__ = ()
 
-    tensors: tuple[Tensor, ...]
+    layout: ListLayout
     counts: Tensor | None
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute once: plans have read it."""
-        if hasattr(self, name):
-            kind = type(self).__name__
-            raise AttributeError(
-                f"{kind}.{name} can't be replaced: make another {kind}, or write into the tensor"
-            )
-        object.__setattr__(self, name, value)
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> Self:
@@ -40,9 +43,9 @@ class _Lists:
         return cls(*tensors)
 
     @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.tensors[0].device
+    def batch_size(self) -> int:
+        """Query tokens, or requests, that have lists."""
+        return self.num_lists
 
     @property
     def width(self) -> int:
@@ -60,12 +63,71 @@ class _Lists:
             return self.width
         return min(max(int(self.counts[indices[: self.counts.dim()]]), 0), self.width)
 
+    def fill(self, params: ctypes.Structure) -> None:
+        """Write addresses and strides into ``struct PageTable`` of the layout."""
+        entries, counts = self.tensors[0], self.counts
+        params.row_stride = entries.stride(0)
+        params.head_stride = entries.stride(1) if entries.dim() == 3 else 0
+        params.width = self.width
+        self._fill_counts(params)
+        params.counts = None if counts is None else counts.data_ptr()
+
+    def fill_schedule(self, params: ctypes.Structure) -> None:
+        """Write what ``ScheduleParams`` has of lists, but for the address of counts."""
+        params.width = self.width
+        self._fill_counts(params)
+
+    def point_schedule(self, params: ctypes.Structure) -> None:
+        """Write the address of counts into ``ScheduleParams``."""
+        params.counts = None if self.counts is None else self.counts.data_ptr()
+
+    def _fill_counts(self, params: ctypes.Structure) -> None:
+        counts = self.counts
+        has_heads = counts is not None and counts.dim() == 2
+        params.num_count_heads = counts.shape[1] if has_heads else 1  # type: ignore[union-attr]
+        params.count_stride = 0 if counts is None else counts.stride(0)
+        params.count_head_stride = counts.stride(1) if has_heads else 0  # type: ignore[union-attr]
+
+    def check_heads(self, num_kv_heads: int) -> None:
+        """Raise ValueError where KV heads have lists or counts of their own: another number."""
+        for tensor, rank in ((self.tensors[0], 3), (self.counts, 2)):
+            if tensor is not None and tensor.dim() == rank and tensor.shape[1] != num_kv_heads:
+                raise ValueError(
+                    f"pages is {self!r}, with lists for {tensor.shape[1]} KV heads: the planner "
+                    f"has {num_kv_heads}"
+                )
+
+    def check_entries(
+        self, first: Tensor, lens: Tensor, num_pages: Mapping[str, int], page_size: int
+    ) -> None:
+        """Raise ValueError for an entry beyond the cache, of those that count: JITATTN_CHECK."""
+        del first, lens
+        entries, width = self.tensors[0], self.width
+        places = torch.arange(width, device=self.device)
+        counts = entries.new_full(entries.shape[:-1], width) if self.counts is None else self.counts
+        while counts.dim() < entries.dim() - 1:
+            counts = counts[:, None]
+        if counts.dim() == entries.dim():  # of KV heads that share lists
+            counts = counts.amax(dim=1) if counts.shape[1] else counts.new_zeros(counts.shape[0])
+        for name, pages in num_pages.items():
+            end = pages if self.layout.lists_pages else pages * page_size
+            wrong = (entries >= end) & (places < counts[..., None])
+            rows, values = wrong.flatten(1), entries.flatten(1)
+            if rows.shape[1] == 0:
+                continue
+            worst = rows.int().argmax(dim=1, keepdim=True)
+            refuse_first(
+                rows.any(dim=1),
+                values.gather(1, worst)[:, 0],
+                f"list {{}} has the entry {{}} for {name}: the cache ends at {end}",
+            )
+
     def _shapes(self) -> str:
         counts = "" if self.counts is None else f", counts={list(self.counts.shape)}"
         return f"{list(self.tensors[0].shape)}{counts}"
 
 
-class IndexLists(_Lists):
+class IndexLists(TokenLists):
     """The KV tokens that each query token sees, as slots of the pool.
 
     A token is seen once for each time that it is listed, in no order that counts. There is no
@@ -81,6 +143,8 @@ class IndexLists(_Lists):
     """
 
     __slots__ = ("counts", "slots", "tensors")
+
+    layout = ListLayout.INDICES
 
     def __init__(self, slots: Tensor, counts: Tensor | None = None) -> None:
         """Hold both; nothing is copied.
@@ -106,6 +170,16 @@ class IndexLists(_Lists):
         """Show the shapes."""
         return f"IndexLists({self._shapes()})"
 
+    def capacity(self, page_size: int) -> int:
+        """Return the entries of a list."""
+        del page_size
+        return self.width
+
+    def fill(self, params: ctypes.Structure) -> None:
+        """Write addresses and strides into the parameters."""
+        super().fill(params)
+        params.slots = self.slots.data_ptr()
+
     @property
     def num_kv_heads(self) -> int | None:
         """KV heads with lists of their own; None where all read the same."""
@@ -118,7 +192,7 @@ class IndexLists(_Lists):
         return listed[listed >= 0]
 
 
-class PageLists(_Lists):
+class PageLists(TokenLists):
     """The pages of a request that each KV head reads.
 
     A token's position is number * page_size + place in the page, so that lengths, causal rows,
@@ -135,6 +209,8 @@ class PageLists(_Lists):
     """
 
     __slots__ = ("counts", "numbers", "pages", "tensors")
+
+    layout = ListLayout.PAGE_LISTS
 
     def __init__(self, pages: Tensor, numbers: Tensor, counts: Tensor | None = None) -> None:
         """Hold them; nothing is copied.
@@ -164,17 +240,32 @@ class PageLists(_Lists):
         self.numbers = numbers
         self.counts = counts
         self.tensors = (pages, numbers) if counts is None else (pages, numbers, counts)
-        if pages.device.type == "cpu":
+        if pages.device.type == "cpu" and not is_dynamo_compiling():
             self._check_numbers()
 
     def __repr__(self) -> str:
         """Show the shapes."""
         return f"PageLists({self._shapes()})"
 
-    @property
-    def batch_size(self) -> int:
-        """Requests that have lists."""
-        return self.pages.shape[0]
+    def capacity(self, page_size: int) -> int:
+        """Return the most tokens that a request may have, of which lists have some.
+
+        Raises:
+            ValueError: a list has more tokens than that.
+        """
+        if self.width * page_size > MAX_KV_LEN:
+            raise ValueError(
+                f"pages is {self!r}: {self.width} pages of {page_size} tokens are more than the "
+                f"{MAX_KV_LEN} of the longest request"
+            )
+        return MAX_KV_LEN
+
+    def fill(self, params: ctypes.Structure) -> None:
+        """Write addresses and strides into the parameters."""
+        super().fill(params)
+        params.page_ids = self.pages.data_ptr()
+        params.numbers = self.numbers.data_ptr()
+        params.number_row_stride, params.number_head_stride = self.numbers.stride()[:2]
 
     @property
     def num_kv_heads(self) -> int:
@@ -198,6 +289,27 @@ class PageLists(_Lists):
                             "numbers from 0 on, ascending"
                         )
                     last = number
+
+
+LIST_CLASSES: dict[ListLayout, type[TokenLists]] = {
+    ListLayout.INDICES: IndexLists,
+    ListLayout.PAGE_LISTS: PageLists,
+}
+
+
+def lists_from_tensors(tensors: Sequence[Tensor], layout: ListLayout) -> TokenLists:
+    """Return the lists that a torch operator gets as tensors and a layout."""
+    return LIST_CLASSES[layout].from_tensors(tensors)
+
+
+def check_lists(pages: object, layout: ListLayout, name: str = "pages") -> None:
+    """Raise TypeError unless ``pages`` are lists of a layout."""
+    wanted = LIST_CLASSES[layout]
+    if not isinstance(pages, wanted):
+        raise TypeError(
+            f"{name} is a {type_name(pages)}: expected a {wanted.__name__} with "
+            f"page_table={layout.value!r}"
+        )
 
 
 def _check_counts(counts: Tensor, slots: Tensor) -> None:

@@ -22,11 +22,18 @@ from jitattn.kernels.pages.spec import (
     GatherSpec,
     LayerTablesSpec,
 )
+from jitattn.kernels.select import params as select_params
+from jitattn.kernels.select.spec import (
+    ChoiceSpec,
+    PageBoundsSpec,
+    PageScoresSpec,
+    index_logits_spec,
+)
 from jitattn.spec import params
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import Layout, ListLayout
 from tests.support.variants import VARIANTS
 
 ARCH = "sm_90a"
@@ -73,6 +80,22 @@ def _source(layout: Layout, family: str, kv_dtype: str) -> str:
     )
     specs = registry.specs_of(config, ARCH)
     return render.render(next(spec for spec in specs if spec.kernel == family), ARCH)
+
+
+@pytest.mark.parametrize("layout", list(ListLayout))
+def test_params_of_lists_agree(layout: ListLayout) -> None:
+    struct = common_params.KERNEL_PARAMS[layout]
+    lines = _asserts("jitattn::KernelParams", struct)
+    lines += _asserts("jitattn::PageTable", dict(struct._fields_)["pages"])
+    config = PlannerConfig(page_table=layout.value)
+    _compile(render.render(registry.specs_of(config, ARCH)[0], ARCH) + "\n".join(lines) + "\n")
+
+
+def test_params_of_lists_of_latent_attention_agree() -> None:
+    struct = mla_params.MLA_PARAMS[ListLayout.INDICES]
+    config = MLAConfig(page_table="indices")
+    source = render.render(cache_specs(config, ARCH)[0], ARCH)
+    _compile(source + "\n".join(_asserts("jitattn::KernelParams", struct)) + "\n")
 
 
 # Prefill of FP8 caches is another template.
@@ -142,11 +165,14 @@ def test_schedule_params_agree() -> None:
     }
     lines += [f'static_assert(sizeof(jitattn::{k}) == {v}, "{k}");' for k, v in sizes.items()]
     _compile(render.render(ScheduleSpec(), ARCH) + "\n".join(lines) + "\n")
+    lines = _asserts("jitattn::ListScheduleParams", common_params.ListScheduleParams)
+    _compile(render.render(ScheduleSpec(has_lists=True), ARCH) + "\n".join(lines) + "\n")
 
 
 def _struct(name: str) -> type[ctypes.Structure]:
     name = {"Scale": "ScaleParams"}.get(name, name)
-    found: type[ctypes.Structure] = getattr(pages_params, name, None) or getattr(params, name)
+    homes = (pages_params, select_params, params)
+    found: type[ctypes.Structure] = next(getattr(m, name) for m in homes if hasattr(m, name))
     return found
 
 
@@ -163,6 +189,13 @@ TRANSFERS = {
         LayerTablesSpec(),
         ("LayerTablesParams", "TableRequest", "SlotChange", "TableLayer"),
     ),
+    "IndexLogitsParams": (
+        index_logits_spec(128, 64, 1, ARCH),
+        ("IndexLogitsParams", "IndexCache", "QueryRows", "PageList", "Lengths"),
+    ),
+    "ChoiceParams": (ChoiceSpec(chooses_pages=False), ("ChoiceParams", "QueryRows")),
+    "PageBoundsParams": (PageBoundsSpec(kv_dtype=BF16), ("PageBoundsParams", "QueryRows")),
+    "PageScoresParams": (PageScoresSpec(kv_dtype=BF16, head_dim=128), ("PageScoresParams",)),
 }
 
 

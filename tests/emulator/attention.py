@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,23 +28,14 @@ from jitattn.kernels.common import cuda_kernels
 from jitattn.kernels.common.params import ScheduleParams, kernel_params
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.kernels import MLAKernels
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import layout_of
 from tests.emulator import launch_recorder
-from tests.emulator.cuda_runtime import QUALIFIERS, TYPES, WORDS, library_of
+from tests.emulator.device import Program
 from tests.emulator.launch_recorder import FakeKernel
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 
 REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4", "lanes")
-ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
-_FOLDER = Path(__file__).parent
-# What every kernel is compiled behind.
-HOST = "\n".join(
-    (
-        QUALIFIERS,
-        WORDS,
-        (_FOLDER / "attention.hpp").read_text(),
-        f"namespace jitattn {{\n{TYPES}",
-        """
+UNPACK = """
 struct Float4E2M1 { using Storage = uint8_t; };
 template <typename To, typename From> uint2 unpack_pairs(uint32_t bytes) {
   const uint2 halves = From::to_pairs(bytes);
@@ -58,23 +48,19 @@ template <typename To, typename From> uint2 unpack(uint32_t bytes) {
   }
   return {};
 }
-}  // namespace jitattn
-""",
-        (_FOLDER / "warpgroups.hpp").read_text(),
-    )
-)
-CALL = """
-extern "C" int64_t params_size() { return sizeof(jitattn::KernelParams); }
-extern "C" void run(void (*kernel)(jitattn::KernelParams), const jitattn::KernelParams* params) {
-  kernel(*params);
-}
 """
+ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
 
 
-def arch_of(arch: str) -> str:
-    """The architecture that sources ask for, as ``prelude.cuh`` has it."""
+def begin_of(arch: str) -> str:
+    """What stands for ``prelude.cuh`` and ``convert.cuh``, beside the device's."""
     major, minor = ARCHITECTURES[arch]
-    return f"namespace jitattn {{ constexpr int kArch = {100 * major + 10 * minor}; }}"
+    return f"""
+namespace jitattn {{
+constexpr int kArch = {100 * major + 10 * minor};
+{UNPACK}
+}}  // namespace jitattn
+"""
 
 
 def with_parts(source: str, included: set[str]) -> str:
@@ -91,8 +77,8 @@ def with_parts(source: str, included: set[str]) -> str:
 
 
 @functools.cache
-def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
-    """The kernel of ``spec`` as a function of the host."""
+def compiled(spec: AttentionSpec, arch: str) -> Program:
+    """The kernels of ``spec`` as functions of the host."""
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in REAL_HEADERS]
     source = with_parts(render(spec, arch), set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
@@ -101,9 +87,9 @@ def compiled(spec: AttentionSpec, arch: str) -> ctypes.CDLL:
         number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
         source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)
-    text = "\n".join((arch_of(arch), *headers, source, CALL))
+    text = "\n".join((begin_of(arch), *headers, source))
     text = re.sub(r"#include [\"<](?=jitattn|cut)|#pragma|#line", r"// \g<0>", text)
-    return library_of(text, begin=HOST, needs=(device_on_host(),))
+    return Program(text)
 
 
 SMEM = "uint8_t* smem = emulator::smem;"
@@ -111,17 +97,9 @@ JOIN = "words = uint64_t(kSwizzle128 | kStep / 16) << 32 | (low + bytes / 16);"
 
 
 @functools.cache
-def device_on_host() -> ctypes.CDLL:
-    """What lanes ask of their device, and what launches kernels on it."""
-    library = library_of(HOST + (_FOLDER / "attention.cpp").read_text(), "-O2")
-    library.launch.restype = ctypes.c_char_p
-    return library
-
-
-@functools.cache
-def schedule_on_host() -> EmulatedSchedule:
+def schedule_on_host(*, has_lists: bool = False) -> EmulatedSchedule:
     """The schedule kernel as a function of the host."""
-    return compile_schedule(1)
+    return compile_schedule(1, has_lists=has_lists)
 
 
 class EmulatedCuda:
@@ -144,7 +122,7 @@ class EmulatedCuda:
     def planner(self, **arguments: object) -> jitattn.AttentionPlanner:
         """A planner for tensors on the CPU."""
         planner = self.fake.planner(**arguments)
-        self._know(planner)
+        self.know(planner)
         return planner
 
     def mla_planner(self, **arguments: object) -> jitattn.MLAPlanner:
@@ -152,12 +130,13 @@ class EmulatedCuda:
         planner = jitattn.MLAPlanner(**arguments, device="cpu")  # type: ignore[arg-type]
         planner.kernels = MLAKernels(planner.config, torch.device("cuda", 0))
         planner.kernels.device, planner.backend = launch_recorder.CPU, "cuda"
-        self._know(planner)
+        self.know(planner)
         return planner
 
-    def _know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
+    def know(self, planner: jitattn.AttentionPlanner | jitattn.MLAPlanner) -> None:
+        """Run kernels of a planner that this one hasn't made."""
         config, others = planner.config, planner.kernels.traits.params
-        self.params = kernel_params(Layout(config.page_table), config.variant, others)
+        self.params = kernel_params(layout_of(config.page_table), config.variant, others)
         for spec in planner.kernels.specs:
             if isinstance(spec, AttentionSpec):
                 self.specs[spec.symbol] = spec
@@ -167,22 +146,19 @@ class EmulatedCuda:
         assert extra is None
         at = pointer._obj.value  # type: ignore[attr-defined]
         if kernel.symbol.startswith("jitattn_schedule"):
-            schedule_on_host()(ScheduleParams.from_address(at))
+            has_lists = kernel.symbol.endswith("_lists")
+            schedule_on_host(has_lists=has_lists)(ScheduleParams.from_address(at))
             return 0
         shape = config._obj  # type: ignore[attr-defined]
         spec = self.specs[kernel.symbol.removesuffix("_merge")]
         if kernel.symbol == spec.symbol:
             assert shape.block_x == spec.tile(self.arch).num_threads
             self.ran.append(kernel.symbol)
-        library = compiled(spec, self.arch)
-        assert library.params_size() == ctypes.sizeof(self.params)
-        functions = (ctypes.cast(library[name], ctypes.c_void_p) for name in ("run", kernel.symbol))
+        program = compiled(spec, self.arch)
+        assert program.params_size == ctypes.sizeof(self.params)
         if self.seed:
             self.seed += 1
         random = self.seed * 0x9E3779B1 & 0xFFFFFFFF
         self.grids.append((kernel.symbol, shape.grid_x))
-        given = ctypes.c_void_p(at), library.params_size()
-        shape = shape.grid_x, shape.block_x
-        fault = device_on_host().launch(*functions, *given, *shape, ctypes.c_uint32(random))
-        assert fault is None, (kernel.symbol, fault.decode())
+        program.launch(kernel.symbol, at, shape.grid_x, shape.block_x, random)
         return 0

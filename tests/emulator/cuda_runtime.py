@@ -1,7 +1,7 @@
 """CUDA on the CPU: what templates ask of a device, said in C++, and the compiler that takes it.
 
-Launchers choose how the threads of a CTA meet: attention.py (coroutines, of all warps),
-preprocess.py (threads, one for each lane of a row) and pages.py (threads, each a warp).
+Launchers choose how the threads of a CTA meet: device.py (coroutines, of all warps) and pages.py
+(threads of the host, each a warp).
 """
 
 from __future__ import annotations
@@ -189,7 +189,6 @@ def library_of(
     *options: str,
     begin: str = "",
     needs: Sequence[ctypes.CDLL] = (),
-    standard: str = "c++17",
 ) -> ctypes.CDLL:
     """Compile a program, once a run, and load it; skip the test without a compiler.
 
@@ -205,7 +204,7 @@ def library_of(
     # A fortified longjmp() takes the jump to another stack for an error.
     always = [*apart, "-Og", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-pthread"]
     always.append("-fvisibility-inlines-hidden")  # so that a library calls its own, not its user's
-    command = [compiler, f"-std={standard}", *always, *options]
+    command = [compiler, "-std=c++17", *always, *options]
     if begin and is_gnu:
         command += ["-include", str(_precompiled(command, begin))]
     else:

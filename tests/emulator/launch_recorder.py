@@ -23,7 +23,7 @@ from jitattn.kernels.attention.kernels import AttentionKernels
 from jitattn.kernels.common import cuda_kernels, kernel_loader, tma
 from jitattn.kernels.common.params import KERNEL_PARAMS, ScheduleParams
 from jitattn.spec.family import KernelSpec
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import AnyLayout, Layout, layout_of
 from tests.support.empty_kernel import empty_kernel
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ class Recorded:
 class LaunchRecorder:
     """The driver's state, and what it was asked for."""
 
-    layout: Layout = Layout.SHARED
+    layout: AnyLayout = Layout.SHARED
     stream: int = 0
     device: int = 0
     is_capturing: bool = False
@@ -119,7 +119,7 @@ class LaunchRecorder:
         kernels = AttentionKernels(planner.config, torch.device("cuda", 0))
         kernels.device = CPU
         planner.kernels, planner.backend = kernels, "cuda"
-        self.layout = Layout(planner.config.page_table)
+        self.layout = layout_of(planner.config.page_table)
         return planner
 
     def last(self) -> Recorded:

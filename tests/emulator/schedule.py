@@ -24,7 +24,7 @@ constexpr int32_t kInt32Max = 0x7fffffff;
 inline void wait_for_previous_kernel() {{}}
 """
 CALL = """
-extern "C" void call(const jitattn::ScheduleParams* params) {
+extern "C" void call(const jitattn::Params* params) {
   std::vector<std::thread> others;
   for (int i = 1; i < kBlock; ++i) {
     others.emplace_back([=] { threadIdx.x = i; schedule(*params); });
@@ -41,8 +41,11 @@ constexpr bool kHasWholeQueryTiles = true;
 int32_t kTileTokens;
 struct Divisor { int32_t divide(int32_t x) const { return x; } };
 struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv; };
-struct Pages { bool holds(int32_t, int32_t) const { return true; } };
-struct KernelParams { AttentionParams attention; Pages pages; };
+struct PageTable {
+  static constexpr bool kIsList = false;
+  bool holds(int32_t, int32_t) const { return true; }
+};
+struct KernelParams { AttentionParams attention; PageTable pages; };
 """
 FIND = """
 }
@@ -85,7 +88,7 @@ class EmulatedSchedule:
         return found[:count].tolist()
 
 
-def compile_schedule(num_threads: int) -> EmulatedSchedule:
+def compile_schedule(num_threads: int, *, has_lists: bool = False) -> EmulatedSchedule:
     source = (TEMPLATES / "attention/schedule.cu.jinja").read_text()
     types = (TEMPLATES / "include/jitattn/types.cuh").read_text()
     load_integer = types[types.index("__device__ __forceinline__ int64_t load_integer") :]
@@ -98,4 +101,5 @@ def compile_schedule(num_threads: int) -> EmulatedSchedule:
     parts = (HOST, load_integer, *headers, source, CALL, WORK, ranges, FIND)
     text = "\n".join(re.sub(r"#include \"|#pragma", r"// \g<0>", part) for part in parts)
     text = text.replace("$(num_threads)", str(num_threads)).replace("$(symbol)", "schedule")
+    text = text.replace("$(has_lists | int)", str(int(has_lists)))
     return EmulatedSchedule(library_of(text))

@@ -24,19 +24,25 @@ struct Sum {
   Sum(float& sum) : place(&sum) {}
   Sum(ScaleOut scale) : adds(scale == ScaleOut::One) {}
 };
+enum class Number { kHalf, kBFloat16, kFloat8E4M3 };
+template <typename Type>
+constexpr Number kNumber = std::is_same_v<Type, jitattn::Half>       ? Number::kHalf
+                           : std::is_same_v<Type, jitattn::BFloat16> ? Number::kBFloat16
+                                                                     : Number::kFloat8E4M3;
 struct Product {
-  bool is_half, is_b_transposed;
+  Number number;
+  bool is_b_transposed;
   const Sum* sums;
   int num_sums;
 };
 void multiply(const Product& product, uint64_t a, uint64_t b);
 void multiply(const Product& product, uint4 a, uint64_t b);
-template <typename Type, Major kA, Major kB>
+template <typename Type, Major kA = Major::K, Major kB = Major::K>
 struct FromShared {
   template <typename... Sums>
   static void fma(uint64_t a, uint64_t b, Sums&&... sums) {
     const Sum all[] = {sums...};
-    multiply({std::is_same_v<Type, jitattn::Half>, kB == Major::MN, all, sizeof...(sums)}, a, b);
+    multiply({kNumber<Type>, kB == Major::MN, all, sizeof...(sums)}, a, b);
   }
 };
 template <typename Type, Major kA, Major kB>
@@ -45,7 +51,7 @@ struct FromRegisters {
   static void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, Sums&&... sums) {
     const Sum all[] = {sums...};
     const uint4 a = {a0, a1, a2, a3};
-    multiply({std::is_same_v<Type, jitattn::Half>, kB == Major::MN, all, sizeof...(sums)}, a, b);
+    multiply({kNumber<Type>, kB == Major::MN, all, sizeof...(sums)}, a, b);
   }
 };
 }  // namespace SM90::GMMA

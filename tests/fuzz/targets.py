@@ -226,6 +226,50 @@ def _() -> Call:
     return Call(plan.run, arguments)
 
 
+def _index_lists() -> pages.IndexLists:
+    return pages.IndexLists(_ints(3, -1, 4, 0, 5, 6).view(2, 3), _ints(3, 1))
+
+
+_LIST_NAMES = _PLANNER_NAMES | {
+    "pages": ("num_tokens", "seq_lens", "numbers", "slots"),
+    "seq_lens": ("num_tokens", "pages", "qo_indptr", "max_kv_len"),
+}
+
+
+@_target("AttentionPlanner.plan of lists", **_LIST_NAMES)
+def _() -> Call:
+    planner = _planner(page_table="indices")
+    return Call(planner.plan, {"pages": _index_lists(), "seq_lens": 2})
+
+
+@_target("AttentionPlanner.plan of lists of pages", **_LIST_NAMES)
+def _() -> Call:
+    numbers = torch.arange(2, dtype=torch.int32).expand(2, HKV, 2)
+    lists = pages.PageLists(numbers.clone(), numbers)
+    arguments: Arguments = {
+        "pages": lists,
+        "seq_lens": _ints(5, 9),
+        "qo_indptr": _ints(0, 2, 3),
+        "max_q_len": 2,
+        "max_kv_len": 12,
+    }
+    return Call(_planner(page_table="page_lists").plan, arguments)
+
+
+@_target("Plan.run of lists", "out", "lse", extra=("num_tokens", "kv", "kv_cache"), **_RUN)
+def _() -> Call:
+    plan = _planner(page_table="indices").plan(_index_lists(), 2)
+    arguments: Arguments = {
+        "q": _values(2, HQ, D),
+        "kv": _cache(),
+        "pages": _index_lists(),
+        "out": _values(2, HQ, D),
+        "lse": torch.zeros(2, HQ),
+        "extra": (_index_lists(), _cache()),
+    }
+    return Call(plan.run, arguments)
+
+
 @_target("MLAPlanner.bind", kv=("latent", "rope", "kv_cache"))
 def _() -> Call:
     config = _mla_planner().config
@@ -538,6 +582,101 @@ def _() -> Call:
         "out": out,
     }
     return Call(jitattn.batch_info, arguments)
+
+
+# --- choices of what is read ----------------------------------------------------------------------
+
+_ROWS = {
+    "pages": ("seq_lens", "request", "page_size", "q", "logits", "qo_indptr"),
+    "seq_lens": ("pages", "request", "q"),
+    "qo_indptr": ("q", "max_q_len", "out"),
+    "max_q_len": ("qo_indptr",),
+    "max_kv_len": ("seq_lens", "out"),
+    "page_size": ("seq_lens", "logits", "bounds", "pages", "request"),
+}
+
+
+@_target(
+    "index_logits",
+    "out",
+    **_ROWS
+    | {
+        "q": ("weights", "k_cache", "num_heads", "head_dim", "out"),
+        "k_cache": ("request", "seq_lens"),
+        "scale_layout": ("k_cache",),
+    },
+)
+def _() -> Call:
+    arguments: Arguments = {
+        "q": _values(3, HQ, 32, dtype=torch.float8_e4m3fn),
+        "weights": _values(3, HQ, dtype=torch.float32),
+        "k_cache": torch.zeros(NUM_PAGES, PAGE, 36, dtype=torch.uint8),
+        "pages": _block_table(),
+        "seq_lens": _ints(5, 9),
+        "qo_indptr": _ints(0, 2, 3),
+        "max_q_len": 2,
+        "max_kv_len": 12,
+        "out": torch.zeros(3, 12),
+    }
+    return Call(jitattn.index_logits, arguments)
+
+
+@_target(
+    "select_tokens",
+    "out",
+    **_ROWS | {"logits": ("q", "seq_lens", "out", "page_size"), "k": ("out",)},
+)
+def _() -> Call:
+    arguments: Arguments = {
+        "logits": _values(3, 12, dtype=torch.float32),
+        "pages": _block_table(),
+        "seq_lens": _ints(5, 9),
+        "k": 4,
+        "qo_indptr": _ints(0, 2, 3),
+        "max_q_len": 2,
+        "page_size": PAGE,
+        "out": pages.IndexLists(torch.zeros(3, 4, dtype=torch.int32), _ints(0, 0, 0)),
+    }
+    return Call(jitattn.select_tokens, arguments)
+
+
+@_target(
+    "page_bounds",
+    "out",
+    **_ROWS | {"kv_cache": ("request", "out"), "kv_layout": ("kv_cache", "seq_lens", "out")},
+)
+def _() -> Call:
+    arguments: Arguments = {
+        "kv_cache": _cache(),
+        "pages": _block_table(),
+        "seq_lens": _ints(5, 9),
+        "qo_indptr": _ints(0, 2, 3),
+        "max_q_len": 2,
+        "max_kv_len": 12,
+        "out": _values(NUM_PAGES, 2, HKV, D),
+    }
+    return Call(jitattn.page_bounds, arguments)
+
+
+@_target(
+    "select_pages",
+    "out",
+    **_ROWS | {"q": ("bounds", "head_dim"), "bounds": ("q", "request", "head_dim"), "k": ("out",)},
+)
+def _() -> Call:
+    lists = torch.zeros(2, HKV, 3, dtype=torch.int32)
+    numbers = torch.arange(3, dtype=torch.int32).expand(2, HKV, 3).clone()
+    arguments: Arguments = {
+        "q": _values(2, HQ, D),
+        "bounds": _values(NUM_PAGES, 2, HKV, D),
+        "pages": _block_table(),
+        "seq_lens": _ints(5, 9),
+        "k": 3,
+        "page_size": PAGE,
+        "max_kv_len": 12,
+        "out": pages.PageLists(lists, numbers, torch.zeros(2, HKV, dtype=torch.int32)),
+    }
+    return Call(jitattn.select_pages, arguments)
 
 
 @_target(

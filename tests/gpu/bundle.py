@@ -22,6 +22,7 @@ from jitattn.kernels.pages.spec import every_config
 from jitattn.spec.arch import ARCHITECTURES
 from tests.support import (
     cascades,
+    choices,
     compiled,
     contexts,
     deepseek,
@@ -32,6 +33,7 @@ from tests.support import (
     hf_models,
     invariance,
     kv_serving,
+    lists,
     mla,
     nano,
     variant_cases,
@@ -80,12 +82,14 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
             edge_numbers,
             invariance,
             cascades,
+            choices,
             compiled,
             contexts,
             engines,
             flash_attn_calls,
             nano,
             hf_models,
+            lists,
             variant_cases,
         ):
             found += module.gpu_configs()

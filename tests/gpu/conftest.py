@@ -11,10 +11,6 @@ from torch import Tensor
 
 from tests.gpu.device import DEVICE
 
-# Processes of tests run side by side on a card, often with fewer cores than torch sees: threads of
-# its operations on the CPU then wait for each other most of the time. Ten seconds instead of 0.3.
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def large_pool() -> Iterator[Tensor]:

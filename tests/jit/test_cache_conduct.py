@@ -22,11 +22,13 @@ REAL = """
 import sys
 from jitattn.jit import build
 from jitattn.base import knobs
-from tests.support.conduct import ARCH, SPECS
+from tests.support.conduct import ARCH, SPECS, render_all
+render_all()
 print("ready", flush=True)
 sys.stdin.readline()
-print(*(f"{kernel.symbol}:{kernel.origin}" for kernel in
-        build.build_all(SPECS[:2], ARCH, knobs.load())), "torch" in sys.modules)
+found = [f"{kernel.symbol}:{kernel.origin}" for kernel in
+         build.build_all(SPECS[:2], ARCH, knobs.load())]
+sys.stdout.write(f"{' '.join(found)} {'torch' in sys.modules}\\n")
 """
 
 FAKE = """
@@ -36,9 +38,11 @@ from jitattn.jit import build
 from jitattn.base import knobs
 from tests.support import conduct
 conduct.use_fake_compiler(Path(sys.argv[1]), float(sys.argv[2]))
+conduct.render_all()
 print("ready", flush=True)
 sys.stdin.readline()
-print(*(build.build(spec, conduct.ARCH, knobs.load()).origin for spec in conduct.SPECS))
+found = [build.build(spec, conduct.ARCH, knobs.load()).origin for spec in conduct.SPECS]
+sys.stdout.write(" ".join(found) + "\\n")
 """
 
 
@@ -61,6 +65,20 @@ def together(children: list[subprocess.Popen[str]]) -> list[str]:
     return results
 
 
+def forked(script: str, count: int) -> str:
+    """A script that imports, and then is ``count`` processes that do the rest at once."""
+    imports, ready, work = script.partition('print("ready", flush=True)\nsys.stdin.readline()\n')
+    return f"""{imports}{ready}
+import os
+begun, begin = os.pipe()
+if all(os.fork() for _ in range({count})):
+    os.close(begin)
+    sys.exit(any(os.wait()[1] for _ in range({count})))
+os.close(begin)
+os.read(begun, 1)  # ends when nobody has the other end
+{work}"""
+
+
 def leftovers(root: Path) -> list[str]:
     """Everything in a cache that is neither an entry, a division, a note nor an empty folder."""
     return [
@@ -80,8 +98,8 @@ def leftovers(root: Path) -> list[str]:
 
 def test_64_processes_on_a_cold_cache_compile_each_kernel_once(tmp_path: Path) -> None:
     root = tmp_path / "cache"
-    children = [start(REAL, env=environment(root)) for _ in range(64)]
-    results = [result.split() for result in together(children)]
+    (printed,) = together([start(forked(REAL, 64), env=environment(root))])
+    results = [line.split() for line in printed.splitlines()]
     assert {result[-1] for result in results} == {"False"}  # none has imported torch
     origins = Counter(name for result in results for name in result[:-1])
     compiled = {name: n for name, n in origins.items() if name.endswith(":compiled")}
@@ -143,9 +161,8 @@ os.rmdir = os.removedirs = os.unlink = os.remove = busy
 @pytest.mark.parametrize("count", [8, 32])
 def test_c38_folders_that_are_busy(tmp_path: Path, count: int) -> None:
     root, log = tmp_path / "cache", tmp_path / "log"
-    children = [start(BUSY + FAKE, log, 0.05, env=environment(root)) for _ in range(count)]
-    results = together(children)
-    origins = Counter(origin for result in results for origin in result.split())
+    (printed,) = together([start(forked(BUSY + FAKE, count), log, 0.05, env=environment(root))])
+    origins = Counter(printed.split())
     assert set(origins) <= {"compiled", "disk"}
     assert sum(origins.values()) == 3 * count
     assert len(log.read_text().splitlines()) == origins["compiled"] == 3

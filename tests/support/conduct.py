@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jitattn.jit import cubin, nvrtc
 from jitattn.jit.cubin import Resources
+from jitattn.jit.render import render
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
@@ -48,6 +49,12 @@ def _some_specs() -> tuple[KernelSpec, ...]:
 
 
 SPECS = _some_specs()
+
+
+def render_all() -> None:
+    """Read the templates of ``SPECS``, which takes longer than what then races."""
+    for spec in SPECS:
+        render(spec, ARCH)
 
 
 def fake_cubin(source: str, options: tuple[str, ...], compiler: str = COMPILER) -> bytes:

@@ -70,6 +70,18 @@ def cascade() -> dict[str, object]:
     }
 
 
+def sparse() -> dict[str, object]:
+    return {
+        "table": _counted(2, 8),
+        "seq_lens": torch.tensor([100, 50]),
+        "q_index": _normal(2, 64, DIM).to(torch.float8_e4m3fn),
+        "weights": torch.rand(2, 64),
+        "index_cache": torch.zeros(16, 16, DIM + 4, dtype=torch.uint8),
+        "kv_cache": _normal(16, 2, 16, KV_HEADS, DIM),
+        "q": _normal(2, HEADS, DIM),
+    }
+
+
 def torch_compile() -> dict[str, object]:
     planner = jitattn.AttentionPlanner(page_size=16, device="cpu")
     cache = _normal(4, 2, 16, KV_HEADS, DIM)
@@ -173,6 +185,7 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "latent-attention.md": latent_attention,
     "page-manager.md": page_manager,
     "preprocessing.md": preprocessing,
+    "sparse.md": sparse,
     "torch-compile.md": torch_compile,
     "variants.md": variants,
 }

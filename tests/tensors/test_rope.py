@@ -18,6 +18,7 @@ from torch import Tensor
 import jitattn
 from jitattn.kernels.preprocess.reference import rotate
 from jitattn.tensors.rope import turns_of
+from tests.emulator import device
 from tests.emulator.cuda_runtime import library_of, with_headers
 from tests.emulator.preprocess import HOST, HOST_HEADERS
 
@@ -376,7 +377,6 @@ def test_turns_against_pi() -> None:
 
 
 CALL = """
-const int kRowLanes = 1;
 #include "jitattn/rotary.cuh"
 extern "C" void call(const int64_t* positions, const uint64_t* turns, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) {
@@ -390,8 +390,8 @@ extern "C" void call(const int64_t* positions, const uint64_t* turns, int64_t co
 @pytest.fixture(scope="module")
 def cos_sin() -> Callable[[Tensor, Tensor], Tensor]:
     """The kernels' header, compiled for the CPU: [count, 2] of positions and frequencies."""
-    text = with_headers(CALL, HOST_HEADERS)
-    function = library_of(text, begin=HOST, standard="c++20").call
+    text = HOST + with_headers(CALL, HOST_HEADERS)
+    function = library_of(text, begin=device.HOST, needs=(device.device(),)).call
 
     def call(positions: Tensor, inv_freq: Tensor) -> Tensor:
         turns = torch.tensor([turns_of(f) for f in inv_freq.tolist()])

@@ -6,7 +6,7 @@ device to split the batch; ``run`` patches a struct and launches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from jitattn.kernels.attention.check import (
     check_sinks,
 )
 from jitattn.kernels.attention.config import check_rules
-from jitattn.kernels.attention.reference_plan import AttentionReferencePlan
+from jitattn.kernels.attention.reference_plan import AttentionReferencePlan, ListsReferencePlan
 from jitattn.kernels.common.planner_base import (
     Q_VECTOR,
     Kernels,
@@ -33,6 +33,7 @@ from jitattn.kernels.common.planner_base import (
 )
 from jitattn.kernels.common.reference_plan import ReferenceKernels
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.layout import LISTS
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.bound_cache import BoundCache, LeadingParams
 from jitattn.tensors.cache_views import (
@@ -42,11 +43,12 @@ from jitattn.tensors.cache_views import (
     view_caches,
     view_of,
 )
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.tensors.scales import ScaleLike, view_scale
 from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
+from jitattn.tensors.token_lists import IndexLists
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 if TYPE_CHECKING:
@@ -196,7 +198,7 @@ class AttentionPlanner(_Arguments):
             k,
             v,
             kernels,
-            layout_key=self._layout_key(kernels, k.strides, v.strides, view),
+            layout_key=self._layout_key(kernels, k, v, view),
             tensor_maps=tensor_maps,
             k_scale=k_factor,
             v_scale=v_factor,
@@ -214,10 +216,13 @@ class AttentionPlanner(_Arguments):
             )
         return view
 
-    def _layout_key(self, *facts: object) -> object:
-        """Return one object for all caches of equal ``facts``."""
+    def _layout_key(self, kernels: object, k: CacheView, v: CacheView, view: object) -> object:
+        """Return one object for all caches that lie alike."""
         if self.config.page_table == "ragged":
             return object()  # its tokens are counted, and few come twice
+        facts: tuple[object, ...] = (kernels, k.strides, v.strides, view)
+        if self.config.page_table in LISTS:
+            facts = (*facts, k.tensor.shape[0])  # its pages are counted
         return self._layout_keys.setdefault(facts, facts)
 
 
@@ -236,7 +241,7 @@ class Plan(PlanBase[Call]):
         q: Tensor,
         kv: BoundCache | KVCache,
         *,
-        pages: PageTable | None = None,
+        pages: PlannedTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -245,12 +250,12 @@ class Plan(PlanBase[Call]):
         sinks: Tensor | None = None,
         custom_mask: CustomMask | None = None,
         variant_params: VariantParams | None = None,
+        extra: tuple[IndexLists, BoundCache | KVCache] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend the query tokens of each request to its pages, on the current stream.
 
         Args:
-            q: [num_tokens, num_qo_heads, head_dim], q_dtype; the last dimension contiguous. Without
-                ``qo_indptr`` num_tokens is batch_size.
+            q: [num_tokens, num_qo_heads, head_dim], q_dtype, the last dimension contiguous.
             kv: from ``bind``, or a cache, which is bound on the spot.
             pages: a table to read instead of the plan's, of the same layout and size.
             out: [num_tokens, num_qo_heads, head_dim_vo], out_dtype; allocated when None.
@@ -264,6 +269,7 @@ class Plan(PlanBase[Call]):
                 request; or (packed, mask_indptr) over all keys, each row padded to bytes, those of
                 request b from byte mask_indptr[b] on.
             variant_params: those of ``variant``: numbers are read now, tensors by the kernel.
+            extra: with ``page_table="indices"``: other lists, and their cache, in the same softmax.
 
         Returns:
             out, or (out, lse) with ``return_lse``. lse is the natural logarithm of the sum of
@@ -273,24 +279,54 @@ class Plan(PlanBase[Call]):
         Raises:
             TypeError, ValueError: an argument that doesn't fit the planner, before any launch.
         """
-        if is_dynamo_compiling():
-            from jitattn.kernels.attention.torch_op import trace_attention
-
+        if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
+        if extra is not None:
+            others = custom_mask, variant_params
+            return self._run_extra(q, kv, extra, pages, out, lse, return_lse, sinks, *others)
+        if is_dynamo_compiling():
             refuse_compiled(variant_params)
-            return trace_attention(self, q, kv, pages, out, lse, return_lse, sinks, custom_mask)
+            return self._traced(q, kv, pages, out, lse, return_lse, sinks, custom_mask)
         is_plain = return_lse is False and (
-            pages is lse is sinks is custom_mask is q_scale is out_scale is variant_params is None  # type: ignore[comparison-overlap]
+            pages is lse is sinks is custom_mask is variant_params is None  # type: ignore[comparison-overlap]
         )
         if is_plain and self._replay and (done := self._replay(q, kv, out)) is not None:
             return done
-        check_flag("return_lse", return_lse)
-        if q_scale is not None or out_scale is not None:
-            self._refuse(q_scale=q_scale, out_scale=out_scale)
         call = self._checked_call(
             q, kv, pages, out, lse, return_lse, sinks, custom_mask, variant_params
         )
         return self._run_call(call, return_lse, is_plain=is_plain, has_out=out is not None)
+
+    def _traced(self, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+        from jitattn.kernels.attention.torch_op import trace_attention
+
+        return trace_attention(self, *arguments)
+
+    def _run_extra(
+        self,
+        q: Tensor,
+        kv: BoundCache | KVCache,
+        extra: tuple[IndexLists, BoundCache | KVCache],
+        pages: PlannedTable | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+        sinks: Tensor | None,
+        custom_mask: CustomMask | None,
+        variant_params: VariantParams | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self._refuse(custom_mask=custom_mask, variant_params=variant_params)
+        if is_dynamo_compiling():
+            self._refuse(extra=extra)
+        check_flag("return_lse", return_lse)
+        self._replay = None
+        check_sinks(sinks, self.planner.config, self.planner.device)
+        self._check_q(q)
+        bound = self._bound(kv, BoundCache)
+        out = self._new_out(q)[0] if out is None else self._checked_out("q", q, out)[0]
+        lse = self._lse(lse)[0] if lse is not None or return_lse else None
+        self._run_both((q,), bound, extra, pages, out, lse, sinks)
+        return (out, lse) if return_lse else out  # type: ignore[return-value]
 
     def _run_call(
         self, call: Call, return_lse: bool, *, is_plain: bool, has_out: bool
@@ -306,7 +342,7 @@ class Plan(PlanBase[Call]):
         self,
         q: Tensor,
         kv: BoundCache | KVCache,
-        pages: PageTable | None,
+        pages: PlannedTable | None,
         out: Tensor | None,
         lse: Tensor | None,
         return_lse: bool,
@@ -314,6 +350,7 @@ class Plan(PlanBase[Call]):
         custom_mask: CustomMask | None,
         variant_params: VariantParams | None,
     ) -> Call:
+        check_flag("return_lse", return_lse)
         planner, batch = self.planner, self.batch
         config, device = planner.config, planner.device
         if sinks is not None or config.use_sinks:
@@ -374,4 +411,5 @@ def _kernels_of(backend: str, config: PlannerConfig, device: torch.device) -> _K
         from jitattn.kernels.attention.kernels import AttentionKernels
 
         return AttentionKernels(config, device)
-    return ReferenceKernels(config, AttentionReferencePlan)
+    is_list = config.page_table in LISTS
+    return ReferenceKernels(config, ListsReferencePlan if is_list else AttentionReferencePlan)

@@ -10,7 +10,7 @@ from torch import Tensor
 from jitattn.spec.config import PlannerConfig
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.masks import Mask, view_mask
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.tensor_checks import (
     check_device,
     check_last_stride,
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     q: Tensor
     q_layout: RowLayout
     kv: BoundCache
-    pages: PageTable
+    pages: PlannedTable
     out: Tensor
     out_layout: RowLayout
     lse: Tensor | None

@@ -10,10 +10,18 @@ from jitattn.kernels.attention.tile import has_narrow_tile, max_row_tile, row_ti
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
-from jitattn.spec.constraint import VARIANT_RANGE, Rule, broken, one_of, page_size_rule, rule
+from jitattn.spec.constraint import (
+    VARIANT_RANGE,
+    Rule,
+    broken,
+    not_with_lists,
+    one_of,
+    page_size_rule,
+    rule,
+)
 from jitattn.spec.dtype import OUT_DTYPES, Q_DTYPES, QUANTISED_DTYPES, DType
 from jitattn.spec.family import KernelSpec
-from jitattn.spec.layout import PAGE_TABLES, Layout, Loader
+from jitattn.spec.layout import LISTS, PAGE_TABLES, Layout, ListLayout, Loader, layout_of
 
 KV_LAYOUTS = ("NHD", "HND")
 
@@ -73,13 +81,22 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         f"does not fit: {' or '.join(KV_LAYOUTS)} with pages, NHD with page_table=ragged, where K "
         "and V are [num_kv_tokens, num_kv_heads, head_dim]",
     ),
-    one_of("page_table", PAGE_TABLES),
+    one_of("page_table", (*PAGE_TABLES, *LISTS)),
     rule(
         "window_left",
         "-1 (off), 0 and up",
         lambda c: c.window_left >= -1,
         "is less than -1: give -1 for no window, 0 for the own token only",
     ),
+    rule(
+        "window_left",
+        "-1 (off), 0 and up; -1 with page_table=indices",
+        lambda c: c.window_left < 0 or c.page_table != ListLayout.INDICES,
+        "does not fit page_table=indices: what a list has is seen, wherever it lies; give -1",
+    ),
+    not_with_lists("use_custom_mask", default=False, choices="True, False"),
+    not_with_lists("variant", default=None, choices=VARIANT_RANGE),
+    not_with_lists("early_kv", default=False, choices="True, False"),
     rule(
         "logits_soft_cap",
         "0.0 (off), positive",
@@ -104,10 +121,7 @@ _ANY = {
     "causal": "True, False",
     "sm_scale": "any finite float32",
     "use_sinks": "True, False",
-    "use_custom_mask": "True, False",
-    "variant": VARIANT_RANGE,
     "batch_invariant": "True, False",
-    "early_kv": "True, False",
 }
 _RANGES = {rule.argument: rule.allowed for rule in RULES} | _ANY
 SUPPORT = {
@@ -142,7 +156,7 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         "q_dtype": DType(config.q_dtype),
         "kv_dtype": DType(config.kv_dtype),
         "out_dtype": out_dtype,
-        "page_table": Layout(config.page_table),
+        "page_table": layout_of(config.page_table),
         "use_logits_soft_cap": config.logits_soft_cap > 0.0,
         "use_custom_mask": config.use_custom_mask,
         "variant": None if config.variant is None else config.variant.code,
@@ -150,12 +164,17 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     decode = DecodeSpec(row_tile=row_tile, loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
     wide_tile = wide_row_tile(config)
     wide = [replace(decode, row_tile=wide_tile)] if wide_tile else []
+    # Of lists decode kernels take everything, and of lists of tokens nothing has several.
+    is_list = config.page_table in LISTS
+    prefill = [] if is_list else [PrefillSpec(loader=Loader.VECTOR, **fields)]  # type: ignore[arg-type]
+    few = NarrowPrefillSpec(loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
+    narrow = [few] if not is_list and has_narrow_tile(few, arch) else []
     return (
         *specs_of_loaders(decode, arch),
-        *specs_of_loaders(PrefillSpec(loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
+        *(spec for prefill in prefill for spec in specs_of_loaders(prefill, arch)),
         *(spec for decode in wide for spec in specs_of_loaders(decode, arch)),
-        *narrow_specs(NarrowPrefillSpec(loader=Loader.VECTOR, **fields), arch),  # type: ignore[arg-type]
-        ScheduleSpec(),
+        *(spec for few in narrow for spec in specs_of_loaders(few, arch)),
+        ScheduleSpec(has_lists=is_list),
     )
 
 
@@ -169,12 +188,8 @@ def wide_row_tile(config: PlannerConfig) -> int:
     head_dim_vo = config.head_dim_vo or config.head_dim
     narrow = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
     has_room = narrow == 8 and max_row_tile(config.head_dim, head_dim_vo) >= 16
-    return 16 if has_room and not config.batch_invariant else 0
-
-
-def narrow_specs(spec: NarrowPrefillSpec, arch: str) -> tuple[DecodeSpec | PrefillSpec, ...]:
-    """Return the prefill kernels of few query rows, where it pays to have them."""
-    return specs_of_loaders(spec, arch) if has_narrow_tile(spec, arch) else ()
+    has_rows = config.page_table != ListLayout.INDICES  # these have one query token
+    return 16 if has_room and has_rows and not config.batch_invariant else 0
 
 
 def specs_of_loaders(

@@ -25,7 +25,8 @@ from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
 TRAITS = FamilyTraits(
     max_splits=16,
-    min_split_tokens=256,
+    min_split_tokens=512,
+    head_split_tokens=256,
     max_split_tokens=2048,
     tile_visit_cost=1,
     min_slot_cost=1,

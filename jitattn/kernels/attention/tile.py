@@ -123,7 +123,7 @@ def narrow_prefill_tile(spec: AttentionSpec) -> WarpgroupTile:
 
 def decode_uses_tma(spec: AttentionSpec, arch: str) -> bool:
     """Return whether TMA loads K and V of caches whose strides allow it."""
-    has_pages = Layout(spec.page_table).lists_pages and spec.page_size % 8 == 0
+    has_pages = spec.page_table.lists_pages and spec.page_size % 8 == 0
     return _has_tma_tile(spec, arch) and has_pages
 
 
@@ -132,7 +132,7 @@ def prefill_uses_tma(spec: AttentionSpec, arch: str) -> bool:
     # Of any head dim: the hardware fills the last segment of a row up with zeros. Tokens without
     # pages follow each other, as those of one page do.
     has_tile = has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
-    layout = Layout(spec.page_table)
+    layout = spec.page_table
     has_pages = layout.lists_pages and spec.page_size % 8 == 0
     return has_tile and (has_pages or layout is Layout.RAGGED)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import _C
 
+from jitattn.base.validate import INT32_MAX
 from jitattn.device.driver import DeviceFacts, device_facts
 from jitattn.device.workspace import Workspace, capture_buffers, default_workspace
 from jitattn.kernels.common.cuda_plan import CudaPlan, PlanPool
@@ -31,8 +32,9 @@ from jitattn.kernels.common.schedule_config import (
     schedule_config,
     workspace_size,
 )
-from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
 from jitattn.kernels.common.tma import TensorMaps, TmaTile
+from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.tensor_layouts import Batch
 
@@ -106,12 +108,14 @@ class CudaKernels:
         self._multi_token_q_len = multi_token_rows // config.group_size
         self._pool = PlanPool()
         self._configs: dict[tuple[str, Role], ScheduleConfigs] = {}
+        self._blocks: dict[tuple[Role, int], ScheduleConfigs] = {}
         self.loader = KernelLoader(
             main_specs,
             make_kernels,
             device_index=target.facts.index,
             arch=target.arch,
             hint=config.arguments_text(),
+            schedule=ScheduleSpec(has_lists=config.page_table in LISTS),
         )
 
     @property
@@ -180,11 +184,21 @@ class CudaKernels:
         """Return the bytes that a plan takes; nothing is loaded for it."""
         return plan_bytes(self._chosen(max_q_len), batch_size, max_q_len)
 
+    def of(self, config: AttentionArguments) -> Self:
+        """Return the kernels of another configuration on the same device."""
+        other = type(self)(config, self._target.device)  # type: ignore[call-arg, arg-type]
+        other.device = self.device
+        return other
+
     def infos(self) -> list[KernelInfo]:
         """Return the kernels asked for so far, and wait for those that still compile."""
         return self.loader.infos()
 
     def _chosen(self, max_q_len: int, *, has_offsets: bool = True) -> ScheduleConfigs:
+        if self.config.page_table == ListLayout.PAGE_LISTS:
+            return self._of_page_lists(max_q_len)
+        if self.config.page_table == ListLayout.INDICES:
+            return self._decode
         prefill: Role = "prefill"
         if max_q_len * self.config.group_size <= self.narrow_rows:
             prefill = "prefill_narrow"
@@ -222,6 +236,18 @@ class CudaKernels:
         plan.idle = idle
         return plan
 
+    def _of_page_lists(self, max_q_len: int) -> ScheduleConfigs:
+        """Return the decode kernel's, with as many row tiles as requests fill."""
+        role: Role = "decode"
+        if self._multi_token_q_len and max_q_len > self._decode[0].max_q_len:
+            role = "decode_multi_token"
+        row_tile = self.kernels.of(role).row_tile
+        num_row_blocks = -(-max(max_q_len, 1) * self.config.group_size // row_tile)
+        key = role, num_row_blocks
+        if key not in self._blocks:
+            self._blocks[key] = (self._schedule_config(role, num_row_blocks=num_row_blocks),)
+        return self._blocks[key]
+
     # Two threads may make one each: they are alike.
     @functools.cached_property
     def _decode(self) -> ScheduleConfigs:
@@ -258,13 +284,17 @@ class CudaKernels:
         found = self._configs.get((kind, prefill))
         return self._configs.setdefault((kind, prefill), make()) if found is None else found
 
-    def _schedule_config(self, role: Role, decode_rows: int | None = None) -> ScheduleConfig:
+    def _schedule_config(
+        self, role: Role, decode_rows: int | None = None, *, num_row_blocks: int | None = None
+    ) -> ScheduleConfig:
         kernel = self.kernels.of(role)
         # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
         if decode_rows is None:
             decode_rows = kernel.row_tile
             if is_prefill(role):
                 decode_rows = self.multi_token_rows or self.kernels.decode.row_tile
+        if self.config.page_table in LISTS:  # which decode kernels take all of
+            decode_rows = INT32_MAX
         return schedule_config(
             self.config,
             self.traits,
@@ -273,6 +303,7 @@ class CudaKernels:
             self.loader.schedule_kernel,
             num_sms=self._target.facts.num_sms,
             decode_rows=decode_rows,
+            num_row_blocks=num_row_blocks,
         )
 
 

@@ -56,7 +56,8 @@ def load(spec: KernelSpec, device_index: int) -> LoadedKernel:
     with _lock:
         arch = arch_of(device_facts(device_index))
         built = build(spec, arch, knobs.load())
-        kernel = load_kernel(built.cubin, built.symbol, device_index, 0)
+        smem_bytes = spec.tile(arch).smem_bytes
+        kernel = load_kernel(built.cubin, built.symbol, device_index, smem_bytes)
         _loaded[spec, device_index] = kernel
     return kernel
 
@@ -77,6 +78,20 @@ def tile_of(spec: KernelSpec, device_index: int) -> Tile:
     from jitattn.device.driver import device_facts
 
     return spec.tile(arch_of(device_facts(device_index)))
+
+
+def arch_on(device_index: int) -> str:
+    """Return the architecture whose code a device runs."""
+    from jitattn.device.driver import device_facts
+
+    return arch_of(device_facts(device_index))
+
+
+def num_sms(device_index: int) -> int:
+    """Return the multiprocessors of a device."""
+    from jitattn.device.driver import device_facts
+
+    return device_facts(device_index).num_sms
 
 
 def card_of(device: torch.device) -> int | None:

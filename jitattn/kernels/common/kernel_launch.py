@@ -25,6 +25,7 @@ from jitattn.kernels.common.params import (
     MASK_PACKED,
     MASK_RAGGED,
     AttentionParams,
+    ListScheduleParams,
     Schedule,
     ScheduleParams,
 )
@@ -32,7 +33,7 @@ from jitattn.kernels.common.schedule_config import ScheduleConfig, schedule_offs
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import FLOAT_CODES
 from jitattn.tensors.masks import Mask
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.scales import Scale
 from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout, recogniser
 from jitattn.tensors.variant_params import VariantParams
@@ -69,7 +70,7 @@ class PlannedCall(Protocol):
         ...
 
     @property
-    def pages(self) -> PageTable:
+    def pages(self) -> PlannedTable:
         """The page table."""
         ...
 
@@ -124,14 +125,14 @@ class KernelLaunch:
 
     __slots__ = (
         "_attention",
+        "_bounds_requests",
         "_cache_strides",
         "_grid",
-        "_has_offsets",
-        "_is_ragged",
         "_launches",
         "_lse_layout",
         "_out_layout",
         "_pages",
+        "_pool_entries",
         "_q_layout",
         "_raw",
         "_sizes",
@@ -155,11 +156,13 @@ class KernelLaunch:
         self.role = config.role
         self.buffers = buffers
         self._grid = config.grid
-        self._is_ragged, self._has_offsets = config.is_ragged, config.has_offsets
+        self._pool_entries = config.pool_entries
+        self._bounds_requests = config.bounds_requests
         offsets, size = schedule_offsets(capacity, config.max_slots)
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         base = self.memory.data_ptr()
-        schedule = ScheduleParams.from_buffer_copy(config.schedule_params)
+        kind = ListScheduleParams if config.has_lists else ScheduleParams
+        schedule: Any = kind.from_buffer_copy(config.schedule_params)
         schedule.schedule = Schedule(*(base + offset for offset in offsets))
         kernel, num_threads = config.schedule_kernel
         self.schedule_launch = Launch(kernel, schedule, 1, num_threads)
@@ -177,7 +180,7 @@ class KernelLaunch:
         self._launches: dict[PlannedKernel, Launch] = {}
         # What the parameters say already.
         self._sizes: tuple[object, ...] = ()
-        self._pages: PageTable | None = None
+        self._pages: PlannedTable | None = None
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
@@ -197,11 +200,11 @@ class KernelLaunch:
         if sizes != self._sizes or batch.qo_indptr is not None:
             _write_sizes(schedule, batch)
             self._sizes = sizes
-        schedule.seq_lens = batch.seq_lens.data_ptr()
+        schedule.seq_lens = None if batch.seq_lens is None else batch.seq_lens.data_ptr()
         if batch.qo_indptr is not None:
             schedule.qo_indptr = batch.qo_indptr.data_ptr()
-        if self._has_offsets:
-            schedule.kv_indptr = batch.pages.tensors[0].data_ptr()
+        if self._bounds_requests:
+            batch.pages.point_schedule(schedule)
 
     def forget_tables(self) -> None:
         """Let go of the tables of the last run."""
@@ -232,8 +235,8 @@ class KernelLaunch:
         if call.pages is not self._pages:
             call.pages.fill(params.pages)
             self._pages = call.pages
-        if self._is_ragged:
-            params.pages.num_entries = kv.k.tensor.shape[0]
+        if self._pool_entries:
+            params.pages.num_entries = kv.k.tensor.shape[0] * self._pool_entries
         if kv.strides != self._cache_strides:
             self._write_cache_strides(kv.strides)
         q_layout, out_layout = call.q_layout, call.out_layout
@@ -350,10 +353,11 @@ def replay(call: PlannedCall, launches: Sequence[KernelLaunch], index: int, stre
     return run_again
 
 
-def _write_sizes(params: ScheduleParams, batch: Batch) -> None:
+def _write_sizes(params: Any, batch: Batch) -> None:
     pages, seq_lens, qo_indptr = batch.pages, batch.seq_lens, batch.qo_indptr
-    params.seq_lens_stride = seq_lens.stride()[0]
-    params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
+    if seq_lens is not None:
+        params.seq_lens_stride = seq_lens.stride()[0]
+        params.seq_lens_are_int64 = seq_lens.dtype is torch.int64
     params.batch_size = batch.batch_size
     params.max_kv_len = batch.max_kv_len
     params.max_q_len = batch.max_q_len

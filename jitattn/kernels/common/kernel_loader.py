@@ -51,11 +51,11 @@ class BoundKernels:
     """The kernels whose loaders suit a bound cache, by role.
 
     ``decode_multi_token`` is None where the decode kernel takes requests of a few query tokens, and
-    ``prefill_narrow`` where the prefill kernel takes them.
+    ``prefill_narrow`` where the prefill kernel does, which is None where decode kernels take all.
     """
 
     decode: PlannedKernel
-    prefill: PlannedKernel
+    prefill: PlannedKernel | None = None
     decode_multi_token: PlannedKernel | None = None
     prefill_narrow: PlannedKernel | None = None
 
@@ -121,6 +121,7 @@ class KernelLoader:
         device_index: int,
         arch: str,
         hint: str,
+        schedule: ScheduleSpec,
     ) -> None:
         """Start to build ``main_specs``, and load the first, for decode, and the schedule kernel.
 
@@ -130,6 +131,7 @@ class KernelLoader:
             device_index: the device.
             arch: its architecture.
             hint: the configuration, as an error about a missing kernel names it.
+            schedule: the kernel that makes schedules.
 
         Raises:
             ValueError: in a capture.
@@ -143,7 +145,6 @@ class KernelLoader:
         self._started: list[tuple[KernelSpec, Pending]] = []
         self._needed: frozenset[Role] = frozenset(("decode",))
         decode, *others = main_specs
-        schedule = ScheduleSpec()
         # In this order: on few cores the prefill kernel takes the one that the schedule frees.
         pending = self._start((decode, schedule, *others))
         self.kernels = make_kernels((decode, *others), (pending[0], *pending[2:]))

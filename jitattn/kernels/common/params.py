@@ -11,7 +11,7 @@ import functools
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import AnyLayout
 from jitattn.spec.params import PAGE_PARAMS, TENSOR_MAP_BYTES, Divisor, ScaleParams, variant_params
 from jitattn.spec.variant import AttentionVariant
 
@@ -66,6 +66,19 @@ class ScheduleParams(ctypes.Structure):
         ("min_slot_cost", c_int32),
         ("max_splits", c_int32),
         ("min_split_tiles", c_int32),
+    )
+
+
+class ListScheduleParams(ctypes.Structure):
+    """Argument of the schedule kernel of lists."""
+
+    _fields_ = (
+        *ScheduleParams._fields_,
+        ("counts", c_void_p),
+        ("count_stride", c_int64),
+        ("count_head_stride", c_int64),
+        ("num_count_heads", c_int32),
+        ("width", c_int32),
     )
 
 
@@ -135,7 +148,7 @@ ParamFields = tuple[tuple[str, type[ctypes.Structure]], ...]
 
 
 def _kernel_params(
-    layout: Layout, *others: tuple[str, type[ctypes.Structure]]
+    layout: AnyLayout, *others: tuple[str, type[ctypes.Structure]]
 ) -> type[ctypes.Structure]:
     fields: tuple[tuple[str, Any], ...] = (
         ("k_map", ctypes.c_char * TENSOR_MAP_BYTES),
@@ -151,12 +164,12 @@ def _kernel_params(
 
 
 # ``struct KernelParams`` of each layout.
-KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in Layout}
+KERNEL_PARAMS = {layout: _kernel_params(layout) for layout in PAGE_PARAMS}
 
 
 @functools.lru_cache(maxsize=256)
 def kernel_params(
-    layout: Layout, variant: AttentionVariant | None, others: ParamFields = ()
+    layout: AnyLayout, variant: AttentionVariant | None, others: ParamFields = ()
 ) -> type[ctypes.Structure]:
     """Return ``struct KernelParams``, with a variant's parameters and ``others`` of a family."""
     if variant is None and not others:

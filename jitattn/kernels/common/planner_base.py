@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,21 +17,26 @@ from jitattn.base.errors import ConfigError
 from jitattn.base.validate import check_count, shown, type_name
 from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
+from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.device_checks import check_lengths, check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import check_page_table
+from jitattn.tensors.quantization import cache_of, saturated
 from jitattn.tensors.tensor_checks import (
+    INTEGERS,
     check_device,
     check_indptr,
     check_last_stride,
     check_rows,
+    check_tensor,
     check_vector,
     check_writable,
 )
 from jitattn.tensors.tensor_handles import new_handle
 from jitattn.tensors.tensor_layouts import NO_BATCH, NO_LAYOUT, Batch, BatchLayout, RowLayout
+from jitattn.tensors.token_lists import check_lists
 from jitattn.tensors.variant_params import VariantParams, check_variant_params
 
 if TYPE_CHECKING:
@@ -42,6 +49,9 @@ PlanT = TypeVar("PlanT")
 BackendT = TypeVar("BackendT", covariant=True)
 
 _BACKENDS = ("auto", "cuda", "reference")
+
+MAX_LISTED_QUERIES = 16
+"""The most query tokens of a request that lists of pages are for."""
 
 # Kernels read q and write out in vectors of so many elements where rows begin at a multiple.
 Q_VECTOR, OUT_VECTOR = 8, 4
@@ -95,6 +105,10 @@ class Kernels(Protocol[BackendT]):
         """Return what is known of each kernel, once it is built."""
         ...
 
+    def of(self, config: Any) -> Any:
+        """Return the same of another configuration."""
+        ...
+
 
 class TensorDtypes(NamedTuple):
     """The dtypes of a planner's queries and outputs."""
@@ -115,8 +129,11 @@ class PlannerBase(Generic[PlanT]):
         tensor_dtypes: those of queries and outputs.
         out_row_shape: heads of out, and elements of a head.
         has_value_checks: whether JITATTN_CHECK asks to look at what tensors hold.
+        has_lengths: whether plans have lengths, which lists of tokens have themselves.
+        most_queries: the most query tokens of a request.
         make_plan: what a plan is made by, of a planner, a batch and what computes it.
         batch_layout: how the tensors of the last batch lay.
+        rebound: what it bound of caches that the planner has bound whose ``exact`` it is.
     """
 
     config: DtypedConfig
@@ -147,14 +164,37 @@ class PlannerBase(Generic[PlanT]):
         )
         self.out_row_shape = out_row_shape
         self.has_value_checks = knobs.load().check
+        self.has_lengths = config.page_table != ListLayout.INDICES
+        has_page_lists = config.page_table == ListLayout.PAGE_LISTS
+        self.most_queries = MAX_LISTED_QUERIES if has_page_lists else MAX_KV_LEN
         self.make_plan = make_plan
         self.batch_layout = NO_BATCH
+        self._exact: PlannerBase[PlanT] | None = None
+        self.rebound: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a planner can't be copied or pickled: make another one with the same arguments, which "
             "planner.config holds"
         )
+
+    def exact(self) -> PlannerBase[PlanT]:
+        """Return a planner whose outputs are float32, of parts that are merged; this one, if it is.
+
+        Raises:
+            ValueError: its kernels are not loaded yet, in a capture.
+        """
+        if self.tensor_dtypes.out is torch.float32:
+            return self
+        if self._exact is None:  # who gets here at the same time makes another one
+            exact = object.__new__(type(self))
+            exact.__dict__.update(self.__dict__)
+            exact.config = replace(self.config, out_dtype="float32")  # type: ignore[type-var]
+            exact.kernels = self.kernels.of(exact.config)
+            exact.tensor_dtypes = self.tensor_dtypes._replace(out=torch.float32)
+            exact.batch_layout, exact.rebound = NO_BATCH, WeakKeyDictionary()
+            self._exact = exact
+        return self._exact
 
     def workspace_bytes(self, batch_size: int, *, max_q_len: int = 1) -> int:
         """Return the device memory that a plan takes, before there is one.
@@ -178,8 +218,8 @@ class PlannerBase(Generic[PlanT]):
 
     def plan(
         self,
-        pages: PageTable,
-        seq_lens: Tensor,
+        pages: PlannedTable,
+        seq_lens: Tensor | int,
         qo_indptr: Tensor | None = None,
         *,
         max_q_len: int | None = None,
@@ -194,7 +234,9 @@ class PlannerBase(Generic[PlanT]):
             pages: the pages of each request, in the planner's ``page_table`` layout.
             seq_lens: int32 or int64 [batch_size], KV tokens of each request, this step's included.
                 Zero and less is padding. A request longer than its table or ``max_kv_len`` gets
-                NaN (the reference backend on the CPU raises ValueError).
+                NaN (the reference backend on the CPU raises ValueError). With
+                ``page_table="indices"`` it is num_tokens, the query tokens that have lists, and the
+                arguments that follow are refused: a query token sees what its list has.
             qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin in q;
                 None is one query token a request. Rows of q past its last entry are padding.
             max_q_len: the most query tokens of a request; needed with ``qo_indptr``. A request
@@ -218,8 +260,8 @@ def make_readable(planner: type[PlannerBase[Any]], arguments: type[Arguments]) -
 
 def plan_for_call(
     planner: PlannerBase[PlanT],
-    pages: PageTable,
-    seq_lens: Tensor,
+    pages: PlannedTable,
+    seq_lens: Tensor | int,
     qo_indptr: Tensor | None = None,
     *,
     max_q_len: int | None = None,
@@ -248,14 +290,23 @@ def plan_for_call(
 
 def _checked_batch(
     planner: PlannerBase[Any],
-    pages: PageTable,
-    seq_lens: Tensor,
+    pages: PlannedTable,
+    seq_lens: Tensor | int,
     qo_indptr: Tensor | None,
     max_q_len: int | None,
     max_kv_len: int | None,
 ) -> Batch:
     """Check what a plan is made of."""
     layout = planner.batch_layout
+    if planner.has_lengths:
+        pass
+    elif qo_indptr is None and max_q_len is None and max_kv_len is None:
+        return _batch_of_lists(planner, pages, seq_lens)
+    else:
+        _refuse_lengths(qo_indptr=qo_indptr, max_q_len=max_q_len, max_kv_len=max_kv_len)
+    if not isinstance(seq_lens, Tensor):
+        check_tensor("seq_lens", seq_lens, INTEGERS)
+        raise AssertionError
     if not layout.fits(pages, seq_lens):
         # One that is read and replaced whole, since other threads plan, too.
         layout = planner.batch_layout = _batch_layout(planner, pages, seq_lens)
@@ -268,12 +319,40 @@ def _checked_batch(
         query_limit(layout.batch_size, planner.device, qo_indptr, max_q_len),
         layout,
     )
+    if batch.max_q_len > planner.most_queries:
+        raise ValueError(
+            f"max_q_len is {batch.max_q_len}: a request has at most {planner.most_queries} query "
+            f"tokens with page_table={planner.config.page_table!r}"
+        )
     if planner.has_value_checks and not is_capturing(planner.device):
         check_lengths(batch, planner.config)
     return batch
 
 
-def _batch_layout(planner: PlannerBase[Any], pages: PageTable, seq_lens: Tensor) -> BatchLayout:
+def _batch_of_lists(planner: PlannerBase[Any], pages: PlannedTable, num_tokens: object) -> Batch:
+    layout = planner.batch_layout
+    if not layout.fits_lists(pages):
+        _check_pages(pages, planner.config, planner.device)
+        layout = BatchLayout(pages, None, pages.capacity(planner.config.page_size or 1))
+        planner.batch_layout = layout
+    if type(num_tokens) is not int and isinstance(num_tokens, Tensor):
+        raise TypeError(
+            f"seq_lens is a tensor: with page_table={planner.config.page_table!r} give num_tokens, "
+            "an integer, in its place"
+        )
+    if check_count("num_tokens", num_tokens, least=0) != layout.batch_size:
+        raise ValueError(f"num_tokens is {num_tokens}: pages is {pages!r}")
+    return Batch(pages, layout.batch_size, None, None, layout.capacity, 1, layout)
+
+
+def _refuse_lengths(**arguments: object) -> NoReturn:
+    name = next(name for name, value in arguments.items() if value is not None)
+    raise ValueError(
+        f"{name} is given: with page_table='indices' each query token has a list, of what it sees"
+    )
+
+
+def _batch_layout(planner: PlannerBase[Any], pages: PlannedTable, seq_lens: Tensor) -> BatchLayout:
     _check_pages(pages, planner.config, planner.device)
     check_vector("seq_lens", seq_lens, device=planner.device)
     batch_size = pages.batch_size
@@ -333,6 +412,7 @@ class PlanBase(Generic[CallT]):
         "__weakref__",
         "_checked_lens",
         "_checked_queries",
+        "_exact",
         "_lse_layout",
         "_new_lse_layout",
         "_new_out_layout",
@@ -358,6 +438,8 @@ class PlanBase(Generic[CallT]):
         # The last table that passed its checks, how the last tensors lay that did, and those that
         # run allocated. Outputs go by the number of tokens of q: a new q layout forgets theirs.
         self._pages = batch.pages
+        # Of the planner of exact outputs, for a part that is merged with another.
+        self._exact: Any = None
         self._replay: Replay | None = None
         self._q_layout = NO_LAYOUT
         self._out_is_like_q = False
@@ -384,11 +466,14 @@ class PlanBase(Generic[CallT]):
             check_lengths(self.batch, self.planner.config)
             self._keep_checked()
         self.backend.refresh()
+        if self._exact is not None:
+            self._exact.refresh()
 
     def _keep_checked(self) -> None:
         """Copy the lengths and offsets that the schedule is made from."""
         batch = self.batch
-        self._checked_lens = batch.seq_lens.clone()
+        lens = batch.pages.tensors[0][:0] if batch.seq_lens is None else batch.seq_lens
+        self._checked_lens = lens.clone()
         if batch.qo_indptr is not None:
             self._checked_queries = batch.qo_indptr.clone()
 
@@ -414,13 +499,13 @@ class PlanBase(Generic[CallT]):
             num_kv_heads=config.num_kv_heads,
         )
 
-    def _checked_pages(self, pages: PageTable) -> PageTable:
+    def _checked_pages(self, pages: PlannedTable) -> PlannedTable:
         if pages is not self._pages:
             self._check_same_size(pages)
             self._pages = pages
         return pages
 
-    def _check_same_size(self, pages: PageTable) -> None:
+    def _check_same_size(self, pages: PlannedTable) -> None:
         planned = self.batch.pages
         _check_pages(pages, self.planner.config, self.planner.device)
         page_size = self.planner.config.page_size or 1
@@ -485,12 +570,84 @@ class PlanBase(Generic[CallT]):
             raise ValueError(f"kv is on {bound.device}: expected {planner.device}")
         return bound  # type: ignore[no-any-return]
 
-    def _check_values(self, pages: PageTable, pools: Mapping[str, int], num_tokens: int) -> None:
+    def _run_both(
+        self,
+        queries: tuple[Tensor, ...],
+        kv: Any,
+        extra: Any,
+        pages: PlannedTable | None,
+        out: Tensor,
+        lse: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attend to the lists of the plan over ``kv`` and to ``extra``, with one softmax.
+
+        Args:
+            queries: those of ``run``, checked.
+            kv: a cache that the planner has bound.
+            extra: further lists, and a cache for them.
+            pages: lists to read instead of the plan's, or None.
+            out: checked.
+            lse: checked, or None.
+            sinks: of the softmax of both.
+        """
+        lists, extra_kv = self._checked_extra(extra)
+        exact: Any = self.planner.exact()
+        if self._exact is None:
+            self._exact = exact.plan(self.batch.pages, self.batch.batch_size)
+        last = plan_for_call(exact, lists, self.batch.batch_size)
+        caches = [_rebound(exact, given) for given in (kv, self._bound(extra_kv, type(kv)))]
+        shape = (2, *self._out_shape())
+        outs = torch.empty(shape, dtype=torch.float32, device=out.device)
+        lses = torch.empty(shape[:3], dtype=torch.float32, device=out.device)
+        own = {} if sinks is None else {"sinks": sinks}
+        none = {} if sinks is None else {"sinks": torch.full_like(sinks, -math.inf)}
+        self._exact.run(*queries, caches[0], pages=pages, out=outs[0], lse=lses[0], **own)
+        last.run(*queries, caches[1], out=outs[1], lse=lses[1], **none)
+        _merge_both(outs, lses, out, lse)
+
+    def _checked_extra(self, extra: Any) -> tuple[PlannedTable, Any]:
+        planner = self.planner
+        if planner.has_lengths:
+            self._refuse(extra=extra)
+        if not isinstance(extra, tuple) or len(extra) != 2:
+            raise TypeError(f"extra is {shown(extra)}: expected (IndexLists, cache)")
+        check_lists(extra[0], ListLayout.INDICES, "extra[0]")
+        return extra
+
+    def _check_values(self, pages: PlannedTable, pools: Mapping[str, int], num_tokens: int) -> None:
         """Refuse what tensors hold, where JITATTN_CHECK asks for it."""
         planner = self.planner
         if self._checked_lens is not None and not is_capturing(planner.device):
             check_queries(self._checked_queries, num_tokens)
             check_page_ids(pages, self._checked_lens, self._checked_queries, pools, planner.config)
+
+
+def _rebound(planner: Any, kv: Any) -> Any:
+    """Return what ``planner`` binds of a bound cache."""
+    if kv.config is planner.config:
+        return kv
+    found = planner.rebound.get(kv)
+    if found is None:
+        given = {name: getattr(kv, name) for name in ("k_scale", "v_scale")}
+        scales = {
+            name: scale.value if scale.tensor is None else scale.tensor
+            for name, scale in given.items()
+            if scale is not None
+        }
+        found = planner.rebound[kv] = planner.bind(cache_of(kv.source), **scales)
+    return found
+
+
+def _merge_both(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    """Merge float32 [2, num_tokens, ...] of two disjoint sets of keys into ``out`` and ``lse``."""
+    weights = torch.sigmoid(lses[1] - lses[0])
+    # Of two that see nothing the difference is NaN.
+    weights = weights.masked_fill(lses[1] == -math.inf, 0.0)
+    merged = torch.lerp(outs[0], outs[1], weights[..., None])
+    out.copy_(saturated(merged, out.dtype))
+    if lse is not None:
+        lse.copy_(torch.logaddexp(lses[0], lses[1]))
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -529,8 +686,12 @@ def _check_workspace(workspace: Workspace | None, device: torch.device) -> Works
     return workspace
 
 
-def _check_pages(pages: PageTable, config: PagedConfig, device: torch.device) -> None:
-    check_page_table(pages)
+def _check_pages(pages: PlannedTable, config: DtypedConfig, device: torch.device) -> None:
+    if config.page_table in LISTS:
+        check_lists(pages, ListLayout(config.page_table))
+        pages.check_heads(config.num_kv_heads)
+    else:
+        check_page_table(pages)
     if pages.layout != config.page_table:
         raise ValueError(
             f"pages is {pages!r} of the layout {pages.layout.value!r}: the planner has "

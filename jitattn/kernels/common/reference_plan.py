@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from jitattn.spec.config import PagedConfig
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PageTable, PlannedTable
 from jitattn.tensors.tensor_checks import check_indptr
 from jitattn.tensors.tensor_layouts import Batch
+from jitattn.tensors.token_lists import IndexLists, TokenLists
 
 if TYPE_CHECKING:
     from jitattn.kernels.common.kernel_loader import KernelInfo
@@ -27,7 +28,7 @@ class _Call(Protocol):
     """What of a call doesn't depend on the planner's kind."""
 
     @property
-    def pages(self) -> PageTable: ...
+    def pages(self) -> PlannedTable: ...
 
     @property
     def kv(self) -> _Cache: ...
@@ -65,20 +66,42 @@ class ReferencePlan(Generic[ConfigT, CallT]):
         batch = self._batch
         if batch.qo_indptr is not None:
             check_indptr("qo_indptr", batch.qo_indptr)
-        lens = [max(int(n), 0) for n in batch.seq_lens.tolist()]
+        lens = self._read_lens()
         starts = list(range(len(lens) + 1))
         if batch.qo_indptr is not None:
             starts = [int(n) for n in batch.qo_indptr.tolist()]
         wrongs = [
-            _what_is_wrong(batch, self.config, b, kv_len, max(starts[b + 1] - starts[b], 0))
+            self._what_is_planned_wrong(b, kv_len, max(starts[b + 1] - starts[b], 0))
             for b, kv_len in enumerate(lens)
         ]
         self._raise_on_cpu(wrongs)
         self.lens, self._starts = lens, starts
         self._is_invalid = [bool(wrong) for wrong in wrongs]
 
+    def _read_lens(self) -> list[int]:
+        lens = self._batch.seq_lens
+        assert lens is not None  # but for lists
+        return [max(int(n), 0) for n in lens.tolist()]
+
+    def _what_is_planned_wrong(self, request: int, kv_len: int, q_len: int) -> str:
+        """Say which length of a request exceeds what was planned, or nothing."""
+        batch, page_size = self._batch, self.config.page_size or 1
+        table = cast(PageTable, batch.pages)
+        limit = max(min(batch.max_kv_len, table.request_capacity(request, page_size)), 0)
+        if kv_len > limit:
+            return f"seq_lens[{request}] is {kv_len}: the table or max_kv_len ends at {limit}"
+        if q_len > batch.max_q_len:
+            return f"request {request} has {q_len} query tokens: max_q_len is {batch.max_q_len}"
+        return ""
+
+    def _what_is_read_wrong(self, call: CallT, request: int) -> str:
+        """Say what lies outside the cache of all that a request reads, or nothing."""
+        kv_len, q_len = self.lens[request], self._q_len(request)
+        pages = cast(PageTable, call.pages)
+        return what_is_read_wrong(pages, call.kv.pools, self.config, request, kv_len, q_len)
+
     def _raise_on_cpu(self, wrongs: list[str]) -> None:
-        if self._batch.seq_lens.device.type == "cpu":
+        if self._batch.pages.device.type == "cpu":
             for wrong in filter(None, wrongs):
                 raise ValueError(wrong)
 
@@ -100,10 +123,7 @@ class ReferencePlan(Generic[ConfigT, CallT]):
             raise ValueError(
                 f"{self._queries} has {call.out.shape[0]} rows: qo_indptr[-1] is {self._starts[-1]}"
             )
-        wrongs = [
-            what_is_read_wrong(call.pages, call.kv.pools, self.config, b, kv_len, self._q_len(b))
-            for b, kv_len in enumerate(self.lens)
-        ]
+        wrongs = [self._what_is_read_wrong(call, b) for b in range(len(self.lens))]
         self._raise_on_cpu(wrongs)
         call.out[self._starts[-1] :] = 0.0
         if call.lse is not None:
@@ -125,6 +145,51 @@ class ReferencePlan(Generic[ConfigT, CallT]):
     def _attend(self, call: CallT, rows: slice, request: int) -> tuple[Tensor, Tensor]:
         """Return out and lse of the rows of a request."""
         raise NotImplementedError
+
+
+class ListReferencePlan(ReferencePlan[ConfigT, CallT]):
+    """The same of lists: what is listed beyond the cache is not read, and makes NaN of its rows."""
+
+    def _read_lens(self) -> list[int]:
+        """Return lengths, or the entries of lists that have none; both count those of the plan."""
+        lists = cast(TokenLists, self._batch.pages)
+        self.counts = [_longest(lists, b) for b in range(lists.batch_size)]
+        return self.counts if self._batch.seq_lens is None else super()._read_lens()
+
+    def _what_is_planned_wrong(self, request: int, kv_len: int, q_len: int) -> str:
+        batch = self._batch
+        if kv_len > batch.max_kv_len:
+            return f"seq_lens[{request}] is {kv_len}: max_kv_len is {batch.max_kv_len}"
+        if q_len > batch.max_q_len:
+            return f"request {request} has {q_len} query tokens: max_q_len is {batch.max_q_len}"
+        return ""
+
+    def _what_is_read_wrong(self, call: CallT, request: int) -> str:
+        lists = cast(TokenLists, call.pages)
+        if _longest(lists, request) > self.counts[request] and self.lens[request] > 0:
+            return f"list {request} has more entries than that of the plan"
+        return ""
+
+    def _raise_on_cpu(self, wrongs: list[str]) -> None:
+        if not any("entries" in wrong for wrong in wrongs):
+            super()._raise_on_cpu(wrongs)
+
+
+def _longest(lists: TokenLists, index: int) -> int:
+    heads = 1 if lists.counts is None or lists.counts.dim() == 1 else lists.counts.shape[1]
+    return max((lists.count_of(index, head) for head in range(heads)), default=0)
+
+
+def listed_slots(pages: PlannedTable, token: int, kv_head: int, num_slots: int) -> Tensor | None:
+    """Return the slots of a list of tokens; None where one is beyond ``num_slots``."""
+    slots = cast(IndexLists, pages).entries(token, kv_head=kv_head)
+    return None if bool((slots >= num_slots).any()) else slots
+
+
+def tokens_of_slots(cache: Tensor, slots: Tensor) -> Tensor:
+    """Copy tokens [num_slots, ...] out of a cache [num_pages, page_size, ...]."""
+    page_size = cache.shape[1]
+    return chosen(cache, (slots // page_size, slots % page_size))
 
 
 PlanT = TypeVar("PlanT", covariant=True)
@@ -155,20 +220,13 @@ class ReferenceKernels(Generic[ConfigT, PlanT]):
         del batch_size, max_q_len
         return 0
 
+    def of(self, config: ConfigT) -> ReferenceKernels[ConfigT, PlanT]:
+        """Return the same of another configuration."""
+        return ReferenceKernels(config, self._make_plan)
+
     def infos(self) -> list[KernelInfo]:
         """Return nothing: there are no kernels."""
         return []
-
-
-def _what_is_wrong(batch: Batch, config: PagedConfig, request: int, kv_len: int, q_len: int) -> str:
-    """Say which length of a request exceeds what was planned, or nothing."""
-    page_size = config.page_size or 1
-    limit = min(batch.max_kv_len, batch.pages.request_capacity(request, page_size))
-    if kv_len > max(limit, 0):
-        return f"seq_lens[{request}] is {kv_len}: the table or max_kv_len ends at {max(limit, 0)}"
-    if q_len > batch.max_q_len:
-        return f"request {request} has {q_len} query tokens: max_q_len is {batch.max_q_len}"
-    return ""
 
 
 def what_is_read_wrong(

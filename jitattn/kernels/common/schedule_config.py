@@ -18,13 +18,14 @@ from jitattn.kernels.common.params import (
     QUERY_TILE_BEGIN_BYTES,
     QUERY_TILE_BYTES,
     REQUEST_BYTES,
+    ListScheduleParams,
     ParamFields,
     ScheduleParams,
     kernel_params,
 )
 from jitattn.kernels.common.tile import MAX_WORK_TILES, DecodeTile
 from jitattn.spec.config import MLAConfig, PlannerConfig
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import LISTS, ListLayout, layout_of
 from jitattn.spec.params import Divisor
 
 # The largest capacity whose plans a planner keeps when they are gone.
@@ -46,9 +47,9 @@ class FamilyTraits:
 
     Attributes:
         max_splits: the most splits of a request that a batch-invariant plan makes.
-        min_split_tokens: the least tokens of such a split, for a KV head; of several heads as many
-            times more, up to ``max_split_tokens``, since their CTAs fill the card, too.
-        max_split_tokens: see ``min_split_tokens``.
+        min_split_tokens: the least tokens of such a split.
+        head_split_tokens: the same for each KV head, if that is more: their CTAs fill the card, too.
+        max_split_tokens: but no more than this, so that few requests do as well.
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
         has_one_kernel: whether the decode kernel is the prefill kernel, too.
@@ -57,6 +58,7 @@ class FamilyTraits:
 
     max_splits: int
     min_split_tokens: int
+    head_split_tokens: int
     max_split_tokens: int
     tile_visit_cost: int
     min_slot_cost: int
@@ -79,8 +81,9 @@ class ScheduleConfig:
         num_values: floats of partial rows, which their sums follow.
         num_partials: floats that it needs of a workspace.
         num_counters: counters that it needs of a workspace.
-        is_ragged: whether K and V have no pages.
-        has_offsets: whether tables say where each request begins.
+        pool_entries: entries of a page, where kernels are told how many the pool has; else 0.
+        has_lists: whether tables are lists of what is seen.
+        bounds_requests: whether tensors of tables say how much each request has.
         limits_sms: whether the planner leaves multiprocessors to others.
         class_tokens: query tokens of a request between two changes of its fixed splits' length, at
             least; 0 where splits are not fixed.
@@ -99,8 +102,9 @@ class ScheduleConfig:
     num_values: int
     num_partials: int
     num_counters: int
-    is_ragged: bool
-    has_offsets: bool
+    pool_entries: int
+    has_lists: bool
+    bounds_requests: bool
     limits_sms: bool
     class_tokens: int
     params_type: type[ctypes.Structure]
@@ -139,6 +143,7 @@ def schedule_config(
     *,
     num_sms: int,
     decode_rows: int,
+    num_row_blocks: int | None = None,
 ) -> ScheduleConfig:
     """Return what the plans of a planner have in common, of one of its kernels.
 
@@ -151,22 +156,22 @@ def schedule_config(
         num_sms: multiprocessors of the device.
         decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
             requests with more. 0: it takes every valid request; -1: every one.
+        num_row_blocks: row tiles of a request; None: those of a query token.
     """
-    has_query_tiles = is_prefill(role)
-    layout = Layout(config.page_table)
-    blocks = _head_blocks(config, kernel, is_prefill=has_query_tiles)
+    has_query_tiles, layout = is_prefill(role), layout_of(config.page_table)
+    blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
-    # The prefill kernel has all requests of a batch-invariant planner.
-    max_splits = traits.max_splits if config.batch_invariant and has_query_tiles else 0
-    least = min(traits.min_split_tokens * config.num_kv_heads, traits.max_split_tokens)
-    min_split_tiles = max(1, least // kernel.tile.tile_tokens)
+    # The prefill kernel has all requests of a batch-invariant planner, but for those with lists.
+    has_splits = config.batch_invariant and (has_query_tiles or layout.is_list)
+    max_splits = traits.max_splits if has_splits else 0
+    least = max(traits.min_split_tokens, traits.head_split_tokens * config.num_kv_heads)
+    min_split_tiles = max(1, min(least, traits.max_split_tokens) // kernel.tile.tile_tokens)
     slots = work.wave_slots * work.max_waves
     # Two places a slot; with fixed splits one a slot and one a CTA, of so many splits.
     num_places = slots * blocks.num_head_blocks
     num_places = (num_places + work.grid) * max_splits if max_splits else 2 * num_places
     num_rows = num_places * kernel.row_tile
-    # The sums of partial rows follow their values, and the counters what CTAs took off the queue.
-    num_values = aligned(4 * num_rows * kernel.tile.value_dim) // 4
+    num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
         role=role,
@@ -179,8 +184,9 @@ def schedule_config(
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
         num_counters=SLICE_BYTES // 4 + slots * blocks.num_head_blocks,
-        is_ragged=not layout.has_pages,
-        has_offsets=layout.has_offsets,
+        pool_entries=_pool_entries(config),
+        has_lists=layout.is_list,
+        bounds_requests=layout.has_offsets or layout.is_list,
         limits_sms=config.num_sms is not None,
         # Lengths grow by a quarter of a power of two of the least.
         class_tokens=max_splits * max(1, min_split_tiles // 4) * kernel.tile.tile_tokens,
@@ -200,6 +206,11 @@ def schedule_config(
     )
 
 
+def _partial_values(num_rows: int, kernel: PlannedKernel) -> int:
+    """Return the floats of partial rows. Their sums follow, in front of what CTAs have claimed."""
+    return aligned(4 * num_rows * kernel.tile.value_dim) // 4
+
+
 class _HeadBlocks(NamedTuple):
     """Blocks of rows and of values that a query tile is split into."""
 
@@ -208,9 +219,14 @@ class _HeadBlocks(NamedTuple):
 
 
 def _head_blocks(
-    config: AttentionArguments, kernel: PlannedKernel, *, is_prefill: bool
+    config: AttentionArguments,
+    kernel: PlannedKernel,
+    num_row_blocks: int | None,
+    *,
+    is_prefill: bool,
 ) -> _HeadBlocks:
-    num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
+    if num_row_blocks is None:
+        num_row_blocks = 1 if is_prefill else -(-config.group_size // kernel.row_tile)
     num_value_blocks = (config.head_dim_vo or config.head_dim) // kernel.tile.value_dim
     return _HeadBlocks(num_row_blocks, config.num_kv_heads * num_row_blocks * num_value_blocks)
 
@@ -240,8 +256,9 @@ def _work_slots(
     grid = num_ctas if is_prefill else wave_slots * num_head_blocks
     if config.num_sms is not None:
         grid = min(grid, num_ctas)
+    # A work queue has fixed splits, too: more than a batch-invariant plan has room for.
     max_waves = 1
-    if isinstance(kernel.tile, DecodeTile):
+    if isinstance(kernel.tile, DecodeTile) and not config.batch_invariant:
         # A CTA notes one work tile more than it may do: that there is none.
         most = (MAX_WORK_TILES - 1) // (wave_slots * num_head_blocks)
         max_waves = max(1, min(MAX_WAVES, most))
@@ -286,8 +303,9 @@ def _schedule_params(
     max_splits: int,
     min_split_tiles: int,
 ) -> bytes:
+    kind = ListScheduleParams if config.page_table in LISTS else ScheduleParams
     return bytes(
-        ScheduleParams(
+        kind(
             is_causal=config.causal,
             window_left=config.window_left,
             group_size=config.group_size,
@@ -297,7 +315,7 @@ def _schedule_params(
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
             min_split_tiles=min_split_tiles,
-            entry_tokens=config.page_size or 1,
+            entry_tokens=_entry_tokens(config),
             max_splits=max_splits,
             wave_slots=work.wave_slots,
             max_waves=work.max_waves,
@@ -305,6 +323,20 @@ def _schedule_params(
             num_head_blocks=blocks.num_head_blocks,
         )
     )
+
+
+def _pool_entries(config: AttentionArguments) -> int:
+    layout = layout_of(config.page_table)
+    if layout.is_list:
+        return 1 if layout.lists_pages else config.page_size or 1
+    return 0 if layout.has_pages else 1
+
+
+def _entry_tokens(config: AttentionArguments) -> int:
+    """Return what offsets and lists count: the tokens of a page, or of lists of tokens one."""
+    if config.page_table == ListLayout.INDICES:
+        return 1
+    return config.page_size or 1
 
 
 def workspace_size(configs: ScheduleConfigs) -> tuple[int, int]:

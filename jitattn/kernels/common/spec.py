@@ -9,7 +9,7 @@ from jitattn.kernels.common.tile import AttentionTile, ScheduleTile
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec, OnlySpec, plain
-from jitattn.spec.layout import Layout, Loader
+from jitattn.spec.layout import AnyLayout, Loader
 from jitattn.spec.variant import AttentionVariant
 
 
@@ -25,7 +25,7 @@ class AttentionSpec(KernelSpec):
     q_dtype: DType
     kv_dtype: DType
     out_dtype: DType
-    page_table: Layout
+    page_table: AnyLayout
     loader: Loader
     use_logits_soft_cap: bool
     use_custom_mask: bool
@@ -82,6 +82,13 @@ class ScheduleSpec(OnlySpec):
 
     kernel: ClassVar[str] = "schedule"
 
+    has_lists: bool = False  # KV tiles are those of lists
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel."""
+        return f"jitattn_{self.kernel}{'_lists' if self.has_lists else ''}"
+
     def tile(self, arch: str) -> ScheduleTile:
         """Return the shape of a CTA on ``arch``."""
         return ScheduleTile()
@@ -92,4 +99,4 @@ class ScheduleSpec(OnlySpec):
 
     def config_text(self) -> str:
         """Return arguments that select the kernel: those of any planner."""
-        return "head_dim=128"
+        return "page_table=indices" if self.has_lists else "head_dim=128"

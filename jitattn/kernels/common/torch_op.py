@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from jitattn.tensors.cache_views import view_of
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import check_view
-from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
+from jitattn.tensors.quantization import KVCache, QuantizedKV, cache_of, tensors_of
 from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_handles import find
 
@@ -57,18 +57,6 @@ def _do_nothing(*arguments: object) -> None:
 
 
 # --- objects of an operator's tensors -------------------------------------------------------------
-
-
-def cache_of(tensors: Sequence[Tensor]) -> KVCache:
-    """Return the cache of its tensors."""
-    if len(tensors) == 1:
-        return tensors[0]
-    if len(tensors) == 2:
-        return tensors[0], tensors[1]
-    if len(tensors) == 4:
-        k, v, k_scales, v_scales = tensors
-        return QuantizedKV(k, v, k_scales, v_scales)
-    raise ValueError(f"kv_cache has {len(tensors)} tensors: expected 1, 2 (K, V), or 4 of NVFP4")
 
 
 def scale_of(tensor: Tensor | None, factor: float | None) -> ScaleLike | None:
@@ -113,7 +101,7 @@ def _lies_like(one: Tensor, other: Tensor) -> bool:
 
 
 def cache_tensors(
-    kv: Any, pages: PageTable | None
+    kv: Any, pages: PlannedTable | None
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
     """Return the tensors of a cache; of a bound one its handle and tensors of scales, too."""
     if isinstance(kv, (Tensor, tuple, list, QuantizedKV)):
@@ -131,7 +119,7 @@ def cache_tensors(
     )
 
 
-def pages_tensors(pages: PageTable | None) -> tuple[list[Tensor], str | None]:
+def pages_tensors(pages: PlannedTable | None) -> tuple[list[Tensor], str | None]:
     """Return the tensors of a page table, and its layout."""
     if pages is None:
         return [], None

@@ -32,14 +32,16 @@ from jitattn.kernels.mla.check import (
     check_q_pe,
 )
 from jitattn.kernels.mla.config import check_rules
-from jitattn.kernels.mla.reference_plan import MLAReferencePlan
+from jitattn.kernels.mla.reference_plan import MLAListsReferencePlan, MLAReferencePlan
 from jitattn.spec.config import MLAConfig
+from jitattn.spec.layout import ListLayout
 from jitattn.spec.variant import AttentionVariant
 from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.overlap import refuse_shared_bytes
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout
+from jitattn.tensors.token_lists import IndexLists
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
 MLACache = Tensor | tuple[Tensor, Tensor]
@@ -176,13 +178,14 @@ class MLAPlan(PlanBase[MLACall]):
         q_pe: Tensor,
         kv: BoundMLACache | MLACache,
         *,
-        pages: PageTable | None = None,
+        pages: PlannedTable | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
         q_scale: ScaleLike | None = None,
         out_scale: ScaleLike | None = None,
         variant_params: VariantParams | None = None,
+        extra: tuple[IndexLists, BoundMLACache | MLACache] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend the query tokens of each request to its latents, on the current stream.
 
@@ -201,6 +204,8 @@ class MLAPlan(PlanBase[MLACall]):
             out_scale: for quantised outputs, which are not built yet.
             variant_params: with a ``variant`` that has params: a number or tensor for each. Numbers
                 are read now, tensors when the kernel runs, in a graph at each replay.
+            extra: with ``page_table="indices"``: other lists, and their cache, in the same softmax;
+                not in compiled functions.
 
         Returns:
             out, or (out, lse) with ``return_lse``. lse is the natural logarithm of the sum of
@@ -215,22 +220,54 @@ class MLAPlan(PlanBase[MLACall]):
         if is_dynamo_compiling():
             from jitattn.kernels.mla.torch_op import trace_mla_attention
 
-            self._refuse(q_scale=q_scale, out_scale=out_scale)
+            self._refuse(q_scale=q_scale, out_scale=out_scale, extra=extra)
             refuse_compiled(variant_params)
             return trace_mla_attention(self, q_nope, q_pe, kv, pages, out, lse, return_lse)
         check_flag("return_lse", return_lse)
         if q_scale is not None or out_scale is not None:
             self._refuse(q_scale=q_scale, out_scale=out_scale)
+        if extra is not None:
+            self._refuse(variant_params=variant_params)
+            return self._run_extra(q_nope, q_pe, kv, extra, pages, out, lse, return_lse)
         call = self._checked_call(q_nope, q_pe, kv, pages, out, lse, return_lse, variant_params)
         self.backend.run(call)
         return (call.out, call.lse) if return_lse else call.out  # type: ignore[return-value]
+
+    def _run_extra(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        kv: BoundMLACache | MLACache,
+        extra: tuple[IndexLists, BoundMLACache | MLACache],
+        pages: PlannedTable | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        check_flag("return_lse", return_lse)
+        self._check_queries(q_nope, q_pe)
+        bound = self._bound(kv, BoundMLACache)
+        out = self._out_for(q_nope, q_pe, out)[0]
+        lse = self._lse(lse)[0] if lse is not None or return_lse else None
+        self._run_both((q_nope, q_pe), bound, extra, pages, out, lse)
+        return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+    def _out_for(
+        self, q_nope: Tensor, q_pe: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, RowLayout]:
+        if out is None:
+            return self._new_out(q_nope)
+        out, out_layout = self._checked_out("q_nope", q_nope, out)
+        if -out_layout.span < out.data_ptr() - q_pe.data_ptr() < self._pe_layout.span:
+            refuse_shared_bytes([("out", out)], [("q_pe", q_pe)])
+        return out, out_layout
 
     def _checked_call(
         self,
         q_nope: Tensor,
         q_pe: Tensor,
         kv: BoundMLACache | MLACache,
-        pages: PageTable | None,
+        pages: PlannedTable | None,
         out: Tensor | None,
         lse: Tensor | None,
         return_lse: bool,
@@ -245,12 +282,7 @@ class MLAPlan(PlanBase[MLACall]):
         ):
             kv = self._bound(kv, BoundMLACache)  # not bound by this planner
         pages = self.batch.pages if pages is None else self._checked_pages(pages)
-        if out is None:
-            out, out_layout = self._new_out(q_nope)
-        else:
-            out, out_layout = self._checked_out("q_nope", q_nope, out)
-            if -out_layout.span < out.data_ptr() - q_pe.data_ptr() < self._pe_layout.span:
-                refuse_shared_bytes([("out", out)], [("q_pe", q_pe)])
+        out, out_layout = self._out_for(q_nope, q_pe, out)
         lse_layout = NO_LAYOUT
         if lse is not None or return_lse:
             lse, lse_layout = self._lse(lse)
@@ -298,4 +330,5 @@ def _kernels_of(backend: str, config: MLAConfig, device: torch.device) -> _Kerne
         from jitattn.kernels.mla.kernels import MLAKernels
 
         return MLAKernels(config, device)
-    return ReferenceKernels(config, MLAReferencePlan)
+    is_list = config.page_table == ListLayout.INDICES
+    return ReferenceKernels(config, MLAListsReferencePlan if is_list else MLAReferencePlan)

@@ -14,7 +14,7 @@ from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
 from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.cache_views import CacheView
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.scales import Scale, ScaleLike, check_scale
 from jitattn.tensors.tensor_checks import (
     check_device,
@@ -153,7 +153,7 @@ class MLACall(NamedTuple):
     q_pe: Tensor
     q_pe_layout: RowLayout
     kv: BoundMLACache
-    pages: PageTable
+    pages: PlannedTable
     out: Tensor
     out_layout: RowLayout
     lse: Tensor | None

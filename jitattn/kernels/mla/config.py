@@ -11,10 +11,18 @@ from jitattn.kernels.mla.spec import MLASpec
 from jitattn.kernels.mla.tile import mla_row_tile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import MLAConfig
-from jitattn.spec.constraint import VARIANT_RANGE, Rule, broken, one_of, page_size_rule, rule
+from jitattn.spec.constraint import (
+    VARIANT_RANGE,
+    Rule,
+    broken,
+    not_with_lists,
+    one_of,
+    page_size_rule,
+    rule,
+)
 from jitattn.spec.dtype import OUT_DTYPES, Q_DTYPES, DType
 from jitattn.spec.family import KernelSpec
-from jitattn.spec.layout import PAGE_TABLES, Layout, Loader
+from jitattn.spec.layout import LISTS, PAGE_TABLES, ListLayout, Loader, layout_of
 
 KV_LORA_RANKS = (256, 512)
 QK_ROPE_HEAD_DIMS = (32, 64)
@@ -54,7 +62,8 @@ RULES: tuple[Rule[MLAConfig], ...] = (
         lambda c: c.out_dtype is None or c.out_dtype in OUT_DTYPES,
         f"is not one of {', '.join(OUT_DTYPES)}",
     ),
-    one_of("page_table", PAGE_TABLES),
+    one_of("page_table", (*PAGE_TABLES, ListLayout.INDICES.value)),
+    not_with_lists("variant", default=None, choices=VARIANT_RANGE),
     rule(
         "num_sms",
         "None (all), 1 and up",
@@ -66,7 +75,6 @@ MLA_RANGES: Mapping[str, str] = {
     "planner": f"{MLAConfig.family}: jitattn.MLAPlanner",
     **{rule.argument: rule.allowed for rule in RULES},
     "causal": "True, False",
-    "variant": VARIANT_RANGE,
     "sm_scale": "any finite float32; the planner has no default",
     "batch_invariant": "True, False",
     "query tokens per request": "1 and up",
@@ -82,7 +90,7 @@ def mla_specs(config: MLAConfig, arch: str) -> tuple[KernelSpec, ...]:
     """
     check_arch(arch)
     check_rules(config)
-    return (*cache_specs(config, arch), ScheduleSpec())
+    return (*cache_specs(config, arch), ScheduleSpec(has_lists=config.page_table in LISTS))
 
 
 def check_rules(config: MLAConfig) -> None:
@@ -106,7 +114,7 @@ def cache_specs(config: MLAConfig, arch: str) -> tuple[MLASpec, ...]:
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
         out_dtype=DType(config.out_dtype or config.q_dtype),
-        page_table=Layout(config.page_table),
+        page_table=layout_of(config.page_table),
         loader=Loader.VECTOR,
         use_logits_soft_cap=False,
         use_custom_mask=False,

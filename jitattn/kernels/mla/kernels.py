@@ -31,6 +31,7 @@ from jitattn.tensors.tensor_layouts import NO_LAYOUT
 TRAITS = FamilyTraits(
     max_splits=8,
     min_split_tokens=512,
+    head_split_tokens=0,
     max_split_tokens=512,
     tile_visit_cost=2,
     min_slot_cost=2,

@@ -10,7 +10,7 @@ import ctypes
 from ctypes import c_int32, c_int64, c_void_p
 
 from jitattn.kernels.common.params import kernel_params
-from jitattn.spec.layout import Layout
+from jitattn.spec.layout import Layout, ListLayout
 
 
 class MLAParams(ctypes.Structure):
@@ -32,4 +32,6 @@ MLA_FIELDS = (("mla", MLAParams),)
 """Where they lie in ``struct KernelParams``: behind the page table."""
 
 # ``struct KernelParams`` of mla/constants.cuh.jinja, with tensor maps of latents and of k_pe.
-MLA_PARAMS = {layout: kernel_params(layout, None, MLA_FIELDS) for layout in Layout}
+MLA_PARAMS = {
+    layout: kernel_params(layout, None, MLA_FIELDS) for layout in (*Layout, ListLayout.INDICES)
+}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jitattn.kernels.common.tile import PrefillTile, WarpgroupTile, row_bytes
 from jitattn.spec.arch import ARCHS
 from jitattn.spec.dtype import DType
-from jitattn.spec.layout import SEGMENT_BYTES, Layout, Loader
+from jitattn.spec.layout import SEGMENT_BYTES, Loader
 
 if TYPE_CHECKING:
     from jitattn.kernels.mla.spec import MLASpec
@@ -40,7 +40,7 @@ def uses_tma(spec: MLASpec, arch: str) -> bool:
         has_warpgroup_tile(spec.q_dtype, spec.kv_dtype, arch)
         and spec.kv_dtype is spec.q_dtype
         and is_whole
-        and Layout(spec.page_table).lists_pages
+        and spec.page_table.lists_pages
         and spec.page_size % 8 == 0
     )
 
@@ -63,6 +63,8 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     producer_registers = 72 if spec.loader is Loader.TENSOR else 104
     if spec.kv_dtype is not spec.q_dtype:
         producer_registers = 120 if spec.variant is None else 72
+        if spec.page_table.is_list:  # which consumers look up, too
+            producer_registers = 104
     # Tiles have the type of Q. k_pe has a segment to itself.
     row_bytes = spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
     return WarpgroupTile(

@@ -19,7 +19,7 @@ from jitattn.kernels.common.torch_op import (
     pages_tensors,
     refuse_gradients,
 )
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.tensor_handles import find
 
@@ -68,7 +68,7 @@ def trace_mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
     kv: Any,
-    pages: PageTable | None,
+    pages: PlannedTable | None,
     out: Tensor | None,
     lse: Tensor | None,
     return_lse: bool,

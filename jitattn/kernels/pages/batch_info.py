@@ -19,9 +19,9 @@ from jitattn.kernels.common.launch_cache import (
     address_of,
     new_call,
 )
+from jitattn.kernels.common.page_lists import lengths_of, page_sources
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.block_table import check_offsets, check_page_size
-from jitattn.kernels.pages.page_lists import lengths_of, page_sources
 from jitattn.kernels.pages.params import BatchInfoParams
 from jitattn.kernels.pages.spec import BatchInfoSpec
 from jitattn.spec.layout import Layout

@@ -18,8 +18,8 @@ from jitattn.kernels.common.launch_cache import (
     address_of,
     new_call,
 )
+from jitattn.kernels.common.page_lists import lengths_of, page_sources
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
-from jitattn.kernels.pages.page_lists import lengths_of, page_sources
 from jitattn.kernels.pages.params import BlockTableParams
 from jitattn.kernels.pages.spec import BlockTableSpec
 from jitattn.spec.config import MAX_PAGE_SIZE

@@ -16,9 +16,9 @@ from jitattn.kernels.common.launch_cache import (
     address_of,
     new_call,
 )
+from jitattn.kernels.common.page_lists import lengths_of, page_sources
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.pages.gather_check import Batch, GatherCall, Outs, check, check_total
-from jitattn.kernels.pages.page_lists import lengths_of, page_sources
 from jitattn.kernels.pages.params import GatherParams
 from jitattn.kernels.pages.spec import GatherSpec
 from jitattn.kernels.pages.tile import GatherTile

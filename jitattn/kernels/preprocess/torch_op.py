@@ -9,7 +9,6 @@ from torch import Tensor
 
 from jitattn.kernels.common.torch_op import (
     PAGES,
-    cache_of,
     cache_tensors,
     define,
     pages_tensors,
@@ -20,6 +19,7 @@ from jitattn.kernels.common.torch_op import (
 from jitattn.kernels.preprocess.api import LAUNCHES
 from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts
 from jitattn.tensors.page_tables import table_from_tensors
+from jitattn.tensors.quantization import cache_of
 from jitattn.tensors.rope import Rope
 from jitattn.tensors.tensor_handles import find
 

@@ -201,6 +201,22 @@ __device__ __forceinline__ uint32_t ld_global_4(const void* global, bool exists)
   return word;
 }
 
+// Likewise eight bytes.
+__device__ __forceinline__ uint2 ld_global_8(const void* global, bool exists) {
+  uint2 words;
+  asm volatile(
+      "{\n"
+      ".reg .pred exists;\n"
+      "setp.ne.s32 exists, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@exists ld.global.v2.b32 {%0, %1}, [%2];\n"
+      "}"
+      : "=&r"(words.x), "=&r"(words.y)
+      : "l"(global), "r"(static_cast<int>(exists)));
+  return words;
+}
+
 // Eight 16-bit elements, wherever they lie.
 __device__ __forceinline__ uint4 load_16(const uint16_t* source) {
   uint32_t words[4];
@@ -326,6 +342,13 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
   uint32_t r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(fragment));
   return r;
+}
+
+// The sum over the lanes of a warp.
+__device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
+  uint32_t sum;
+  asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(value));
+  return sum;
 }
 
 // Adds to a counter in global memory and returns what it was. What this thread, or those it has met

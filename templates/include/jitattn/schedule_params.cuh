@@ -6,7 +6,7 @@
 namespace jitattn {
 
 struct ScheduleParams {
-  const void* seq_lens;      // [batch_size], int32 or int64
+  const void* seq_lens;      // [batch_size], int32 or int64; null: those of lists
   const int32_t* kv_indptr;  // [batch_size + 1], may be null: entries a request may read
   const int32_t* qo_indptr;  // [batch_size + 1], may be null: one query token a request
   Schedule schedule;
@@ -15,7 +15,7 @@ struct ScheduleParams {
   int64_t qo_indptr_stride;
   int64_t max_kv_len;    // of any request, in tokens
   int64_t num_entries;   // with kv_indptr: all there are
-  int32_t entry_tokens;  // with kv_indptr: tokens of an entry
+  int32_t entry_tokens;  // with kv_indptr or lists: tokens of an entry
   int32_t seq_lens_are_int64;
   int32_t batch_size;
   int32_t max_q_len;
@@ -36,6 +36,15 @@ struct ScheduleParams {
   int32_t min_slot_cost;    // no slot gets less, in tiles
   int32_t max_splits;       // batch-invariant: most splits of a query tile; else 0
   int32_t min_split_tiles;  // batch-invariant: no split but the last is shorter
+};
+
+// The same of lists, which are read instead of all tokens.
+struct ListScheduleParams : ScheduleParams {
+  const int32_t* counts;  // [batch_size, num_count_heads], may be null: entries that count
+  int64_t count_stride;
+  int64_t count_head_stride;
+  int32_t num_count_heads;
+  int32_t width;  // entries of a list
 };
 
 }  // namespace jitattn

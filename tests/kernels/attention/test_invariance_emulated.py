@@ -25,7 +25,7 @@ CASES = {
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits so short that a few hundred tokens have several lengths of them."""
     for module in (attention_kernels, mla_kernels):
-        short = replace(module.TRAITS, max_splits=4, min_split_tokens=64, max_split_tokens=64)
+        short = replace(module.TRAITS, max_splits=4, min_split_tokens=1, max_split_tokens=64)
         monkeypatch.setattr(module, "TRAITS", short)
 
 

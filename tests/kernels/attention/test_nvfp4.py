@@ -16,8 +16,9 @@ from jitattn.jit.sources import TEMPLATES
 from jitattn.kernels.common.params import ATTENTION_OFFSET
 from jitattn.spec.params import BlockScales
 from tests.emulator import launch_recorder
-from tests.emulator.attention import HOST, arch_of
+from tests.emulator.attention import begin_of
 from tests.emulator.cuda_runtime import library_of
+from tests.emulator.device import HOST
 
 D_DATA, D_SCALES = 64, 8  # of 128 elements
 
@@ -202,7 +203,7 @@ extern "C" void convert(int is_half, uint32_t word, uint32_t scale, float* value
 def test_every_code_under_every_scale(is_half: bool, arch: str, tmp_path: Path) -> None:
     """In each place of a word, to the bit, NaN and signs of zeros included."""
     header = re.sub("#include|#pragma", "//", (TEMPLATES / "include/jitattn/nvfp4.cuh").read_text())
-    functions = library_of(HOST + arch_of(arch) + header + CONVERT)
+    functions = library_of(HOST + begin_of(arch) + header + CONVERT)
     convert, in_order = functions.convert, functions.in_order
     in_order.restype = ctypes.c_bool
     codes = torch.arange(16).repeat(8, 1)

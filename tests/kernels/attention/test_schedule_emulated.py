@@ -413,7 +413,8 @@ def check(batch: Batch, found: Scheduled) -> None:
         tiles = query_tile.tiles(tile_tokens)
         assert [tile for _, part in tile_parts for tile in part] == list(tiles)
         assert tiles or len(tile_parts) == 1
-    may_be_whole = batch.prefill_rows
+    few = batch.max_splits and max(batch.q_lens or (1,)) * batch.group_size <= 64
+    may_be_whole = batch.prefill_rows and not few
     assert found.is_whole == bool(
         may_be_whole and suits_whole_query_tiles(found.costs, batch.num_ctas, batch.num_head_blocks)
     )
@@ -680,7 +681,8 @@ def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object
         # Those that the other kernel answers for leave nothing.
         (prefill((100, MAX_KV_LEN + 1), (1, 100)), False),
         # Splits that are fixed do not matter; those of the decode kernel are never whole.
-        (prefill((20_000,) * 16, (16,) * 16, max_splits=16, decode_rows=0), True),
+        (prefill((20_000,) * 16, (17,) * 16, max_splits=16, decode_rows=0), True),
+        (prefill((20_000,) * 16, (16,) * 16, max_splits=16, decode_rows=0), False),
         (prefill((20_000,) * 16, (2,) * 16, prefill_rows=0), False),
     ],
 )

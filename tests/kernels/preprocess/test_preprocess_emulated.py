@@ -6,6 +6,7 @@ driver, and for PTX, which tests/emulator/cuda_runtime.py says in C++.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from jitattn.kernels.common.launch_cache import CallParams
 from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.kernels.preprocess.spec import PreprocessSpec
-from tests.emulator.preprocess import emulated_kernel
+from tests.emulator.preprocess import compiled
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
 
 # Of calls that launch; others follow the definition.
@@ -37,7 +38,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreprocessSpec]]:
     def launch(card: int, launch: Launch) -> None:
         spec = launch.kernel.spec  # type: ignore[attr-defined]
         specs.append(spec)
-        emulated_kernel(spec)(launch.params, launch.shape[0])
+        grid, num_threads, _ = launch.shape
+        program = compiled(spec)
+        assert program.params_size == ctypes.sizeof(launch.params)
+        program.launch(spec.symbol, ctypes.addressof(launch.params), grid, num_threads)
 
     def kernel(spec: PreprocessSpec, *others: object) -> Any:
         return SimpleNamespace(symbol=spec.symbol, smem_bytes=0, spec=spec, begins_early=False)

@@ -19,6 +19,9 @@ struct KvLoader {
   int32_t v_issue_id;
   int32_t v_issue_slice;
   int32_t v_issue_tokens;  // first and last, in one register
+  Listed v_issue_listed;
+
+  StepPositions<PageTable::kIsList> positions;
 
   static constexpr int kVectorSize = kVectorBytes / sizeof(KVType::Storage);
   static constexpr bool kIsContiguousSlice = TileIterator::kIsContiguousSlice;
@@ -27,6 +30,7 @@ struct KvLoader {
       : iterator(params, queue) {
     ring = smem + (kSharesTiles ? 0 : warp_idx() * kNumStages * kStageBytes);
     stage = 0;
+    positions.clear();
   }
 
   __device__ __forceinline__ void finish() const {}
@@ -48,6 +52,9 @@ struct KvLoader {
   // ring: there is nothing to wait for yet.
   __device__ __forceinline__ void wait_k() { wait(); }
   __device__ __forceinline__ void wait_v() { wait(); }
+
+  // Position of this lane's token of the oldest step, of lists.
+  __device__ __forceinline__ int32_t position() const { return positions.oldest(); }
 
   // The K just consumed makes room for the next; every thread has read it.
   __device__ __forceinline__ void issue_k() {
@@ -86,19 +93,22 @@ struct KvLoader {
     iterator.wait_for_tokens();
     const HeadBlock block(params, iterator.work);
     const auto* k = static_cast<const KVType::Storage*>(params.k);
+    const Listed listed = Listed::of(iterator.position);
     copy_rows<kKeyDim>(k_smem() + first_row() * kKeyRowBytes,
                        k + block.kv_head * params.k_head_stride, params.k_page_stride,
                        params.k_token_stride, iterator.k_id, iterator.slice, iterator.first,
-                       iterator.last);
+                       iterator.last, listed);
     if constexpr (kHasBlocks) {
       copy_scales<kKeyDim>(k_scales_smem(), iterator.params.k_blocks, block.kv_head, 0,
-                           iterator.k_id, iterator.slice, iterator.first, iterator.last);
+                           iterator.k_id, iterator.slice, iterator.first, iterator.last, listed);
     }
     cp_async_commit();
     v_issue_work = iterator.work;
     v_issue_id = iterator.v_id;
     v_issue_slice = iterator.slice;
     v_issue_tokens = min(iterator.first, kSliceTokens) | iterator.last << 16;
+    v_issue_listed = listed;
+    positions.push(iterator.position);
     iterator.next_step();
   }
 
@@ -110,11 +120,11 @@ struct KvLoader {
     copy_rows<kValueDim>(v_smem() + first_row() * kValueRowBytes,
                          v + block.kv_head * params.v_head_stride + block.value_block * kBlockSize,
                          params.v_page_stride, params.v_token_stride, v_issue_id, v_issue_slice,
-                         v_issue_tokens & 0xffff, v_issue_tokens >> 16);
+                         v_issue_tokens & 0xffff, v_issue_tokens >> 16, v_issue_listed);
     if constexpr (kHasBlocks) {
       copy_scales<kValueDim>(v_scales_smem(), iterator.params.v_blocks, block.kv_head,
                              block.value_block * block_bytes(kValueDim), v_issue_id, v_issue_slice,
-                             v_issue_tokens & 0xffff, v_issue_tokens >> 16);
+                             v_issue_tokens & 0xffff, v_issue_tokens >> 16, v_issue_listed);
     }
     cp_async_commit();
   }
@@ -124,7 +134,8 @@ struct KvLoader {
   template <int kDim>
   __device__ __forceinline__ void copy_rows(uint32_t smem, const KVType::Storage* base,
                                             int64_t page_stride, int64_t token_stride, int32_t id,
-                                            int32_t slice, int32_t first, int32_t last) {
+                                            int32_t slice, int32_t first, int32_t last,
+                                            Listed listed) {
     constexpr int kVectors = stored_bytes(kDim) / kVectorBytes;
     // A tile that all warps read must not keep what it held before.
     if (!kSharesTiles && first >= last) return;
@@ -134,7 +145,7 @@ struct KvLoader {
     int64_t offset = place.page * page_stride + place.token * token_stride;
     if (kIsContiguousSlice) offset -= first * token_stride;  // to row 0 of the slice
     // A row is copied in parts of 32, 16, ... vectors, so that every lane's place is a shift away.
-    const SliceRows rows = {smem, base, offset, token_stride, first, last};
+    const SliceRows rows = {smem, base, offset, token_stride, first, last, listed};
     for_each<kVectors / 32>([&](int i) { copy_columns<kVectors, 32>(rows, i * 32); });
     if constexpr (kVectors & 16) copy_columns<kVectors, 16>(rows, kVectors & ~31);
     if constexpr (kVectors & 8) copy_columns<kVectors, 8>(rows, kVectors & ~15);
@@ -150,6 +161,7 @@ struct KvLoader {
     int64_t token_stride;
     int32_t first;
     int32_t last;
+    Listed listed;
   };
 
   // Copies kWidth columns of vectors from `column` on.
@@ -169,7 +181,8 @@ struct KvLoader {
       if (kRows > kSliceTokens && row >= kSliceTokens) continue;
       copy_vector<kVectors>(
           rows.smem + row * padded_row(kVectorBytes * kVectors) + vector * kVectorBytes,
-          rows.base + row_offset + vector * kVectorSize, row >= rows.first && row < rows.last);
+          rows.base + row_offset + vector * kVectorSize,
+          row >= rows.first && row < rows.last && rows.listed.has(row));
     }
   }
 
@@ -203,7 +216,8 @@ struct KvLoader {
   template <int kDim>
   __device__ __forceinline__ void copy_scales(uint32_t smem, const BlockScales& blocks,
                                               int32_t kv_head, int32_t begin, int32_t id,
-                                              int32_t slice, int32_t first, int32_t last) {
+                                              int32_t slice, int32_t first, int32_t last,
+                                              Listed listed) {
     constexpr int kBytes = block_bytes(kDim), kVector = kUseVectorLoads ? block_vector(kDim) : 1;
     constexpr int kLanes = kWarpSize / kSliceTokens;
     if (!kSharesTiles && first >= last) return;
@@ -213,7 +227,8 @@ struct KvLoader {
     if (kIsContiguousSlice) offset += (row - first) * blocks.token_stride;
     const uint8_t* source = blocks.scales + kv_head * blocks.head_stride + offset + begin;
     const uint32_t target = smem + (first_row() + row) * kBytes;
-    const bool exists = row >= first && row < last;
+    bool exists = row >= first && row < last;
+    if constexpr (PageTable::kIsList) exists = exists && listed.has(row);
 #pragma unroll(kVector == 1 ? 4 : 2)
     for (int i = lane_idx() / kSliceTokens * kVector; i < kBytes; i += kLanes * kVector) {
       if constexpr (kVector == 16) {

@@ -46,6 +46,18 @@ struct SmemLayout {
     }
     __syncwarp();
   }
+
+  // The same in the rows that `listed` has no bit of.
+  static __device__ __forceinline__ void clear_unlisted(uint32_t smem, uint32_t listed) {
+    constexpr int kVectors = (kRowBytes + 15) / 16;
+#pragma unroll 1
+    for (int i = lane_idx(); i < kSliceTokens * kVectors; i += kWarpSize) {
+      const int row = i / kVectors, vector = i % kVectors;
+      if (listed >> row & 1) continue;
+      st_shared_16(advance(place(smem, row, 0), 0, vector * 16), {});
+    }
+    __syncwarp();
+  }
 };
 
 using KeyLayout = SmemLayout<kKeyDim>;

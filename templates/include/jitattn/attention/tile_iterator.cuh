@@ -9,6 +9,63 @@
 
 namespace jitattn {
 
+// The row of a query tile in the table. Lists have one for each KV head, of which the keys count
+// that some row of the query tile may see.
+template <typename Table>
+__device__ __forceinline__ typename Table::Row row_of(const Table& pages,
+                                                      const AttentionParams& attention,
+                                                      const QueryTile& query_tile, int32_t work) {
+  if constexpr (Table::kIsList) {
+    const Request request = attention.schedule.requests[query_tile.request];
+    const int32_t window = attention.window_left;
+    const int32_t first_key = window < 0 ? 0 : request.kv_len - request.q_len - window;
+    return pages.row(query_tile.request, HeadBlock(attention, work).kv_head, max(first_key, 0),
+                     request.kv_len);
+  } else {
+    return pages.row(query_tile.request);
+  }
+}
+
+// Positions of the tokens of the steps under way, of lists: a lane has that of its token of a
+// slice, lane % kSliceTokens.
+template <bool kIsList>
+struct StepPositions {
+  __device__ __forceinline__ void clear() {}
+  __device__ __forceinline__ void push(int32_t) {}
+  __device__ __forceinline__ int32_t oldest() const { return 0; }
+};
+template <>
+struct StepPositions<true> {
+  int32_t positions[kNumStages];
+
+  __device__ __forceinline__ void clear() {
+    for_each<kNumStages>([&](int i) { positions[i] = kNone; });
+  }
+  __device__ __forceinline__ void push(int32_t position) {
+    for_each<kNumStages - 1>([&](int i) { positions[i] = positions[i + 1]; });
+    positions[kNumStages - 1] = position;
+  }
+  __device__ __forceinline__ int32_t oldest() const { return positions[0]; }
+};
+
+// Rows of a slice that a list has, a bit each; of tables all.
+template <bool kIsList>
+struct ListedRows {
+  // Of a position a lane. For whole warps.
+  static __device__ __forceinline__ ListedRows of(int32_t) { return {}; }
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+template <>
+struct ListedRows<true> {
+  uint32_t bits;
+
+  static __device__ __forceinline__ ListedRows of(int32_t position) {
+    return {__ballot_sync(0xffffffff, position >= 0)};
+  }
+  __device__ __forceinline__ bool has(int row) const { return bits >> row & 1; }
+};
+using Listed = ListedRows<PageTable::kIsList>;
+
 // Steps through the KV tiles of a CTA's work tiles, across query tiles, one step ahead of the
 // copies.
 struct TileIterator {
@@ -34,6 +91,7 @@ struct TileIterator {
   int32_t slice;
   int32_t first;
   int32_t last;
+  int32_t position;  // of lists: of this lane's token
 
   // The prefill kernel waits first thing.
   static constexpr bool kMayBeEarly = !kSharesTiles;
@@ -95,7 +153,7 @@ struct TileIterator {
     kv_begin = tiles.query_tile.kv_begin;
     kv_end = tiles.query_tile.kv_end;
     if constexpr (kMayBeEarly) early_end = tiles.early_end;
-    page_row = params.pages.row(tiles.query_tile.request);
+    page_row = row_of(params.pages, params.attention, tiles.query_tile, work);
   }
 
   // Reads only entries of tokens that exist. If a slice may not be contiguous, each lane reads the
@@ -103,9 +161,22 @@ struct TileIterator {
   __device__ __forceinline__ void fetch_page_ids() {
     const int token = kIsContiguousSlice ? first : lane_idx() % kSliceTokens;
     k_id = v_id = 0;
+    if constexpr (PageTable::kIsList) return fetch_listed(params.pages, token);
     if (token < first || token >= last) return;
     k_id = params.pages.k_id(page_row, slice + token);
     v_id = PageTable::kSharesPages ? k_id : params.pages.v_id(page_row, slice + token);
+  }
+
+  // The same of a list, whose entries may be none, and the position of this lane's token.
+  template <typename Table>
+  __device__ __forceinline__ void fetch_listed(const Table& pages, int token) {
+    if constexpr (Table::kIsList) {
+      const int own = lane_idx() % kSliceTokens;
+      k_id = v_id = position = kNone;
+      if (token >= first && token < last) k_id = v_id = pages.k_id(page_row, slice + token);
+      if (own < first || own >= last) return;
+      position = k_id < 0 ? k_id : pages.position(page_row, slice + own);
+    }
   }
 };
 

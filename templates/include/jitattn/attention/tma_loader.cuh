@@ -24,6 +24,8 @@ struct KvLoader {
   int32_t v_issue_slice;
   int32_t v_issue_tokens;  // first and last, in one register
 
+  StepPositions<PageTable::kIsList> positions;
+
   static constexpr int kTmaTiles = kSliceTokens / kTmaTokens;
   static constexpr int kBarrierBytes = 8;
 
@@ -34,6 +36,7 @@ struct KvLoader {
     barriers = smem_address(smem_barriers[warp_idx()]);
     // The first kNumStages steps only fill the ring: the phase before a barrier's first is over.
     stage = 0, parity = 1;
+    positions.clear();
     if (lane_idx() < 2 * kNumStages) mbarrier_init(barriers + lane_idx() * kBarrierBytes, 1);
     fence_mbarrier_init();
     __syncwarp();
@@ -59,6 +62,9 @@ struct KvLoader {
   // The same for V.
   __device__ __forceinline__ void wait_v() { mbarrier_wait(v_barrier(), parity); }
 
+  // Position of this lane's token of the oldest step, of lists.
+  __device__ __forceinline__ int32_t position() const { return positions.oldest(); }
+
   // The K just consumed makes room for the next; every lane has read it.
   __device__ __forceinline__ void issue_k() {
     __syncwarp();
@@ -70,6 +76,7 @@ struct KvLoader {
     v_issue_id = iterator.v_id;
     v_issue_slice = iterator.slice;
     v_issue_tokens = min(iterator.first, kSliceTokens) | max(iterator.last, 0) << 16;
+    positions.push(iterator.position);
     iterator.next_step();
   }
 

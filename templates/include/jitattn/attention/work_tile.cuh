@@ -56,8 +56,10 @@ struct SlotRange {
   }
 };
 
-// Whether splits may be fixed: a batch-invariant planner has no other kernels for it.
-constexpr bool kMayFixSplits = kHasWholeQueryTiles;
+// Whether splits may be fixed: a batch-invariant planner launches no other kernels. Query tiles of
+// lists have splits of one length in any case, since all rows see what is listed.
+constexpr bool kMayFixSplits = kHasWholeQueryTiles || PageTable::kIsList;
+constexpr bool kMayEndClasses = kHasWholeQueryTiles && !PageTable::kIsList;
 
 // Split of a query tile whose first tile is `first`, at `tile` in slot `slot`; and the end of that
 // split if it ends before `end`.
@@ -87,7 +89,8 @@ struct TileRange {
     const Schedule& schedule = params.attention.schedule;
     query_tile = schedule.query_tiles[index];
     const Request request = schedule.requests[query_tile.request];
-    if (query_tile.kv_end > 0 && !params.pages.holds(query_tile.request, request.kv_len)) {
+    const int32_t kv_len = PageTable::kIsList ? query_tile.kv_end : request.kv_len;
+    if (query_tile.kv_end > 0 && !params.pages.holds(query_tile.request, kv_len)) {
       query_tile.kv_end = kInvalidLength;
     }
     // Reads after the wait for the previous kernel need no limit.
@@ -145,7 +148,7 @@ struct QueryRows {
     offset = request.kv_len - request.q_len;
     // Rows that q doesn't have are neither read nor written.
     row_end = min(request.q_len, params.num_tokens - request.q_begin) * params.group_size;
-    if (kMayFixSplits && query_tile.split_tiles > 0) row_end = min(row_end, class_end(query_tile));
+    if (kMayEndClasses && query_tile.split_tiles > 0) row_end = min(row_end, class_end(query_tile));
     num_rows = max(min(kRowTile, row_end - first_row), 0);
   }
 

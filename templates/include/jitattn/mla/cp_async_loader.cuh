@@ -49,11 +49,12 @@ struct MLAKvLoader {
   __device__ __forceinline__ void copy_next() {
     const AttentionParams& attention = iterator.params.attention;
     const uint32_t smem = ring + next_stage * kTileBytes;
+    const Listed listed = Listed::of(iterator.position);
     copy_rows<KVType, kLatentDim>(smem, attention.k, attention.k_page_stride,
-                                  attention.k_token_stride, iterator.k_id);
+                                  attention.k_token_stride, iterator.k_id, listed);
     copy_rows<KpeType, kKpeDim>(smem + kKpeOffset, attention.v, attention.v_page_stride,
-                                attention.v_token_stride, iterator.v_id);
-    if constexpr (kNumScales > 0) copy_scales(smem + kScaleOffset);
+                                attention.v_token_stride, iterator.v_id, listed);
+    if constexpr (kNumScales > 0) copy_scales(smem + kScaleOffset, listed);
     cp_async_commit();
     next_stage = following(next_stage);
     iterator.next_step();
@@ -69,7 +70,8 @@ struct MLAKvLoader {
     return place.page * page_stride + place.token * token_stride + (row - first) * token_stride;
   }
 
-  __device__ __forceinline__ bool exists(int row) const {
+  __device__ __forceinline__ bool exists(int row, Listed listed) const {
+    if constexpr (PageTable::kIsList) return listed.has(row);
     return row >= iterator.first && row < iterator.last;
   }
 
@@ -77,7 +79,7 @@ struct MLAKvLoader {
   // meet a probability of zero.
   template <typename Type, int kDim>
   __device__ __forceinline__ void copy_rows(uint32_t smem, const void* base, int64_t page_stride,
-                                            int64_t token_stride, int32_t id) {
+                                            int64_t token_stride, int32_t id, Listed listed) {
     using Storage = typename Type::Storage;
     constexpr int kVectorSize = 16 / sizeof(Storage), kVectors = kDim / kVectorSize;
     const auto* source = static_cast<const Storage*>(base);
@@ -90,7 +92,7 @@ struct MLAKvLoader {
       if (index >= kSliceTokens * kVectors) continue;
       const int tile_row = warp_idx() * kSliceTokens + row;
       copy_vector(smem + tile_row * padded_row(sizeof(Storage) * kDim) + vector * 16,
-                  source + row_offset + vector * kVectorSize, exists(row));
+                  source + row_offset + vector * kVectorSize, exists(row, listed));
     }
   }
 
@@ -114,7 +116,7 @@ struct MLAKvLoader {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  __device__ __forceinline__ void copy_scales(uint32_t smem) {
+  __device__ __forceinline__ void copy_scales(uint32_t smem, Listed listed) {
     const MLAParams& mla = iterator.params.mla;
     const int64_t offset =
         lane_offset(mla.scale_page_stride, mla.scale_token_stride, iterator.k_id);
@@ -123,7 +125,7 @@ struct MLAKvLoader {
     if (scale >= kNumScales) return;
     const int tile_row = warp_idx() * kSliceTokens + row;
     cp_async_few<4>(smem + (tile_row * kNumScales + scale) * 4, mla.latent_scales + offset + scale,
-                    exists(row));
+                    exists(row, listed));
   }
 };
 

@@ -103,11 +103,19 @@ static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
 //   kHasPages             tokens lie in pages; else their entries are their places in K and V
 //   holds(request, n)     whether the request may read n tokens, since run() may get a table that
 //                         allows less than the planned one
+//   kIsList               what is listed is seen, and nothing else: a table of lists has besides
+//
+//   row(request, kv_head, first_key, last_key)  a row of which only keys in this range are seen
+//   position(row, token)  the key at place `token` of the list, of which k_id() is an entry
 
 struct Location {
   int32_t page;
   int32_t token;  // in the page
 };
+
+// Entries of lists, and their positions, where there is no token. One beyond the pool makes the rows
+// that see it NaN.
+constexpr int32_t kNone = -1, kOutside = -2;
 
 // Rows of a table, in the order of the requests or as `rows` says.
 struct TableRows {
@@ -119,6 +127,7 @@ struct TableRows {
   int32_t rows_are_int64;
 
   using Row = const int32_t*;
+  static constexpr bool kIsList = false;
 
   __device__ __forceinline__ Row row(int32_t request) const {
     const int64_t row = rows ? load_integer(rows, request * rows_stride, rows_are_int64) : request;

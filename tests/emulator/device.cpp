@@ -1,4 +1,4 @@
-// The device of attention.hpp: lanes as coroutines, memory, copies, barriers, products; built once
+// The device of device.hpp: lanes as coroutines, memory, copies, barriers, products; built once
 // for all kernels.
 #include <setjmp.h>
 #include <ucontext.h>
@@ -28,8 +28,7 @@ struct Lane {
   ucontext_t context;  // where it begins
   bool has_begun = false, is_done = false;
   jmp_buf place;
-  uint64_t seen = 0;      // events, when it began to wait
-  unsigned meetings = 0;  // of its warp
+  uint64_t seen = 0;  // events, when it began to wait
   std::deque<std::vector<Copy>> groups;
   std::vector<Copy> open;
   std::deque<std::vector<std::function<void()>>> products;
@@ -82,11 +81,12 @@ struct Barrier {
       while (phase == entered) yield();
   }
 };
-static Barrier cta_barrier, warp_barriers[32], named_barriers[16];
+static Barrier cta_barrier, named_barriers[16];
+static Barrier warp_barriers[32][32];  // of a warp, of lanes from one on
 static int lane() { return threadIdx.x % 32; }
 static int warp() { return threadIdx.x / 32; }
 void __syncthreads() { cta_barrier.wait(lanes.size()); }
-void __syncwarp() { warp_barriers[warp()].wait(32); }
+void __syncwarp() { warp_barriers[warp()][0].wait(32); }
 int __syncthreads_or(int vote) {
   static int votes;
   __syncthreads();
@@ -97,11 +97,12 @@ int __syncthreads_or(int vote) {
   return votes;
 }
 // A lane gives anew when all have come to the next meeting, and so have read what this one gave.
-const emulator::Words* emulator::meet(const void* mine, int size) {
+const emulator::Words* emulator::meet(const void* mine, int size, uint32_t mask) {
   static Words given[2][32][32];
-  Words* all = given[current->meetings++ % 2][warp()];
+  Barrier& barrier = warp_barriers[warp()][__builtin_ctz(mask)];
+  Words* all = given[barrier.phase % 2][warp()];
   std::memcpy(all[lane()], mine, size);
-  __syncwarp();
+  barrier.wait(__builtin_popcount(mask));
   return all;
 }
 uint32_t __ballot_sync(unsigned, bool value) {
@@ -130,6 +131,8 @@ int atomicCAS(int* place, int expected, int value) {
 }
 
 namespace jitattn {
+float sin_approx(float x) { return std::sin(x); }
+float cos_approx(float x) { return std::cos(x); }
 float exp2_approx(float x) { return std::exp2(x); }
 float log2_approx(float x) { return std::log2(x); }
 float reciprocal_approx(float x) { return 1.f / x; }
@@ -412,27 +415,42 @@ void wait_for_products(int pending) {
   meet();
 }
 namespace SM90::GMMA {
-// The 16 elements of a row of a matrix with the 128-byte swizzle, in float32: a row of them lies in
+// Elements of a row of a product: 32 bytes of them.
+constexpr int kMaxDepth = 32;
+static int size_of(const Product& product) { return product.number == Number::kFloat8E4M3 ? 1 : 2; }
+static int depth_of(const Product& product) { return 32 / size_of(product); }
+static float value_of(const Product& product, uint16_t bits) {
+  switch (product.number) {
+    case Number::kHalf:
+      return jitattn::Half::to_float(bits);
+    case Number::kBFloat16:
+      return jitattn::BFloat16::to_float(bits);
+    default:
+      return jitattn::Half::to_float(jitattn::Float8E4M3::half(bits));
+  }
+}
+// The elements of a row of a matrix with the 128-byte swizzle, in float32: a row of them lies in
 // its rows of 128 bytes, or across these when it is transposed.
-static void read_row(float (&values)[16], const Product& product, uint64_t matrix, int row,
+static void read_row(float (&values)[kMaxDepth], const Product& product, uint64_t matrix, int row,
                      bool is_transposed) {
   const uint32_t begin = (matrix & 0x3fff) * 16, leap = (matrix >> 16 & 0x3fff) * 16;
   const uint32_t step = (matrix >> 32 & 0x3fff) * 16;
-  for (int k = 0; k < 16; ++k) {
+  const int size = size_of(product), width = 128 / size;
+  for (int k = 0; k < depth_of(product); ++k) {
     const int down = is_transposed ? k : row, along = is_transposed ? row : k;
     const uint32_t place =
-        begin + down / 8 * step + down % 8 * 128 + along / 64 * leap + along % 64 * 2;
+        begin + down / 8 * step + down % 8 * 128 + along / width * leap + along % width * size;
     const uint32_t swizzled = place ^ (place >> 7 & 7) << 4;
-    const auto bits = jitattn::read<uint16_t>(jitattn::at(swizzled, 2));
+    const uint8_t* at = jitattn::at(swizzled, size);
     if (jitattn::writers[swizzled / 4]) fault = "a product reads what was written without a fence";
-    values[k] = product.is_half ? jitattn::Half::to_float(bits) : jitattn::BFloat16::to_float(bits);
+    values[k] = value_of(product, size == 1 ? *at : jitattn::read<uint16_t>(at));
   }
 }
 // This lane's sums: of two rows, and two columns in eight. `read_a` gives those rows.
 template <typename ReadA>
 static void run(const Product& product, ReadA read_a, uint64_t b, const std::vector<float*>& d,
                 bool adds) {
-  float rows[2][16], column[16];
+  float rows[2][kMaxDepth], column[kMaxDepth];
   read_a(rows);
   const int t = lane() % 4;
   for (int i = 0; i < d.size(); i += 4) {
@@ -441,7 +459,7 @@ static void run(const Product& product, ReadA read_a, uint64_t b, const std::vec
       for (int r = 0; r < 2; ++r) {
         float& place = *d[i + 2 * r + j];
         float sum = adds ? place : 0.f;
-        for (int k = 0; k < 16; ++k) sum += rows[r][k] * column[k];
+        for (int k = 0; k < depth_of(product); ++k) sum += rows[r][k] * column[k];
         place = sum;
       }
     }
@@ -467,7 +485,7 @@ static void begin(const Product& product, ReadA read_a, uint64_t b) {
 }
 void multiply(const Product& product, uint64_t a, uint64_t b) {
   const int first = warp() % 4 * 16 + lane() / 4;
-  const auto read_a = [=](float (&rows)[2][16]) {
+  const auto read_a = [=](float (&rows)[2][kMaxDepth]) {
     for (int r = 0; r < 2; ++r) read_row(rows[r], product, a, first + 8 * r, false);
   };
   begin(product, read_a, b);
@@ -475,17 +493,15 @@ void multiply(const Product& product, uint64_t a, uint64_t b) {
 void multiply(const Product& product, uint4 a, uint64_t b) {
   const emulator::Words* all = emulator::meet(&a, sizeof a);
   struct {
-    float of[2][16];
+    float of[2][kMaxDepth];
   } rows;
   for (int r = 0; r < 2; ++r) {
     for (int k = 0; k < 16; ++k) {
       const uint32_t word = all[lane() / 4 * 4 + k % 8 / 2][r + k / 8 * 2];
-      const uint16_t bits = word >> k % 2 * 16;
-      rows.of[r][k] =
-          product.is_half ? jitattn::Half::to_float(bits) : jitattn::BFloat16::to_float(bits);
+      rows.of[r][k] = value_of(product, word >> k % 2 * 16);
     }
   }
-  begin(product, [=](float (&mine)[2][16]) { std::memcpy(mine, rows.of, sizeof mine); }, b);
+  begin(product, [=](float (&mine)[2][kMaxDepth]) { std::memcpy(mine, rows.of, sizeof mine); }, b);
 }
 }  // namespace SM90::GMMA
 }  // namespace cute
@@ -509,7 +525,7 @@ static void begin_cta(int num_threads) {
   jitattn::phases.clear();
   boxes.clear();
   cta_barrier = {};
-  for (Barrier& barrier : warp_barriers) barrier = {};
+  for (auto& barriers : warp_barriers) std::fill_n(barriers, 32, Barrier());
   for (Barrier& barrier : named_barriers) barrier = {};
   for (int i = 0; i < num_threads; ++i) {
     Lane& one = lanes[i];

@@ -1,5 +1,5 @@
-// What kernels of attention ask of a device, for their lanes that are coroutines: attention.cpp
-// does it. Kept short, since each kernel is compiled with it.
+// What kernels ask of a device, for their lanes that are coroutines: device.cpp does it. Kept short,
+// since each kernel is compiled with it.
 
 struct Index {
   unsigned x;
@@ -27,16 +27,16 @@ constexpr int kWarpLanes = 32, kSmem = 240 * 1024;
 extern uint8_t smem[kSmem];
 // Lanes of a warp meet, each with up to 12 words; says what each gave, until two meetings later.
 using Words = uint32_t[12];
-const Words* meet(const void* mine, int size);
+const Words* meet(const void* mine, int size, uint32_t mask = 0xffffffff);
 }  // namespace emulator
 
 template <typename T>
-T __shfl_sync(unsigned, T value, int from) {
-  std::memcpy(&value, emulator::meet(&value, sizeof value)[from % 32], sizeof value);
+T __shfl_sync(uint32_t mask, T value, int from) {
+  std::memcpy(&value, emulator::meet(&value, sizeof value, mask)[from % 32], sizeof value);
   return value;
 }
 template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+T __shfl_xor_sync(uint32_t mask, T value, int lanes) {
   return __shfl_sync(mask, value, threadIdx.x ^ lanes);
 }
 
@@ -46,6 +46,9 @@ constexpr int32_t kInt32Max = 0x7fffffff;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 inline float neg_inf() { return -INFINITY; }
 inline float quiet_nan() { return NAN; }
+// The hardware's sine and cosine are within 2**-20 of these.
+float sin_approx(float x);
+float cos_approx(float x);
 float exp2_approx(float x);
 float log2_approx(float x);
 float reciprocal_approx(float x);
@@ -54,6 +57,7 @@ inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 inline void prefetch_tensor_map(const void*) {}
 inline void prefetch_line(const void*) {}
+inline void prefetch_to_l2(const void*) {}
 inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomicAdd(place, value); }
 bool elect_one();
 

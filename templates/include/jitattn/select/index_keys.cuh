@@ -1,0 +1,149 @@
+// Keys of the indexer: their places, their way into shared memory, and what is written of a tile.
+//
+// A row of a tile has 128 bytes, with the hardware's 128-byte swizzle: vector v of row r lies at
+// v ^ r % 8.
+#pragma once
+
+#include "jitattn/lanes.cuh"
+#include "jitattn/prelude.cuh"
+#include "jitattn/ptx.cuh"
+#include "jitattn/select_params.cuh"
+
+namespace jitattn {
+
+constexpr int kIndexRowBytes = 128;
+constexpr int kIndexVector = 16;
+
+__device__ __forceinline__ uint32_t index_vector(uint32_t smem, int row, int vector) {
+  return smem + row * kIndexRowBytes + (vector ^ row % 8) * kIndexVector;
+}
+
+// Where the keys of a chunk lie, in shared memory; the offset of one that lies nowhere is negative.
+template <int kMaxTokens>
+struct KeyPlaces {
+  int64_t offsets[kMaxTokens];  // in bytes
+  int32_t places[kMaxTokens];   // in their pages
+};
+
+// The keys of a chunk that a CTA looks at.
+template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens>
+struct IndexKeys {
+  static constexpr int kVectors = kHeadDim / kIndexVector;
+
+  const IndexCache& cache;
+  KeyPlaces<kMaxTokens>& places;
+
+  // Finds the places of `count` tokens of a request, and none for the rest of the last tile.
+  __device__ __forceinline__ void find(const PageList& pages, int32_t request, int32_t first,
+                                       int32_t count) {
+    const int32_t end = (count + kTileTokens - 1) / kTileTokens * kTileTokens;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < end; i += kNumThreads) {
+      const PagePlace found = i < count ? pages.find(request, first + i, false) : PagePlace{-1, 0};
+      const bool is_known = found.page >= 0 && found.page < cache.num_pages;
+      const int64_t offset = found.page * cache.page_stride + found.place * cache.key_stride;
+      places.offsets[i] = is_known ? offset : -1;
+      places.places[i] = found.place;
+    }
+  }
+
+  __device__ __forceinline__ bool is_known(int32_t token) const {
+    return places.offsets[token] >= 0;
+  }
+
+  // Begins the copies of a tile that begins at token `first` of the chunk. What lies nowhere is 0.
+  __device__ __forceinline__ void load(uint32_t keys_smem, uint32_t scales_smem,
+                                       int32_t first) const {
+    if (cache.is_aligned) {
+      for_each_of<kTileTokens * kVectors>([&](int i) {
+        const int row = i / kVectors, vector = i % kVectors;
+        const int64_t offset = places.offsets[first + row];
+        cp_async_16<128>(index_vector(keys_smem, row, vector),
+                         cache.keys + vector * kIndexVector + offset, offset >= 0);
+      });
+    } else {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kTileTokens * kHeadDim / 4; i += kNumThreads) {
+        const int row = i / (kHeadDim / 4), word = i % (kHeadDim / 4);
+        const int64_t offset = places.offsets[first + row];
+        cp_async_few<4>(index_vector(keys_smem, row, word / 4) + word % 4 * 4,
+                        cache.keys + word * 4 + offset, offset >= 0);
+      }
+    }
+    for_each_of<kTileTokens>([&](int row) {
+      const int64_t offset = places.offsets[first + row];
+      const int64_t shift = places.places[first + row] * cache.scale_shift;
+      cp_async_few<4>(scales_smem + 4 * row, cache.scales + offset + shift, offset >= 0);
+    });
+  }
+
+ private:
+  // Calls body(i) for the numbers below kCount that are this thread's.
+  template <int kCount, typename Body>
+  __device__ __forceinline__ void for_each_of(Body body) const {
+    for_each<(kCount + kNumThreads - 1) / kNumThreads>([&](int j) {
+      const int i = j * kNumThreads + threadIdx.x;
+      if (kCount % kNumThreads == 0 || i < kCount) body(i);
+    });
+  }
+};
+
+// The part of a group's logits that a CTA computes: positions begin to end, of which the rows see
+// those before `visible`.
+struct LogitsChunk {
+  TokenGroup group;
+  int32_t begin, end, visible;
+
+  __device__ __forceinline__ LogitsChunk(const IndexLogitsParams& params, const TokenGroup& group,
+                                         int32_t chunk)
+      : group(group) {
+    begin = min(int64_t(chunk) * params.chunk_tokens, int64_t(params.rows.max_kv_len));
+    end = min(int64_t(begin) + params.chunk_tokens, int64_t(params.rows.max_kv_len));
+    const int32_t seen = group.is_valid ? group.position + group.num_rows : 0;
+    visible = seen < begin ? begin : seen < end ? seen : end;
+  }
+
+  __device__ __forceinline__ int32_t count() const { return visible - begin; }
+
+  // Writes the logit of a row of the group for token `token` of the chunk.
+  __device__ __forceinline__ void write(const IndexLogitsParams& params, int row, int32_t token,
+                                        float value) const {
+    const int32_t position = begin + token;
+    if (position >= visible) return;
+    const bool is_seen = position <= group.position + row;
+    params.out[(group.first + row) * params.out_stride + position] = is_seen ? value : neg_inf();
+  }
+
+  // Writes what no row sees.
+  __device__ __forceinline__ void fill(const IndexLogitsParams& params, int num_threads) const {
+    const float value = group.is_valid ? neg_inf() : quiet_nan();
+    for (int row = 0; row < group.num_rows; ++row) {
+      float* out = params.out + (group.first + row) * params.out_stride;
+      for (int32_t i = visible + threadIdx.x; i < end; i += num_threads) out[i] = value;
+    }
+  }
+};
+
+// Sixteen bytes or four of a query, wherever they lie.
+__device__ __forceinline__ uint4 load_query_16(const uint8_t* source) {
+  return reinterpret_cast<uint64_t>(source) % 16 ? load_16(source) : ld_global_16(source, true);
+}
+__device__ __forceinline__ uint32_t load_query_4(const uint8_t* source) {
+  if (reinterpret_cast<uint64_t>(source) % 4 == 0) return ld_global_4(source, true);
+  return source[0] | source[1] << 8 | source[2] << 16 | uint32_t(source[3]) << 24;
+}
+
+// Loads the weights of a group's rows, kHeads each, 0 where there is no head.
+template <int kHeads, int kRows, int kNumThreads>
+__device__ __forceinline__ void load_weights(const IndexLogitsParams& params,
+                                             const TokenGroup& group, float* weights) {
+  for (int i = threadIdx.x; i < kRows * kHeads; i += kNumThreads) {
+    const int row = i / kHeads, head = i % kHeads;
+    const bool exists = row < group.num_rows && head < params.num_heads;
+    weights[i] = exists ? params.weights[(group.first + row) * params.weights_token_stride +
+                                         head * params.weights_head_stride]
+                        : 0.f;
+  }
+}
+
+}  // namespace jitattn
