@@ -1,13 +1,13 @@
 """Attention: planners, plans, the decode and the prefill kernel, cascades, and the definition."""
 
 from jitattn.kernels.attention.config import SUPPORT, attention_specs
-from jitattn.kernels.attention.spec import DecodeSpec, NarrowPrefillSpec, PrefillSpec
+from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.family import Family
 
 FAMILY = Family(
     name="attention",
-    specs=(DecodeSpec, PrefillSpec, NarrowPrefillSpec),
+    specs=(DecodeSpec, PrefillSpec),
     config=PlannerConfig,
     selectors=("",),
     resolve=attention_specs,

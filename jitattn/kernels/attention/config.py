@@ -127,7 +127,6 @@ _RANGES = {rule.argument: rule.allowed for rule in RULES} | _ANY
 SUPPORT = {
     DecodeSpec.kernel: _RANGES | {"query tokens per request": "1, and as many as fill a row tile"},
     PrefillSpec.kernel: _RANGES | {"query tokens per request": "2 and up"},
-    NarrowPrefillSpec.kernel: _RANGES | {"query tokens per request": "as many as fill 64 rows"},
 }
 """What each argument may be, for the support table."""
 

@@ -73,8 +73,6 @@ class NarrowPrefillSpec(PrefillSpec):
     Rows have the same bits in both.
     """
 
-    kernel: ClassVar[str] = "prefill_narrow"
-
     @property
     def symbol(self) -> str:
         """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""

@@ -48,7 +48,7 @@ class FamilyTraits:
     Attributes:
         max_splits: the most splits of a request that a batch-invariant plan makes.
         min_split_tokens: the least tokens of such a split.
-        head_split_tokens: the same for each KV head, if that is more: their CTAs fill the card, too.
+        head_split_tokens: the same for each KV head, if that is more: their CTAs fill the card.
         max_split_tokens: but no more than this, so that few requests do as well.
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
