@@ -10,7 +10,6 @@ not timed. The contenders take turns for several rounds, so that a drifting cloc
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from bench import ceilings, command, records, report
 from bench.cases import BASELINE, GROUPS, select
 from bench.ceilings import Ceilings
 from bench.contenders import VARIANTS, Contender, all_variants
+from bench.options import cuda_device
 from bench.oracle import Oracle
 from bench.rivals import all_rivals
 from bench.timing import GRAPH_BELOW_S, L2Flush, L2Policy, Timer, l2_bytes, summarize
@@ -109,10 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         select=select,
         runs=32,
     )
-    if not torch.cuda.is_available():
-        print("bench_decode needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_decode")
     chosen = [c for c in contenders if c.name in options.contenders.split(",")]
     cases = [case for case in select(options.cases) if _of_group(chosen, case)]
     env = records.environment({c.name: version_of(c) for c in chosen})

@@ -31,7 +31,6 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import command, records, report
-from bench.contenders import SkipError
 from bench.decoder_contenders import (
     DecoderContender,
     Definition,
@@ -52,7 +51,7 @@ from bench.decoder_model import (
 from bench.options import make_parser
 from bench.oracle import relative_error
 from bench.timing import Call, L2Flush, L2Policy, Timer, no_gc, summarize
-from bench.turns import Result, WrongError, version_of
+from bench.turns import Result, WrongError, stopped, version_of
 
 NUM_CHECKED = 2
 """Steps whose logits are compared: in the first of "x2k" every request gets a page."""
@@ -275,12 +274,8 @@ def set_up(
         check(loop, expected)
         loop.replay = timer.capture(None, [loop.replay], 1)
         facts = check(loop, expected)
-    except SkipError as reason:
-        return Entry(Result(name, "skipped", str(reason)))
-    except WrongError as reason:
-        return Entry(Result(name, "wrong", str(reason)))
     except Exception as reason:  # a rival may raise anything, and the others still have their turn
-        return Entry(Result(name, "failed", f"{type(reason).__name__}: {reason}"))
+        return Entry(stopped(name, reason))
     return Entry(Result(name, "timed", error=facts.pop("error"), facts=facts), loop)
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from bench import records, report
 from bench.cases import BASELINE
 from bench.contenders import SkipError
-from bench.options import make_parser
+from bench.options import cuda_device, make_parser
 from bench.prefill_cases import PrefillCase
 from bench.prefill_contenders import (
     PrefillContender,
@@ -54,10 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=32)
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench_error needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_error")
     chosen = [c for c in all_prefill_contenders() if c.name in CONTENDERS]
     env = records.environment({c.name: version_of(c) for c in chosen})
     report.print_head(env)

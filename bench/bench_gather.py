@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 import jitattn
-from bench import records
+from bench import command, records
 from bench.contenders import SkipError
-from bench.options import make_parser
+from bench.options import cuda_device, make_parser
 from bench.report import console, print_head
 from bench.timing import L2Flush, L2Policy, Timer, Timing, l2_bytes, no_gc, summarize
 from bench.turns import WrongError
@@ -308,10 +307,7 @@ def median_of(results: Sequence[Result], name: str) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases; the exit status is 1 when an output was wrong."""
     options = _parse(argv)
-    if not torch.cuda.is_available():
-        print("bench_gather needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_gather")
     env = records.environment()
     print_head(env)
     timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
@@ -343,8 +339,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--l2", type=L2Policy, default=L2Policy.READ, help="write, read or keep")
     add("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)
-    if unknown := set(options.contenders.split(",")) - set(CONTENDERS):
-        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {names}")
+    command.check_names(parser, "contender", options.contenders, list(CONTENDERS))
     return options
 
 

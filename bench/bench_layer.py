@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import jitattn
 from bench import host_speed, records, report
-from bench.options import make_parser
+from bench.options import cuda_device, make_parser
 from bench.timing import L2Flush, L2Policy, Timer, no_gc, summarize
 from bench.token_workloads import (
     HEAD_DIM,
@@ -167,10 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=10, help="timed replays")
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench_layer needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_layer")
     env = records.environment({})
     report.print_head(env)
     speed = host_speed.measure(device)

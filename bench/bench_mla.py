@@ -15,7 +15,6 @@ any other as one run between two events, its plan made before.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -30,6 +29,7 @@ from bench.mla_contenders import (
     all_mla_contenders,
     make_mla_inputs,
 )
+from bench.options import cuda_device
 from bench.timing import L2Flush, L2Policy, Timer, l2_bytes
 from bench.turns import Method, Result, choose_method, compare, version_of
 from bench.workloads import num_copies
@@ -82,10 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         select=select_mla,
         runs=32,
     )
-    if not torch.cuda.is_available():
-        print("bench_mla needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_mla")
     chosen = [c for c in contenders if c.name in options.contenders.split(",")]
     limits = ceilings.measure_tensor(device)
     env = records.environment({c.name: version_of(c) for c in chosen})

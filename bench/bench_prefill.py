@@ -12,12 +12,12 @@ as one run between two events, its plan made before.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from bench import command, prefill_report, records, report
+from bench.options import cuda_device
 from bench.prefill_cases import PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import (
     Inputs,
@@ -64,10 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs=16,
         named_only=_NAMED_ONLY,
     )
-    if not torch.cuda.is_available():
-        print("bench_prefill needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_prefill")
     chosen = [c for c in contenders if c.name in options.contenders.split(",")]
     env = records.environment({c.name: version_of(c) for c in chosen})
     report.print_head(env)

@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from bench import ceilings, records, report
+from bench import ceilings, command, records, report
 from bench.ceilings import Ceilings
 from bench.contenders import SkipError
-from bench.options import make_parser
+from bench.options import cuda_device, make_parser
 from bench.timing import Call, L2Flush, L2Policy, Timer, Timing, l2_bytes, summarize
 from bench.token_contenders import Check, TokenContender, all_token_contenders, calls_of
 from bench.token_workloads import WORKLOADS, TokenBatch, TokenWorkload, make_token_batch
@@ -213,10 +213,7 @@ def to_record(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rows; the exit status is 1 when jitattn's failed or anything was wrong."""
     options = _parse(argv)
-    if not torch.cuda.is_available():
-        print("bench_preprocess needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_preprocess")
     names = options.contenders.split(",")
     contenders = [one for one in all_token_contenders() if one.name in names]
     rows = [row for row in WORKLOADS if row.name.startswith(tuple(options.rows.split(",")))]
@@ -328,8 +325,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="file to which records are appended")
     add("--attempt", action="store_true", help="only check, and print a line of JSON a row")
     options = parser.parse_args(argv)
-    if unknown := set(options.contenders.split(",")) - set(everyone):
-        parser.error(f"--contenders: {', '.join(sorted(unknown))}: expected {', '.join(everyone)}")
+    command.check_names(parser, "contender", options.contenders, everyone)
     return options
 
 

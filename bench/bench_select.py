@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor
 
 import jitattn
 from bench import ceilings, records
-from bench.options import make_parser
+from bench.options import cuda_device, make_parser
 from bench.report import console, print_head
 from bench.timing import L2Flush, L2Policy, Timer, Timing, summarize
 from bench.turns import WrongError
@@ -378,10 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"{len(report.entries)} kernels for {options.arch} in {options.bundle}")
         return 0
-    if not torch.cuda.is_available():
-        print("bench_select needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("bench_select")
     env = records.environment()
     print_head(env)
     limits = ceilings.measure(device)

@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jitattn
-from bench import bench_generate
+from bench import bench_generate, command
 from bench.bench_dispatch import CASE as DISPATCH_CASE
 from bench.cases import GROUPS, select
-from bench.contenders import VARIANTS, JitAttn
+from bench.contenders import VARIANTS, Ours
 from bench.decoder_contenders import kernel_configs
 from bench.decoder_model import DECODER_CASES, LLAMA_8B
 from bench.mla_cases import MLA_GROUPS, MLACase, select_mla
-from bench.mla_contenders import MLA_WAYS, JitAttnMLA
+from bench.mla_contenders import MLA_WAYS
 from bench.options import make_parser
 from bench.prefill_cases import (
     PREFILL_GROUPS,
@@ -32,19 +32,18 @@ from bench.prefill_cases import (
     PrefillCase,
     select_prefill,
 )
-from bench.prefill_contenders import WAYS, JitAttnPrefill
+from bench.prefill_contenders import WAYS
 from bench.workloads import Case, PlannerArguments
 
 Arguments = TypeVar("Arguments", bound=Mapping[str, object])
+CaseT = TypeVar("CaseT", bound=command.Named)
+WayT = TypeVar("WayT")
 
 
 def configurations(cases: Sequence[Case], arch: str) -> list[PlannerArguments]:
     """Return what the planners of ``cases`` are given, each once, without unsupported ones."""
     wanted = [
-        variant.planner_arguments(case)
-        for case in cases
-        for name, variant in VARIANTS.items()
-        if JitAttn(name).name in GROUPS[case.group].contenders
+        variant.planner_arguments(case) for case, variant in _taking_part(cases, VARIANTS, GROUPS)
     ]
     wanted += [DISPATCH_CASE.planner_arguments(table) for table in ("shared", "separate")]
     return _supported(wanted, arch)
@@ -52,24 +51,27 @@ def configurations(cases: Sequence[Case], arch: str) -> list[PlannerArguments]:
 
 def prefill_configurations(cases: Sequence[PrefillCase], arch: str) -> list[PrefillArguments]:
     """Return likewise what the planners of prefill cases are given."""
-    wanted = [
-        way.planner_arguments(case)
-        for case in cases
-        for name, way in WAYS.items()
-        if JitAttnPrefill(name).name in PREFILL_GROUPS[case.group].contenders
-    ]
-    return _supported(wanted, arch)
+    pairs = _taking_part(cases, WAYS, PREFILL_GROUPS)
+    return _supported([way.planner_arguments(case) for case, way in pairs], arch)
 
 
 def mla_configurations(cases: Sequence[MLACase], arch: str) -> list[dict[str, object]]:
     """Return likewise what the planners of latent attention are given."""
-    wanted = [
-        {"planner": "mla", **way.planner_arguments(case)}
-        for case in cases
-        for name, way in MLA_WAYS.items()
-        if JitAttnMLA(name).name in MLA_GROUPS[case.group].contenders
-    ]
+    pairs = _taking_part(cases, MLA_WAYS, MLA_GROUPS)
+    wanted = [{"planner": "mla", **way.planner_arguments(case)} for case, way in pairs]
     return _supported(wanted, arch)
+
+
+def _taking_part(
+    cases: Sequence[CaseT], ways: Mapping[str, WayT], groups: Mapping[str, Any]
+) -> list[tuple[CaseT, WayT]]:
+    """Return each case with each of the ways that its group measures."""
+    return [
+        (case, way)
+        for case in cases
+        for name, way in ways.items()
+        if Ours(name).name in groups[case.group].contenders
+    ]
 
 
 def decoder_configurations() -> list[Mapping[str, object] | str]:

@@ -54,6 +54,22 @@ class Contender(Protocol):
         """Compile, plan and bind for ``batch``, or raise SkipError with the reason why it can't."""
 
 
+class Ours:
+    """One way to use jitattn; kernels take a second or two to compile."""
+
+    def __init__(self, way_name: str) -> None:
+        """Name it."""
+        self.name = f"jitattn-{way_name}"
+
+    def version(self) -> str:
+        """Return the package's version."""
+        return jitattn.__version__
+
+    def build_key(self, case: object) -> Hashable | None:
+        """Return None."""
+        return None
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to use jitattn.
@@ -127,21 +143,13 @@ def set_up(batch: Batch, variant_name: str) -> Setup:
     return Setup(planner, bound, pages, plan)
 
 
-class JitAttn:
+class JitAttn(Ours):
     """One variant of jitattn."""
 
     def __init__(self, variant_name: str) -> None:
         """Choose one of `VARIANTS`."""
+        super().__init__(variant_name)
         self.variant_name = variant_name
-        self.name = f"jitattn-{variant_name}"
-
-    def version(self) -> str:
-        """Return the package's version."""
-        return jitattn.__version__
-
-    def build_key(self, case: Case) -> Hashable | None:
-        """Return None: it compiles in less than a second."""
-        return None
 
     def prepare(self, batch: Batch) -> Prepared:
         """Make a planner, bind every copy and plan."""

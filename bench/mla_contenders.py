@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from bench.contenders import Prepared, SkipError
+from bench.contenders import Ours, Prepared, SkipError
 from bench.mla_cases import (
     LATENT_DIM,
     Q_DTYPE,
@@ -273,21 +273,13 @@ MLA_WAYS: Mapping[str, MLAWay] = {
 }
 
 
-class JitAttnMLA:
+class JitAttnMLA(Ours):
     """One way to use jitattn."""
 
     def __init__(self, way_name: str) -> None:
         """Choose one of `MLA_WAYS`."""
+        super().__init__(way_name)
         self.way = MLA_WAYS[way_name]
-        self.name = f"jitattn-{way_name}"
-
-    def version(self) -> str:
-        """Return the package's version."""
-        return jitattn.__version__
-
-    def build_key(self, case: MLACase) -> Hashable | None:
-        """Return None: it compiles in a second or two."""
-        return None
 
     def prepare(self, inputs: MLAInputs, /) -> Prepared:
         """Make a planner, bind every copy and plan."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import jitattn
 from bench import caches
-from bench.contenders import Prepared, SkipError
+from bench.contenders import Ours, Prepared, SkipError
 from bench.oracle import SampledOracle, sampled_rows
 from bench.prefill_cases import CONTIGUOUS, Q_DTYPE, PrefillArguments, PrefillCase
 from bench.rivals import ON_HOST, Fa3Step, flashinfer, load_fa3, workspace
@@ -171,21 +171,13 @@ WAYS: Mapping[str, Way] = {
 }
 
 
-class JitAttnPrefill:
+class JitAttnPrefill(Ours):
     """One way to use jitattn."""
 
     def __init__(self, way_name: str) -> None:
         """Choose one of `WAYS`."""
+        super().__init__(way_name)
         self.way = WAYS[way_name]
-        self.name = f"jitattn-{way_name}"
-
-    def version(self) -> str:
-        """Return the package's version."""
-        return jitattn.__version__
-
-    def build_key(self, case: PrefillCase) -> Hashable | None:
-        """Return None: it compiles in a second or two."""
-        return None
 
     def prepare(self, inputs: Inputs, /) -> Prepared:
         """Make a planner, bind every copy and plan."""
@@ -322,13 +314,7 @@ class FlashInferPrefill:
         wrapper = self._wrapper(inputs)
         wrapper.plan(
             inputs.qo_indptr,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.last_page_len,
-            case.num_qo_heads,
-            case.num_kv_heads,
-            case.head_dim,
-            case.page_size,
+            *batch.csr(),
             causal=True,
             window_left=case.window_left,
             logits_soft_cap=case.logits_soft_cap,

@@ -111,13 +111,7 @@ class FlashInferFa2:
             starts, only = [batch.qo_indptr], {"causal": True}
         wrapper.plan(
             *starts,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.last_page_len,
-            case.num_qo_heads,
-            case.num_kv_heads,
-            case.head_dim,
-            case.page_size,
+            *batch.csr(),
             window_left=case.window_left,
             q_data_type=batch.q.dtype,
             kv_data_type=batch.kv.dtype,

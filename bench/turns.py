@@ -42,6 +42,14 @@ class Result:
     facts: Mapping[str, object] = field(default_factory=dict)
 
 
+def stopped(contender: str, reason: Exception) -> Result:
+    """Return what came of a contender that raised."""
+    if isinstance(reason, SkipError | WrongError):
+        status = "skipped" if isinstance(reason, SkipError) else "wrong"
+        return Result(contender, status, str(reason))
+    return Result(contender, "failed", f"{type(reason).__name__}: {reason}")
+
+
 @dataclass(frozen=True)
 class Method:
     """How a case is timed, the same for everyone.
@@ -113,12 +121,8 @@ def set_up(
         if method.kind == "graph":
             call = timer.capture(prepared.plan, prepared.runs, method.num_runs)
             error = max(error, check(prepared, [call], oracle))
-    except SkipError as reason:
-        return Entry(Result(name, "skipped", str(reason)))
-    except WrongError as reason:
-        return Entry(Result(name, "wrong", str(reason)))
     except Exception as reason:  # a rival may raise anything, and the others still have their turn
-        return Entry(Result(name, "failed", f"{type(reason).__name__}: {reason}"))
+        return Entry(stopped(name, reason))
     result = Result(name, "timed", error=error, facts=prepared.facts)
     return Entry(result, prepared, call)
 

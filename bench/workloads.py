@@ -180,6 +180,12 @@ class Batch:
         """Pools, each with its own queries."""
         return self.q.shape[0]
 
+    def csr(self) -> tuple[Tensor | int, ...]:
+        """Return the first arguments of FlashInfer's plans: tables, heads, sizes."""
+        case = self.case
+        sizes = case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size
+        return (self.kv_indptr, self.kv_indices, self.last_page_len, *sizes)
+
     def tokens_first(self, copy: int) -> tuple[Tensor, Tensor]:
         """Return K and V, each a view [num_pages, page_size, num_kv_heads, head_dim]."""
         return self._tokens_first(self.kv[copy])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Hashable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -325,23 +324,12 @@ def test_errors_of_a_seed() -> None:
     for mean, top in errors:
         assert 1e-4 < mean < 4e-3, "a rounding to bfloat16"
         assert mean < top < 0.1
-    assert errors_of(_Zero(right), case, CPU, 0)[0] == pytest.approx(1.0)
+    assert errors_of(_Zero("zero", right), case, CPU, 0)[0] == pytest.approx(1.0)
 
 
-class _Zero:
+class _Zero(Fake):
     """Answers with zeros."""
 
-    name = "zero"
-
-    def __init__(self, right: PrefillContender) -> None:
-        self.right = right
-
-    def version(self) -> str:
-        return "0"
-
-    def build_key(self, case: PrefillCase) -> Hashable | None:
-        return None
-
     def prepare(self, inputs: Inputs, /) -> Prepared:
-        prepared = self.right.prepare(inputs)
+        prepared = self._right.prepare(inputs)
         return Prepared(runs=(lambda: None,), outs=torch.zeros_like(prepared.outs))

@@ -31,6 +31,14 @@ class Latent(Value):
     v_head_dim: int
 
 
+class Indexer(Value):
+    """What chooses the tokens that latents are read of: heads, their elements, tokens a query."""
+
+    num_heads: int
+    head_dim: int
+    num_tokens: int
+
+
 class Model(Value):
     """The attention of a model.
 
@@ -54,6 +62,7 @@ class Model(Value):
     biases: tuple[bool, ...]
     norms: tuple[bool, ...]
     latent: Latent | None
+    indexer: Indexer | None
     notes: tuple[str, ...]
     """What a user should know: what was assumed, and fields that are not understood."""
 
@@ -67,7 +76,6 @@ _REFUSED_TYPES = {
     "bloom": _ALIBI,
     "mpt": _ALIBI,
     "t5": f"relative position bias, {_VARIANT}relative_bias",
-    "deepseek_v32": f"attention over chosen tokens, {_NO_KERNEL}",
 }
 # Fields that change attention, wherever they are on.
 _REFUSED_FIELDS = {
@@ -76,7 +84,6 @@ _REFUSED_FIELDS = {
     "attention_chunk_size": f"attention within chunks, {_NO_KERNEL}",
     "dual_chunk_attention_config": f"attention within chunks, {_NO_KERNEL}",
     "sparse_attention_config": f"sparse attention, {_NO_KERNEL}",
-    "index_topk": f"attention over chosen tokens, {_NO_KERNEL}",
     "attn_temperature_tuning": "a scale of q by position, which is not understood",
     "use_bidirectional_attention": "queries that see later tokens, which is not understood",
     "is_encoder_decoder": "attention to an encoder's tokens, which is not understood",
@@ -105,7 +112,7 @@ _HARMLESS = frozenset(
         *("pruned_heads", "lm_head_bias", "qk_head_dim", "rope_interleave", "rope_theta"),
         *("rotary_emb_base", "rope_local_base_freq", "use_flash_attn", "use_flash_attention"),
         *("sliding_window_pattern", "_sliding_window_pattern", "max_window_layers"),
-        *("no_rope_layer_interval", "num_kv_shared_layers"),
+        *("no_rope_layer_interval", "num_kv_shared_layers", "indexer_rope_interleave"),
     }
 )
 _OTHER_PARTS = re.compile(
@@ -153,6 +160,7 @@ def model_of(config: Mapping[str, object]) -> Model:
     fields.refuse_models_without()
     fields.refuse_the_unknown()
     latent = _latent(fields)
+    indexer = _indexer(fields, latent)
     num_qo_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_qo_heads)
     head_dim = latent.qk_rope_head_dim if latent else _head_dim(fields, num_qo_heads)
@@ -175,6 +183,7 @@ def model_of(config: Mapping[str, object]) -> Model:
         biases=_biases(fields),
         norms=_norms(fields),
         latent=latent,
+        indexer=indexer,
         notes=fields.finish(),
     )
     if latent and model.windows != (-1,):
@@ -342,6 +351,18 @@ def _latent(fields: _Fields) -> Latent | None:
     return Latent(**{name: fields.count(name) for name in names})
 
 
+def _indexer(fields: _Fields, latent: Latent | None) -> Indexer | None:
+    num_tokens = fields.get("index_topk")
+    if not num_tokens:
+        return None
+    if latent is None:
+        meaning = f"attention over chosen tokens without latents, {_NO_KERNEL}"
+        fields.refuse(f"index_topk is {_short(num_tokens)}: {meaning}")
+        return None
+    names = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "num_tokens": "index_topk"}
+    return Indexer(**{name: fields.count(field) for name, field in names.items()})
+
+
 def _sm_scale(fields: _Fields, latent: Latent | None) -> float | None:
     if latent is not None:
         return _latent_scale(fields, latent)
@@ -403,8 +424,10 @@ def _window_size(fields: _Fields) -> int:
 def _windows_of_kinds(fields: _Fields, kinds: list[object], window: int) -> tuple[int, ...]:
     found = set()
     for kind in dict.fromkeys(map(str, kinds)):
-        if kind in ("full_attention", "attention"):
+        if kind in ("full_attention", "attention", "indexed_attention"):
             found.add(-1)
+            if kind == "indexed_attention" and not fields.get("index_topk"):
+                fields.refuse("layer_types has 'indexed_attention', and index_topk is not set")
         elif kind == "sliding_attention":
             found.add(window)
             if window < 0:

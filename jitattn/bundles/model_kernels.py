@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
@@ -12,9 +13,10 @@ from jitattn.bundles.model_config import Model, read_model
 from jitattn.kernels.pages.spec import TransferConfig
 from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
 from jitattn.kernels.registry import AnyConfig
+from jitattn.kernels.select.spec import SelectConfig
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import KV_DTYPES, DType
-from jitattn.spec.layout import PAGE_TABLES, Layout, Pairing
+from jitattn.spec.layout import PAGE_TABLES, Layout, ListLayout, Pairing
 
 
 class Serving(Value):
@@ -183,6 +185,17 @@ def _latent_needs(model: Model, heads: tuple[int, int], cache: _Cache) -> Iterat
         page_table=cache.page_table,
     )  # fmt: skip
     yield Need(use="latent attention", config=config)
+    if model.indexer is not None:
+        # Every device has the whole indexer: it chooses for all heads.
+        indexer = SelectConfig(
+            kernel="index_logits",
+            head_dim=model.indexer.head_dim,
+            num_heads=model.indexer.num_heads,
+        )
+        lists = replace(config, page_table=ListLayout.INDICES.value)
+        yield Need(use="indexer", config=indexer)
+        yield Need(use="choice of tokens", config=SelectConfig(kernel="select_tokens"))
+        yield Need(use="attention to chosen tokens", config=lists)
     # A prompt may have its latents multiplied out to K and V of every head.
     prompt = PlannerConfig(
         num_qo_heads=heads[0],

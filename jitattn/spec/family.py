@@ -31,6 +31,10 @@ class KernelSpec(Value):
 
     kernel: ClassVar[str]
     """Name of the kernel within its family, with which symbols begin."""
+    path: ClassVar[str]
+    """The template, as a path below templates/, where every architecture has the same one."""
+    cta: ClassVar[Tile]
+    """The shape of a CTA, likewise."""
 
     @property
     def symbol(self) -> str:
@@ -48,11 +52,11 @@ class KernelSpec(Value):
 
     def tile(self, arch: str) -> Tile:
         """Return the shape of a CTA on ``arch``."""
-        raise NotImplementedError
+        return self.cta
 
     def template(self, arch: str) -> str:
         """Return the template on ``arch``, as a path below templates/."""
-        raise NotImplementedError
+        return self.path
 
     def config_text(self) -> str:
         """Return arguments that select the kernel, as ``--config`` takes them."""

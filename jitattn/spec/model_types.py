@@ -171,7 +171,10 @@ _ATTENTION: dict[str, Attention] = {
     "starcoder2": Attention(bias="use_bias"),
     "smollm3": Attention(windows="asked"),
     "cohere2": Attention(windows="some", has_nope_layers=True),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), Attention(has_latents=True)),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2"),
+        Attention(has_latents=True),
+    ),
 }
 _DEFAULTS: dict[str, dict[str, object]] = {
     "qwen2_moe": {"qkv_bias": True},

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ import jitattn
 from jitattn.base.knobs import Knobs
 from jitattn.jit.build import Kernel, build_all
 from jitattn.kernels.attention import reference
+from jitattn.kernels.common.kernel_loader import KernelInfo
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
 
@@ -84,7 +85,7 @@ def _run_on_gpu(console: Console, device: torch.device) -> bool:
 
     planners = {layout: _planner(layout, device) for layout in LAYOUTS}
     kernels = {k.name: k for p in planners.values() for k in jitattn.build_info(p)}
-    _print_kernels(console, "Kernels", [_kernel_row(k) for k in kernels.values()])
+    _print_kernels(console, "Kernels", kernels.values())
 
     checks, timings = {}, {}
     for layout, planner in planners.items():
@@ -291,46 +292,17 @@ def _describe(console: Console, batch: Batch, where: str) -> None:
     )
 
 
-@dataclass(frozen=True)
-class KernelRow:
-    """One line of the kernel table."""
-
-    name: str
-    arch: str
-    origin: str
-    seconds: float
-    registers: int
-    spill_bytes: int
-    smem_bytes: int
-
-
-def _kernel_row(info: jitattn.types.KernelInfo) -> KernelRow:
-    return KernelRow(
-        info.name,
-        info.arch,
-        info.origin,
-        info.seconds,
-        info.registers,
-        info.spill_bytes,
-        info.smem_bytes,
-    )
-
-
-def _cross_compiled_row(kernel: Kernel) -> KernelRow:
+def _cross_compiled_row(kernel: Kernel) -> KernelInfo:
     # A launch adds the tile's dynamic shared memory to what the compiler reports.
     smem_bytes = kernel.smem_bytes + kernel.spec.tile(kernel.arch).smem_bytes
-    return KernelRow(
-        kernel.symbol,
-        kernel.arch,
-        kernel.origin,
-        kernel.seconds,
-        kernel.registers,
-        kernel.spill_bytes,
-        smem_bytes,
-    )
+    return KernelInfo(
+        name=kernel.symbol, arch=kernel.arch, origin=kernel.origin, seconds=kernel.seconds,
+        registers=kernel.registers, spill_bytes=kernel.spill_bytes, smem_bytes=smem_bytes,
+        compiler=kernel.compiler,
+    )  # fmt: skip
 
 
-def _print_kernels(console: Console, title: str, rows: Sequence[KernelRow]) -> None:
+def _print_kernels(console: Console, title: str, rows: Iterable[KernelInfo]) -> None:
     table = _new_table(console, title, "kernel", "arch", "from")
     for heading in ("ms", "registers", "spill B", "shared B"):
         table.add_column(heading, justify="right")

@@ -12,6 +12,7 @@ from jitattn.bundles.model_kernels import Need, Serving, from_model, needs_of
 from jitattn.kernels.pages.spec import TransferConfig
 from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
 from jitattn.kernels.registry import specs_of
+from jitattn.kernels.select.spec import SelectConfig
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import DType
@@ -46,7 +47,9 @@ def test_every_model_is_supported_everywhere(name: str, arch: str) -> None:
     families = {spec.kernel for spec in kernels(found, arch)}
     expected = {"decode", "prefill", "preprocess", "schedule", "merge", "gather", "copy_pages"}
     expected |= {"block_table", "batch_info", "layer_tables"}
-    assert families == expected | ({"mla"} if name.startswith("deepseek") else set())
+    expected |= {"mla"} if name.startswith("deepseek") else set()
+    expected |= {"index_logits", "choose"} if name == "deepseek-v3.2" else set()
+    assert families == expected
 
 
 def test_what_llama_needs() -> None:
@@ -106,6 +109,19 @@ def test_latent_attention() -> None:
     }  # fmt: skip
     gathers = {c for need in found if isinstance(c := need.config, TransferConfig)}
     assert TransferConfig(kv_dtype="float8_e4m3fn", out_dtype="bfloat16") in gathers
+
+
+def test_tokens_that_are_chosen() -> None:
+    found = needs("deepseek-v3.2", tensor_parallel=8)
+    chosen = {need.use: need.config for need in found}
+    assert chosen["indexer"] == SelectConfig(kernel="index_logits", head_dim=128, num_heads=64)
+    assert chosen["choice of tokens"] == SelectConfig(kernel="select_tokens")
+    lists = chosen["attention to chosen tokens"]
+    assert isinstance(lists, MLAConfig)
+    assert (lists.num_heads, lists.page_size, lists.page_table) == (16, 64, "indices")
+    assert sum(need.use == "latent attention" for need in found) == len(TABLES)
+    symbols = {spec.symbol for need in found for spec in specs_of(need.config, "sm_90a")}
+    assert {"jitattn_index_logits_d128_h64_t1", "jitattn_select_tokens"} < symbols
 
 
 @pytest.mark.parametrize(

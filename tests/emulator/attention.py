@@ -33,6 +33,9 @@ from tests.emulator import launch_recorder
 from tests.emulator.device import Program
 from tests.emulator.launch_recorder import FakeKernel
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
+from tests.support.cases import Case
+from tests.support.harness import attend, check, expected
+from tests.support.inputs import make_inputs
 
 REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4", "lanes")
 UNPACK = """
@@ -124,6 +127,17 @@ class EmulatedCuda:
         planner = self.fake.planner(**arguments)
         self.know(planner)
         return planner
+
+    def check(self, case: Case) -> None:
+        """Run a case against the definition."""
+        inputs = make_inputs(case, "cpu")
+        planner = self.planner(**case.planner_arguments())
+        check(case, *attend(inputs, planner), expected(inputs))
+
+    @property
+    def kinds(self) -> set[str]:
+        """What ran: "decode", "prefill"."""
+        return {symbol.split("_")[1] for symbol in self.ran}
 
     def mla_planner(self, **arguments: object) -> jitattn.MLAPlanner:
         """The same of multi-head latent attention."""

@@ -52,15 +52,10 @@ class FakeKernel:
 
 
 def encode_tensor_map(
-    pointer: int,
-    item_bytes: int,
-    dims: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    *,
-    fetch_bytes: int,
+    pointer: int, item_bytes: int, *shape: Sequence[int], fetch_bytes: int
 ) -> bytes | None:
     """Stand for the driver: the arguments, one after the other; None for what it refuses."""
+    dims, strides, box = shape
     if any(not 0 < stride < 2**40 or stride % 16 for stride in strides) or pointer % 16:
         return None
     numbers = (pointer, item_bytes, *dims, *strides)

@@ -66,11 +66,7 @@ def test_page_placement(case: Case) -> None:
 @pytest.mark.parametrize("cache", [*CACHES_SHARED, "twice"])
 @pytest.mark.parametrize("case", [D128, D128_SEPARATE, D64], ids=str)
 def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
-    """Whatever the memory order and its alignment: the loaders differ, the sums don't."""
-    if cache == "twice" and case.page_table == "shared":
-        pytest.skip("one tensor passed twice needs two rows of ids")
-    case = replace(case, lengths=LENGTHS, num_kv_heads=1 if cache == "size_1" else 2)
-    harness.check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
+    harness.check_cache_strides(replace(case, lengths=LENGTHS), DEVICE, cache, kv_layout)
 
 
 @pytest.mark.parametrize("view", ROW_VIEWS)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import jitattn
 from tests.gpu.device import DEVICE
+from tests.support.examples import examples
 from tests.support.harness import forbid_waiting
-from tests.support.transfers import POOLS, Copy, check_copy, copies, examples
+from tests.support.transfers import POOLS, Copy, check_copy, copies
 
 PAGE = (2, 16, 8, 128)
 PAIRS = ((0, 3), (5, 0), (2, 1), (-1, 2), (4, -1), (6, 6))

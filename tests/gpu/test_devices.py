@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.kernels.registry import specs_of
-from tests.gpu.device import DEVICE, arch_of_device
+from tests.gpu.device import DEVICE, arch_of_device, side_by_side
 from tests.support import transfers
 from tests.support.cases import D128, D128_CSR, D192X128, RAGGED, Case
 from tests.support.compiler import skip_unless_compiled
@@ -120,25 +119,15 @@ def test_c28_b_one_compile_for_equal_cards() -> None:
 
 
 def test_c28_c_a_thread_for_each_device() -> None:
-    failures: list[BaseException] = []
-
     def work(device: int) -> None:
-        try:
-            inputs = make_inputs(replace(CASES[0], seed=device), f"cuda:{device}")
-            want = expected(inputs)
-            first = attend(inputs)
-            check(inputs.case, *first, want)
-            for _ in range(200):
-                assert_same(attend(inputs), first)
-        except BaseException as error:
-            failures.append(error)
+        inputs = make_inputs(replace(CASES[0], seed=device), f"cuda:{device}")
+        want = expected(inputs)
+        first = attend(inputs)
+        check(inputs.case, *first, want)
+        for _ in range(200):
+            assert_same(attend(inputs), first)
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    side_by_side(work, 2)
     assert torch.cuda.current_device() == 0
 
 

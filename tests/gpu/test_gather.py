@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,9 @@ from hypothesis import given
 from torch import Tensor
 
 import jitattn
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, side_by_side
 from tests.support.cases import CACHES_SEPARATE, CACHES_SHARED, D128, TABLES, Case
+from tests.support.examples import examples
 from tests.support.harness import forbid_waiting, planner_for
 from tests.support.inputs import make_inputs
 from tests.support.transfers import (
@@ -24,7 +24,6 @@ from tests.support.transfers import (
     check_gather,
     check_quantised_gather,
     check_saturation,
-    examples,
     gathers,
     quantised_cache,
 )
@@ -289,11 +288,7 @@ def test_streams_and_threads() -> None:
                 if not bool((k == k.new_tensor(number * 100 + turn)).all() and (k == v).all()):
                     failures.append(f"thread {number}, turn {turn}")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, 4)
     assert failures == []
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -283,16 +285,21 @@ def test_the_length_tensor_may_be_freed_after_the_plan() -> None:
 # --- streams --------------------------------------------------------------------------------------
 
 
+def on_another_stream(test: Callable[[Case, str], None]) -> Any:
+    """A test of requests in every layout on ``streams()[which]``."""
+    cases = [replace(case, lengths=(3000, 17, 0, 800)) for case in EVERY_LAYOUT]
+    test = pytest.mark.parametrize("case", cases, ids=list(map(str, EVERY_LAYOUT)))(test)
+    return pytest.mark.parametrize("which", ["side", "external"])(test)
+
+
 def streams() -> dict[str, torch.cuda.Stream]:
     own = torch.cuda.Stream()
     return {"side": own, "external": torch.cuda.ExternalStream(torch.cuda.Stream().cuda_stream)}
 
 
-@pytest.mark.parametrize("which", ["side", "external"])
-@pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
+@on_another_stream
 def test_c29_everything_on_the_callers_stream(case: Case, which: str) -> None:
     """Values arrive on the stream behind a long wait: only work of that stream sees them."""
-    case = replace(case, lengths=(3000, 17, 0, 800))
     inputs = make_inputs(case, DEVICE)
     want = harness.attend(inputs)
     targets = [inputs.q, *inputs.cache, inputs.table, inputs.seq_lens]
@@ -332,11 +339,9 @@ def test_c29_merge_on_the_callers_stream(which: str) -> None:
     harness.assert_same(got, want)
 
 
-@pytest.mark.parametrize("which", ["side", "external"])
-@pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
+@on_another_stream
 def test_c29_captured_on_another_stream(case: Case, which: str) -> None:
     """The plan was made here; the capture, its delay and its replays are on another stream."""
-    case = replace(case, lengths=(3000, 17, 0, 800))
     inputs = make_inputs(case, DEVICE)
     layer = Layer.of(inputs)
     want = layer.eager()

@@ -11,9 +11,9 @@ from hypothesis import given
 from jitattn import kv
 from tests.gpu.device import DEVICE
 from tests.support import kv_tables
+from tests.support.examples import examples
 from tests.support.harness import forbid_waiting
 from tests.support.kv_serving import Pressure, check_tables_written_in_place, check_worked_example
-from tests.support.transfers import examples
 
 
 def test_the_worked_example() -> None:

@@ -75,11 +75,7 @@ def test_every_table_layout(case: Case, window_left: int, batch_invariant: bool)
 @pytest.mark.parametrize("cache", [*CACHES_SHARED, "twice"])
 @pytest.mark.parametrize("case", [D128, D128_SEPARATE, D64], ids=str)
 def test_cache_strides(case: Case, cache: str, kv_layout: str) -> None:
-    """Whatever the memory order and its alignment: the loaders differ, the sums don't."""
-    if cache == "twice" and case.page_table == "shared":
-        pytest.skip("one tensor passed twice needs two rows of ids")
-    case = of(case, num_kv_heads=1 if cache == "size_1" else 2)
-    harness.check_variation(case, DEVICE, cache=cache, kv_layout=kv_layout)
+    harness.check_cache_strides(of(case), DEVICE, cache, kv_layout)
 
 
 @pytest.mark.parametrize("case", [*EVERY_LAYOUT, D256, D512], ids=str)

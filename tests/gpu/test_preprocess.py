@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, side_by_side
+from tests.support.examples import examples
 from tests.support.token_cases import (
     CACHE_DTYPES,
     MEMORY,
@@ -27,7 +28,6 @@ from tests.support.token_cases import (
     make_token_inputs,
 )
 from tests.support.token_sets import APPENDS, KINDS, kinds_of
-from tests.support.transfers import examples
 
 pytestmark = pytest.mark.gpu
 BASE = KINDS["bf16"]
@@ -229,24 +229,12 @@ def test_a_capture_of_something_new_is_refused() -> None:
 
 @on_the_device
 def test_other_streams_and_threads() -> None:
-    import threading
-
-    errors: list[Exception] = []
-
     def work(seed: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for repeat in range(5):
-                    check_tokens(replace(BASE, seed=10 * seed + repeat), DEVICE)
-        except Exception as error:
-            errors.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for repeat in range(5):
+                check_tokens(replace(BASE, seed=10 * seed + repeat), DEVICE)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    side_by_side(work, 4)
 
 
 @on_the_device

@@ -15,8 +15,8 @@ import jitattn
 from tests.gpu.device import DEVICE
 from tests.support import choices
 from tests.support.choices import Batch, Choice, Index, Pages
+from tests.support.examples import examples
 from tests.support.harness import captured, forbid_waiting
-from tests.support.transfers import examples
 
 LONG = Batch(kv_lens=(131_072, 1, 0, 70_001, 8192, 8193), q_lens=(1,) * 6, page_size=64)
 SIZES = ((64, 128), (32, 128), (5, 128), (100, 128), (16, 64))

@@ -13,6 +13,7 @@ from torch import Tensor
 import jitattn
 from tests.gpu.device import DEVICE
 from tests.support.cases import Case
+from tests.support.examples import examples
 from tests.support.harness import captured, forbid_waiting
 from tests.support.transfers import (
     Slots,
@@ -20,7 +21,6 @@ from tests.support.transfers import (
     check_batch_info,
     check_block_table,
     check_conversions,
-    examples,
     paged_cases,
     slot_tables,
     token_batches,

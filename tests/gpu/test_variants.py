@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given, seed
 
 import jitattn
 from tests.gpu.device import DEVICE
 from tests.support import harness
 from tests.support.cases import Case
+from tests.support.examples import examples as settings_of
 from tests.support.inputs import make_inputs
 from tests.support.mla import MLACase, check_kernel
 from tests.support.mla import make_inputs as make_latents
@@ -50,14 +51,7 @@ def test_random_examples(number: int) -> None:
 @pytest.mark.parametrize("number", SEEDS, ids=[f"seed{number}" for number in SEEDS])
 def test_random_latents(number: int) -> None:
     @seed(number)
-    @settings(
-        max_examples=15,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
+    @settings_of(15)
     @given(latents())
     def shard(case: MLACase) -> None:
         inputs = make_latents(case, DEVICE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from jitattn.base.errors import ConfigError
 from jitattn.integrations import sglang as integration
 from jitattn.integrations.sglang.layers import Backend
-from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from tests.support import engines
 from tests.support.sglang_runs import (
     DECODE,
@@ -36,16 +34,11 @@ from tests.support.sglang_runs import (
 
 def sglang_backend() -> Any:
     """The backend over SGLang's class, or a skip that says why not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("sglang", reason="SGLang is not installed")
-        try:
-            from sglang.srt.layers import radix_attention  # noqa: F401
-            from sglang.srt.mem_cache import memory_pool, swa_memory_pool  # noqa: F401
+    with engines.installed("sglang", "SGLang"):
+        from sglang.srt.layers import radix_attention  # noqa: F401
+        from sglang.srt.mem_cache import memory_pool, swa_memory_pool  # noqa: F401
 
-            from jitattn.integrations.sglang import backend
-        except ImportError as error:  # a part of it that is not installed
-            pytest.skip(f"SGLang can't be imported here: {error}")
+        from jitattn.integrations.sglang import backend
     return backend
 
 
@@ -228,17 +221,6 @@ def test_scales_that_are_numbers(engine: Engine) -> None:
 
 
 # --- plans and captures ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What planners are asked for, in order."""
-    seen: list[str] = []
-    planner, plan = AttentionPlanner, Plan
-    make, refresh = planner.plan, plan.refresh
-    monkeypatch.setattr(planner, "plan", lambda *a, **k: seen.append("plan") or make(*a, **k))
-    monkeypatch.setattr(plan, "refresh", lambda self: seen.append("refresh") or refresh(self))
-    return seen
 
 
 def test_layers_of_a_kind_share_a_plan(engine: Engine, plans: list[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,20 +22,15 @@ from jitattn.integrations import vllm as integration
 from jitattn.integrations.vllm.context_parallel import Shards
 from jitattn.integrations.vllm.layer import Layer
 from jitattn.integrations.vllm.metadata import Tensors
-from jitattn.kernels.attention.api import AttentionPlanner, Plan
+from jitattn.kernels.attention.api import AttentionPlanner
 from tests.support import engines
 from tests.support.vllm_runs import DECODE, LAYOUTS, MIXED, Case, Engine, Run, stand_in
 
 
 def vllm_backend() -> Any:
     """The backend over vLLM's classes, or a skip that says why not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("vllm", reason="vLLM is not installed")
-        try:
-            from jitattn.integrations.vllm import backend
-        except ImportError as error:  # a part of it that is not installed
-            pytest.skip(f"vLLM can't be imported here: {error}")
+    with engines.installed("vllm", "vLLM"):
+        from jitattn.integrations.vllm import backend
     return backend
 
 
@@ -216,17 +210,6 @@ def test_rows_of_buffers_that_hold_more(engine: Engine) -> None:
 
 
 # --- plans ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What planners are asked for, in order."""
-    seen: list[str] = []
-    planner, plan = AttentionPlanner, Plan
-    make, refresh = planner.plan, plan.refresh
-    monkeypatch.setattr(planner, "plan", lambda *a, **k: seen.append("plan") or make(*a, **k))
-    monkeypatch.setattr(plan, "refresh", lambda self: seen.append("refresh") or refresh(self))
-    return seen
 
 
 def test_layers_of_a_kind_share_a_plan(engine: Engine, plans: list[str]) -> None:

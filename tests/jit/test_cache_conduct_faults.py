@@ -157,15 +157,19 @@ class Damage:
     def become_something_else(self) -> None:
         path = self.chance.choice(self.files())
         path.unlink()
+        if not self.put_there(path, path.name):
+            path.symlink_to(self.chance.choice(self.files()))
+
+    def put_there(self, path: Path, target: Path | str) -> bool:
+        """Mostly put a folder, a pipe or a link there."""
         kind = self.chance.randrange(4)
         if kind == 0:
             path.mkdir()
         elif kind == 1:
             os.mkfifo(path)
         elif kind == 2:
-            path.symlink_to(path.name)
-        else:
-            path.symlink_to(self.chance.choice(self.files()))
+            path.symlink_to(target)
+        return kind < 3
 
     def grow(self) -> None:
         os.truncate(self.chance.choice(self.files()), HUGE)
@@ -184,14 +188,7 @@ class Damage:
         path = locks / f"{self.chance.choice(entries).name}{suffix}"
         if not locks.is_dir() or path.exists() or path.is_symlink():
             return
-        kind = self.chance.randrange(4)
-        if kind == 0:
-            path.mkdir()
-        elif kind == 1:
-            os.mkfifo(path)
-        elif kind == 2:
-            path.symlink_to(self.chance.choice(self.files()))
-        else:
+        if not self.put_there(path, self.chance.choice(self.files())):
             path.write_bytes(self.chance.randbytes(100))
 
     def spoil_a_folder(self) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +24,18 @@ NAN = math.nan
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # What kernels may be off by, in units of the sum of p * |v|.
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@contextmanager
+def installed(module: str, name: str) -> Iterator[None]:
+    """Import parts of an engine, or skip the test and say why; they may warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(module, reason=f"{name} is not installed")
+        try:
+            yield
+        except ImportError as error:  # a part of it that is not installed
+            pytest.skip(f"{name} can't be imported here: {error}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,23 @@ class Scores:
 
 
 HEADS, SCORES = Heads(), Scores()
+
+
+@dataclass
+class Step:
+    """A step of an engine: its requests, the layer, and the cache."""
+
+    lens: dict[str, tuple[int, ...]]
+    _: KW_ONLY
+    heads: Heads = HEADS
+    scores: Scores = SCORES
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_cache_dtype: str = "auto"
+    sinks: bool = False
+    padding: int = 0  # rows of q past the last request's
+    seed: int = 0
+    device: str = "cpu"
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -417,6 +418,14 @@ def check_variation(case: Case, device: torch.device | str, **changes: object) -
     tokens = random_tokens(case, device)
     want = attend(make_inputs(case, device, tokens))
     assert_same(attend(make_inputs(replace(case, **changes), device, tokens)), want)
+
+
+def check_cache_strides(case: Case, device: torch.device, cache: str, kv_layout: str) -> None:
+    """Whatever the memory order and its alignment: the loaders differ, the sums don't."""
+    if cache == "twice" and case.page_table == "shared":
+        pytest.skip("one tensor passed twice needs two rows of ids")
+    case = replace(case, num_kv_heads=1 if cache == "size_1" else 2)
+    check_variation(case, device, cache=cache, kv_layout=kv_layout)
 
 
 def check_head_stride(inputs: Inputs, head_stride: int) -> None:

@@ -133,23 +133,24 @@ def _unequal(p: Pool) -> Pair:
     return k, v
 
 
+def _apart(p: Pool, between: tuple[int, int, int], k_at: int, v_at: int) -> Pair:
+    """Elements ``between`` pages, tokens and heads, and where K and V begin in their memory."""
+    head = p.head_dim + between[2]
+    token = p.num_kv_heads * head + between[1]
+    strides = (p.page_size * token + between[0], token, head)
+    return p.strided(strides, k_at), p.strided(strides, v_at)
+
+
 def _padded(p: Pool) -> Pair:
-    head = p.head_dim + 8
-    token = p.num_kv_heads * head + 16
-    strides = (p.page_size * token + 8, token, head)
-    return p.strided(strides, 8), p.strided(strides, 0)
+    return _apart(p, (8, 16, 8), 8, 0)
 
 
 def _odd_base(p: Pool) -> Pair:
-    strides = (p.page_size * p.num_kv_heads * p.head_dim, p.num_kv_heads * p.head_dim, p.head_dim)
-    return p.strided(strides, 1), p.strided(strides, 3)
+    return _apart(p, (0, 0, 0), 1, 3)
 
 
 def _odd_strides(p: Pool) -> Pair:
-    head = p.head_dim + 3
-    token = p.num_kv_heads * head + 2
-    strides = (p.page_size * token + 1, token, head)
-    return p.strided(strides, 0), p.strided(strides, 5)
+    return _apart(p, (1, 2, 3), 0, 5)
 
 
 def _odd_values(p: Pool) -> Pair:

@@ -130,20 +130,10 @@ VERIFY = {"kv_lens": (4, 40, 19), "q_lens": (4, 4, 4)}
 
 
 @dataclass
-class Case:
-    lens: dict[str, tuple[int, ...]]
+class Case(engines.Step):
     mode: str = "EXTEND"
-    heads: engines.Heads = engines.HEADS
-    scores: engines.Scores = engines.SCORES
-    page_size: int = 16
     layout: str = "nhd"
-    dtype: torch.dtype = torch.bfloat16
-    kv_cache_dtype: str = "auto"
-    sinks: bool = False
     is_hybrid: bool = False
-    padding: int = 0  # rows of q past the last request's
-    seed: int = 0
-    device: str = "cpu"
 
 
 class Run:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,17 +29,6 @@ SATURATIONS = tuple(
 )
 """Of caches, and what is gathered from them."""
 SLOT_DTYPES = (torch.int32, torch.int64)
-
-
-def examples(count: int) -> settings:
-    """So many examples, or JITATTN_TEST_EXAMPLES; the same ones every time."""
-    return settings(
-        max_examples=int(os.environ.get("JITATTN_TEST_EXAMPLES", count)),
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def strided(values: Tensor, step: int) -> Tensor:

@@ -52,19 +52,9 @@ def layer_view(
 
 
 @dataclass
-class Case:
-    lens: dict[str, tuple[int, ...]]
-    heads: engines.Heads = engines.HEADS
-    scores: engines.Scores = engines.SCORES
-    page_size: int = 16
+class Case(engines.Step):
     layout: str = "LBNHC"
-    dtype: torch.dtype = torch.bfloat16
-    kv_cache_dtype: str = "auto"
     per_head_scales: bool = False
-    sinks: bool = False
-    padding: int = 0  # rows of q past the last request's
-    seed: int = 0
-    device: str = "cpu"
 
 
 class Run:

@@ -17,7 +17,7 @@ from jitattn.kernels.preprocess import api
 from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.tensors.overlap import Apart, share_bytes
 from tests.emulator.pages import emulate_kernels
-from tests.support.transfers import examples
+from tests.support.examples import examples
 
 
 @st.composite

@@ -18,13 +18,11 @@ from jitattn.kernels.attention.check import (
     Call,
     CustomMask,
     check_mask,
-    check_queries,
     check_sinks,
 )
 from jitattn.kernels.attention.config import check_rules
 from jitattn.kernels.attention.reference_plan import AttentionReferencePlan, ListsReferencePlan
 from jitattn.kernels.common.planner_base import (
-    Q_VECTOR,
     Kernels,
     PlanBackend,
     PlanBase,
@@ -47,7 +45,7 @@ from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.tensors.scales import ScaleLike, view_scale
-from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
+from jitattn.tensors.tensor_layouts import NO_LAYOUT
 from jitattn.tensors.token_lists import IndexLists
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
@@ -392,11 +390,8 @@ class Plan(PlanBase[Call]):
         )
 
     def _check_q(self, q: Tensor) -> None:
-        planner, batch = self.planner, self.batch
-        batch_size = batch.batch_size if batch.qo_indptr is None else None
-        dtype = planner.tensor_dtypes.q
-        check_queries(q, planner.config, dtype, planner.device, batch_size=batch_size)
-        self._q_layout = RowLayout(q, vector=Q_VECTOR)
+        config = self.planner.config
+        self._q_layout = self._check_rows_of("q", q, config.num_qo_heads, config.head_dim)
         self._forget_outputs()
 
 

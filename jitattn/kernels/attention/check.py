@@ -13,8 +13,6 @@ from jitattn.tensors.masks import Mask, view_mask
 from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.tensor_checks import (
     check_device,
-    check_last_stride,
-    check_rows,
     check_tensor,
 )
 from jitattn.tensors.tensor_layouts import RowLayout
@@ -39,25 +37,6 @@ class Call(NamedTuple):
     sinks: Tensor | None
     mask: Mask | None
     variant_params: VariantParams | None
-
-
-def check_queries(
-    q: Tensor,
-    config: PlannerConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    batch_size: int | None,
-) -> None:
-    """Raise unless q fits: without ``batch_size`` it may have any number of tokens.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, stride or device that doesn't fit.
-    """
-    check_tensor("q", q, (dtype,))
-    num_tokens = batch_size if batch_size is not None else q.shape[0] if q.dim() else 0
-    check_rows("q", q, (num_tokens, config.num_qo_heads, config.head_dim), dtype, device)
-    check_last_stride("q", q)
 
 
 def check_mask(

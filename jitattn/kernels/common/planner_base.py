@@ -518,6 +518,16 @@ class PlanBase(Generic[CallT]):
                 f"of at most {wanted[1]}, like the plan's"
             )
 
+    def _check_rows_of(self, name: str, q: Tensor, num_heads: int, dim: int) -> RowLayout:
+        """Return how queries lie; without offsets there is a row for each request."""
+        batch, dtype = self.batch, self.planner.tensor_dtypes.q
+        check_tensor(name, q, (dtype,))
+        rows = q.shape[0] if q.dim() else 0
+        num_tokens = batch.batch_size if batch.qo_indptr is None else rows
+        check_rows(name, q, (num_tokens, num_heads, dim), dtype, self.planner.device)
+        check_last_stride(name, q)
+        return RowLayout(q, vector=Q_VECTOR)
+
     def _new_out(self, q: Tensor) -> tuple[Tensor, RowLayout]:
         if self._out_is_like_q:
             return torch.empty_like(q), self._new_out_layout  # takes half the time

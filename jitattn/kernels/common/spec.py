@@ -8,7 +8,7 @@ from typing import ClassVar
 from jitattn.kernels.common.tile import AttentionTile, ScheduleTile
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.dtype import DType
-from jitattn.spec.family import KernelSpec, OnlySpec, plain
+from jitattn.spec.family import KernelSpec, OnlySpec, Tile, plain
 from jitattn.spec.layout import AnyLayout, Loader
 from jitattn.spec.variant import AttentionVariant
 
@@ -81,6 +81,8 @@ class ScheduleSpec(OnlySpec):
     """The kernel that splits the KV of a batch over the card; one serves every decode kernel."""
 
     kernel: ClassVar[str] = "schedule"
+    path: ClassVar[str] = "attention/schedule.cu.jinja"
+    cta: ClassVar[Tile] = ScheduleTile()
 
     has_lists: bool = False  # KV tiles are those of lists
 
@@ -88,14 +90,6 @@ class ScheduleSpec(OnlySpec):
     def symbol(self) -> str:
         """Name of the ``extern "C"`` kernel."""
         return f"jitattn_{self.kernel}{'_lists' if self.has_lists else ''}"
-
-    def tile(self, arch: str) -> ScheduleTile:
-        """Return the shape of a CTA on ``arch``."""
-        return ScheduleTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "attention/schedule.cu.jinja"
 
     def config_text(self) -> str:
         """Return arguments that select the kernel: those of any planner."""

@@ -28,7 +28,6 @@ from jitattn.kernels.mla.check import (
     BoundMLACache,
     MLACall,
     bind_cache,
-    check_q_nope,
     check_q_pe,
 )
 from jitattn.kernels.mla.config import check_rules
@@ -308,15 +307,14 @@ class MLAPlan(PlanBase[MLACall]):
         )
 
     def _check_queries(self, q_nope: Tensor, q_pe: Tensor) -> None:
-        batch, config = self.batch, self.planner.config
-        dtype, device = self.planner.tensor_dtypes.q, self.planner.device
+        config = self.planner.config
+        num_heads, rank = config.num_heads, config.kv_lora_rank
         if not self._q_layout.fits(q_nope):
-            batch_size = batch.batch_size if batch.qo_indptr is None else None
-            check_q_nope(q_nope, config, dtype, device, batch_size=batch_size)
-            self._q_layout = RowLayout(q_nope, vector=Q_VECTOR)
+            self._q_layout = self._check_rows_of("q_nope", q_nope, num_heads, rank)
             self._pe_layout = NO_LAYOUT
             self._forget_outputs()
         if not self._pe_layout.fits(q_pe):
+            dtype, device = self.planner.tensor_dtypes.q, self.planner.device
             check_q_pe(q_pe, config, dtype, device, num_tokens=q_nope.shape[0])
             self._pe_layout = RowLayout(q_pe, vector=Q_VECTOR)
 

@@ -174,26 +174,6 @@ class MLACall(NamedTuple):
         return self.q_nope_layout
 
 
-def check_q_nope(
-    q_nope: Tensor,
-    config: MLAConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    batch_size: int | None,
-) -> None:
-    """Raise unless q_nope fits: without ``batch_size`` it may have any number of tokens.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, stride or device that doesn't fit.
-    """
-    check_tensor("q_nope", q_nope, (dtype,))
-    rows = q_nope.shape[0] if q_nope.dim() else 0
-    num_tokens = rows if batch_size is None else batch_size
-    check_rows("q_nope", q_nope, (num_tokens, config.num_heads, config.kv_lora_rank), dtype, device)
-    check_last_stride("q_nope", q_nope)
-
-
 def check_q_pe(
     q_pe: Tensor, config: MLAConfig, dtype: torch.dtype, device: torch.device, *, num_tokens: int
 ) -> None:

@@ -11,7 +11,7 @@ from jitattn.base.validate import shown
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
-from jitattn.spec.family import KernelSpec, OnlySpec
+from jitattn.spec.family import KernelSpec, OnlySpec, Tile
 from jitattn.spec.layout import Layout
 
 
@@ -23,6 +23,8 @@ class GatherSpec(KernelSpec):
     """
 
     kernel: ClassVar[str] = "gather"
+    path: ClassVar[str] = "pages/gather.cu.jinja"
+    cta: ClassVar[Tile] = GatherTile()
 
     kv_dtype: DType
     out_dtype: DType
@@ -31,14 +33,6 @@ class GatherSpec(KernelSpec):
     def symbol(self) -> str:
         """Name of the ``extern "C"`` kernel."""
         return f"jitattn_gather_kv{self.kv_dtype.short}_o{self.out_dtype.short}"
-
-    def tile(self, arch: str) -> GatherTile:
-        """Return the shape of a CTA on ``arch``."""
-        return GatherTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "pages/gather.cu.jinja"
 
     def config_text(self) -> str:
         """Return arguments that select the kernel."""
@@ -49,56 +43,32 @@ class CopyPagesSpec(OnlySpec):
     """The kernel that copies pages of any pools."""
 
     kernel: ClassVar[str] = "copy_pages"
-
-    def tile(self, arch: str) -> CopyPagesTile:
-        """Return the shape of a CTA on ``arch``."""
-        return CopyPagesTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "pages/copy_pages.cu.jinja"
+    path: ClassVar[str] = "pages/copy_pages.cu.jinja"
+    cta: ClassVar[Tile] = CopyPagesTile()
 
 
 class BlockTableSpec(OnlySpec):
     """The kernel that makes block tables out of slots."""
 
     kernel: ClassVar[str] = "block_table"
-
-    def tile(self, arch: str) -> TableTile:
-        """Return the shape of a CTA on ``arch``."""
-        return TableTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "pages/block_table.cu.jinja"
+    path: ClassVar[str] = "pages/block_table.cu.jinja"
+    cta: ClassVar[Tile] = TableTile()
 
 
 class BatchInfoSpec(OnlySpec):
     """The kernel that says of every query token whose it is and where it goes."""
 
     kernel: ClassVar[str] = "batch_info"
-
-    def tile(self, arch: str) -> TableTile:
-        """Return the shape of a CTA on ``arch``."""
-        return TableTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "pages/batch_info.cu.jinja"
+    path: ClassVar[str] = "pages/batch_info.cu.jinja"
+    cta: ClassVar[Tile] = TableTile()
 
 
 class LayerTablesSpec(OnlySpec):
     """The kernel that makes the tables of a group's layers out of slots."""
 
     kernel: ClassVar[str] = "layer_tables"
-
-    def tile(self, arch: str) -> TableTile:
-        """Return the shape of a CTA on ``arch``."""
-        return TableTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "pages/layer_tables.cu.jinja"
+    path: ClassVar[str] = "pages/layer_tables.cu.jinja"
+    cta: ClassVar[Tile] = TableTile()
 
 
 TableSpec = BlockTableSpec | BatchInfoSpec | LayerTablesSpec

@@ -25,6 +25,7 @@ class PreprocessSpec(KernelSpec):
     """
 
     kernel: ClassVar[str] = "preprocess"
+    path: ClassVar[str] = "preprocess/preprocess.cu.jinja"
 
     head_dim: int
     head_dim_vo: int
@@ -65,10 +66,6 @@ class PreprocessSpec(KernelSpec):
     def tile(self, arch: str) -> PreprocessTile:
         """Return the shape of a CTA on ``arch``."""
         return preprocess_tile(self)
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "preprocess/preprocess.cu.jinja"
 
     def config_text(self) -> str:
         """Return arguments that select the kernel and its twin with the other loader."""

@@ -17,7 +17,7 @@ from jitattn.kernels.select.tile import (
 )
 from jitattn.spec.arch import ARCHS, check_arch
 from jitattn.spec.dtype import BYTE_DTYPES, Q_DTYPES, DType
-from jitattn.spec.family import KernelSpec
+from jitattn.spec.family import KernelSpec, Tile
 from jitattn.spec.layout import Layout
 
 HEAD_TILES = (8, 16, 32, 64, 128)
@@ -76,6 +76,7 @@ class ChoiceSpec(KernelSpec):
     """The kernel that chooses tokens of a query token, or pages of a KV head."""
 
     kernel: ClassVar[str] = "choose"
+    path: ClassVar[str] = "select/choose.cu.jinja"
 
     chooses_pages: bool
 
@@ -93,10 +94,6 @@ class ChoiceSpec(KernelSpec):
         """Return the template variables of this spec: its fields and its symbol."""
         return super().context() | {"chooses_pages": "true" if self.chooses_pages else "false"}
 
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "select/choose.cu.jinja"
-
     def config_text(self) -> str:
         """Return arguments that select the kernel."""
         return f"kernel=select_{'pages' if self.chooses_pages else 'tokens'}"
@@ -106,6 +103,8 @@ class PageBoundsSpec(KernelSpec):
     """The kernel that keeps the least and largest keys of pages."""
 
     kernel: ClassVar[str] = "page_bounds"
+    path: ClassVar[str] = "select/page_bounds.cu.jinja"
+    cta: ClassVar[Tile] = PageBoundsTile()
 
     kv_dtype: DType
 
@@ -123,14 +122,6 @@ class PageBoundsSpec(KernelSpec):
         """Return the template variables of this spec: its fields, their type and its symbol."""
         return super().context() | {"bounds_dtype": self.bounds_dtype.value}
 
-    def tile(self, arch: str) -> PageBoundsTile:
-        """Return the shape of a CTA on ``arch``."""
-        return PageBoundsTile()
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "select/page_bounds.cu.jinja"
-
     def config_text(self) -> str:
         """Return arguments that select the kernel."""
         return f"kernel={self.kernel},kv_dtype={self.kv_dtype}"
@@ -140,6 +131,7 @@ class PageScoresSpec(KernelSpec):
     """The kernel that bounds the scores of pages; ``kv_dtype`` is that of their bounds."""
 
     kernel: ClassVar[str] = "page_scores"
+    path: ClassVar[str] = "select/page_scores.cu.jinja"
 
     kv_dtype: DType
     head_dim: int
@@ -152,10 +144,6 @@ class PageScoresSpec(KernelSpec):
     def tile(self, arch: str) -> PageScoresTile:
         """Return the shape of a CTA on ``arch``."""
         return PageScoresTile(warp_pages=8 if self.head_dim <= 128 else 4)
-
-    def template(self, arch: str) -> str:
-        """Return the template on ``arch``."""
-        return "select/page_scores.cu.jinja"
 
     def config_text(self) -> str:
         """Return arguments that select the kernel."""

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor
 
+from tests.support.examples import examples as settings_of
 from tests.support.harness import attend, tolerance
 from tests.support.inputs import Inputs
 from tests.support.strategies import VARIANTS, Example, examples, inputs_of, run_example
@@ -39,13 +40,7 @@ def by_hand(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return torch.stack(outs).view(*shape, -1), torch.stack(lses).double().view(shape)
 
 
-@settings(
-    max_examples=50,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings_of(50)
 @given(examples(longest=150))
 def test_random_examples(example: Example) -> None:
     inputs, _ = inputs_of(example, "cpu")
@@ -59,13 +54,7 @@ def test_random_examples(example: Example) -> None:
     torch.testing.assert_close(out.double(), want_out, rtol=0, atol=atol)
 
 
-@settings(
-    max_examples=30,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings_of(30)
 @given(examples(longest=150))
 def test_the_test_of_the_gpu(example: Example) -> None:
     """What tests/gpu/test_random.py does with an example, probes included."""

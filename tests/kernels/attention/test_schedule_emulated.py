@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,16 +23,11 @@ from tests.emulator import launch_recorder
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 from tests.gpu.test_claims import IN_WAVES
 from tests.support.cases import Case
+from tests.support.examples import examples
 
 _VISIT_COST, _MIN_SLOT_COST = TRAITS.tile_visit_cost, TRAITS.min_slot_cost
 
-random_examples = settings(
-    max_examples=300,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+random_examples = examples(300)
 
 
 # --- the model ------------------------------------------------------------------------------------

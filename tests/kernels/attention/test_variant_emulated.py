@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.emulator.attention import EmulatedCuda
 from tests.support.cases import E4M3, NVFP4, Case, of
-from tests.support.harness import attend, check, expected
-from tests.support.inputs import make_inputs
+from tests.support.examples import examples
 from tests.support.mla import MLACase, check_kernel
 from tests.support.mla import make_inputs as make_latents
 
@@ -37,43 +36,30 @@ CASES = {
     "e4m3": replace(E4M3, variant="everything", page_size=5, group_size=2, num_kv_heads=2),
     "nvfp4": replace(NVFP4, variant="everything", group_size=2, num_kv_heads=2, sinks="float64"),
 }
-SETTINGS = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=False,
-)
-
-
-def compare(case: Case, host: EmulatedCuda) -> None:
-    inputs = make_inputs(case, "cpu")
-    planner = host.planner(**case.planner_arguments())
-    check(case, *attend(inputs, planner), expected(inputs))
 
 
 # Each feature in a kernel of warps or of warpgroups: what follows the scores is one text for both.
 @pytest.mark.parametrize("name", ["everything", "all features", "negative scale", "nvfp4"])
 def test_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = EmulatedCuda(monkeypatch, "sm_80")
-    compare(of(CASES[name], *PAIRS, spare_rows=2), host)
-    assert {symbol.split("_")[1] for symbol in host.ran} == {"decode", "prefill"}
+    host.check(of(CASES[name], *PAIRS, spare_rows=2))
+    assert host.kinds == {"decode", "prefill"}
 
 
 @pytest.mark.parametrize("name", ["everything", "e4m3", "nvfp4"])
 def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASES[name], head_dim=128, page_size=16)
     host = EmulatedCuda(monkeypatch, "sm_90a")
-    compare(of(case, (1, 40), (1, 150), (1, 0)), host)
-    assert {symbol.split("_")[1] for symbol in host.ran} == {"decode"}
+    host.check(of(case, (1, 40), (1, 150), (1, 0)))
+    assert host.kinds == {"decode"}
 
 
 @pytest.mark.parametrize("name", ["everything", "not causal", "no products", "e4m3"])
 def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASES[name], head_dim=64)
     host = EmulatedCuda(monkeypatch, "sm_90a", seed=1 if name == "everything" else 0)
-    compare(of(case, (140, 150), (40, 200), (20, 20), (30, 10)), host)
-    assert "prefill" in {symbol.split("_")[1] for symbol in host.ran}
+    host.check(of(case, (140, 150), (40, 200), (20, 20), (30, 10)))
+    assert "prefill" in host.kinds
 
 
 LATENTS = MLACase(
@@ -124,7 +110,7 @@ def test_random_batches(
     """Lengths, heads, tables and windows of one kernel each, or two: 100 batches."""
     host = EmulatedCuda(monkeypatch, arch)
 
-    @settings(SETTINGS, max_examples=100)
+    @examples(100)
     @given(
         batch=pairs,
         num_kv_heads=st.integers(1, 3),
@@ -134,6 +120,6 @@ def test_random_batches(
         seed=st.integers(0, 300),
     )
     def run(batch: list[tuple[int, int]], **changes: int) -> None:
-        compare(of(replace(BASE, variant=name, **changes), *batch), host)
+        host.check(of(replace(BASE, variant=name, **changes), *batch))
 
     run()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 import jitattn
 from jitattn.kernels.mla.config import cache_specs
@@ -16,6 +16,7 @@ from jitattn.kernels.registry import parse_config, specs_of
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.layout import Loader
 from jitattn.tools import cli
+from tests.support.examples import examples
 from tests.support.harness import same_bits
 from tests.support.mla import (
     FORMS,
@@ -34,13 +35,7 @@ MIXED = replace(CASE, q_lens=(4, 1, 3), spare_rows=2)
 FP8 = ("fp8_one", "fp8_pair", "fp8_mixed")
 
 
-@settings(
-    max_examples=150,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@examples(150)
 @given(cases())
 def test_random_cases(case: MLACase) -> None:
     check_case(case)

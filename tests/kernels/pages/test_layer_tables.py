@@ -11,7 +11,7 @@ from jitattn.kernels.pages.layer_tables import has_kernel, write_layer_tables
 from jitattn.kv import device_block_tables
 from tests.emulator.pages import emulate_kernels, emulated_kernels
 from tests.support import kv_tables
-from tests.support.transfers import examples
+from tests.support.examples import examples
 
 __all__ = ["emulated_kernels"]  # a fixture
 

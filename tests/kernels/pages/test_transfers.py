@@ -7,9 +7,10 @@ from hypothesis import given
 
 from tests.support import transfers
 from tests.support.cases import Case
+from tests.support.examples import examples
 
 
-@transfers.examples(150)
+@examples(150)
 @given(transfers.gathers())
 def test_gathers(example: transfers.Gather) -> None:
     transfers.check_gather(example, "cpu")
@@ -27,25 +28,25 @@ def test_gathers_saturate(kv_dtype: str, out_dtype: str) -> None:
     transfers.check_saturation(kv_dtype, out_dtype, "cpu")
 
 
-@transfers.examples(150)
+@examples(150)
 @given(transfers.copies())
 def test_copies(example: transfers.Copy) -> None:
     transfers.check_copy(example, "cpu")
 
 
-@transfers.examples(150)
+@examples(150)
 @given(transfers.slot_tables(may_break=False))
 def test_block_tables(example: transfers.Slots) -> None:
     transfers.check_block_table(example, "cpu")
 
 
-@transfers.examples(100)
+@examples(100)
 @given(transfers.token_batches())
 def test_batch_infos(example: transfers.Tokens) -> None:
     transfers.check_batch_info(example, "cpu")
 
 
-@transfers.examples(60)
+@examples(60)
 @given(transfers.paged_cases())
 def test_conversions(case: Case) -> None:
     transfers.check_conversions(case, "cpu")

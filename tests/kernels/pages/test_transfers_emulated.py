@@ -11,13 +11,14 @@ from hypothesis import given
 
 from tests.emulator.pages import emulated_kernels
 from tests.support import transfers
+from tests.support.examples import examples
 
 __all__ = ["emulated_kernels"]  # a fixture
 
 
 @pytest.mark.usefixtures("emulated_kernels")
 class TestKernels:
-    @transfers.examples(120)
+    @examples(120)
     @given(transfers.gathers())
     def test_gathers(self, example: transfers.Gather) -> None:
         transfers.check_gather(example, "cpu")
@@ -34,17 +35,17 @@ class TestKernels:
     def test_gathers_saturate(self, kv_dtype: str, out_dtype: str) -> None:
         transfers.check_saturation(kv_dtype, out_dtype, "cpu")
 
-    @transfers.examples(120)
+    @examples(120)
     @given(transfers.copies())
     def test_copies(self, example: transfers.Copy) -> None:
         transfers.check_copy(example, "cpu")
 
-    @transfers.examples(120)
+    @examples(120)
     @given(transfers.slot_tables(may_break=True))
     def test_block_tables(self, example: transfers.Slots) -> None:
         transfers.check_block_table(example, "cpu")
 
-    @transfers.examples(80)
+    @examples(80)
     @given(transfers.token_batches())
     def test_batch_infos(self, example: transfers.Tokens) -> None:
         transfers.check_batch_info(example, "cpu")

@@ -15,7 +15,7 @@ import jitattn
 from jitattn import ConfigError
 from tests.support import choices
 from tests.support.choices import Batch, Choice, Index, Pages
-from tests.support.transfers import examples
+from tests.support.examples import examples
 
 
 @examples(25)

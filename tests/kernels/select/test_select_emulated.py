@@ -13,7 +13,7 @@ import jitattn
 from tests.emulator.select import EmulatedCard, card, random_card
 from tests.support import choices
 from tests.support.choices import Batch, Choice, Index, Pages
-from tests.support.transfers import examples
+from tests.support.examples import examples
 
 __all__ = ["card", "random_card"]  # fixtures
 
