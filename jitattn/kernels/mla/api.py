@@ -77,7 +77,7 @@ class MLAPlanner(_Arguments):
         causal: query tokens see no later ones; the last of a request is its last key.
         variant: an ``AttentionVariant``, or the name of a ready one ("alibi",
             "relative_bias"): what becomes of each logit; ``run`` gets ``variant_params``.
-        batch_invariant: a query token's out and lse are the same bits whatever else is in the batch,
+        batch_invariant: a query token has the same bits of out and lse whatever is in the batch,
             however its request is cut into prefill chunks, verified tokens and decode steps, and
             wherever its pages lie.
         num_sms: multiprocessors to use; None is all.

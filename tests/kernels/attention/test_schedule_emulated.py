@@ -238,7 +238,7 @@ class Batch:
         return max(1, 512 // self.tile_tokens)
 
     def split_tiles(self, position: int) -> int:
-        """``split_tiles_at()``: tiles of a fixed split of rows whose last key is at ``position``."""
+        """``split_tiles_at()``: tiles of a fixed split of rows whose last key is there."""
         lengths = (
             (self.min_split_tiles * (4 + step % 4) << step // 4) // 4 for step in itertools.count()
         )
