@@ -19,12 +19,11 @@ from bench import ceilings, command, records, report
 from bench.cases import BASELINE, GROUPS, select
 from bench.ceilings import Ceilings
 from bench.contenders import VARIANTS, Contender, all_variants
-from bench.options import cuda_device
 from bench.oracle import Oracle
 from bench.rivals import all_rivals
-from bench.timing import GRAPH_BELOW_S, L2Flush, L2Policy, Timer, l2_bytes, summarize
-from bench.turns import Entry, Method, Result, set_up, take_turns, version_of
-from bench.workloads import Batch, Case, make_batch, num_copies
+from bench.timing import GRAPH_BELOW_S, L2Policy, Timer, summarize
+from bench.turns import Entry, Method, Result, set_up, take_turns
+from bench.workloads import Batch, Case, make_batch
 
 
 def choose_method(case: Case, kind: str, read: float, num_runs: int, rounds: int) -> Method:
@@ -101,29 +100,24 @@ def to_record(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected cases; the exit status is 1 when an output was wrong."""
     contenders: tuple[Contender, ...] = (*all_rivals(), *all_variants())
-    options = command.parse(
+    asked = command.comparison(
         argv,
-        program="bench.bench_decode",
+        contenders,
+        GROUPS,
+        program="bench_decode",
         description=__doc__,
-        names=[contender.name for contender in contenders],
         select=select,
         runs=32,
     )
-    device = cuda_device("bench_decode")
-    chosen = [c for c in contenders if c.name in options.contenders.split(",")]
-    cases = [case for case in select(options.cases) if _of_group(chosen, case)]
-    env = records.environment({c.name: version_of(c) for c in chosen})
+    options, device, env = asked.options, asked.device, asked.env
+    cases = [case for case in select(options.cases) if asked.of_group(case)]
     limits = ceilings.measure(device)
     report.print_head(env, limits)
-    timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
     rows: list[tuple[Case, list[Result]]] = []
     for case in cases:
         method = choose_method(case, options.method, limits.read, options.runs, options.rounds)
-        copies = (
-            num_copies(case.kv_bytes, l2_bytes(device), options.runs) if method.num_runs > 1 else 1
-        )
-        batch = make_batch(case, copies, device)
-        results = bench_case(batch, _of_group(chosen, case), method, timer)
+        batch = make_batch(case, asked.num_copies(method, case.kv_bytes), device)
+        results = bench_case(batch, asked.of_group(case), method, asked.timer)
         del batch
         records.append_json(
             options.json, [to_record(r, case, method, limits, options.l2, env) for r in results]
@@ -134,11 +128,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.table:
         report.print_tables(rows, limits)
     return command.status_of(results for _, results in rows)
-
-
-def _of_group(contenders: Sequence[Contender], case: Case) -> list[Contender]:
-    """Return those that are measured on the cases of the group of ``case``."""
-    return [c for c in contenders if c.name in GROUPS[case.group].contenders]
 
 
 if __name__ == "__main__":

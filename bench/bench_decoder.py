@@ -340,15 +340,13 @@ def to_record(
 ) -> dict[str, object]:
     """Return the JSON record of one result."""
     figures = {} if result.timing is None else dataclasses.asdict(result.timing)
-    return records.record(
+    return records.of_result(
         "decoder",
         env,
-        case=case.name,
+        case.name,
+        result,
         num_layers=weights.shape.num_layers,
         num_steps=num_steps,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
         error=result.error,
         **figures,
         **result.facts,

@@ -256,13 +256,11 @@ def to_record(
             figures["copy_fraction"] = copy_s / result.timing.median_s
     if result.host is not None:
         figures["host_us"] = result.host.median_s * 1e6
-    return records.record(
+    return records.of_result(
         "gather",
         env,
-        case=case.name,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
+        case.name,
+        result,
         method="graph",
         num_runs=num_runs,
         num_bytes=case.num_bytes,

@@ -316,13 +316,11 @@ def _measure_all(options: argparse.Namespace) -> int:
     chosen = [c for c in CONTENDERS if c.name in options.contenders.split(",")]
     results = [measure(model, workload, c, first, options.rounds, wait) for c in chosen]
     lines = [
-        records.record(
+        records.of_result(
             "generate",
             env,
-            case=workload.name,
-            contender=result.contender,
-            status=result.status,
-            reason=result.reason,
+            workload.name,
+            result,
             median_s=None if result.timing is None else result.timing.median_s,
             **result.facts,
         )

@@ -29,10 +29,8 @@ from bench.mla_contenders import (
     all_mla_contenders,
     make_mla_inputs,
 )
-from bench.options import cuda_device
-from bench.timing import L2Flush, L2Policy, Timer, l2_bytes
-from bench.turns import Method, Result, choose_method, compare, version_of
-from bench.workloads import num_copies
+from bench.timing import L2Policy, Timer
+from bench.turns import Method, Result, choose_method, compare
 
 
 def bench_case(
@@ -74,29 +72,19 @@ def to_record(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected cases; the exit status is 1 when an output was wrong."""
     contenders = all_mla_contenders()
-    options = command.parse(
-        argv,
-        program="bench.bench_mla",
-        description=__doc__,
-        names=[contender.name for contender in contenders],
-        select=select_mla,
+    asked = command.comparison(
+        argv, contenders, MLA_GROUPS, program="bench_mla", description=__doc__, select=select_mla,
         runs=32,
-    )
-    device = cuda_device("bench_mla")
-    chosen = [c for c in contenders if c.name in options.contenders.split(",")]
+    )  # fmt: skip
+    options, device, env = asked.options, asked.device, asked.env
     limits = ceilings.measure_tensor(device)
-    env = records.environment({c.name: version_of(c) for c in chosen})
     report.print_head(env, limits)
     mla_report.print_product(limits)
-    timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
     rows: list[tuple[MLACase, list[Result]]] = []
     for case in select_mla(options.cases):
         method = choose_method(case.method_floor_s, options.method, options.runs, options.rounds)
-        copies = 1
-        if method.num_runs > 1:
-            copies = num_copies(case.kv_bytes, l2_bytes(device), options.runs)
-        inputs = make_mla_inputs(case, device, copies=copies)
-        results = bench_case(inputs, _of_group(chosen, case), method, timer)
+        inputs = make_mla_inputs(case, device, copies=asked.num_copies(method, case.kv_bytes))
+        results = bench_case(inputs, asked.of_group(case), method, asked.timer)
         del inputs
         lines = [to_record(result, case, method, options.l2, limits, env) for result in results]
         records.append_json(options.json, lines)
@@ -106,11 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.table:
         mla_report.print_tables(rows, limits)
     return command.status_of(results for _, results in rows)
-
-
-def _of_group(contenders: Sequence[MLAContender], case: MLACase) -> list[MLAContender]:
-    """Return those that are measured on the cases of the group of ``case``."""
-    return [c for c in contenders if c.name in MLA_GROUPS[case.group].contenders]
 
 
 if __name__ == "__main__":

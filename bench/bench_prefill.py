@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from bench import command, prefill_report, records, report
-from bench.options import cuda_device
 from bench.prefill_cases import PREFILL_GROUPS, PrefillCase, select_prefill
 from bench.prefill_contenders import (
     Inputs,
@@ -26,9 +25,8 @@ from bench.prefill_contenders import (
     all_prefill_contenders,
     make_inputs,
 )
-from bench.timing import L2Flush, L2Policy, Timer, l2_bytes
-from bench.turns import Method, Result, choose_method, compare, version_of
-from bench.workloads import num_copies
+from bench.timing import L2Policy, Timer
+from bench.turns import Method, Result, choose_method, compare
 
 _NAMED_ONLY = ("fa2",)  # the slowest, and its modules take long to compile
 
@@ -54,29 +52,18 @@ def to_record(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected cases; the exit status is 1 when an output was wrong."""
-    contenders = all_prefill_contenders()
-    options = command.parse(
-        argv,
-        program="bench.bench_prefill",
-        description=__doc__,
-        names=[contender.name for contender in contenders],
-        select=select_prefill,
-        runs=16,
-        named_only=_NAMED_ONLY,
-    )
-    device = cuda_device("bench_prefill")
-    chosen = [c for c in contenders if c.name in options.contenders.split(",")]
-    env = records.environment({c.name: version_of(c) for c in chosen})
+    asked = command.comparison(
+        argv, all_prefill_contenders(), PREFILL_GROUPS, program="bench_prefill",
+        description=__doc__, select=select_prefill, runs=16, named_only=_NAMED_ONLY,
+    )  # fmt: skip
+    options, device, env = asked.options, asked.device, asked.env
     report.print_head(env)
-    timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
     rows: list[tuple[PrefillCase, list[Result]]] = []
     for case in select_prefill(options.cases):
         method = choose_method(case.floor_s, options.method, options.runs, options.rounds)
-        copies = 1
-        if method.num_runs > 1:
-            copies = num_copies(case.pages().kv_bytes, l2_bytes(device), options.runs)
+        copies = asked.num_copies(method, case.pages().kv_bytes)
         inputs = make_inputs(case, device, copies=copies)
-        results = bench_case(inputs, _of_group(chosen, case), method, timer)
+        results = bench_case(inputs, asked.of_group(case), method, asked.timer)
         del inputs
         lines = [to_record(result, case, method, options.l2, env) for result in results]
         records.append_json(options.json, lines)
@@ -86,11 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.table:
         prefill_report.print_tables(rows)
     return command.status_of(results for _, results in rows)
-
-
-def _of_group(contenders: Sequence[PrefillContender], case: PrefillCase) -> list[PrefillContender]:
-    """Return those that are measured on the cases of the group of ``case``."""
-    return [c for c in contenders if c.name in PREFILL_GROUPS[case.group].contenders]
 
 
 if __name__ == "__main__":

@@ -195,13 +195,11 @@ def to_record(
             "gb_per_s": rate / 1e9,
             "copy_fraction": rate / limits.copy,
         }
-    return records.record(
+    return records.of_result(
         "preprocess",
         env,
-        case=batch.row.name,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
+        batch.row.name,
+        result,
         num_bytes=batch.row.num_bytes,
         num_runs=num_runs,
         copies=batch.copies,

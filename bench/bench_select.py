@@ -317,13 +317,11 @@ def bench_case(case: Case, timer: Timer, num_runs: int, read: float) -> list[Res
 def to_record(result: Result, env: dict[str, object]) -> dict[str, object]:
     """Return the JSON record of one result."""
     timing = {} if result.timing is None else dataclasses.asdict(result.timing)
-    return records.record(
+    return records.of_result(
         "select",
         env,
-        case=result.case.name,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
+        result.case.name,
+        result,
         num_bytes=result.case.num_bytes,
         **timing,
         **result.figures,

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from bench import records
-from bench.options import make_parser
-from bench.timing import L2Policy
-from bench.turns import Method, Result
+from bench.options import cuda_device, make_parser
+from bench.timing import L2Flush, L2Policy, Timer, l2_bytes
+from bench.turns import Competitor, Method, Result, version_of
+from bench.workloads import num_copies
+
+ContenderT = TypeVar("ContenderT", bound=Competitor[Any])
 
 
 class Named(Protocol):
@@ -38,14 +44,12 @@ def result_record(
     figures: dict[str, object] = {}
     if result.timing is not None:
         figures = {**dataclasses.asdict(result.timing), **rates(result.timing.median_s)}
-    return records.record(
+    return records.of_result(
         kind,
         env,
-        case=case.name,
+        case.name,
+        result,
         group=case.group,
-        contender=result.contender,
-        status=result.status,
-        reason=result.reason,
         method=method.kind,
         num_runs=method.num_runs,
         l2_policy=l2.value,
@@ -91,6 +95,52 @@ def parse(
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+@dataclass(frozen=True)
+class Comparison(Generic[ContenderT]):
+    """A comparison as its command line asks for it.
+
+    Attributes:
+        chosen: the contenders that are asked for.
+        groups: of cases, by name; they say who is measured on them.
+        env: what the records say of this machine.
+    """
+
+    options: argparse.Namespace
+    device: torch.device
+    chosen: Sequence[ContenderT]
+    groups: Mapping[str, Any]
+    env: dict[str, object]
+    timer: Timer
+
+    def of_group(self, case: Named) -> list[ContenderT]:
+        """Return those that are measured on the cases of the group of ``case``."""
+        return [c for c in self.chosen if c.name in self.groups[case.group].contenders]
+
+    def num_copies(self, method: Method, kv_bytes: int) -> int:
+        """Return the pools that runs take turns with, so that none finds its own in L2."""
+        if method.num_runs == 1:
+            return 1
+        return num_copies(kv_bytes, l2_bytes(self.device), self.options.runs)
+
+
+def comparison(
+    argv: Sequence[str] | None,
+    contenders: Sequence[ContenderT],
+    groups: Mapping[str, Any],
+    *,
+    program: str,
+    **others: Any,
+) -> Comparison[ContenderT]:
+    """Return the comparison that is asked for; ``others`` are arguments of ``parse``."""
+    names = [contender.name for contender in contenders]
+    options = parse(argv, program=f"bench.{program}", names=names, **others)
+    device = cuda_device(program)
+    chosen = [c for c in contenders if c.name in options.contenders.split(",")]
+    env = records.environment({c.name: version_of(c) for c in chosen})
+    timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
+    return Comparison(options, device, chosen, groups, env, timer)
 
 
 def check_names(

@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,14 @@ def record(kind: str, env: Mapping[str, object], **facts: object) -> dict[str, o
         **facts: the figures; seconds end in ``_s``, microseconds in ``_us``.
     """
     return {"schema": SCHEMA, "kind": kind, **facts, "environment": dict(env)}
+
+
+def of_result(
+    kind: str, env: Mapping[str, object], case: str, result: Any, **facts: object
+) -> dict[str, object]:
+    """Return the record of what came of a contender on a case, such as a `bench.turns.Result`."""
+    came_of_it = {name: getattr(result, name) for name in ("contender", "status", "reason")}
+    return record(kind, env, case=case, **came_of_it, **facts)
 
 
 def append_json(path: Path | None, records: Sequence[Mapping[str, object]]) -> None:

@@ -22,7 +22,7 @@ LONG = Batch(kv_lens=(131_072, 1, 0, 70_001, 8192, 8193), q_lens=(1,) * 6, page_
 SIZES = ((64, 128), (32, 128), (5, 128), (100, 128), (16, 64))
 
 
-@examples(200)
+@examples(100)
 @given(st.data())
 def test_random_logits(data: st.DataObject) -> None:
     batch = data.draw(choices.batches(max_len=3000))

@@ -542,39 +542,26 @@ def test_sglangs_pool_of_latents(page_size: int, monkeypatch: pytest.MonkeyPatch
 
 # --- what is refused ------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"use_mla_backend": True}, "multi-head latent attention over a pool without latents"),
-        ({"is_draft_worker": True}, "the draft model"),
-        ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "cross attention"),
-        ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "a unified memory pool"),
-    ],
-)
-def test_runners_that_are_not_supported(
-    engine: Engine, given: dict[str, Any], message: str
-) -> None:
-    run = Run(engine, Case(DECODE, "DECODE"))
-    for name, value in given.items():
-        setattr(run.runner, name, value)
-    with pytest.raises(ValueError, match=f"^{message}.* is not supported"):
-        engine.new_backend(run.runner)
+TRANSLATOR = SimpleNamespace(is_translating=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("owner", "name", "value", "message"),
     [
-        ("is_quantized_kv_cache", True, "a pool of 4 bits"),
-        ("k_scale_buffer", [torch.ones(1)], "a pool with scales of blocks"),
-        ("swa_kv_pool", SimpleNamespace(is_quantized_kv_cache=True), "a pool of 4 bits"),
+        ("runner", "use_mla_backend", True, "multi-head latent attention over a pool without lat"),
+        ("runner", "is_draft_worker", True, "the draft model"),
+        ("runner", "model_config", SimpleNamespace(is_encoder_decoder=True), "cross attention"),
+        ("runner", "kv_index_translator", TRANSLATOR, "a unified memory pool"),
+        ("pool", "is_quantized_kv_cache", True, "a pool of 4 bits"),
+        ("pool", "k_scale_buffer", [torch.ones(1)], "a pool with scales of blocks"),
+        ("pool", "swa_kv_pool", SimpleNamespace(is_quantized_kv_cache=True), "a pool of 4 bits"),
     ],
 )
-def test_pools_that_are_not_supported(
-    engine: Engine, name: str, value: object, message: str
+def test_runners_and_pools_that_are_not_supported(
+    engine: Engine, owner: str, name: str, value: object, message: str
 ) -> None:
     run = Run(engine, Case(DECODE, "DECODE"))
-    setattr(run.pool, name, value)
+    setattr(getattr(run, owner), name, value)
     with pytest.raises(ValueError, match=f"^{message}.* is not supported"):
         engine.new_backend(run.runner)
 

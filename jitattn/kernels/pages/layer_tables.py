@@ -84,14 +84,8 @@ def _launch(params: LayerTablesParams, card: int) -> None:
         device_kernels.launch_on(card, Launch(kernel, params, grid, num_threads))
 
 
-def _check(
-    tables: Tensor,
-    slots: Tensor,
-    layers: Tensor,
-    requests: Tensor,
-    changes: Tensor,
-    scratch_slots: Tensor,
-) -> None:
+def _check(tables: Tensor, slots: Tensor, *records: Tensor) -> None:
+    layers, requests, changes, scratch_slots = records
     check_tensor("tables", tables, (torch.int32,))
     if tables.dim() != 3:
         raise ValueError(f"tables has shape {list(tables.shape)}: expected three dimensions")

@@ -51,7 +51,8 @@ struct IndexKeys {
     return places.offsets[token] >= 0;
   }
 
-  // Begins the copies of a tile that begins at token `first` of the chunk. What lies nowhere is 0.
+  // Begins the copies of a tile that begins at token `first` of the chunk. What lies nowhere is 0,
+  // beside an address that is aligned as copies need it.
   __device__ __forceinline__ void load(uint32_t keys_smem, uint32_t scales_smem,
                                        int32_t first) const {
     if (cache.is_aligned) {
@@ -59,7 +60,7 @@ struct IndexKeys {
         const int row = i / kVectors, vector = i % kVectors;
         const int64_t offset = places.offsets[first + row];
         cp_async_16<128>(index_vector(keys_smem, row, vector),
-                         cache.keys + vector * kIndexVector + offset, offset >= 0);
+                         cache.keys + vector * kIndexVector + max(offset, int64_t(0)), offset >= 0);
       });
     } else {
 #pragma unroll 1
@@ -67,13 +68,14 @@ struct IndexKeys {
         const int row = i / (kHeadDim / 4), word = i % (kHeadDim / 4);
         const int64_t offset = places.offsets[first + row];
         cp_async_few<4>(index_vector(keys_smem, row, word / 4) + word % 4 * 4,
-                        cache.keys + word * 4 + offset, offset >= 0);
+                        cache.keys + word * 4 + max(offset, int64_t(0)), offset >= 0);
       }
     }
     for_each_of<kTileTokens>([&](int row) {
       const int64_t offset = places.offsets[first + row];
       const int64_t shift = places.places[first + row] * cache.scale_shift;
-      cp_async_few<4>(scales_smem + 4 * row, cache.scales + offset + shift, offset >= 0);
+      const int64_t found = offset >= 0 ? offset + shift : 0;
+      cp_async_few<4>(scales_smem + 4 * row, cache.scales + found, offset >= 0);
     });
   }
 
