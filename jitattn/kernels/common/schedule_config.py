@@ -161,15 +161,11 @@ def schedule_config(
     has_query_tiles, layout = is_prefill(role), layout_of(config.page_table)
     blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
-    # The prefill kernel has all requests of a batch-invariant planner, but for those with lists.
-    has_splits = config.batch_invariant and (has_query_tiles or layout.is_list)
-    max_splits = traits.max_splits if has_splits else 0
-    least = max(traits.min_split_tokens, traits.head_split_tokens * config.num_kv_heads)
-    min_split_tiles = max(1, min(least, traits.max_split_tokens) // kernel.tile.tile_tokens)
+    fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
     slots = work.wave_slots * work.max_waves
-    # Two places a slot; with fixed splits one a slot and one a CTA, of so many splits.
     num_places = slots * blocks.num_head_blocks
-    num_places = (num_places + work.grid) * max_splits if max_splits else 2 * num_places
+    # Two places a slot; with fixed splits one a slot and one a CTA, of so many splits.
+    num_places = (num_places + work.grid) * fixed.most if fixed.most else 2 * num_places
     num_rows = num_places * kernel.row_tile
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
@@ -189,9 +185,9 @@ def schedule_config(
         bounds_requests=layout.has_offsets or layout.is_list,
         limits_sms=config.num_sms is not None,
         # Lengths grow by a quarter of a power of two of the least.
-        class_tokens=max_splits * max(1, min_split_tiles // 4) * kernel.tile.tile_tokens,
+        class_tokens=fixed.most * max(1, fixed.least_tiles // 4) * kernel.tile.tile_tokens,
         params_type=params_type,
-        params=_kernel_params(params_type, config, blocks, work, max_splits, slots),
+        params=_kernel_params(params_type, config, blocks, work, fixed.most, slots),
         schedule_params=_schedule_params(
             config,
             traits,
@@ -200,8 +196,7 @@ def schedule_config(
             work,
             decode_rows=decode_rows,
             prefill_rows=kernel.row_tile if has_query_tiles else 0,
-            max_splits=max_splits,
-            min_split_tiles=min_split_tiles,
+            fixed=fixed,
         ),
     )
 
@@ -209,6 +204,23 @@ def schedule_config(
 def _partial_values(num_rows: int, kernel: PlannedKernel) -> int:
     """Return the floats of partial rows. Their sums follow, in front of what CTAs have claimed."""
     return aligned(4 * num_rows * kernel.tile.value_dim) // 4
+
+
+class _FixedSplits(NamedTuple):
+    """Splits of a batch-invariant plan: the most of a query tile, and tiles of the shortest."""
+
+    most: int
+    least_tiles: int
+
+
+def _fixed_splits(
+    config: AttentionArguments, traits: FamilyTraits, kernel: PlannedKernel, has_requests: bool
+) -> _FixedSplits:
+    # The prefill kernel has all requests of a batch-invariant planner, but for those with lists.
+    most = traits.max_splits if config.batch_invariant and has_requests else 0
+    least = max(traits.min_split_tokens, traits.head_split_tokens * config.num_kv_heads)
+    least = min(least, traits.max_split_tokens)
+    return _FixedSplits(most, max(1, least // kernel.tile.tile_tokens))
 
 
 class _HeadBlocks(NamedTuple):
@@ -300,8 +312,7 @@ def _schedule_params(
     *,
     decode_rows: int,
     prefill_rows: int,
-    max_splits: int,
-    min_split_tiles: int,
+    fixed: _FixedSplits,
 ) -> bytes:
     kind = ListScheduleParams if config.page_table in LISTS else ScheduleParams
     return bytes(
@@ -314,9 +325,9 @@ def _schedule_params(
             tile_tokens=kernel.tile.tile_tokens,
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
-            min_split_tiles=min_split_tiles,
+            min_split_tiles=fixed.least_tiles,
             entry_tokens=_entry_tokens(config),
-            max_splits=max_splits,
+            max_splits=fixed.most,
             wave_slots=work.wave_slots,
             max_waves=work.max_waves,
             num_ctas=work.grid,

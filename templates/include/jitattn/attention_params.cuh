@@ -34,17 +34,17 @@ struct alignas(64) BlockScales {
 static_assert(sizeof(BlockScales) == sizeof(TensorMap), "either has the same room");
 
 struct AttentionParams {
-  const uint16_t* q;     // [num_tokens, num_qo_heads, head_dim]
-  const void* k;         // [num_pages, page_size, num_kv_heads, head_dim], any strides
-  const void* v;         // likewise, head_dim_vo
-  void* out;             // [num_tokens, num_qo_heads, head_dim_vo]
-  float* lse;            // [num_tokens, num_qo_heads], may be null
-  const void* sinks;     // [num_qo_heads], may be null
-  float* partials;       // [rows, kValueDim], see PartialRows
-  float2* partial_sums;  // [rows]: maximum (log2), sum
-  int32_t* counters;     // [max_slots, num_head_blocks], zero between launches
-  int32_t* num_claimed;  // work tiles that CTAs claimed; likewise
-  const uint8_t* mask;   // by mask_kind
+  const uint16_t* q;           // [num_tokens, num_qo_heads, head_dim]
+  const void* k;               // [num_pages, page_size, num_kv_heads, head_dim], any strides
+  const void* v;               // likewise, head_dim_vo
+  void* out;                   // [num_tokens, num_qo_heads, head_dim_vo]
+  float* lse;                  // [num_tokens, num_qo_heads], may be null
+  const void* sinks;           // [num_qo_heads], may be null
+  float* partials;             // [rows, kValueDim], see PartialRows
+  float2* partial_sums;        // [rows]: maximum (log2), sum
+  int32_t* counters;           // [max_slots, num_head_blocks], zero between launches
+  int32_t* num_claimed;        // work tiles that CTAs claimed; likewise
+  const uint8_t* mask;         // by mask_kind
   const int32_t* mask_indptr;  // [batch_size + 1], in bytes
   Schedule schedule;
   Scale k_scale;  // of quantised caches
