@@ -21,6 +21,7 @@ from jitattn.kernels.attention.api import AttentionPlanner, Plan
 from jitattn.kernels.common.planner_base import is_capturing
 from jitattn.kernels.merge.api import merge_into
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.layout import LISTS
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.quantization import KVCache
@@ -328,6 +329,11 @@ def _rows(level: CascadeLevel) -> list[tuple[int, int, int]]:
 def _reasons(config: PlannerConfig) -> list[str]:
     """Why a configuration can't be attended in levels."""
     reasons = []
+    if config.page_table in LISTS:
+        reasons.append(
+            f"page_table={config.page_table} is refused in a cascade: levels have all tokens of "
+            "their requests"
+        )
     if config.window_left != -1:
         reasons.append(
             f"window_left={config.window_left} is refused in a cascade: how much of a shared level "

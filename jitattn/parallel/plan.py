@@ -21,6 +21,7 @@ from jitattn.parallel.agreement import agree
 from jitattn.parallel.exchange import Exchange
 from jitattn.parallel.rows import GlobalBatch, LocalBatch
 from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.spec.layout import LISTS
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import check_page_table
@@ -303,6 +304,10 @@ def reasons_against(config: PlannerConfig | MLAConfig, num_ranks: int, page_size
         reasons.append(
             f"planner has {config.num_qo_heads} query heads: {num_ranks} ranks can't have equally "
             "many of them"
+        )
+    if config.page_table in LISTS:
+        reasons.append(
+            f"page_table={config.page_table} is refused: lists name tokens or pages of one pool"
         )
     if config.window_left >= 0:
         reasons.append(

@@ -57,6 +57,8 @@ EVERYDAY = (
     "head_dim=128,kv_dtype=int8",
     "head_dim=128,kv_dtype=nvfp4",
     "head_dim=240,kv_dtype=nvfp4,use_custom_mask=true,logits_soft_cap=30",
+    "head_dim=128,num_qo_heads=128,page_table=page_lists",
+    "head_dim=256,kv_dtype=float8_e4m3fn,page_table=indices,logits_soft_cap=30",
 )
 
 
@@ -70,6 +72,7 @@ def jobs() -> Iterator[Job]:
                 yield Job(spec, "sm_90a", disassemble=True)
     for i, arch in enumerate(ARCHITECTURES):
         yield Job(ScheduleSpec(), arch)
+        yield Job(ScheduleSpec(has_lists=True), arch)
         for n, spec in enumerate(sample_specs(arch)):
             if arch == "sm_90a" or n % 12 == i or is_heavy(spec):
                 yield Job(spec, arch, disassemble=n % 9 == i)

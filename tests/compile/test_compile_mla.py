@@ -26,6 +26,8 @@ HOPPER = (
     "num_heads=16,page_size=8,page_table=token,q_dtype=float16,kv_dtype=float16,out_dtype=float32",
     "num_heads=64,kv_lora_rank=256,qk_rope_head_dim=32,page_table=csr",
     "num_heads=128,kv_dtype=float8_e4m3fn",
+    "num_heads=16,page_table=indices",
+    "num_heads=16,kv_dtype=float8_e4m3fn,page_table=indices",
 )
 OTHERS = {
     "sm_80": ("num_heads=128", "num_heads=128,kv_dtype=float8_e4m3fn,page_size=1"),
@@ -50,8 +52,8 @@ def product_dtype(spec: MLASpec, arch: str) -> str:
 
 
 def code_allowed(spec: MLASpec) -> int:
-    """KiB: conversions are unrolled over half a tile."""
-    return 90 if spec.kv_dtype is spec.q_dtype else 104
+    """KiB: conversions are unrolled over half a tile, and of lists some count as nothing."""
+    return 90 if spec.kv_dtype is spec.q_dtype else 110 if spec.page_table.is_list else 104
 
 
 def spills_allowed(spec: MLASpec, arch: str) -> int:

@@ -17,10 +17,10 @@ from jitattn.kernels.common.torch_op import (
     define,
     new_outputs,
     pages_tensors,
+    planned_table,
     refuse_gradients,
 )
 from jitattn.tensors.page_table_base import PlannedTable
-from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.tensor_handles import find
 
 __all__ = ["attention"]
@@ -67,7 +67,7 @@ def attention(
     found.run(
         q,
         bound,
-        pages=table_from_tensors(pages, page_table),
+        pages=planned_table(pages, page_table),
         out=out,
         lse=lse,
         sinks=sinks,

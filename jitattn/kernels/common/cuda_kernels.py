@@ -196,7 +196,8 @@ class CudaKernels:
         if self.config.page_table == ListLayout.PAGE_LISTS:
             return self._of_page_lists(max_q_len)
         # Without requests of many rows the others would have nothing to do.
-        if max_q_len <= self._decode[0].max_q_len:
+        is_decode = self.config.page_table == ListLayout.INDICES  # whose tokens are planned alone
+        if is_decode or max_q_len <= self._decode[0].max_q_len:
             return self._decode
         return self._multi_token if max_q_len <= self._multi_token_q_len else self._mixed
 

@@ -17,12 +17,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.tensors.cache_views import view_of
 from jitattn.tensors.page_table_base import PlannedTable
-from jitattn.tensors.page_tables import check_view
+from jitattn.tensors.page_tables import check_view, table_from_tensors
 from jitattn.tensors.quantization import KVCache, QuantizedKV, cache_of, tensors_of
 from jitattn.tensors.scales import ScaleLike
 from jitattn.tensors.tensor_handles import find
+from jitattn.tensors.token_lists import lists_from_tensors
 
 # Parts of schemas.
 PLAN = "Tensor plan, "
@@ -57,6 +59,13 @@ def _do_nothing(*arguments: object) -> None:
 
 
 # --- objects of an operator's tensors -------------------------------------------------------------
+
+
+def planned_table(tensors: Sequence[Tensor], layout: str | None) -> PlannedTable | None:
+    """Return the table or the lists that an operator gets as tensors and a layout."""
+    if tensors and layout in LISTS:
+        return lists_from_tensors(tensors, ListLayout(layout))
+    return table_from_tensors(tensors, layout)
 
 
 def scale_of(tensor: Tensor | None, factor: float | None) -> ScaleLike | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from jitattn.kernels.mla.config import SCALE_BLOCK
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import QUANTISED_DTYPES
+from jitattn.spec.layout import ListLayout
 from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.page_table_base import PlannedTable
@@ -323,6 +324,9 @@ def _without_odd_strides(view: Tensor) -> Tensor:
 
 
 def _rows_view(view: Tensor, config: MLAConfig) -> RowsView:
+    if config.page_table == ListLayout.INDICES and view.shape[0] == 0:
+        # Kernels load something for entries that are none, and count it as nothing.
+        raise ValueError("kv has no pages: lists of tokens are for a cache with one at least")
     page, token = (
         s if n > 1 else 0 for s, n in zip(view.stride()[:2], view.shape[:2], strict=True)
     )

@@ -17,10 +17,10 @@ from jitattn.kernels.common.torch_op import (
     define,
     new_outputs,
     pages_tensors,
+    planned_table,
     refuse_gradients,
 )
 from jitattn.tensors.page_table_base import PlannedTable
-from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.tensor_handles import find
 
 __all__ = ["mla_attention"]
@@ -57,7 +57,7 @@ def mla_attention(
     """
     found: Any = find("plan", plan, "MLAPlan")
     bound = bound_of(found, kv_cache, kv, "BoundMLACache", k_scale=k_scale)
-    found.run(q_nope, q_pe, bound, pages=table_from_tensors(pages, page_table), out=out, lse=lse)
+    found.run(q_nope, q_pe, bound, pages=planned_table(pages, page_table), out=out, lse=lse)
 
 
 define(mla_attention, f"{PLAN}Tensor q_nope, Tensor q_pe, {CACHE}{PAGES}{OUTPUTS}")

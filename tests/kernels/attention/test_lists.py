@@ -11,6 +11,7 @@ import torch
 
 import jitattn
 from jitattn.base.errors import ConfigError
+from jitattn.cascade import CascadePlanner
 from tests.support.lists import ListCase, check_lists, extra_inputs, make_inputs
 
 PAGES = ListCase(page_lists=True, page_size=16, num_pages=40, k=4, q_lens=3, counts="head")
@@ -66,6 +67,19 @@ def test_extra_lists_of_other_tables() -> None:
     plan = _planner(page_table="shared").plan(table, LENS)
     with pytest.raises(ValueError, match="extra is given"):
         plan.run(q, kv, extra=(LISTS, kv))
+
+
+def test_compiled_calls() -> None:
+    """Lists go through the operator as tables do."""
+    case = CASES["shared lists"]
+    inputs, planner = make_inputs(case), case.planner("cpu")
+    plan, kv, (q,) = inputs.plan(planner), planner.bind(inputs.kv), inputs.queries
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return plan.run(q, kv, pages=inputs.lists)  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(run(q), plan.run(q, kv), rtol=0, atol=0, equal_nan=True)
 
 
 def test_counts_at_run() -> None:
@@ -152,6 +166,17 @@ def test_lists_of_pages_have_few_query_tokens() -> None:
     starts = torch.tensor([0, 17], dtype=torch.int32)
     with pytest.raises(ValueError, match="max_q_len is 17"):
         planner.plan(lists, LENS[:1], starts, max_q_len=17)
+
+
+def test_a_latent_cache_without_pages() -> None:
+    planner = jitattn.MLAPlanner(sm_scale=1.0, page_table="indices", device="cpu")
+    with pytest.raises(ValueError, match="kv has no pages"):
+        planner.bind(torch.zeros(0, 64, 576).bfloat16())
+
+
+def test_cascades_have_no_lists() -> None:
+    with pytest.raises(ConfigError, match="page_table=indices"):
+        CascadePlanner(page_table="indices", device="cpu")
 
 
 def test_tables_are_no_lists() -> None:
