@@ -151,8 +151,7 @@ def schedule_config(
         config: the planner's arguments.
         traits: those of the kernel's family.
         role: what the kernel is for.
-        kernel: the kernel.
-        schedule_kernel: the kernel that makes schedules.
+        kernel, schedule_kernel: the kernel, and the one that makes schedules.
         num_sms: multiprocessors of the device.
         decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
             requests with more. 0: it takes every valid request; -1: every one.
@@ -163,10 +162,7 @@ def schedule_config(
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
     slots = work.wave_slots * work.max_waves
-    num_places = slots * blocks.num_head_blocks
-    # Two places a slot; with fixed splits one a slot and one a CTA, of so many splits.
-    num_places = (num_places + work.grid) * fixed.most if fixed.most else 2 * num_places
-    num_rows = num_places * kernel.row_tile
+    num_rows = fixed.num_places(slots * blocks.num_head_blocks, work.grid) * kernel.row_tile
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
@@ -184,8 +180,7 @@ def schedule_config(
         has_lists=layout.is_list,
         bounds_requests=layout.has_offsets or layout.is_list,
         limits_sms=config.num_sms is not None,
-        # Lengths grow by a quarter of a power of two of the least.
-        class_tokens=fixed.most * max(1, fixed.least_tiles // 4) * kernel.tile.tile_tokens,
+        class_tokens=fixed.class_tiles * kernel.tile.tile_tokens,
         params_type=params_type,
         params=_kernel_params(params_type, config, blocks, work, fixed.most, slots),
         schedule_params=_schedule_params(
@@ -211,6 +206,17 @@ class _FixedSplits(NamedTuple):
 
     most: int
     least_tiles: int
+
+    @property
+    def class_tiles(self) -> int:
+        """The least between two changes of the splits' length; 0 where splits are not fixed."""
+        # Lengths grow by a quarter of a power of two of the least.
+        return self.most * max(1, self.least_tiles // 4)
+
+    def num_places(self, num_slot_places: int, num_ctas: int) -> int:
+        """Return how many row tiles of partial rows there are."""
+        # Two a slot and head block; of fixed splits one there and one a CTA, of so many splits.
+        return (num_slot_places + num_ctas) * self.most if self.most else 2 * num_slot_places
 
 
 def _fixed_splits(
