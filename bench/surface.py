@@ -56,6 +56,7 @@ class Point:
     logits_soft_cap: float = 0.0
     use_sinks: bool = False
     causal: bool = True
+    batch_invariant: bool = False
 
     @property
     def name(self) -> str:
@@ -70,6 +71,7 @@ class Point:
         parts += [f"w{self.window_left}"] * (self.window_left >= 0)
         parts += [f"cap{self.logits_soft_cap:g}"] * (self.logits_soft_cap > 0)
         parts += ["sinks"] * self.use_sinks + ["full"] * (not self.causal)
+        parts += ["invariant"] * self.batch_invariant
         return "-".join(parts)
 
     @property
@@ -78,6 +80,7 @@ class Point:
         names = (
             *("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "page_size"),
             *("page_table", "kv_dtype", "window_left", "logits_soft_cap", "use_sinks", "causal"),
+            "batch_invariant",
         )
         return {"q_dtype": "bfloat16"} | {name: getattr(self, name) for name in names}
 
@@ -174,11 +177,22 @@ def _batches() -> Iterator[Point]:
     yield replace(DECODE, q_len=4, kv_lens=(4096,) * 8)
 
 
+def _invariant() -> Iterator[Point]:
+    """Yield batch-invariant twins of points, to be held against these."""
+    yield from (PREFILL, DECODE, *_batches())
+    for base in (PREFILL, DECODE):
+        for dim in (64, 256):
+            yield _with_head_dim(base, dim)
+        for kv_dtype in ("float8_e4m3fn", "nvfp4"):
+            yield replace(base, kv_dtype=kv_dtype)
+
+
 def grid() -> Iterator[Point]:
     """Yield the points that change one argument or the batch of two base batches."""
     yield from _one_change(PREFILL)
     yield from _one_change(DECODE)
     yield from _batches()
+    yield from (replace(point, batch_invariant=True) for point in _invariant())
 
 
 def sample(count: int, seed: int) -> Iterator[Point]:

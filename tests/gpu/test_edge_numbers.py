@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.cases import Case, of
 from tests.support.edge_numbers import (
+    LATENT_CASES,
     check_far_scales,
     check_large_latent_scores,
     check_large_scores,
@@ -35,7 +36,6 @@ def test_scales_whose_product_is_infinite(case: Case) -> None:
     check_far_scales(replace(case, kv_dtype="float8_e4m3fn"), "cuda")
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_large_latent_scores(page_size: int) -> None:
-    case = MLACase(lengths=(900, 64, 0, 1), page_size=page_size, out_dtype="float32")
-    check_large_latent_scores(replace(case, sm_scale=1.0), "cuda")
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_large_latent_scores(case: MLACase) -> None:
+    check_large_latent_scores(case, "cuda")

@@ -183,7 +183,7 @@ def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) ->
 def test_warpgroups_are_sampled() -> None:
     assert {spec.head_dim for spec in WARPGROUPS} == {n for n in HEAD_DIMS if n <= 256}
     assert {spec.loader for spec in WARPGROUPS} == set(Loader)
-    assert {warpgroup_tile(spec).num_warps for spec in WARPGROUPS} == {8, 12}
+    assert {warpgroup_tile(spec).num_warps for spec in WARPGROUPS} == {4, 8, 12}
 
 
 @pytest.mark.parametrize("spec", WARPGROUPS, ids=lambda spec: spec.symbol)
@@ -203,7 +203,7 @@ def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
     assert tile.producer_registers % 8 == tile.consumer_registers % 8 == 0
     # What is accumulated, probabilities and scores, half a register a token and column each.
     held = (tile.value_dim + tile.tile_tokens) // 2 + tile.tile_tokens // 4
-    assert held < tile.consumer_registers
+    assert held < (tile.consumer_registers or launched // tile.num_threads)
     # Segments that are as wide as the swizzle, in parts that begin where it does.
     assert tile.smem_bytes % 1024 == 0
     assert tile.tile_tokens % tile.tma_tokens == 0

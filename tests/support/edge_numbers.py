@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.spec.config import MLAConfig
 from tests.support.cases import Case
 from tests.support.harness import attend, check, expected
 from tests.support.inputs import Inputs, make_inputs, random_tokens
@@ -17,6 +18,12 @@ from tests.support.mla import MLACase
 from tests.support.mla import make_inputs as make_mla_inputs
 
 Attend = Callable[[Inputs], tuple[Tensor, Tensor]]
+
+LATENT_CASES = [
+    MLACase(lengths=(900, 64, 0, 1), page_size=page_size, out_dtype="float32", sm_scale=1.0)
+    for page_size in (1, 64)
+]
+"""Latent attention of scores so large, for a card."""
 
 _LARGE = 30_000.0
 _K_SCALE, _SM_SCALE = 2.0**118, 2.0**10
@@ -66,3 +73,8 @@ def check_large_latent_scores(
             want = torch.full_like(lse[request], logit + math.log(length))
             torch.testing.assert_close(lse[request], want, rtol=1e-6, atol=0)
             torch.testing.assert_close(out[request], torch.full_like(out[request], number))
+
+
+def gpu_configs() -> list[MLAConfig]:
+    """What tests/gpu/test_edge_numbers.py launches besides kernels that others do, for a bundle."""
+    return [MLAConfig.from_arguments(case.planner_arguments()) for case in LATENT_CASES]

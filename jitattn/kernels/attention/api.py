@@ -99,7 +99,9 @@ class AttentionPlanner(_Arguments):
             "relative_bias"): what becomes of each logit; ``run`` gets ``variant_params``.
         skip_softmax_threshold: not built yet: leave out a KV tile whose every score lies more
             than this below the running maximum; None is never.
-        batch_invariant: a request's bits depend on nothing but its own values and length.
+        batch_invariant: a query token has the same bits of out and lse whatever is in the batch,
+            however its request is cut into prefill chunks, verified tokens and decode steps, and
+            wherever its pages lie.
         early_kv: a promise: before the previous kernel on the stream began, all keys and values
             but those of each request's query tokens were complete, and so were the tables. Then
             they may be read before that kernel has ended (programmatic dependent launch).

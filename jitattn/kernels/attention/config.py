@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
-from jitattn.kernels.attention.spec import DecodeSpec, DequantizeQueriesSpec, PrefillSpec
-from jitattn.kernels.attention.tile import max_row_tile, row_tile_for
+from jitattn.kernels.attention.spec import (
+    DecodeSpec,
+    DequantizeQueriesSpec,
+    NarrowPrefillSpec,
+    PrefillSpec,
+)
+from jitattn.kernels.attention.tile import has_narrow_tile, max_row_tile, row_tile_for
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
@@ -197,10 +202,13 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     # Of lists decode kernels take everything, and of lists of tokens nothing has several.
     is_list = config.page_table in LISTS
     prefill = [] if is_list else [PrefillSpec(loader=Loader.VECTOR, **fields)]  # type: ignore[arg-type]
+    few = NarrowPrefillSpec(loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
+    narrow = [few] if not is_list and has_narrow_tile(few, arch) else []
     return (
         *specs_of_loaders(decode, arch),
         *(spec for prefill in prefill for spec in specs_of_loaders(prefill, arch)),
         *(spec for decode in wide for spec in specs_of_loaders(decode, arch)),
+        *(spec for few in narrow for spec in specs_of_loaders(few, arch)),
         ScheduleSpec(has_lists=is_list),
         *([DequantizeQueriesSpec()] if config.has_fp8_queries else []),
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from jitattn.jit.build import Pending
 from jitattn.kernels.attention.config import attention_specs, wide_row_tile
-from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
+from jitattn.kernels.attention.spec import DecodeSpec, NarrowPrefillSpec, PrefillSpec
+from jitattn.kernels.attention.tile import NARROW_ROWS
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
 from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel, Role
 from jitattn.kernels.common.schedule_config import FamilyTraits
@@ -22,7 +23,14 @@ from jitattn.tensors.bound_cache import LeadingParams
 from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
-TRAITS = FamilyTraits(max_splits=16, tile_visit_cost=1, min_slot_cost=1)
+TRAITS = FamilyTraits(
+    max_splits=16,
+    min_split_tokens=512,
+    head_split_tokens=256,
+    max_split_tokens=2048,
+    tile_visit_cost=1,
+    min_slot_cost=1,
+)
 
 
 class AttentionKernels(CudaKernels):
@@ -39,10 +47,9 @@ class AttentionKernels(CudaKernels):
         ]
         for spec in specs:
             self._by_alignment[spec.loader is not Loader.PLAIN].append(spec)
-        roles = _roles_of(self._by_alignment[True])
         self._tma_tiles: dict[str, TmaTile] = {
             role: tma_tile_of(spec.tile(target.arch), spec.head_dim)
-            for role, spec in roles.items()
+            for role, spec in _by_role(self._by_alignment[True]).items()
             if spec.loader is Loader.TENSOR
         }
         super().__init__(
@@ -53,6 +60,7 @@ class AttentionKernels(CudaKernels):
             main_specs=self._by_alignment[True],
             make_kernels=functools.partial(_make_kernels, target.arch, target.facts.index),
             multi_token_rows=wide_row_tile(config),
+            narrow_rows=NARROW_ROWS if "prefill_narrow" in _by_role(specs) else 0,
         )
 
     def bind(
@@ -73,26 +81,27 @@ class AttentionKernels(CudaKernels):
 def _make_kernels(
     arch: str, index: int, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
 ) -> BoundKernels:
-    kernels = dict(
-        zip(
-            _roles_of(specs),
-            (_make_kernel(arch, index, *pair) for pair in zip(specs, pending, strict=True)),
-            strict=True,
-        )
-    )
+    builds = dict(zip(specs, pending, strict=True))
     return BoundKernels(
-        kernels["decode"], kernels.get("prefill"), kernels.get("decode_multi_token")
+        **{
+            role: _make_kernel(arch, index, spec, builds[spec])
+            for role, spec in _by_role(specs).items()
+        }
     )
 
 
-def _roles_of(specs: Sequence[AttentionSpec]) -> dict[Role, AttentionSpec]:
-    """Return the kernels by role, in their order: of decode the first, and the rest."""
-    decode, *others = specs
-    names: list[tuple[Role, AttentionSpec]] = [("decode", decode)]
-    for spec in others:
-        is_decode = isinstance(spec, DecodeSpec)
-        names.append(("decode_multi_token" if is_decode else "prefill", spec))
-    return dict(names)
+def _by_role(specs: Iterable[AttentionSpec]) -> dict[Role, AttentionSpec]:
+    """Return the kernels of one loader by role; not every configuration has all."""
+    found: dict[Role, AttentionSpec] = {}
+    for spec in specs:
+        if isinstance(spec, NarrowPrefillSpec):
+            role: Role = "prefill_narrow"
+        elif isinstance(spec, PrefillSpec):
+            role = "prefill"
+        else:  # the narrower decode kernel comes first
+            role = "decode_multi_token" if "decode" in found else "decode"
+        found.setdefault(role, spec)
+    return found
 
 
 def _make_kernel(arch: str, index: int, spec: AttentionSpec, pending: Pending) -> PlannedKernel:

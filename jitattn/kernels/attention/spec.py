@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from jitattn.kernels.attention.tile import (
+    NARROW_ROWS,
     DequantizeQueriesTile,
     decode_tile,
     decode_uses_tma,
     has_warpgroup_tile,
+    narrow_prefill_tile,
     prefill_tile,
     prefill_uses_tma,
 )
@@ -78,3 +80,19 @@ class DequantizeQueriesSpec(OnlySpec):
     def config_text(self) -> str:
         """Return arguments that select the kernel."""
         return f"q_dtype={FP8_QUERIES},kv_dtype={FP8_QUERIES}"
+
+
+class NarrowPrefillSpec(PrefillSpec):
+    """The prefill kernel of requests with few query rows, which one consumer warpgroup has.
+
+    Rows have the same bits in both.
+    """
+
+    @property
+    def symbol(self) -> str:
+        """Name of the ``extern "C"`` kernel: unique per spec and readable in a profile."""
+        return f"jitattn_prefill_r{NARROW_ROWS}_{self._suffix}"
+
+    def tile(self, arch: str) -> PrefillTile | WarpgroupTile:
+        """Return the shape of a CTA on ``arch``, which has warpgroups."""
+        return narrow_prefill_tile(self)

@@ -78,7 +78,7 @@ def decode_tile(spec: DecodeSpec, arch: str) -> DecodeTile:
 def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
     if has_warpgroup_tile(spec, arch):
-        return _warpgroup_tile(spec)
+        return _warpgroup_tile(spec, _warpgroup_row(spec))
     tiles = (
         _prefill_tile(spec, arch, tile_tokens, num_stages)
         for tile_tokens, num_stages in (
@@ -100,6 +100,31 @@ def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
         # A wide accumulator leaves registers for the scores of short tiles only.
         and (tile.value_dim <= _MAX_VALUE_DIM // 2 or tile.tile_tokens <= 32)
         and (tile.value_dim <= _BUSY_VALUE_DIM or tile.tile_tokens <= 16)
+    )
+
+
+def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
+    """Return whether requests of few query rows have a prefill kernel of their own.
+
+    One of two consumers without rows costs less than a kernel; two of three cost much, and beside
+    one consumer there is room for another warpgroup that dequantises (docs/perf-log.md).
+    """
+    if not has_warpgroup_tile(spec, arch):
+        return False
+    return spec.kv_dtype is not spec.q_dtype or _warpgroup_row(spec).num_consumers > 2
+
+
+def narrow_prefill_tile(spec: AttentionSpec) -> WarpgroupTile:
+    """Return the tile of the prefill kernel of few query rows: that of many, with one consumer."""
+    row = _warpgroup_row(spec)
+    # It waits for memory more than for products: more of it is under way.
+    key_bytes, value_bytes = _segment_bytes(spec.head_dim), _segment_bytes(spec.head_dim_vo)
+    stage_bytes = row.tile_tokens(spec) * (key_bytes + value_bytes)
+    num_stages = row.num_stages
+    if spec.kv_dtype is spec.q_dtype:
+        num_stages = max(num_stages, _NARROW_RING_BYTES // stage_bytes)
+    return _warpgroup_tile(
+        spec, row._replace(num_consumers=1, num_stages=num_stages, num_query_stages=1)
     )
 
 
@@ -156,6 +181,16 @@ class _WarpgroupRow(NamedTuple):
         return self.soft_cap_tokens if spec.use_logits_soft_cap else self.plain_tokens
 
 
+# Shared memory of a CTA of warpgroups, but for its static part.
+_WARPGROUP_SMEM = 226 * 1024
+# Of quantised K and V that are to be under way.
+_LANDING_BYTES = 64 * 1024
+# Query rows of the prefill kernel of one consumer warpgroup.
+NARROW_ROWS = 64
+# Room for K and V of that kernel, which waits for memory more than for products.
+_NARROW_RING_BYTES = 192 * 1024
+
+
 class _Registers(NamedTuple):
     """Registers of a thread."""
 
@@ -187,7 +222,12 @@ _WARPGROUP_REGISTERS = {
     (2, 1): _Registers(producer=72, consumer=216),
     (2, 2): _Registers(producer=64, consumer=192),
     (3, 1): _Registers(producer=56, consumer=152),
+    (1, 3): _Registers(producer=96, consumer=216),
+    (1, 2): _Registers(producer=128, consumer=240),
+    (1, 1): _Registers(producer=0, consumer=0),  # as many as the compiler takes
 }
+# The same of two warpgroups each that dequantise, and accumulate few columns.
+_DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
 
 
 def _stored_bytes(spec: AttentionSpec, dim: int) -> int:
@@ -316,33 +356,48 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     )
 
 
-def _warpgroup_tile(spec: AttentionSpec) -> WarpgroupTile:
+def _warpgroup_row(spec: AttentionSpec) -> _WarpgroupRow:
     is_dequantised = spec.kv_dtype is not spec.q_dtype
-    row = next(
+    return next(
         row
         for row in (_DEQUANT_TILES if is_dequantised else _WARPGROUP_TILES)
         if spec.head_dim <= row.max_head_dim and spec.head_dim_vo <= row.max_head_dim_vo
     )
+
+
+def _segment_bytes(columns: int) -> int:
+    """Return the bytes of a row of 16 bits, in whole segments."""
+    return -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
+
+
+def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
+    is_dequantised = spec.kv_dtype is not spec.q_dtype
     groups, num_producers = row.num_consumers, row.num_producers
     tile_tokens = row.tile_tokens(spec)
-    key_bytes, value_bytes = (
-        -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
-        for columns in (spec.head_dim, spec.head_dim_vo)
-    )
+    key_bytes, value_bytes = _segment_bytes(spec.head_dim), _segment_bytes(spec.head_dim_vo)
     smem_bytes = row.num_stages * tile_tokens * (key_bytes + value_bytes)
     smem_bytes += 64 * groups * row.num_query_stages * key_bytes
     gathers = spec.loader is Loader.VECTOR and not is_dequantised
-    if gathers and groups == 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
+    if gathers and groups <= 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
         num_producers = 2
+    if is_dequantised and groups == 1:
+        num_producers = 3 if spec.head_dim_vo <= 128 else 2
     registers = _WARPGROUP_REGISTERS[groups, num_producers]
+    num_landings = 0
+    if is_dequantised and groups == num_producers == 2 and spec.head_dim_vo <= 64:
+        registers = _DEQUANT_REGISTERS
     if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers
-        smem_bytes += -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
+        landing_bytes = -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
+        room = (_WARPGROUP_SMEM - smem_bytes) // landing_bytes
+        num_landings = max(1, min(room, -(-_LANDING_BYTES // landing_bytes)))
+        smem_bytes += num_landings * landing_bytes
     return WarpgroupTile(
         num_warps=4 * groups,
         tile_tokens=tile_tokens,
         num_stages=row.num_stages,
         num_query_stages=row.num_query_stages,
+        num_landings=num_landings,
         shares_tiles=True,
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -27,6 +27,7 @@ from jitattn.kernels.common.schedule_config import (
     FamilyTraits,
     ScheduleConfig,
     ScheduleConfigs,
+    is_prefill,
     plan_bytes,
     schedule_config,
     workspace_size,
@@ -67,6 +68,7 @@ class CudaKernels:
         specs: the specs of all kernels of the configuration.
         loader: builds and loads the kernels.
         multi_token_rows: the row tile of the multi-token decode kernel; 0 where there is none.
+        narrow_rows: the same of the prefill kernel of few rows.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class CudaKernels:
         make_kernels: KernelMaker,
         launch_type: type[KernelLaunch] = KernelLaunch,
         multi_token_rows: int = 0,
+        narrow_rows: int = 0,
     ) -> None:
         """Start to build the kernels that nearly all caches need, and load those of decode.
 
@@ -92,16 +95,19 @@ class CudaKernels:
             make_kernels: how kernels are made of specs.
             launch_type: what launches one of them.
             multi_token_rows: the row tile of the multi-token decode kernel; 0 for none.
+            narrow_rows: the same of the prefill kernel of few rows.
         """
         self.config = config
         self.device = target.device
         self.traits = traits
         self.specs = specs
         self.multi_token_rows = multi_token_rows
+        self.narrow_rows = narrow_rows
         self._target = target
         self._launch_type = launch_type
         self._multi_token_q_len = multi_token_rows // config.group_size
         self._pool = PlanPool()
+        self._configs: dict[tuple[str, Role], ScheduleConfigs] = {}
         self._blocks: dict[tuple[Role, int], ScheduleConfigs] = {}
         self.loader = KernelLoader(
             main_specs,
@@ -125,7 +131,7 @@ class CudaKernels:
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("plan() inside a capture: plan before it and capture plan.refresh()")
-        configs = self.schedule_configs(batch.max_q_len)
+        configs = self.schedule_configs(batch.max_q_len, has_offsets=batch.qo_indptr is not None)
         size = batch.batch_size, batch.max_q_len
         capacities = tuple([config.capacity_for(*size) for config in configs])
         if workspace is None:
@@ -153,7 +159,7 @@ class CudaKernels:
         Raises:
             ValueError: the batch needs a kernel that isn't loaded.
         """
-        configs = self.schedule_configs(batch.max_q_len)
+        configs = self.schedule_configs(batch.max_q_len, has_offsets=batch.qo_indptr is not None)
         size = batch.batch_size, batch.max_q_len
         capacities = tuple([config.capacity_for(*size) for config in configs])
         buffers = capture_buffers(self.device, *workspace_size(configs))
@@ -162,20 +168,16 @@ class CudaKernels:
         plan.begin(batch)
         return plan
 
-    def schedule_configs(self, max_q_len: int) -> ScheduleConfigs:
-        """Return those of the kernels that a batch needs, which are loaded then."""
-        if self.config.page_table == ListLayout.PAGE_LISTS:
-            configs = self._of_page_lists(max_q_len)
-            self.loader.need(configs[0].role)
-            return configs
-        decode = self._decode
-        if max_q_len <= decode[0].max_q_len:
-            return decode
-        configs = self._chosen(max_q_len)
-        if self._multi_token_q_len:
-            self.loader.need("decode_multi_token")
-        if configs is self._mixed:
-            self.loader.need("prefill")
+    def schedule_configs(self, max_q_len: int, *, has_offsets: bool = True) -> ScheduleConfigs:
+        """Return those of the kernels that a batch needs, which are loaded then.
+
+        Args:
+            max_q_len: the most query tokens of a request.
+            has_offsets: whether requests may have other numbers of query tokens than one.
+        """
+        configs = self._chosen(max_q_len, has_offsets=has_offsets)
+        for config in configs:
+            self.loader.need(config.role)
         return configs
 
     def plan_bytes(self, batch_size: int, max_q_len: int) -> int:
@@ -192,14 +194,22 @@ class CudaKernels:
         """Return the kernels asked for so far, and wait for those that still compile."""
         return self.loader.infos()
 
-    def _chosen(self, max_q_len: int) -> ScheduleConfigs:
+    def _chosen(self, max_q_len: int, *, has_offsets: bool = True) -> ScheduleConfigs:
         if self.config.page_table == ListLayout.PAGE_LISTS:
             return self._of_page_lists(max_q_len)
+        if self.config.page_table == ListLayout.INDICES:
+            return self._decode
+        prefill: Role = "prefill"
+        if max_q_len * self.config.group_size <= self.narrow_rows:
+            prefill = "prefill_narrow"
+        if self.config.batch_invariant:
+            is_alone = self.traits.has_one_kernel or not has_offsets
+            return self._invariant(prefill, is_alone=is_alone)
         # Without requests of many rows the others would have nothing to do.
         is_decode = self.config.page_table == ListLayout.INDICES  # whose tokens are planned alone
         if is_decode or max_q_len <= self._decode[0].max_q_len:
             return self._decode
-        return self._multi_token if max_q_len <= self._multi_token_q_len else self._mixed
+        return self._multi_token if max_q_len <= self._multi_token_q_len else self._mixed(prefill)
 
     def _new_plan(
         self,
@@ -248,18 +258,42 @@ class CudaKernels:
     def _multi_token(self) -> ScheduleConfigs:
         return (self._schedule_config("decode_multi_token"),)
 
-    @functools.cached_property
-    def _mixed(self) -> ScheduleConfigs:
+    def _mixed(self, prefill: Role) -> ScheduleConfigs:
         # The same kernel takes a request whatever else a plan is for.
         decode = self._multi_token if self._multi_token_q_len else self._decode
-        return (*decode, self._schedule_config("prefill"))
+        return self._remembered("mixed", prefill, lambda: (*decode, self._schedule_config(prefill)))
 
-    def _schedule_config(self, role: Role, *, num_row_blocks: int | None = None) -> ScheduleConfig:
+    def _invariant(self, prefill: Role, *, is_alone: bool) -> ScheduleConfigs:
+        # A token has the same bits in a decode step and in a prefill if one kernel computes both.
+        if is_alone:
+            return self._remembered(
+                "alone", prefill, lambda: (self._schedule_config(prefill, decode_rows=-1),)
+            )
+        # The decode kernel writes the rows of invalid requests and those of none.
+        return self._remembered(
+            "invariant",
+            prefill,
+            lambda: (
+                self._schedule_config("decode", decode_rows=0),
+                self._schedule_config(prefill, decode_rows=0),
+            ),
+        )
+
+    def _remembered(
+        self, kind: str, prefill: Role, make: Callable[[], ScheduleConfigs]
+    ) -> ScheduleConfigs:
+        found = self._configs.get((kind, prefill))
+        return self._configs.setdefault((kind, prefill), make()) if found is None else found
+
+    def _schedule_config(
+        self, role: Role, decode_rows: int | None = None, *, num_row_blocks: int | None = None
+    ) -> ScheduleConfig:
         kernel = self.kernels.of(role)
         # What doesn't fit the tile of a plan's decode kernel is for the prefill kernel.
-        decode_rows = kernel.row_tile
-        if role == "prefill":
-            decode_rows = self.multi_token_rows or self.kernels.decode.row_tile
+        if decode_rows is None:
+            decode_rows = kernel.row_tile
+            if is_prefill(role):
+                decode_rows = self.multi_token_rows or self.kernels.decode.row_tile
         if self.config.page_table in LISTS:  # which decode kernels take all of
             decode_rows = INT32_MAX
         return schedule_config(

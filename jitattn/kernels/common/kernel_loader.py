@@ -16,8 +16,8 @@ from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
 from jitattn.kernels.common.tile import AttentionTile
 from jitattn.spec.family import KernelSpec
 
-Role = Literal["decode", "decode_multi_token", "prefill"]
-"""What a kernel is for: requests of one row tile, of a wider one, or of many rows."""
+Role = Literal["decode", "decode_multi_token", "prefill_narrow", "prefill"]
+"""What a kernel is for: requests of one row tile, of a wider one, of few rows, or of many."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -51,12 +51,13 @@ class BoundKernels:
     """The kernels whose loaders suit a bound cache, by role.
 
     ``decode_multi_token`` is None where the decode kernel takes requests of a few query tokens, and
-    ``prefill`` where decode kernels take all.
+    ``prefill_narrow`` where the prefill kernel does, which is None where decode kernels take all.
     """
 
     decode: PlannedKernel
-    prefill: PlannedKernel | None
-    decode_multi_token: PlannedKernel | None
+    prefill: PlannedKernel | None = None
+    decode_multi_token: PlannedKernel | None = None
+    prefill_narrow: PlannedKernel | None = None
 
     def of(self, role: Role) -> PlannedKernel:
         """Return the kernel of a role."""

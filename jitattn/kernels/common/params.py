@@ -124,6 +124,7 @@ class AttentionParams(ctypes.Structure):
         ("num_head_blocks", Divisor),
         ("claims_work_tiles", c_int32),
         ("max_splits", c_int32),
+        ("max_slots", c_int32),
         ("is_causal", c_int32),
         ("window_left", c_int32),
         ("has_padding", c_int32),

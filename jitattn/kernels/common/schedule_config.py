@@ -33,9 +33,6 @@ MAX_IDLE_CAPACITY = 4096
 
 _LOG2E = math.log2(math.e)
 
-# The least that a split of a batch-invariant schedule holds.
-MIN_SPLIT_TOKENS = 512
-
 # Waves of work slots: those after the first even out what the first leaves uneven, and are halved.
 MAX_WAVES = 6
 
@@ -50,14 +47,22 @@ class FamilyTraits:
 
     Attributes:
         max_splits: the most splits of a request that a batch-invariant plan makes.
+        min_split_tokens: the least tokens of such a split.
+        head_split_tokens: the same for each KV head, if that is more: their CTAs fill the card.
+        max_split_tokens: but no more than this, so that few requests do as well.
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
+        has_one_kernel: whether the decode kernel is the prefill kernel, too.
         params: what its kernels get besides the parameters of attention.
     """
 
     max_splits: int
+    min_split_tokens: int
+    head_split_tokens: int
+    max_split_tokens: int
     tile_visit_cost: int
     min_slot_cost: int
+    has_one_kernel: bool = False
     params: ParamFields = ()
 
 
@@ -80,6 +85,8 @@ class ScheduleConfig:
         has_lists: whether tables are lists of what is seen.
         bounds_requests: whether tensors of tables say how much each request has.
         limits_sms: whether the planner leaves multiprocessors to others.
+        class_tokens: query tokens of a request between two changes of its fixed splits' length, at
+            least; 0 where splits are not fixed.
         params_type: the type of its parameters.
         params: its parameters as a plan begins with them.
         schedule_params: likewise of the schedule kernel, a ``ScheduleParams``.
@@ -99,20 +106,28 @@ class ScheduleConfig:
     has_lists: bool
     bounds_requests: bool
     limits_sms: bool
+    class_tokens: int
     params_type: type[ctypes.Structure]
     params: bytes
     schedule_params: bytes
 
     def capacity_for(self, batch_size: int, max_q_len: int) -> int:
         """Return for how many requests and query tiles the schedule of a batch has room."""
-        if self.role != "prefill":
+        if not is_prefill(self.role):
             return _capacity(batch_size)
-        num_rows = max_q_len * self.group_size
-        return _capacity(batch_size * -(-num_rows // self.kernel.row_tile))
+        count = -(-max_q_len * self.group_size // self.kernel.row_tile)
+        if self.class_tokens and max_q_len > 1:  # a query tile ends where the length changes
+            count += -(-max_q_len // self.class_tokens)
+        return _capacity(batch_size * count)
 
     def schedule_bytes(self, batch_size: int, max_q_len: int) -> int:
         """Return the bytes of the schedule of a batch."""
         return schedule_offsets(self.capacity_for(batch_size, max_q_len), self.max_slots)[1]
+
+
+def is_prefill(role: Role) -> bool:
+    """Return whether a kernel computes query tiles: blocks of the rows of a request."""
+    return role in ("prefill", "prefill_narrow")
 
 
 ScheduleConfigs = tuple[ScheduleConfig, ...]
@@ -136,19 +151,18 @@ def schedule_config(
         config: the planner's arguments.
         traits: those of the kernel's family.
         role: what the kernel is for.
-        kernel: the kernel.
-        schedule_kernel: the kernel that makes schedules.
+        kernel, schedule_kernel: the kernel, and the one that makes schedules.
         num_sms: multiprocessors of the device.
         decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
-            requests with more.
+            requests with more. 0: it takes every valid request; -1: every one.
         num_row_blocks: row tiles of a request; None: those of a query token.
     """
-    is_prefill, layout = role == "prefill", layout_of(config.page_table)
-    blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=is_prefill)
-    work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=is_prefill)
-    max_splits = traits.max_splits if config.batch_invariant else 0
+    has_query_tiles, layout = is_prefill(role), layout_of(config.page_table)
+    blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
+    work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
+    fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
     slots = work.wave_slots * work.max_waves
-    num_rows = slots * 2 * max(max_splits, 1) * blocks.num_head_blocks * kernel.row_tile
+    num_rows = fixed.num_places(slots * blocks.num_head_blocks, work.grid) * kernel.row_tile
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
@@ -166,8 +180,9 @@ def schedule_config(
         has_lists=layout.is_list,
         bounds_requests=layout.has_offsets or layout.is_list,
         limits_sms=config.num_sms is not None,
+        class_tokens=fixed.class_tiles * kernel.tile.tile_tokens,
         params_type=params_type,
-        params=_kernel_params(params_type, config, blocks, work, max_splits),
+        params=_kernel_params(params_type, config, blocks, work, fixed.most, slots),
         schedule_params=_schedule_params(
             config,
             traits,
@@ -175,8 +190,8 @@ def schedule_config(
             blocks,
             work,
             decode_rows=decode_rows,
-            prefill_rows=kernel.row_tile if is_prefill else 0,
-            max_splits=max_splits,
+            prefill_rows=kernel.row_tile if has_query_tiles else 0,
+            fixed=fixed,
         ),
     )
 
@@ -184,6 +199,34 @@ def schedule_config(
 def _partial_values(num_rows: int, kernel: PlannedKernel) -> int:
     """Return the floats of partial rows. Their sums follow, in front of what CTAs have claimed."""
     return aligned(4 * num_rows * kernel.tile.value_dim) // 4
+
+
+class _FixedSplits(NamedTuple):
+    """Splits of a batch-invariant plan: the most of a query tile, and tiles of the shortest."""
+
+    most: int
+    least_tiles: int
+
+    @property
+    def class_tiles(self) -> int:
+        """The least between two changes of the splits' length; 0 where splits are not fixed."""
+        # Lengths grow by a quarter of a power of two of the least.
+        return self.most * max(1, self.least_tiles // 4)
+
+    def num_places(self, num_slot_places: int, num_ctas: int) -> int:
+        """Return how many row tiles of partial rows there are."""
+        # Two a slot and head block; of fixed splits one there and one a CTA, of so many splits.
+        return (num_slot_places + num_ctas) * self.most if self.most else 2 * num_slot_places
+
+
+def _fixed_splits(
+    config: AttentionArguments, traits: FamilyTraits, kernel: PlannedKernel, has_requests: bool
+) -> _FixedSplits:
+    # The prefill kernel has all requests of a batch-invariant planner, but for those with lists.
+    most = traits.max_splits if config.batch_invariant and has_requests else 0
+    least = max(traits.min_split_tokens, traits.head_split_tokens * config.num_kv_heads)
+    least = min(least, traits.max_split_tokens)
+    return _FixedSplits(most, max(1, least // kernel.tile.tile_tokens))
 
 
 class _HeadBlocks(NamedTuple):
@@ -246,6 +289,7 @@ def _kernel_params(
     blocks: _HeadBlocks,
     work: _WorkSlots,
     max_splits: int,
+    max_slots: int,
 ) -> bytes:
     params = params_type()
     attention = params.attention
@@ -253,6 +297,7 @@ def _kernel_params(
     attention.num_head_blocks = Divisor.of(blocks.num_head_blocks)
     attention.claims_work_tiles = work.max_waves > 1
     attention.max_splits = max_splits
+    attention.max_slots = max_slots
     attention.num_qo_heads = config.num_qo_heads
     attention.group_size = Divisor.of(config.group_size)
     attention.is_causal = config.causal
@@ -273,9 +318,8 @@ def _schedule_params(
     *,
     decode_rows: int,
     prefill_rows: int,
-    max_splits: int,
+    fixed: _FixedSplits,
 ) -> bytes:
-    tile_tokens = kernel.tile.tile_tokens
     kind = ListScheduleParams if config.page_table in LISTS else ScheduleParams
     return bytes(
         kind(
@@ -284,12 +328,12 @@ def _schedule_params(
             group_size=config.group_size,
             decode_rows=decode_rows,
             prefill_rows=prefill_rows,
-            tile_tokens=tile_tokens,
+            tile_tokens=kernel.tile.tile_tokens,
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
-            min_split_tiles=max(1, MIN_SPLIT_TOKENS // tile_tokens),
+            min_split_tiles=fixed.least_tiles,
             entry_tokens=_entry_tokens(config),
-            max_splits=max_splits,
+            max_splits=fixed.most,
             wave_slots=work.wave_slots,
             max_waves=work.max_waves,
             num_ctas=work.grid,

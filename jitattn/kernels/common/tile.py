@@ -79,6 +79,7 @@ class WarpgroupTile(NamedTuple):
     tile_tokens: int
     num_stages: int
     num_query_stages: int  # tiles of Q in shared memory
+    num_landings: int  # tiles that are on their way to be dequantised; 0: none is
     shares_tiles: bool
     ctas_per_sm: int
     value_dim: int

@@ -77,7 +77,9 @@ class MLAPlanner(_Arguments):
         causal: query tokens see no later ones; the last of a request is its last key.
         variant: an ``AttentionVariant``, or the name of a ready one ("alibi",
             "relative_bias"): what becomes of each logit; ``run`` gets ``variant_params``.
-        batch_invariant: a request's bits depend on nothing but its own values and length.
+        batch_invariant: a query token has the same bits of out and lse whatever is in the batch,
+            however its request is cut into prefill chunks, verified tokens and decode steps, and
+            wherever its pages lie.
         num_sms: multiprocessors to use; None is all.
         workspace: scratch memory; None is one for each device and stream.
         device: None is the current CUDA device, or the CPU without one.

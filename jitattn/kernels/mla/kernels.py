@@ -28,7 +28,16 @@ from jitattn.tensors.tensor_layouts import NO_LAYOUT
 
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
 # long to load as two tiles, and each eight splits of a row take as long to merge as a tile or two.
-TRAITS = FamilyTraits(max_splits=8, tile_visit_cost=2, min_slot_cost=2, params=MLA_FIELDS)
+TRAITS = FamilyTraits(
+    max_splits=8,
+    min_split_tokens=512,
+    head_split_tokens=0,
+    max_split_tokens=512,
+    tile_visit_cost=2,
+    min_slot_cost=2,
+    has_one_kernel=True,
+    params=MLA_FIELDS,
+)
 
 # CTAs of the merge kernel for each of the attention kernel's: they are small, and wait for memory.
 _MERGE_CTAS = 8
@@ -156,4 +165,4 @@ def _make_kernels(
     assert isinstance(spec, MLASpec)
     tile = spec.tile(arch)
     kernel = MLAKernel(build, tile, spec.row_tile, index)
-    return BoundKernels(kernel, kernel, None)
+    return BoundKernels(kernel, kernel)

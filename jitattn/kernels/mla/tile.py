@@ -72,6 +72,7 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         tile_tokens=tile_tokens,
         num_stages=num_stages,
         num_query_stages=1,
+        num_landings=0,
         shares_tiles=True,
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,

@@ -13,11 +13,11 @@ from torch.compiler import is_dynamo_compiling
 from jitattn.base.errors import ConfigError
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache, new_call
-from jitattn.kernels.common.value_checks import asks_for_checks, checking
+from jitattn.kernels.common.value_checks import checking
 from jitattn.kernels.select.index_cache import IndexCacheView, view_index_cache
-from jitattn.kernels.select.launch import KernelCall, KernelCalls, new_params
+from jitattn.kernels.select.launch import KernelCall, OneOutput, new_params
 from jitattn.kernels.select.params import IndexLogitsParams
-from jitattn.kernels.select.query_rows import QueryBatch, check_batch, note_page_size
+from jitattn.kernels.select.query_rows import OfBatch, QueryBatch, check_batch, note_page_size
 from jitattn.kernels.select.reference import index_logits_by_definition
 from jitattn.kernels.select.spec import index_logits_spec, index_reasons
 from jitattn.kernels.select.tile import IndexLogitsTile
@@ -113,7 +113,7 @@ class IndexLogitsCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(OfBatch):
     """The arguments, checked."""
 
     q: Tensor
@@ -121,10 +121,6 @@ class _Call:
     cache: IndexCacheView
     batch: QueryBatch
     out: Tensor | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.batch.device
 
     def new_out(self) -> Tensor:
         shape = self.batch.num_tokens, self.batch.max_kv_len
@@ -176,7 +172,7 @@ def _define(call: _Call) -> Tensor:
     return out
 
 
-class _Launcher:
+class _Launcher(OneOutput[IndexLogitsCall]):
     """Launches for calls whose tensors lie alike."""
 
     def __init__(self, call: _Call, given: CallTensors, card: int) -> None:
@@ -203,10 +199,9 @@ class _Launcher:
             batch.max_kv_len, num_groups, tile, device_kernels.num_sms(card)
         )
         params.num_chunks = -(-batch.max_kv_len // params.chunk_tokens)
-        self._new_out, self._checks = call.new_out, asks_for_checks()
-        self._page_size, self._cache = cache.page_size, cache
-        self._calls = KernelCalls(given, ("out",))
-        names = self._calls.names
+        super().__init__(given, call.new_out, _verify, cache.page_size)
+        self._cache = cache
+        names = self.calls.names
         self._k_at = names.index("k_cache")
         sources: dict[str, str | tuple[str, int] | None] = {
             **{name: name for name in ("q", "weights", "out")},
@@ -216,23 +211,10 @@ class _Launcher:
         }
         self._params.connect(sources, names)
         grid = num_groups * params.num_chunks if batch.num_tokens else 0
-        self._calls.add(KernelCall(spec, card, self._params, grid, self._align))
+        self.calls.add(KernelCall(spec, card, self._params, grid, self._align))
 
     def _align(self, pointers: Sequence[int]) -> None:
         self._params.struct.cache.is_aligned = self._cache.is_aligned(pointers[self._k_at])
-
-    def __call__(self, call: IndexLogitsCall, tensors: list[Tensor]) -> Tensor:
-        """Launch for these, which lie like those it was made with."""
-        if self._checks and not device_kernels.is_capturing(call.q.device):
-            _verify(call)
-        out = call.out
-        if out is None:
-            out = self._new_out()
-            self._calls.launch(tensors, (out,))
-        else:
-            self._calls.launch(tensors, ())
-        note_page_size(out, self._page_size)
-        return out
 
 
 def chunk_tokens(max_kv_len: int, num_groups: int, tile: IndexLogitsTile, num_sms: int) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallParams, CallTensors, address_of
+from jitattn.kernels.common.value_checks import asks_for_checks
+from jitattn.kernels.select.query_rows import note_page_size
 from jitattn.spec.family import KernelSpec
 from jitattn.tensors.overlap import Apart, refuse_shared_bytes
 
@@ -94,3 +96,47 @@ class KernelCalls:
             self._apart.learn(pointers)
         for kernel in self._kernels:
             kernel(pointers)
+
+
+class OnlyCall(Protocol):
+    """A call that writes one tensor."""
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """The lengths."""
+
+    @property
+    def out(self) -> Tensor | None:
+        """What is written, where it is given."""
+
+
+CallT = TypeVar("CallT", bound=OnlyCall)
+
+
+class OneOutput(Generic[CallT]):
+    """A launcher of calls that write one tensor, on which the tokens of a page are noted."""
+
+    def __init__(
+        self,
+        given: CallTensors,
+        new_out: Callable[[], Tensor],
+        verify: Callable[[CallT], None],
+        page_size: int,
+    ) -> None:
+        """Launch ``calls``, which are added; ``verify`` is asked where values are checked."""
+        self.calls = KernelCalls(given, ("out",))
+        self._new_out, self._verify, self._page_size = new_out, verify, page_size
+        self._checks = asks_for_checks()
+
+    def __call__(self, call: CallT, tensors: list[Tensor]) -> Tensor:
+        """Launch for these, which lie like those it was made with."""
+        if self._checks and not device_kernels.is_capturing(call.seq_lens.device):
+            self._verify(call)
+        out = call.out
+        if out is None:
+            out = self._new_out()
+            self.calls.launch(tensors, (out,))
+        else:
+            self.calls.launch(tensors, ())
+        note_page_size(out, self._page_size)
+        return out

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_name, type_name
-from jitattn.kernels.common import device_kernels
 from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache, new_call
-from jitattn.kernels.common.value_checks import asks_for_checks, checking
-from jitattn.kernels.select.launch import KernelCall, KernelCalls, new_params
+from jitattn.kernels.common.value_checks import checking
+from jitattn.kernels.select.launch import KernelCall, OneOutput, new_params
 from jitattn.kernels.select.params import PageBoundsParams
-from jitattn.kernels.select.query_rows import QueryBatch, check_batch, note_page_size
+from jitattn.kernels.select.query_rows import OfBatch, QueryBatch, check_batch, note_page_size
 from jitattn.kernels.select.reference import page_bounds_by_definition
 from jitattn.kernels.select.spec import KEY_DTYPES, PageBoundsSpec
 from jitattn.spec.dtype import DType
@@ -99,16 +98,12 @@ class PageBoundsCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(OfBatch):
     """The arguments, checked."""
 
     keys: CacheView
     batch: QueryBatch
     out: Tensor | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.batch.device
 
     @property
     def spec(self) -> PageBoundsSpec:
@@ -191,7 +186,7 @@ def _define(call: _Call) -> Tensor:
     return out
 
 
-class _Launcher:
+class _Launcher(OneOutput[PageBoundsCall]):
     """Launches for calls whose tensors lie alike."""
 
     def __init__(self, call: _Call, given: CallTensors, card: int) -> None:
@@ -211,10 +206,8 @@ class _Launcher:
         params.num_parts = -(-batch.max_kv_len // batch.page_size)
         if call.out is not None:  # the first page may have tokens that were there before
             params.num_parts = min(params.num_parts, -(-batch.max_q_len // batch.page_size) + 1)
-        self._new_out, self._checks = call.new_out, asks_for_checks()
-        self._page_size = batch.page_size
-        self._calls = KernelCalls(given, ("out",))
-        names = self._calls.names
+        super().__init__(given, call.new_out, _verify, batch.page_size)
+        names = self.calls.names
         first = next(name for name in names if name.startswith("kv_cache"))
         source = next(tensor for name, tensor in given.named() if name == first)
         offset = keys.tensor.data_ptr() - source.data_ptr()
@@ -225,20 +218,7 @@ class _Launcher:
         }
         self._params.connect(sources, names)
         grid = batch.batch_size * params.num_parts * params.num_kv_heads
-        self._calls.add(KernelCall(call.spec, card, self._params, grid))
-
-    def __call__(self, call: PageBoundsCall, tensors: list[Tensor]) -> Tensor:
-        """Launch for these, which lie like those it was made with."""
-        if self._checks and not device_kernels.is_capturing(call.seq_lens.device):
-            _verify(call)
-        out = call.out
-        if out is None:
-            out = self._new_out()
-            self._calls.launch(tensors, (out,))
-        else:
-            self._calls.launch(tensors, ())
-        note_page_size(out, self._page_size)
-        return out
+        self.calls.add(KernelCall(call.spec, card, self._params, grid))
 
 
 def _verify(call: PageBoundsCall) -> None:

@@ -21,6 +21,19 @@ from jitattn.tensors.tensor_checks import check_device, check_indptr, check_per_
 _PAGE_SIZE = "jitattn_page_size"
 
 
+class OfBatch:
+    """A checked call of a ``batch``."""
+
+    __slots__ = ()
+
+    batch: QueryBatch
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors are."""
+        return self.batch.device
+
+
 class RequestTokens(NamedTuple):
     """The query tokens of a request: rows ``begin`` to ``begin + q_len``, its last ones."""
 

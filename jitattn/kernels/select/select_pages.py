@@ -17,7 +17,7 @@ from jitattn.kernels.common.page_lists import lengths_of, page_sources
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.select.launch import KernelCall, KernelCalls, new_params
 from jitattn.kernels.select.params import ChoiceParams, PageScoresParams
-from jitattn.kernels.select.query_rows import QueryBatch, check_batch, page_size_of
+from jitattn.kernels.select.query_rows import OfBatch, QueryBatch, check_batch, page_size_of
 from jitattn.kernels.select.reference import select_pages_by_definition
 from jitattn.kernels.select.spec import BOUND_DTYPES, ChoiceSpec, PageScoresSpec, SelectConfig
 from jitattn.spec.dtype import DType
@@ -106,7 +106,7 @@ class SelectPagesCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(OfBatch):
     """The arguments, checked."""
 
     q: Tensor
@@ -114,10 +114,6 @@ class _Call:
     k: int
     batch: QueryBatch
     out: PageLists | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.batch.device
 
     @property
     def max_pages(self) -> int:

@@ -16,7 +16,7 @@ from jitattn.kernels.common.launch_cache import CallTensors, LaunchCache, new_ca
 from jitattn.kernels.common.value_checks import asks_for_checks, checking
 from jitattn.kernels.select.launch import KernelCall, KernelCalls, new_params
 from jitattn.kernels.select.params import ChoiceParams
-from jitattn.kernels.select.query_rows import QueryBatch, check_batch, page_size_of
+from jitattn.kernels.select.query_rows import OfBatch, QueryBatch, check_batch, page_size_of
 from jitattn.kernels.select.reference import select_tokens_by_definition
 from jitattn.kernels.select.spec import ChoiceSpec
 from jitattn.spec.config import MAX_KV_LEN
@@ -118,17 +118,13 @@ class SelectTokensCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(OfBatch):
     """The arguments, checked."""
 
     logits: Tensor
     k: int
     batch: QueryBatch
     out: IndexLists | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.batch.device
 
     def new_out(self) -> tuple[Tensor, Tensor]:
         """Return memory for slots and counts."""

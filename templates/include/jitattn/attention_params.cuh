@@ -34,17 +34,17 @@ struct alignas(64) BlockScales {
 static_assert(sizeof(BlockScales) == sizeof(TensorMap), "either has the same room");
 
 struct AttentionParams {
-  const uint16_t* q;     // [num_tokens, num_qo_heads, head_dim]
-  const void* k;         // [num_pages, page_size, num_kv_heads, head_dim], any strides
-  const void* v;         // likewise, head_dim_vo
-  void* out;             // [num_tokens, num_qo_heads, head_dim_vo]
-  float* lse;            // [num_tokens, num_qo_heads], may be null
-  const void* sinks;     // [num_qo_heads], may be null
-  float* partials;       // [max_slots, 2, splits, num_head_blocks, kRowTile, kValueDim]
-  float2* partial_sums;  // [max_slots, 2, splits, num_head_blocks, kRowTile]: maximum (log2), sum
-  int32_t* counters;     // [max_slots, num_head_blocks], zero between launches
-  int32_t* num_claimed;  // work tiles that CTAs claimed; likewise
-  const uint8_t* mask;   // by mask_kind
+  const uint16_t* q;           // [num_tokens, num_qo_heads, head_dim]
+  const void* k;               // [num_pages, page_size, num_kv_heads, head_dim], any strides
+  const void* v;               // likewise, head_dim_vo
+  void* out;                   // [num_tokens, num_qo_heads, head_dim_vo]
+  float* lse;                  // [num_tokens, num_qo_heads], may be null
+  const void* sinks;           // [num_qo_heads], may be null
+  float* partials;             // [rows, kValueDim], see PartialRows
+  float2* partial_sums;        // [rows]: maximum (log2), sum
+  int32_t* counters;           // [max_slots, num_head_blocks], zero between launches
+  int32_t* num_claimed;        // work tiles that CTAs claimed; likewise
+  const uint8_t* mask;         // by mask_kind
   const int32_t* mask_indptr;  // [batch_size + 1], in bytes
   Schedule schedule;
   Scale k_scale;  // of quantised caches
@@ -74,7 +74,8 @@ struct AttentionParams {
   Divisor num_row_blocks;     // decode: row tiles that the group of a KV head takes
   Divisor num_head_blocks;    // num_kv_heads * num_row_blocks * kNumValueBlocks
   int32_t claims_work_tiles;  // whether CTAs claim work tiles, or take them a grid apart
-  int32_t max_splits;         // batch-invariant: partial rows of a query tile; else 0
+  int32_t max_splits;         // batch-invariant: most splits of a query tile; else 0
+  int32_t max_slots;          // of the schedule
   int32_t is_causal;
   int32_t window_left;  // -1: all
   int32_t has_padding;  // q may have rows past the last request's

@@ -15,8 +15,9 @@
 // If that leaves few CTAs idle, slots of the prefill kernel are whole query tiles instead: slot s
 // is query tile s, the long ones come first, and nothing is cut or merged.
 //
-// A batch-invariant schedule cuts each query tile into splits whose length depends on that query
-// tile alone, and deals whole splits to slots.
+// A batch-invariant schedule cuts each query tile into splits that begin at multiples of their
+// length, which depends on the position of the query tile's rows alone, and deals whole splits to
+// slots, or whole query tiles. Rows of one query tile have splits of one length.
 #pragma once
 
 #include "jitattn/prelude.cuh"

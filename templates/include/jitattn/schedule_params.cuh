@@ -22,7 +22,9 @@ struct ScheduleParams {
   int32_t is_causal;
   int32_t window_left;  // -1: all
   int32_t group_size;
-  int32_t decode_rows;  // requests of more rows, and of more than one query token, are prefill
+  // Requests of more rows, and of more than one query token, are the prefill kernel's. 0: all that
+  // are valid; -1: all, and the decode kernel has none.
+  int32_t decode_rows;
   int32_t
       prefill_rows;    // rows of a query tile of the prefill kernel; 0: the schedule is for decode
   int32_t wave_slots;  // the most slots of a wave

@@ -23,7 +23,7 @@ from tests.emulator import launch_recorder
 from tests.support.empty_kernel import empty_kernel
 
 DEVICE = torch.device("cuda", 3)
-CONFIG = PlannerConfig(head_dim=64)
+CONFIG = PlannerConfig(head_dim=128)
 
 
 @dataclass
@@ -55,7 +55,7 @@ class FakeBuilder:
         self, specs: Sequence[KernelSpec], arch: str, knobs: object, *, hint: str
     ) -> tuple[FakePending, ...]:
         assert arch == "sm_90a"
-        assert hint == "head_dim=64"
+        assert hint == "head_dim=128"
         error = CompileError("k", "error: no", "")
         pending = [
             FakePending(spec, self.was_found, error if spec.kernel == self.failing else None)
@@ -95,13 +95,13 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
 
 
 def view(row: int) -> CacheView:
-    """Rows of 64 elements, ``row`` apart."""
-    tensor = torch.empty(4, 16, 8, row, dtype=torch.bfloat16)[..., :64]
+    """Rows of 128 elements, ``row`` apart."""
+    tensor = torch.empty(4, 16, 8, row, dtype=torch.bfloat16)[..., :128]
     return CacheView(tensor, *tensor.stride()[:3])
 
 
 def bind(kernels: AttentionKernels, *, aligned: bool) -> kernel_loader.BoundKernels:
-    cache = view(64 if aligned else 65)
+    cache = view(128 if aligned else 129)
     bound, maps = kernels.bind(cache, cache)
     assert (maps is not None) == aligned
     return bound
@@ -145,7 +145,7 @@ def test_strides_that_the_driver_maps_not_are_for_the_plain_loader(
     builder: FakeBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = AttentionKernels(CONFIG, DEVICE)
-    cache = view(64)
+    cache = view(128)
     monkeypatch.setattr(tma, "encode_tensor_map", lambda *given, **named: None)
     bound, maps = kernels.bind(cache, cache)
     assert maps is None
@@ -229,5 +229,5 @@ def test_without_jit_the_constructor_says_what_is_missing(
     monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("JITATTN_JIT", "0")
-    with pytest.raises(KernelNotFoundError, match="--config head_dim=64"):
+    with pytest.raises(KernelNotFoundError, match="--config head_dim=128"):
         AttentionKernels(CONFIG, torch.device("cuda", 0))

@@ -17,6 +17,8 @@ BASE = Case(head_dim=64, num_kv_heads=1, group_size=2)
 # Two whole tiles and more on two CTAs, rows without keys, and a request that is split.
 PAIRS = ((140, 150), (70, 300), (66, 66), (65, 0))
 LONG = ((64, 700), (60, 650))
+# Few rows, for which one consumer warpgroup is enough.
+FEW = ((9, 300), (20, 330), (1, 5), (0, 7), (12, 12))
 CASES = {
     "boxes": of(BASE, *PAIRS, spare_rows=2),
     "vectors": of(replace(BASE, head_dim=96, page_size=5), *PAIRS),
@@ -33,6 +35,8 @@ CASES = {
     "narrow values": of(replace(BASE, head_dim=192, head_dim_vo=48), *PAIRS),
     "wide": of(replace(BASE, head_dim=192, head_dim_vo=256, page_size=64), *PAIRS),
     "e4m3": of(replace(BASE, kv_dtype=E4M3.kv_dtype, scales="heads"), *PAIRS),
+    "few rows": of(replace(BASE, logits_soft_cap=4.0, sinks="float32"), *FEW),
+    "few rows, e4m3": of(replace(BASE, head_dim=128, kv_dtype=E4M3.kv_dtype), *FEW),
     "split": of(BASE, *LONG),
     "split, sinks": of(replace(BASE, sinks="float32", window_left=400), *LONG),
     "split, odd": of(replace(BASE, head_dim_vo=80, logits_soft_cap=9.0, out_view="odd"), *LONG),

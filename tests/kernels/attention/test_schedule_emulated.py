@@ -7,6 +7,7 @@ several, and what it writes is held against the model and what the attention ker
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from jitattn.kernels.attention.kernels import TRAITS
 from jitattn.kernels.common.params import Schedule, ScheduleParams
-from jitattn.kernels.common.schedule_config import MAX_WAVES, MIN_SPLIT_TOKENS
+from jitattn.kernels.common.schedule_config import MAX_WAVES
 from tests.emulator import launch_recorder
 from tests.emulator.schedule import EmulatedSchedule, compile_schedule
 from tests.gpu.test_claims import IN_WAVES
@@ -194,7 +195,6 @@ def test_even_query_tiles_get_whole_slots(most: int, num_query_tiles: int, cost:
 # --- the template on the host ---------------------------------------------------------------------
 
 UNWRITTEN = -77
-DECODE_ROWS = 8
 MAX_KV_LEN = 2**30
 
 
@@ -231,6 +231,46 @@ class Batch:
     def is_valid(self, request: int) -> bool:
         """Whether no length of a request exceeds what was planned."""
         return self.lengths[request] <= MAX_KV_LEN
+
+    @property
+    def min_split_tiles(self) -> int:
+        """The least that a fixed split holds."""
+        return max(1, 512 // self.tile_tokens)
+
+    def split_tiles(self, position: int) -> int:
+        """``split_tiles_at()``: tiles of a fixed split of rows whose last key is there."""
+        lengths = (
+            (self.min_split_tiles * (4 + step % 4) << step // 4) // 4 for step in itertools.count()
+        )
+        most = math.inf
+        if self.is_causal and self.window_left >= 0:
+            most = (self.window_left + self.prefill_rows) // self.tile_tokens + 2
+        return next(
+            n
+            for n in lengths
+            if position // self.tile_tokens < self.max_splits * n
+            or most <= (self.max_splits - 1) * n
+        )
+
+    def first_rows(self, request: int) -> list[int]:
+        """Where the query tiles of a request of the prefill kernel begin."""
+        q_len = self.q_lens[request] if self.q_lens else 1
+        kv_len = max(self.lengths[request], 0) if self.is_valid(request) else 0
+        if self.q_lens and self.decode_rows < 0 and not self.is_valid(request):
+            return [0]
+        offset = kv_len - q_len
+        found, class_end = [], 0
+        for row in range(q_len * self.group_size):
+            if row == class_end or (row - found[-1]) == self.prefill_rows:
+                found.append(row)
+            if row == class_end:
+                class_end = q_len * self.group_size
+                position = max(offset + row // self.group_size, 0)
+                if self.max_splits and self.is_causal:
+                    tokens = self.split_tiles(position) * self.max_splits * self.tile_tokens
+                    if tokens > position:
+                        class_end = min(class_end, (tokens - offset) * self.group_size)
+        return found
 
 
 @dataclass(frozen=True)
@@ -273,6 +313,9 @@ def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
     most_query_tiles = count
     if batch.prefill_rows:
         most_query_tiles = sum(-(-n // batch.prefill_rows) for n in rows)
+        if batch.max_splits:
+            least = batch.max_splits * max(1, batch.min_split_tiles // 4) * batch.tile_tokens
+            most_query_tiles += sum(-(-q_len // least) for q_len in q_lens if q_len > 1)
     most_slots = batch.wave_slots * batch.max_waves
     seq_lens = torch.tensor(batch.lengths, dtype=torch.int64)
     starts = torch.tensor([0, *q_lens], dtype=torch.int64).cumsum(0).int()
@@ -350,7 +393,7 @@ def params_of(
         tile_visit_cost=_VISIT_COST,
         min_slot_cost=_MIN_SLOT_COST,
         max_splits=batch.max_splits,
-        min_split_tiles=max(1, MIN_SPLIT_TOKENS // batch.tile_tokens),
+        min_split_tiles=batch.min_split_tiles,
     )
 
 
@@ -365,12 +408,13 @@ def check(batch: Batch, found: Scheduled) -> None:
         tiles = query_tile.tiles(tile_tokens)
         assert [tile for _, part in tile_parts for tile in part] == list(tiles)
         assert tiles or len(tile_parts) == 1
-    may_be_whole = batch.prefill_rows and not batch.max_splits
+    few = batch.max_splits and max(batch.q_lens or (1,)) * batch.group_size <= 64
+    may_be_whole = batch.prefill_rows and not few
     assert found.is_whole == bool(
         may_be_whole and suits_whole_query_tiles(found.costs, batch.num_ctas, batch.num_head_blocks)
     )
     if found.is_whole:
-        check_whole(found)
+        check_whole(batch, found)
         return
     assert found.boundaries[found.num_slots :] == [(num_query_tiles, 0)] * (
         len(found.boundaries) - found.num_slots
@@ -388,7 +432,7 @@ def check(batch: Batch, found: Scheduled) -> None:
         slots = [slot for slot, _ in found_parts]
         assert (slots[0], slots[-1]) == (query_tile.first_slot, query_tile.last_slot)
         if batch.max_splits:
-            check_splits(query_tile, tiles, found_parts)
+            check_splits(batch, query_tile, tiles, found_parts)
         else:
             # Split i lies in slot first_slot + i, and none between is empty.
             assert slots == [*range(query_tile.first_slot, query_tile.last_slot + 1)]
@@ -419,25 +463,27 @@ def check_rows(batch: Batch, found: Scheduled) -> None:
         ]
         return
     want = []
-    for request, q_len in enumerate(batch.q_lens or ()):
-        if q_len > 1 and q_len * batch.group_size > DECODE_ROWS and batch.is_valid(request):
-            rows = range(0, q_len * batch.group_size, batch.prefill_rows)
-            want += [(request, row) for row in (rows if batch.max_splits else reversed(rows))]
+    for request, q_len in enumerate(batch.q_lens or (1,) * len(batch.lengths)):
+        is_long = q_len * batch.group_size > batch.decode_rows and (
+            q_len > 1 or batch.decode_rows == 0
+        )
+        if batch.decode_rows < 0 or (is_long and batch.is_valid(request)):
+            rows = batch.first_rows(request)
+            want += [(request, row) for row in reversed(rows)]
     order = as_requests_list(found.query_tiles) if found.is_whole else range(len(found.query_tiles))
     assert [(found.query_tiles[i].request, found.query_tiles[i].first_row) for i in order] == want
 
 
-def check_whole(found: Scheduled) -> None:
+def check_whole(batch: Batch, found: Scheduled) -> None:
     """Assert that slots are query tiles, in the order of their buckets and inside one as listed."""
     assert found.num_slots == len(found.query_tiles)
     assert set(found.boundaries) == {(UNWRITTEN, UNWRITTEN)}
     for slot, query_tile in enumerate(found.query_tiles):
-        assert (query_tile.first_slot, query_tile.last_slot, query_tile.num_splits) == (
-            slot,
-            slot,
-            1,
-        )
-        assert query_tile.split_tiles == 0
+        assert (query_tile.first_slot, query_tile.last_slot) == (slot, slot)
+        if batch.max_splits and query_tile.kv_end > 0:
+            check_splits(batch, query_tile, query_tile.tiles(batch.tile_tokens), [])
+        else:
+            assert query_tile.num_splits == 1
     longest = max(found.costs)
     buckets = [bucket_of(cost, longest) for cost in found.costs]
     places = {index: place for place, index in enumerate(as_requests_list(found.query_tiles))}
@@ -445,12 +491,22 @@ def check_whole(found: Scheduled) -> None:
     assert order == sorted(order)
 
 
-def check_splits(query_tile: QueryTile, tiles: range, parts: list[tuple[int, range]]) -> None:
-    """Batch-invariant: split lengths go by the query tile alone, and slots hold whole splits."""
+def check_splits(
+    batch: Batch, query_tile: QueryTile, tiles: range, parts: list[tuple[int, range]]
+) -> None:
+    """Batch-invariant: split lengths go by the position alone, and slots hold whole splits."""
     size = query_tile.split_tiles
-    assert query_tile.num_splits == -(-len(tiles) // size) <= 16
-    for _, part in parts:
-        assert (part.start - tiles.start) % size == 0
+    assert query_tile.num_splits == tiles[-1] // size - tiles[0] // size + 1 <= batch.max_splits
+    offset = (
+        batch.lengths[query_tile.request]
+        - (batch.q_lens or {query_tile.request: 1})[query_tile.request]
+    )
+    last_key = offset + query_tile.first_row // batch.group_size
+    if not batch.is_causal:
+        last_key = batch.lengths[query_tile.request] - 1
+    assert size == batch.split_tiles(max(last_key, 0))
+    for _, part in parts[1:]:
+        assert part.start % size == 0
 
 
 def check_rounds(batch: Batch, found: Scheduled) -> None:
@@ -491,11 +547,14 @@ LENGTHS = st.one_of(
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     lengths = tuple(draw(LENGTHS))
-    q_lens, prefill_rows, max_splits = None, 0, draw(st.sampled_from((0, 0, 16)))
+    q_lens, prefill_rows, max_splits, decode_rows = None, 0, draw(st.sampled_from((0, 0, 8, 16))), 8
     if draw(st.booleans()):
         sizes = st.sampled_from((0, 1, 2, 3, 40, 100))
         q_lens = tuple(draw(sizes) for _ in lengths)
         prefill_rows = draw(st.sampled_from((0, 64)))
+    if max_splits:  # the prefill kernel has all requests, or all that are valid
+        prefill_rows = 64
+        decode_rows = draw(st.sampled_from((-1, 0))) if q_lens else -1
     has_rounds = not max_splits and not prefill_rows
     return Batch(
         lengths,
@@ -507,6 +566,7 @@ def batches(draw: st.DrawFn) -> Batch:
         window_left=draw(st.sampled_from((-1, -1, 0, 100, 1000))),
         is_causal=draw(st.booleans()),
         group_size=draw(st.sampled_from((1, 4, 8))),
+        decode_rows=decode_rows,
         prefill_rows=prefill_rows,
         num_ctas=draw(st.sampled_from((1, 3, 16, 132, 264))),
         num_head_blocks=draw(st.sampled_from((1, 2, 8, 40))),
@@ -524,6 +584,7 @@ def prefill_batches(draw: st.DrawFn) -> Batch:
     """Of the prefill kernel, whose slots may be whole query tiles."""
     lengths = st.sampled_from((-1, 0, 100, 2000, 2001, 9000, MAX_KV_LEN + 1))
     q_lens = st.sampled_from((0, 1, 2, 40, 100, 100, 1000))
+    max_splits = draw(st.sampled_from((0, 0, 2, 16)))
     requests = draw(st.lists(st.tuples(lengths, q_lens), min_size=1, max_size=30))
     if draw(st.booleans()):
         requests = requests[:1] * draw(st.integers(1, 60))
@@ -532,6 +593,8 @@ def prefill_batches(draw: st.DrawFn) -> Batch:
         tuple(q_len for _, q_len in requests),
         wave_slots=draw(st.sampled_from((1, 16, 132))),
         max_waves=1,
+        max_splits=max_splits,
+        decode_rows=draw(st.sampled_from((-1, 0))) if max_splits else 8,
         window_left=draw(st.sampled_from((-1, -1, 100, 1000))),
         is_causal=draw(st.booleans()),
         prefill_rows=draw(st.sampled_from((64, 128))),
@@ -612,8 +675,9 @@ def prefill(lengths: tuple[int, ...], q_lens: tuple[int, ...], **changes: object
         (prefill((0, -3, 0), (16, 16, 5000), num_ctas=30, num_head_blocks=1), True),
         # Those that the other kernel answers for leave nothing.
         (prefill((100, MAX_KV_LEN + 1), (1, 100)), False),
-        # Units whose splits are theirs alone, and those of the decode kernel.
-        (prefill((20_000,) * 16, (16,) * 16, max_splits=16), False),
+        # Splits that are fixed do not matter; those of the decode kernel are never whole.
+        (prefill((20_000,) * 16, (17,) * 16, max_splits=16, decode_rows=0), True),
+        (prefill((20_000,) * 16, (16,) * 16, max_splits=16, decode_rows=0), False),
         (prefill((20_000,) * 16, (2,) * 16, prefill_rows=0), False),
     ],
 )

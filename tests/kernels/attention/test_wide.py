@@ -74,7 +74,7 @@ def backend_of(plan: jitattn.types.Plan) -> CudaPlan:
     return plan.backend
 
 
-LETTERS = {"decode": "d", "decode_multi_token": "w", "prefill": "p"}
+LETTERS = {"decode": "d", "decode_multi_token": "w", "prefill_narrow": "n", "prefill": "p"}
 
 
 def roles_of(plan: jitattn.types.Plan) -> list[str]:
@@ -128,11 +128,11 @@ def test_which_kernels_a_configuration_has(
         ({"group_size": 9}, {1: "d", 2: "dp"}),
         ({"group_size": 16}, {1: "d", 2: "dp"}),
         ({"group_size": 71}, {1: "d", 2: "dp"}),
-        ({"head_dim": 64}, {2: "d", 3: "w", 4: "w", 5: "wp"}),
-        ({"head_dim": 64, "group_size": 16}, {1: "d", 2: "dp"}),
-        ({"head_dim": 64, "group_size": 17}, {1: "d", 2: "dp"}),
+        ({"head_dim": 64}, {2: "d", 3: "w", 4: "w", 5: "wn", 16: "wn", 17: "wp"}),
+        ({"head_dim": 64, "group_size": 16}, {1: "d", 2: "dn", 4: "dn", 5: "dp"}),
+        ({"head_dim": 64, "group_size": 17}, {1: "d", 2: "dn", 3: "dn", 4: "dp"}),
         ({"head_dim": 256}, {2: "d", 3: "dp"}),
-        ({"batch_invariant": True}, {2: "d", 3: "dp", 4: "dp", 5: "dp"}),
+        ({"batch_invariant": True}, {1: "dp", 2: "dp", 3: "dp", 5: "dp"}),
     ],
 )
 def test_which_kernels_a_plan_has(

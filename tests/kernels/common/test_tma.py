@@ -618,7 +618,11 @@ def test_buffers_hold_every_slot(
             num_ctas = 132 * kernel.tile.ctas_per_sm if num_sms is None else min(num_sms, 132)
             assert schedule.num_ctas == num_ctas
         partials, counters = part.buffers
-        rows = slots * 2 * max(1, attention.max_splits) * blocks * kernel.row_tile
+        places = 2 * slots * blocks
+        if attention.max_splits:  # of slots, and of CTAs
+            assert attention.max_slots == slots
+            places = (slots * blocks + schedule.num_ctas) * attention.max_splits
+        rows = places * kernel.row_tile
         values = rows * kernel.tile.value_dim
         # Outputs of the splits, then their maxima and sums, two floats a row.
         assert attention.partials == partials.data_ptr()

@@ -1,5 +1,5 @@
 // Producers of Q, and of K and V of quantised caches, with dequantisation: half of the warps load
-// K, the others V. Vectors of 16 elements land in shared memory a tile ahead, and the lane that
+// K, the others V. Vectors of 16 elements land in shared memory some tiles ahead, and the lane that
 // issued the copy dequantises them. With NVFP4 a vector is a block, whose scale lands beside the
 // scale of its row's first block in the segment, four together.
 #pragma once
@@ -26,16 +26,23 @@ constexpr int kWarpGroups = (kRowGroups + kOperandWarps - 1) / kOperandWarps;
 constexpr int kLandingOffset = kQueryOffset + kNumQueryStages * kQueryStageBytes;
 
 static_assert(8 * kWarpGroups <= kWarpSize, "each lane finds one row");
-static_assert(kLandingOffset +
-                      kWarpGroups * (kKeySegments + kValueSegments) * kOperandThreads * 16 ==
+static_assert(kLandingOffset + kNumLandings * kWarpGroups * (kKeySegments + kValueSegments) *
+                                   kOperandThreads * 16 ==
                   kSmemBytes,
               "the host asks for exactly the shared memory that is used");
 
-// KV tile of a work item, with the page row of its request.
+// KV tile of a work item.
 struct ItemTile {
-  int32_t item;  // kNoWork after the last
+  int32_t item;  // kNoWork before the first
   int32_t tile;
-  PageTable::Row page_row;
+
+  __device__ __forceinline__ bool exists(const Shared& shared) const {
+    return item != kNoWork && shared.work_items[item].work != kNoWork;
+  }
+  // Of its work item, which may be the one after the last.
+  __device__ __forceinline__ bool is_first(const Shared& shared) const {
+    return item != kNoWork && tile == shared.work_items[item].begin;
+  }
 };
 
 // Dequantising loader of K or V, tile by tile.
@@ -47,27 +54,26 @@ struct TileDequantiser {
 
   static constexpr int kSegments = kIsKey ? kKeySegments : kValueSegments;
 
-  // Dequantises a tile, if there is one, and issues the copies of the next.
+  // Dequantises a tile, if there is one, and issues the copies of a later one to its landing.
   __device__ __forceinline__ void load(const ItemTile& now, const ItemTile& next,
-                                       Ring& ring) const {
-    const int32_t page = find_page(next);  // before it is needed
-    if (now.item != kNoWork) {
+                                       PageTable::Row page_row, int landing, Ring& ring) const {
+    const int32_t page = find_page(next, page_row);  // before it is needed
+    if (now.exists(shared)) {
       mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
-      cp_async_wait_all();
+      cp_async_wait<kNumLandings - 1>();
       if constexpr (kHasBlocks) __syncwarp();  // another lane copied the scales of a row
       const uint32_t stage = smem + (kIsKey ? kKeyOffset + ring.stage * kKeyStageBytes
                                             : kValueOffset + ring.stage * kValueStageBytes);
 #pragma unroll 1
-      for (int group = 0; group < kWarpGroups; ++group) convert(stage, group);
-      fence_before_tma();  // the products read by the same way as TMA tiles are written
+      for (int group = 0; group < kWarpGroups; ++group) convert(stage, landing, group);
       __syncwarp();
       if (lane_idx() == 0) {
         mbarrier_arrive(kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));
       }
       ring.next(kNumStages);
     }
-    // After the fence, which would wait for these copies.
-    if (next.item != kNoWork) ask(next, page);
+    if (next.exists(shared)) ask(next, page, landing);
+    cp_async_commit();  // one group a tile, also where there is none
   }
 
  private:
@@ -81,28 +87,30 @@ struct TileDequantiser {
   }
 
   // Landing place of a vector of this lane.
-  __device__ __forceinline__ uint32_t landing(int group, int segment) const {
-    constexpr int kFirst = kIsKey ? 0 : kWarpGroups * kKeySegments;
+  __device__ __forceinline__ uint32_t place_of(int landing, int group, int segment) const {
+    const int first = landing * kWarpGroups * (kKeySegments + kValueSegments) +
+                      (kIsKey ? 0 : kWarpGroups * kKeySegments);
     const int thread = (threadIdx.x - kNumThreads) % kOperandThreads;
     return smem + kLandingOffset +
-           ((kFirst + group * kSegments + segment) * kOperandThreads + thread) * 16;
+           ((first + group * kSegments + segment) * kOperandThreads + thread) * 16;
   }
 
   // Tile row of this lane, one of the warp's rows.
   static __device__ __forceinline__ int lane_row() {
     return tile_row(lane_idx() / 8, lane_idx() % 8);
   }
-  __device__ __forceinline__ int32_t find_page(const ItemTile& place) const {
-    if (place.item == kNoWork) return 0;
+  __device__ __forceinline__ int32_t find_page(const ItemTile& place,
+                                               PageTable::Row page_row) const {
+    if (!place.exists(shared)) return 0;
     const TileTokens tokens(shared.work_items[place.item], place.tile);
     const int row = lane_row();
     if (row < tokens.first || row >= tokens.last) return 0;
-    return Source<kIsKey>::id(params, place.page_row, tokens.begin + row);
+    return Source<kIsKey>::id(params, page_row, tokens.begin + row);
   }
 
   // Issues the copies of a tile, zeros where it has no tokens: a NaN left in a slot that the
   // request does not own must not meet a probability of zero.
-  __device__ __forceinline__ void ask(const ItemTile& place, int32_t page) const {
+  __device__ __forceinline__ void ask(const ItemTile& place, int32_t page, int landing) const {
     const AttentionParams& attention = params.attention;
     const WorkItem& item = shared.work_items[place.item];
     const TileTokens tokens(item, place.tile);
@@ -116,27 +124,27 @@ struct TileDequantiser {
         base + at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
         at.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride);
     const auto address = exists ? reinterpret_cast<uint64_t>(source) : 0;
-    if constexpr (kHasBlocks) ask_scales(item.block(attention).kv_head, at, exists);
+    if constexpr (kHasBlocks) ask_scales(item.block(attention).kv_head, at, exists, landing);
 #pragma unroll 1
     for (int group = 0; group < kWarpGroups; ++group) {
       const uint64_t row_address = __shfl_sync(0xffffffff, address, group * 8 + lane_idx() / 4);
       const auto* vectors =
           reinterpret_cast<const KVType::Storage*>(row_address) + lane_idx() % 4 * kVectorSize;
       for_each<kSegments>([&](int segment) {
-        copy(landing(group, segment), vectors + segment * 4 * kVectorSize,
+        copy(place_of(landing, group, segment), vectors + segment * 4 * kVectorSize,
              row_address != 0 && has(segment));
       });
     }
   }
 
   // Landing place of the scales of a lane's row in a segment, one for each of its four lanes.
-  __device__ __forceinline__ uint32_t scale_landing(int group, int segment) const {
-    return landing(group, segment) - lane_idx() % 4 * 16 + 8;
+  __device__ __forceinline__ uint32_t scale_place(int landing, int group, int segment) const {
+    return place_of(landing, group, segment) - lane_idx() % 4 * 16 + 8;
   }
 
   // Issues the copies of a tile's block scales; `at` and `exists` are of the row of each lane.
-  __device__ __forceinline__ void ask_scales(int32_t kv_head, const Location& at,
-                                             bool exists) const {
+  __device__ __forceinline__ void ask_scales(int32_t kv_head, const Location& at, bool exists,
+                                             int landing) const {
     constexpr bool kAreFours = kUseVectorLoads && block_bytes(Source<kIsKey>::kDim) % 4 == 0;
     const BlockScales& blocks = kIsKey ? params.k_blocks : params.v_blocks;
     const uint8_t* source = blocks.scales + kv_head * blocks.head_stride +
@@ -150,7 +158,8 @@ struct TileDequantiser {
       if constexpr (kAreFours) {
         for_each<kSegments>([&](int segment) {
           if (part != 0) return;
-          cp_async_few<4>(scale_landing(group, segment), scales + segment * 4, row_address != 0);
+          cp_async_few<4>(scale_place(landing, group, segment), scales + segment * 4,
+                          row_address != 0);
         });
       } else {
         uint32_t bytes[kSegments];  // all on their way before the first is stored
@@ -159,7 +168,7 @@ struct TileDequantiser {
           bytes[segment] = is_there ? scales[segment * 4 + part] : 0;
         });
         for_each<kSegments>([&](int segment) {
-          st_shared_byte(scale_landing(group, segment) + part, bytes[segment]);
+          st_shared_byte(scale_place(landing, group, segment) + part, bytes[segment]);
         });
       }
     }
@@ -184,7 +193,7 @@ struct TileDequantiser {
     }
   }
 
-  __device__ __forceinline__ void convert(uint32_t stage, int group) const {
+  __device__ __forceinline__ void convert(uint32_t stage, int landing, int group) const {
     const int row = tile_row(group, lane_idx() / 4);
     if (kRowGroups % kOperandWarps != 0 && row >= kTileTokens) return;
     for_each<kSegments>([&](int segment) {
@@ -192,13 +201,13 @@ struct TileDequantiser {
       const uint32_t place =
           Source<kIsKey>::row(stage, segment, row) + (lane_idx() % 4 * 2 ^ row % 8) * 16;
       if constexpr (kHasBlocks) {
-        const uint2 elements = ld_shared_8(landing(group, segment));
-        const uint32_t byte = ld_shared_byte(scale_landing(group, segment) + lane_idx() % 4);
+        const uint2 elements = ld_shared_8(place_of(landing, group, segment));
+        const uint32_t byte = ld_shared_byte(scale_place(landing, group, segment) + lane_idx() % 4);
         const uint32_t scales = low_twice(block_scale_pair<QType>(byte));
         st_shared_16(place, block_eight<QType>(elements.x, scales));
         st_shared_16(place ^ 16, block_eight<QType>(elements.y, scales));
       } else {
-        const uint4 words = ld_shared_16(landing(group, segment));
+        const uint4 words = ld_shared_16(place_of(landing, group, segment));
         const uint2 a = unpack_pairs<QType, KVType>(words.x);
         const uint2 b = unpack_pairs<QType, KVType>(words.y);
         const uint2 c = unpack_pairs<QType, KVType>(words.z);
@@ -211,7 +220,8 @@ struct TileDequantiser {
 };
 
 // Producer loop: finds the work items, loads their Q, K and V, and writes the rows of empty ones. A
-// tile is loaded when the next one is known, across work items.
+// tile is dequantised when the copies of kNumLandings others after it are under way, across work
+// items.
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   WorkItemIterator source(params);
@@ -222,15 +232,24 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
   Ring queries = {0, 1};
   const bool is_first = threadIdx.x % kQueryThreads == 0;
   int32_t index = 0;
-  ItemTile now = {kNoWork};
+  int landing = 0;
+  ItemTile under_way[kNumLandings];
+  for_each<kNumLandings>([&](int i) { under_way[i].item = kNoWork; });
+  const auto deliver_query = [&](const WorkItem& item) {
+    mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
+    const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
+    if (item.work != kNoWork) copy_query(params.attention, item, stage);
+    mbarrier_arrive(shared.q_full(queries.stage));
+    queries.next(kNumQueryStages);
+  };
 #pragma unroll 1
   while (true) {
     WorkItem& item = shared.work_items[index];
-    // With one stage, Q is free when the scores of the last tile are complete.
-    if (kNumQueryStages > 1) mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     if (is_first) {
       source.next(item);
-      item.query_stage = queries.stage;
+      item.query_stage = index % kNumQueryStages;
+      // After the last, as many steps without a tile as dequantise what is under way.
+      if (item.work == kNoWork) item.begin = 0, item.end = kNumLandings + 1;
     }
     sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
     const bool is_end = item.work == kNoWork;
@@ -239,32 +258,25 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
       sync_threads<kQueryThreads>(kQueryBarrier);  // and read
       continue;
     }
-    const auto deliver_query = [&] {
-      const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
-      if (!is_end) copy_query(params.attention, item, stage);
-      mbarrier_arrive(shared.q_full(queries.stage));
-    };
-    if (kNumQueryStages > 1) deliver_query();
-    ItemTile next = {kNoWork};
-    if (!is_end) next = {index, item.begin, params.pages.row(item.query_tile.request)};
-    bool is_begun = false;
+    ItemTile coming = {index, item.begin};
+    PageTable::Row page_row = {};
+    if (!is_end) page_row = params.pages.row(item.query_tile.request);
 #pragma unroll 1
     while (true) {
+      // Before the tiles of a work item, those of the one before are complete: Q is soon free.
+      const ItemTile now = under_way[0];
+      if (now.is_first(shared)) deliver_query(shared.work_items[now.item]);
       if (is_key) {
-        keys.load(now, next, ring);
+        keys.load(now, coming, page_row, landing, ring);
       } else {
-        values.load(now, next, ring);
+        values.load(now, coming, page_row, landing, ring);
       }
-      if (kNumQueryStages == 1 && !is_begun) {
-        mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
-        deliver_query();
-      }
-      is_begun = true;
-      now = next;
-      if (is_end || ++next.tile == item.end) break;
+      if (++landing == kNumLandings) landing = 0;
+      for_each<kNumLandings - 1>([&](int i) { under_way[i] = under_way[i + 1]; });
+      under_way[kNumLandings - 1] = coming;
+      if (++coming.tile == item.end) break;
     }
     if (is_end) break;
-    queries.next(kNumQueryStages);
     index = (index + 1) % kNumWorkItems;
   }
 }

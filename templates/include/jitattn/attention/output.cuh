@@ -153,7 +153,9 @@ __device__ __forceinline__ void write_padding(const AttentionParams& params) {
   }
 }
 
-// Rows of a query tile's splits in the partial buffers.
+// Rows of a query tile's splits in the partial buffers: [max_slots, 2, num_head_blocks, kRowTile];
+// of fixed splits [max_slots, max_splits, num_head_blocks, kRowTile] where query tiles lie in
+// several slots, and [gridDim.x, max_splits, kRowTile] for the others.
 struct PartialRows {
   int64_t first;
   int64_t step;
@@ -162,7 +164,7 @@ struct PartialRows {
   __device__ __forceinline__ PartialRows(const AttentionParams& params, const HeadBlock& block,
                                          const QueryTile& query_tile) {
     const int64_t place_rows = static_cast<int64_t>(params.num_head_blocks) * kRowTile;
-    if (params.max_splits == 0) {
+    if (!kMayFixSplits || params.max_splits == 0) {
       // A slot has at most two split query tiles: the one that began in an earlier slot, and the
       // one that goes on in the next.
       first = query_tile.first_slot * 2;
@@ -170,11 +172,16 @@ struct PartialRows {
       first_shift = place_rows;
     } else {
       // A query tile in several slots uses the rows of its first slot, in which no other such query
-      // tile begins; one in a single slot is merged before the slot's next begins.
-      first = (query_tile.first_slot * 2 + (query_tile.last_slot > query_tile.first_slot)) *
-              static_cast<int64_t>(params.max_splits);
-      step = place_rows;
+      // tile begins; one in a single slot is merged before its CTA begins the next.
       first_shift = 0;
+      const int64_t place_splits = params.max_splits;
+      if (query_tile.last_slot == query_tile.first_slot) {
+        first = (params.max_slots * place_rows + blockIdx.x * kRowTile) * place_splits;
+        step = kRowTile;
+        return;
+      }
+      first = query_tile.first_slot * place_splits;
+      step = place_rows;
     }
     first = first * place_rows + block.index * kRowTile;
   }
@@ -203,8 +210,9 @@ __device__ __forceinline__ bool publish_splits(const AttentionParams& params,
 
 // Four columns of a row of a query tile, of splits [begin, end) merged in order, kMergeSplits at a
 // time; and their maximum and sum. Past the last split of a block, the last one is loaded again
-// with no weight, or none with kSkips.
-template <bool kSkips = false>
+// with no weight, or none with kSkips. With kLeads `begin` may be negative: the first block has as
+// many splits less, in whose place is the first.
+template <bool kSkips = false, bool kLeads = false>
 struct MergedSplits {
   float m;
   float d;
@@ -225,7 +233,7 @@ struct MergedSplits {
       float top = m;
       if constexpr (kLoads < kBlock) {
         for_each<kBlock>([&](int i) {
-          const int64_t index = partials.row(min(block + i, end - 1)) + row;
+          const int64_t index = partials.row(clamp(block + i, end)) + row;
           top = fmaxf(top, __ldcg(&params.partial_sums[index].x));
         });
         rescale(top);
@@ -236,7 +244,7 @@ struct MergedSplits {
         float4 parts[kLoads];
         for_each<kLoads>([&](int i) {
           // Loads from L2, since other SMs write partials during this launch.
-          const int64_t index = partials.row(min(first + i, end - 1)) + row;
+          const int64_t index = partials.row(clamp(first + i, end)) + row;
           if (kSkips && first + i >= end) {
             parts[i] = {0.f, 0.f, 0.f, 0.f};
             return;
@@ -246,7 +254,7 @@ struct MergedSplits {
               __ldcg(reinterpret_cast<const float4*>(params.partials + index * kValueDim + dim));
         });
         for_each<kLoads>([&](int i) {
-          if (first + i >= end) sums[i] = {neg_inf(), 0.f};
+          if (first + i >= end || (kLeads && first + i < 0)) sums[i] = {neg_inf(), 0.f};
           if (kLoads == kBlock) top = fmaxf(top, sums[i].x);
         });
         if constexpr (kLoads == kBlock) rescale(top);
@@ -260,6 +268,10 @@ struct MergedSplits {
   }
 
  private:
+  static __device__ __forceinline__ int32_t clamp(int32_t split, int32_t end) {
+    return kLeads ? max(min(split, end - 1), 0) : min(split, end - 1);
+  }
+
   __device__ __forceinline__ void rescale(float top) {
     const float old_scale = exp2_approx(m - finite_maximum(top));
     // Rounded here: the compiler would add some kernels' next split without that, and their rows

@@ -9,7 +9,8 @@
 namespace jitattn {
 
 // Ring of work items, written ahead of the consumers.
-constexpr int kNumWorkItems = 4;
+// Producers that dequantise are some KV tiles ahead of the last that consumers can see.
+constexpr int kNumWorkItems = kDequantises ? 8 : 4;
 
 // Tiles [begin, end) of a query tile, for one block of heads: one at least.
 struct WorkItem {
@@ -37,11 +38,10 @@ struct WorkItem {
   }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
-    return query_tile.split_tiles > 0 ? (tile - first) / query_tile.split_tiles
-                                      : slot - query_tile.first_slot;
+    return split_of(query_tile, slot, first, tile);
   }
   __device__ __forceinline__ int32_t split_end(int32_t tile) const {
-    return query_tile.split_tiles > 0 ? min(tile + query_tile.split_tiles, end) : end;
+    return end_of_split(query_tile, tile, end);
   }
 };
 
