@@ -346,9 +346,9 @@ class Plan(PlanBase[Call]):
         custom_mask: CustomMask | None,
         variant_params: VariantParams | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        self._refuse(custom_mask=custom_mask, variant_params=variant_params)
-        if is_dynamo_compiling():
+        if self.planner.has_lengths or is_dynamo_compiling():
             self._refuse(extra=extra)
+        self._refuse(custom_mask=custom_mask, variant_params=variant_params)
         check_flag("return_lse", return_lse)
         self._replay = None
         check_sinks(sinks, self.planner.config, self.planner.device)
