@@ -32,17 +32,24 @@ class _Kernel:
     begins_early = False
 
 
-def _launch(card: int, launch: Launch) -> None:
+def _launch(launch: Launch) -> None:
     program, (grid, num_threads, _) = compiled(), launch.shape
-    assert card == 0
     assert program.params_size == ctypes.sizeof(launch.params)
     program.launch(SPEC.symbol, ctypes.addressof(launch.params), grid, num_threads)
 
 
 @pytest.fixture
-def emulated_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch the kernel on the CPU."""
+def emulated_queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launch the kernel on the CPU; the symbols of what was launched."""
+    launched: list[str] = []
+
+    def launch_on(card: int, launch: Launch) -> None:
+        assert card == 0
+        launched.append(SPEC.symbol)
+        _launch(launch)
+
     monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
     monkeypatch.setattr(device_kernels, "load", lambda spec, card: _Kernel())
     monkeypatch.setattr(device_kernels, "tile_of", lambda spec, card: spec.cta)
-    monkeypatch.setattr(device_kernels, "launch_on", _launch)
+    monkeypatch.setattr(device_kernels, "launch_on", launch_on)
+    return launched

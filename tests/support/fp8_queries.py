@@ -77,7 +77,6 @@ class FP8Inputs:
         shape = num_tokens, case.num_qo_heads, case.head_dim
         wide = torch.randn(num_tokens, case.num_qo_heads + 3, case.head_dim + 16, generator=make)
         self.q = self._viewed(wide.to(device).to(FP8), shape)
-        self.q_scale = self._scale(make, device)
         width = -(-max(case.kv_lens) // case.page_size)
         pool = batch_size * width, 2, case.page_size, case.num_kv_heads, case.head_dim
         cache = torch.randn(pool, generator=make)
@@ -92,6 +91,7 @@ class FP8Inputs:
         self.qo_indptr = begins.int().to(device) if max(case.q_lens) > 1 else None
         sinks = torch.randn(case.num_qo_heads, generator=make)
         self.sinks = sinks.to(device) if case.use_sinks else None
+        self.q_scale = self._scale(make, device)  # the others are the same whatever its form
 
     def _viewed(self, wide: Tensor, shape: tuple[int, int, int]) -> Tensor:
         _, num_heads, dim = shape

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from jitattn.kernels.attention.queries import check_q_scale, dequantize_into
+from tests.emulator.attention import EmulatedCuda
 from tests.emulator.queries import emulated_queries
 from tests.support.fp8_queries import FORMS, FP8, FP8Case, FP8Inputs
+from tests.support.harness import assert_same
 
 __all__ = ["emulated_queries"]  # a fixture
 
@@ -50,3 +55,63 @@ class TestKernel:
 
     def test_nothing(self) -> None:
         assert dequantized(torch.ones(0, 3, 16).to(FP8), torch.ones(0, 3)).numel() == 0
+
+
+# --- in front of attention ------------------------------------------------------------------------
+
+STEP = FP8Case(q_lens=(1, 3, 20), kv_lens=(50, 3, 70), head_dim=32)
+
+
+def planner_of(host: EmulatedCuda, case: FP8Case) -> Any:
+    """A planner of a card, for tensors on the CPU."""
+    planner = host.planner(**case.planner_arguments())
+    planner.tensor_dtypes = planner.tensor_dtypes._replace(q=torch.float16)
+    return planner
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_step(arch: str, emulated_queries: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run launches the kernel once, in front, whatever the run before was."""
+    host = EmulatedCuda(monkeypatch, arch)
+    planner = planner_of(host, STEP)
+    inputs = FP8Inputs(STEP, "cpu")
+    plan, kv = inputs.plan(planner), inputs.bind(planner)
+    for turn, form in enumerate(("rows", "rows", "number", "none"), start=1):
+        inputs = FP8Inputs(replace(STEP, form=form), "cpu")
+        arguments: dict[str, Any] = {"q_scale": inputs.q_scale}
+        found = plan.run(inputs.q, kv, return_lse=True, **arguments)
+        inputs.check(found)
+        assert len(emulated_queries) == 2 * turn - 1
+        out = torch.empty_like(found[0])
+        plan.run(inputs.q, kv, out=out, **arguments)
+        assert_same((out, found[1]), found)
+        assert len(emulated_queries) == 2 * turn
+    assert host.kinds == {"decode", "prefill"}
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "q": {"q": torch.zeros(24, 7, 32).to(FP8)},
+    "q_scale": {"q_scale": torch.ones(9)},
+    "out_scale": {"out_scale": 2.0},
+    "kv": {"kv": torch.zeros(3)},
+    "out": {"out": torch.zeros(24, 8, 32)},
+    "lse": {"lse": torch.zeros(24, 9)},
+    "sinks": {"sinks": torch.zeros(8)},
+    "custom_mask": {"custom_mask": torch.ones(24, 9, dtype=torch.bool)},
+    "variant_params": {"variant_params": {"slopes": 1.0}},
+    "extra": {"extra": (None, None)},
+}
+
+
+def test_nothing_is_launched_for_what_is_refused(
+    emulated_queries: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_80")
+    planner = planner_of(host, STEP)
+    inputs = FP8Inputs(STEP, "cpu")
+    plan, kv = inputs.plan(planner), inputs.bind(planner)
+    for name, changes in WRONG.items():
+        arguments = {"q": inputs.q, "kv": kv, "q_scale": inputs.q_scale} | changes
+        with pytest.raises((TypeError, ValueError), match=name):
+            plan.run(**arguments)
+    assert emulated_queries == host.ran == []
