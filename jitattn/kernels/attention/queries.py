@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from jitattn.kernels.attention.spec import DequantizeQueriesSpec
 from jitattn.kernels.common import device_kernels
 from jitattn.spec.dtype import FP8_QUERIES, DType
 from jitattn.tensors.scales import ScaleLike, scale_value
-from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
-from jitattn.tensors.tensor_layouts import RowLayout
+from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_rows, check_tensor
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, RowLayout
+
+if TYPE_CHECKING:
+    from jitattn.device.driver import Launch
 
 FP8 = DType(FP8_QUERIES).torch_dtype
 _VECTOR = 16
@@ -24,12 +28,14 @@ _SPEC = DequantizeQueriesSpec()
 class QueryScale:
     """What stored queries are multiplied with.
 
-    ``tensor`` is float32 [num_tokens, num_qo_heads], with strides of 0 where one serves several. It
-    is read when the kernel runs. Without it ``value`` counts.
+    ``tensor`` is float32 with one for all, for each head, or for each token and head, which are
+    ``strides`` elements apart, 0 where one serves several. It is read when the kernel runs. Without
+    it ``value`` counts.
     """
 
     value: float
     tensor: Tensor | None = None
+    strides: tuple[int, int] = (0, 0)
 
 
 def check_fp8_queries(q: Tensor) -> None:
@@ -65,14 +71,15 @@ def check_q_scale(q_scale: ScaleLike | None, q: Tensor) -> QueryScale:
             f"each query head, or [{num_tokens}, {num_heads}], one for each token and head"
         )
     check_device("q_scale", q_scale, q.device)
-    return QueryScale(1.0, q_scale.expand(num_tokens, num_heads))
+    token_stride, head_stride = q_scale.expand(num_tokens, num_heads).stride()
+    return QueryScale(1.0, q_scale, (token_stride, head_stride))
 
 
 def dequantized_queries(q: Tensor, scale: QueryScale) -> Tensor:
     """Return queries times their scales in float64: the definition."""
-    factor: float | Tensor
-    factor = scale.value if scale.tensor is None else scale.tensor.double()[..., None]
-    return q.double() * factor
+    if scale.tensor is None:
+        return q.double() * scale.value
+    return q.double() * scale.tensor.double().expand(q.shape[:2])[..., None]
 
 
 def dequantize_into(q: Tensor, scale: QueryScale, out: Tensor) -> None:
@@ -89,7 +96,9 @@ def dequantize_into(q: Tensor, scale: QueryScale, out: Tensor) -> None:
     elif q.numel() > 0:
         card = device_kernels.card_of(q.device)
         assert card is not None
-        _launch(card, q, scale, out)
+        launch = _launch_of(card, q)
+        _write_addresses(launch.params, q, RowLayout(q, vector=_VECTOR), scale, out)
+        device_kernels.launch_on(card, launch)
 
 
 def load_kernel(device: torch.device) -> None:
@@ -98,24 +107,83 @@ def load_kernel(device: torch.device) -> None:
         device_kernels.load(_SPEC, card)
 
 
-def _launch(card: int, q: Tensor, scale: QueryScale, out: Tensor) -> None:
+class QueryDequantizer:
+    """Checks and launches of a plan's queries: those that lie like the last ones take little time.
+
+    For one thread at a time.
+    """
+
+    __slots__ = ("_launch", "_layout", "_scale_layout", "_strides")
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._layout = self._scale_layout = NO_LAYOUT
+        self._strides = (0, 0)
+        self._launch: Launch | None = None
+
+    def knows(self, q: Tensor) -> bool:
+        """Whether queries lie like the last ones, which passed their checks."""
+        return self._layout.fits(q)
+
+    def check(self, q: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+        """Raise unless queries fit.
+
+        Args:
+            q: the queries.
+            shape: of them; its first number is negative where there may be any.
+            device: of the plan.
+        """
+        check_fp8_queries(q)
+        wanted = (q.shape[0] if shape[0] < 0 else shape[0], *shape[1:])
+        check_rows("q", q, wanted, FP8, device)
+        self._layout = RowLayout(q, vector=_VECTOR)
+        self._scale_layout, self._launch = NO_LAYOUT, None
+
+    def scale_of(self, q: Tensor, q_scale: ScaleLike | None) -> QueryScale:
+        """Return the scale of queries that passed, as ``check_q_scale`` does."""
+        if self._scale_layout.fits(q_scale):
+            assert isinstance(q_scale, Tensor)
+            return QueryScale(1.0, q_scale, self._strides)
+        scale = check_q_scale(q_scale, q)
+        if scale.tensor is not None:
+            self._strides, self._scale_layout = scale.strides, RowLayout(scale.tensor)
+        return scale
+
+    def launch(self, q: Tensor, scale: QueryScale, out: Tensor) -> None:
+        """Write the values of queries that passed into ``out``, as ``dequantize_into`` does."""
+        if out.dtype is torch.float64 or q.numel() == 0:
+            return dequantize_into(q, scale, out)
+        card = device_kernels.card_of(q.device)
+        assert card is not None
+        if self._launch is None:
+            self._launch = _launch_of(card, q)
+        _write_addresses(self._launch.params, q, self._layout, scale, out)
+        device_kernels.launch_on(card, self._launch)
+
+
+def _launch_of(card: int, q: Tensor) -> Launch:
     from jitattn.device.driver import Launch
 
     num_tokens, num_heads, head_dim = q.shape
-    row_vectors, scales = head_dim // _VECTOR, scale.tensor
+    row_vectors = head_dim // _VECTOR
     params = QueryParams(
-        q.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        out.data_ptr(),
-        *q.stride()[:2],
-        *((0, 0) if scales is None else scales.stride()),
-        num_tokens,
-        num_heads,
-        row_vectors,
-        scale.value,
-        RowLayout(q, vector=_VECTOR).is_aligned(q.data_ptr()),
+        q_token_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        row_vectors=row_vectors,
     )
     num_threads = device_kernels.tile_of(_SPEC, card).num_threads
     grid = -(-num_tokens * num_heads * row_vectors // num_threads)
-    kernel = device_kernels.load(_SPEC, card)
-    device_kernels.launch_on(card, Launch(kernel, params, grid, num_threads))
+    return Launch(device_kernels.load(_SPEC, card), params, grid, num_threads)
+
+
+def _write_addresses(
+    params: Any, q: Tensor, layout: RowLayout, scale: QueryScale, out: Tensor
+) -> None:
+    q_at = q.data_ptr()
+    params.q, params.out = q_at, out.data_ptr()
+    params.q_is_aligned = layout.is_aligned(q_at)
+    params.scales = None if scale.tensor is None else scale.tensor.data_ptr()
+    params.scale_token_stride, params.scale_head_stride = scale.strides
+    params.scale = scale.value

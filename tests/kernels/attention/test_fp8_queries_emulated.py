@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import jitattn
 from jitattn.kernels.attention.queries import check_q_scale, dequantize_into
 from tests.emulator.attention import EmulatedCuda
 from tests.emulator.queries import emulated_queries
@@ -76,16 +77,17 @@ def test_a_step(arch: str, emulated_queries: list[str], monkeypatch: pytest.Monk
     planner = planner_of(host, STEP)
     inputs = FP8Inputs(STEP, "cpu")
     plan, kv = inputs.plan(planner), inputs.bind(planner)
-    for turn, form in enumerate(("rows", "rows", "number", "none"), start=1):
+    forms = "rows", "rows", "0-d", "number", "none", "0-d"
+    for turn, form in enumerate(forms, start=1):
         inputs = FP8Inputs(replace(STEP, form=form), "cpu")
         arguments: dict[str, Any] = {"q_scale": inputs.q_scale}
         found = plan.run(inputs.q, kv, return_lse=True, **arguments)
         inputs.check(found)
-        assert len(emulated_queries) == 2 * turn - 1
-        out = torch.empty_like(found[0])
-        plan.run(inputs.q, kv, out=out, **arguments)
-        assert_same((out, found[1]), found)
-        assert len(emulated_queries) == 2 * turn
+        assert len(emulated_queries) == 4 * turn - 3
+        for given in ({"out": torch.empty_like(found[0])}, {}, {"out": torch.empty_like(found[0])}):
+            out = plan.run(inputs.q, kv, **given, **arguments)
+            assert_same((out, found[1]), found)
+        assert len(emulated_queries) == 4 * turn
     assert host.kinds == {"decode", "prefill"}
 
 
@@ -110,8 +112,51 @@ def test_nothing_is_launched_for_what_is_refused(
     planner = planner_of(host, STEP)
     inputs = FP8Inputs(STEP, "cpu")
     plan, kv = inputs.plan(planner), inputs.bind(planner)
-    for name, changes in WRONG.items():
-        arguments = {"q": inputs.q, "kv": kv, "q_scale": inputs.q_scale} | changes
-        with pytest.raises((TypeError, ValueError), match=name):
-            plan.run(**arguments)
-    assert emulated_queries == host.ran == []
+    for turn in range(2):
+        launched = len(emulated_queries), len(host.ran)
+        for name, changes in WRONG.items():
+            arguments = {"q": inputs.q, "kv": kv, "q_scale": inputs.q_scale}
+            if turn == 1:  # after calls that were right
+                plan.run(**arguments)
+                launched = len(emulated_queries), len(host.ran)
+            with pytest.raises((TypeError, ValueError), match=name):
+                plan.run(**arguments | changes)
+            assert (len(emulated_queries), len(host.ran)) == launched
+
+
+def test_a_capture_after_a_call_has_the_kernel_once(
+    emulated_queries: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_80")
+    planner = planner_of(host, STEP)
+    inputs = FP8Inputs(replace(STEP, form="heads"), "cpu")
+    plan, kv = inputs.plan(planner), inputs.bind(planner)
+    want = plan.run(inputs.q, kv, q_scale=inputs.q_scale)
+    host.fake.is_capturing = True
+    for turn in (2, 3):
+        assert torch.equal(plan.run(inputs.q, kv, q_scale=inputs.q_scale), want)
+        assert len(emulated_queries) == turn
+    assert len(host.ran) == 3 * 2
+
+
+def test_another_table_between_two_calls(
+    emulated_queries: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the operator, too, which attends to values that are there."""
+    from jitattn.kernels.attention.api import Plan
+
+    host = EmulatedCuda(monkeypatch, "sm_80")
+    planner = planner_of(host, STEP)
+    inputs = FP8Inputs(replace(STEP, form="heads"), "cpu")
+    plan, kv = inputs.plan(planner), inputs.bind(planner)
+    other = jitattn.BlockTable(inputs.table.flip(0).contiguous())
+    arguments: dict[str, Any] = {"q_scale": inputs.q_scale}
+    want = plan.run(inputs.q, kv, **arguments)
+    for _ in range(2):
+        assert torch.equal(plan.run(inputs.q, kv, **arguments), want)
+        changed = plan.run(inputs.q, kv, pages=other, **arguments)
+        assert not torch.equal(changed.nan_to_num(), want)
+        assert torch.equal(plan.run(inputs.q, kv, **arguments), want)
+        run: Any = Plan.run
+        run(plan, inputs.values().half(), kv, pages=other)
+    assert len(emulated_queries) == 7
