@@ -329,6 +329,10 @@ def _rows(level: CascadeLevel) -> list[tuple[int, int, int]]:
 def _reasons(config: PlannerConfig) -> list[str]:
     """Why a configuration can't be attended in levels."""
     reasons = []
+    if config.has_fp8_queries:
+        reasons.append(
+            f"q_dtype={config.q_dtype} is refused in a cascade: every level would dequantise them"
+        )
     if config.page_table in LISTS:
         reasons.append(
             f"page_table={config.page_table} is refused in a cascade: levels have all tokens of "

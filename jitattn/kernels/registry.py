@@ -6,7 +6,6 @@ The one table behind validation, precompiling, tests and docs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
@@ -135,11 +134,11 @@ def specs_of(config: AnyConfig, arch: str) -> tuple[KernelSpec, ...]:
     specs = family.resolve(config, arch)
     if not isinstance(config, PlannerConfig | MLAConfig):
         return specs
-    q_dtype, kv_dtype = DType(config.q_dtype), DType(config.kv_dtype)
-    out_dtype = DType(config.out_dtype or config.q_dtype)
+    q_dtype, kv_dtype = DType(config.kernel_q_dtype), DType(config.kv_dtype)
+    out_dtype = DType(config.kernel_out_dtype)
     if config.page_table == ListLayout.INDICES and out_dtype is not DType.FLOAT32:
         # Two lists are attended to in parts, which are exact.
-        exact = family.resolve(replace(config, out_dtype=DType.FLOAT32.value), arch)
+        exact = family.resolve(config.exact(), arch)
         specs = tuple(dict.fromkeys((*specs, *exact)))
     specs = (*specs, MergeSpec(dtype=out_dtype))
     if isinstance(config, MLAConfig):

@@ -1,6 +1,6 @@
 """All operators of ``torch.ops.jitattn``: importing this module defines them."""
 
-from jitattn.kernels.attention.torch_op import attention
+from jitattn.kernels.attention.torch_op import attention, dequantize_queries
 from jitattn.kernels.merge.torch_op import merge_states
 from jitattn.kernels.mla.torch_op import mla_attention
 from jitattn.kernels.preprocess.torch_op import append_kv, preprocess_qkv
@@ -14,6 +14,7 @@ from jitattn.kernels.select.torch_op import (
 __all__ = [
     "append_kv",
     "attention",
+    "dequantize_queries",
     "index_logits",
     "merge_states",
     "mla_attention",

@@ -323,7 +323,11 @@ def reasons_against(config: PlannerConfig | MLAConfig, num_ranks: int, page_size
             "use_sinks=True is refused: every rank would count the sink; make the planner without "
             "and give sinks to run, which adds them once"
         )
-    out_dtype = config.out_dtype or config.q_dtype
+    if getattr(config, "has_fp8_queries", False):
+        reasons.append(
+            f"q_dtype={config.q_dtype} is refused: queries travel in 16 bits; dequantise them"
+        )
+    out_dtype = config.kernel_out_dtype
     if out_dtype not in ("float16", "bfloat16", "float32"):
         reasons.append(f"out_dtype={out_dtype} is refused: merge_states doesn't take it")
     return reasons

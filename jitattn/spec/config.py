@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from decimal import Decimal
 from typing import ClassVar, Protocol, Self
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
 from jitattn.base.validate import FLOAT32_MAX, INT64_MAX, as_float, as_int, shown
-from jitattn.spec.dtype import dtype_name
+from jitattn.spec.dtype import FP8_QUERIES, DType, dtype_name
 from jitattn.spec.variant import READY, AttentionVariant
 
 # Longest request, so that kernels may add to a position in 32 bits. Larger windows act alike.
@@ -131,11 +131,31 @@ class PlannerConfig(Arguments):
     skip_softmax_threshold: float | None = None
     batch_invariant: bool = False
     early_kv: bool = False
+    fp8_products: str = "exact"
     num_sms: int | None = None
 
     def arguments_text(self) -> str:
         """Return the arguments that differ from the defaults, at least one, for ``parse``."""
         return super().arguments_text() or f"head_dim={self.head_dim}"
+
+    @property
+    def has_fp8_queries(self) -> bool:
+        """Whether queries are dequantised before attention."""
+        return self.q_dtype == FP8_QUERIES
+
+    @property
+    def kernel_q_dtype(self) -> str:
+        """What attention kernels get for queries: of FP8 ones float16, which holds more digits."""
+        return DType.FLOAT16.value if self.has_fp8_queries else self.q_dtype
+
+    @property
+    def kernel_out_dtype(self) -> str:
+        """``out_dtype``, or what None stands for."""
+        return self.out_dtype or (DType.BFLOAT16.value if self.has_fp8_queries else self.q_dtype)
+
+    def exact(self) -> PlannerConfig:
+        """Return the configuration of kernels that compute parts of a softmax, in float32."""
+        return replace(self, q_dtype=self.kernel_q_dtype, out_dtype=DType.FLOAT32.value)
 
     @property
     def group_size(self) -> int:
@@ -185,6 +205,20 @@ class MLAConfig(Arguments):
     def arguments_text(self) -> str:
         """Return ``planner=mla`` and the arguments that differ from the defaults, for ``parse``."""
         return ",".join(filter(None, (f"planner={self.family}", super().arguments_text())))
+
+    @property
+    def kernel_q_dtype(self) -> str:
+        """What kernels get for queries."""
+        return self.q_dtype
+
+    @property
+    def kernel_out_dtype(self) -> str:
+        """``out_dtype``, or what None stands for."""
+        return self.out_dtype or self.q_dtype
+
+    def exact(self) -> MLAConfig:
+        """Return the configuration of kernels that compute parts of a softmax, in float32."""
+        return replace(self, out_dtype=DType.FLOAT32.value)
 
     @property
     def window_left(self) -> int:

@@ -99,6 +99,8 @@ def dtype_name(value: object, name: str = "dtype") -> str:
 
 # Names, in the order of error messages.
 Q_DTYPES = (DType.BFLOAT16.value, DType.FLOAT16.value)
+FP8_QUERIES = DType.FLOAT8_E4M3FN.value
+"""Of queries besides, over a cache of the same type."""
 OUT_DTYPES = (*Q_DTYPES, DType.FLOAT32.value)
 FP8_DTYPES = (DType.FLOAT8_E4M3FN.value, DType.FLOAT8_E5M2.value)
 QUANTISED_DTYPES = tuple(dtype.value for dtype in DType if dtype.is_quantised)

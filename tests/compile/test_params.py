@@ -10,6 +10,8 @@ import pytest
 from jitattn.jit import nvrtc, render
 from jitattn.jit.build import headers_of
 from jitattn.kernels import registry
+from jitattn.kernels.attention import params as attention_params
+from jitattn.kernels.attention.spec import DequantizeQueriesSpec
 from jitattn.kernels.common import params as common_params
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.kernels.mla import params as mla_params
@@ -171,7 +173,7 @@ def test_schedule_params_agree() -> None:
 
 def _struct(name: str) -> type[ctypes.Structure]:
     name = {"Scale": "ScaleParams"}.get(name, name)
-    homes = (pages_params, select_params, params)
+    homes = (pages_params, select_params, attention_params, params)
     found: type[ctypes.Structure] = next(getattr(m, name) for m in homes if hasattr(m, name))
     return found
 
@@ -195,6 +197,7 @@ TRANSFERS = {
     ),
     "ChoiceParams": (ChoiceSpec(chooses_pages=False), ("ChoiceParams", "QueryRows")),
     "PageBoundsParams": (PageBoundsSpec(kv_dtype=BF16), ("PageBoundsParams", "QueryRows")),
+    "QueryParams": (DequantizeQueriesSpec(), ("QueryParams",)),
     "PageScoresParams": (PageScoresSpec(kv_dtype=BF16, head_dim=128), ("PageScoresParams",)),
 }
 

@@ -131,6 +131,7 @@ _CONFIG = {
     "device": ("backend",),
     "backend": ("device",),
     "kv_dtype": ("q_dtype",),
+    "fp8_products": ("kv_dtype",),
     "q_dtype": ("kv_dtype", "out_dtype"),
     "variant": ("window_left", "logits_soft_cap", "use_sinks", "use_custom_mask"),
 }
@@ -224,6 +225,25 @@ def _() -> Call:
     params = {"bias": _values(HQ, 8, dtype=torch.float32), "zero": 3}
     arguments: Arguments = {"q": _values(2, HQ, D), "kv": _cache(), "variant_params": params}
     return Call(plan.run, arguments)
+
+
+def _fp8_queries(**arguments: object) -> Call:
+    fp8 = torch.float8_e4m3fn
+    planner = _planner(q_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", fp8_products="fast")
+    plan = planner.plan(_block_table(), _ints(5, 9), _ints(0, 2, 3), max_q_len=2)
+    cache = _cache(dtype=fp8)
+    return Call(plan.run, {"q": _values(3, HQ, D, dtype=fp8), "kv": cache, **arguments})
+
+
+@_target("Plan.run of FP8 queries", "out", "lse", **_RUN)
+def _() -> Call:
+    q_scale = _values(3, HQ, dtype=torch.float32)
+    return _fp8_queries(q_scale=q_scale, out=_values(3, HQ, D), lse=torch.zeros(3, HQ))
+
+
+@_target("Plan.run of FP8 queries with a scale a head", **_RUN)
+def _() -> Call:
+    return _fp8_queries(q_scale=_values(HQ, dtype=torch.float32), return_lse=True)
 
 
 def _index_lists() -> pages.IndexLists:

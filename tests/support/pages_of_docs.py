@@ -42,6 +42,18 @@ def _caches(page_size: int, num_pages: int = 6) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def quantisation() -> dict[str, object]:
+    fp8 = torch.float8_e4m3fn
+    return {
+        "q": torch.randn(3, HEADS, DIM).to(fp8),
+        "kv_cache": torch.randn(8, 2, 16, KV_HEADS, DIM).to(fp8),
+        "table": _counted(3, 2),
+        "seq_lens": torch.tensor([20, 5, 32]),
+        "k_scale": torch.tensor(0.5),
+        "v_scale": torch.tensor(0.5),
+    }
+
+
 def preprocessing() -> dict[str, object]:
     return {
         "config": {
@@ -185,6 +197,7 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "latent-attention.md": latent_attention,
     "page-manager.md": page_manager,
     "preprocessing.md": preprocessing,
+    "quantisation.md": quantisation,
     "sparse.md": sparse,
     "torch-compile.md": torch_compile,
     "variants.md": variants,

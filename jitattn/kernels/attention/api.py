@@ -21,6 +21,14 @@ from jitattn.kernels.attention.check import (
     check_sinks,
 )
 from jitattn.kernels.attention.config import check_rules
+from jitattn.kernels.attention.queries import (
+    FP8,
+    QueryScale,
+    check_fp8_queries,
+    check_q_scale,
+    dequantize_into,
+    load_kernel,
+)
 from jitattn.kernels.attention.reference_plan import AttentionReferencePlan, ListsReferencePlan
 from jitattn.kernels.common.planner_base import (
     Kernels,
@@ -45,7 +53,8 @@ from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.tensors.scales import ScaleLike, view_scale
-from jitattn.tensors.tensor_layouts import NO_LAYOUT
+from jitattn.tensors.tensor_checks import check_rows
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch
 from jitattn.tensors.token_lists import IndexLists
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
@@ -74,9 +83,9 @@ class AttentionPlanner(_Arguments):
         head_dim: elements of a head.
         page_size: tokens of a page; None for ragged K and V.
         head_dim_vo: elements of a head of V and out; None is ``head_dim``.
-        q_dtype: a torch dtype or its name.
+        q_dtype: a torch dtype or its name: bfloat16, float16, or with an e4m3 cache float8_e4m3fn.
         kv_dtype: likewise, of the cache; "nvfp4" for a ``QuantizedKV``.
-        out_dtype: likewise, of out; None is ``q_dtype``.
+        out_dtype: likewise, of out; None is ``q_dtype``, and bfloat16 of FP8 queries.
         kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
         page_table: a name of ``Layout``, "shared" or another: the layout of the tables
             that plans get.
@@ -96,6 +105,9 @@ class AttentionPlanner(_Arguments):
         early_kv: a promise: before the previous kernel on the stream began, all keys and values
             but those of each request's query tokens were complete, and so were the tables. Then
             they may be read before that kernel has ended (programmatic dependent launch).
+        fp8_products: of an 8-bit cache: "exact" computes as if K and V were dequantised, with
+            products in 16 bits and sums in float32. "fast" allows products of 8 bits, whose P is
+            rounded to e4m3; no kernel has those yet, so that it makes no difference.
         num_sms: multiprocessors to use; None is all.
         workspace: scratch memory; None is one for each device and stream.
         device: None is the current CUDA device, or the CPU without one.
@@ -130,6 +142,7 @@ class AttentionPlanner(_Arguments):
         skip_softmax_threshold: float | None = None,
         batch_invariant: bool = False,
         early_kv: bool = False,
+        fp8_products: str = "exact",
         num_sms: int | None = None,
         workspace: Workspace | None = None,
         device: torch.device | str | int | None = None,
@@ -146,7 +159,7 @@ class AttentionPlanner(_Arguments):
         check_rules(config)
         super().__init__(
             config,
-            make_plan=Plan,
+            make_plan=FP8QueryPlan if config.has_fp8_queries else Plan,
             out_row_shape=(config.num_qo_heads, config.head_dim_vo or config.head_dim),
             device=device,
             backend=backend,
@@ -154,6 +167,24 @@ class AttentionPlanner(_Arguments):
         )
         self._layout_keys: dict[object, object] = {}
         self.kernels = _kernels_of(self.backend, config, self.device)
+        if config.has_fp8_queries:
+            self._prepare_queries()
+
+    def exact(self) -> AttentionPlanner:
+        """Return a planner whose outputs are float32, of parts that are merged; this one, if it is.
+
+        Its queries are what kernels get for those of this one.
+        """
+        exact = super().exact()
+        assert isinstance(exact, AttentionPlanner)
+        exact.make_plan = Plan
+        return exact
+
+    def _prepare_queries(self) -> None:
+        if self.backend == "cuda":
+            load_kernel(self.device)
+        else:
+            self.tensor_dtypes = self.tensor_dtypes._replace(q=torch.float64)
 
     def bind(
         self,
@@ -261,13 +292,13 @@ class Plan(PlanBase[Call]):
             out: [num_tokens, num_qo_heads, head_dim_vo], out_dtype; allocated when None.
             lse: float32 [num_tokens, num_qo_heads], any strides; filled when given.
             return_lse: return lse as well, allocated when None.
-            q_scale: for quantised queries, which are not built yet.
+            q_scale: of FP8 queries, 1 when None: a number, or float32 [], [1], [num_qo_heads] or
+                [num_tokens, num_qo_heads], read by the kernel. A q times it is held as float16.
             out_scale: for quantised outputs, which are not built yet.
             sinks: [num_qo_heads], any float dtype and stride, with ``use_sinks``.
-            custom_mask: with ``use_custom_mask``, besides causal and window: bool [tokens, width]
-                or packed uint8 [tokens, width / 8] (lowest bit first) over the last keys of a
-                request; or (packed, mask_indptr) over all keys, each row padded to bytes, those of
-                request b from byte mask_indptr[b] on.
+            custom_mask: with ``use_custom_mask``: bool [tokens, width] or packed uint8 [tokens,
+                width / 8] (lowest bit first) over the last keys of a request; or (packed,
+                mask_indptr) over all, rows padded to bytes, request b from byte mask_indptr[b] on.
             variant_params: those of ``variant``: numbers are read now, tensors by the kernel.
             extra: with ``page_table="indices"``: other lists, and their cache, in the same softmax.
 
@@ -315,9 +346,9 @@ class Plan(PlanBase[Call]):
         custom_mask: CustomMask | None,
         variant_params: VariantParams | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        self._refuse(custom_mask=custom_mask, variant_params=variant_params)
-        if is_dynamo_compiling():
+        if self.planner.has_lengths or is_dynamo_compiling():
             self._refuse(extra=extra)
+        self._refuse(custom_mask=custom_mask, variant_params=variant_params)
         check_flag("return_lse", return_lse)
         self._replay = None
         check_sinks(sinks, self.planner.config, self.planner.device)
@@ -393,6 +424,76 @@ class Plan(PlanBase[Call]):
         config = self.planner.config
         self._q_layout = self._check_rows_of("q", q, config.num_qo_heads, config.head_dim)
         self._forget_outputs()
+
+
+class FP8QueryPlan(Plan):
+    """A batch of FP8 queries, which each run dequantises, in front of attention."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, planner: AttentionPlanner, batch: Batch, backend: PlanBackend[Call]) -> None:
+        """Made by ``plan``."""
+        super().__init__(planner, batch, backend)
+        # Queries of the current call, their scale, and where their values go.
+        self._pending: tuple[Tensor, QueryScale, Tensor] | None = None
+
+    def run(
+        self,
+        q: Tensor,
+        kv: BoundCache | KVCache,
+        *,
+        pages: PlannedTable | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        q_scale: ScaleLike | None = None,
+        out_scale: ScaleLike | None = None,
+        sinks: Tensor | None = None,
+        custom_mask: CustomMask | None = None,
+        variant_params: VariantParams | None = None,
+        extra: tuple[IndexLists, BoundCache | KVCache] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend: arguments, results and errors are those of ``Plan.run``."""
+        others: dict[str, Any] = {
+            **{"pages": pages, "out": out, "lse": lse, "return_lse": return_lse},
+            **{"out_scale": out_scale, "sinks": sinks, "custom_mask": custom_mask},
+            **{"variant_params": variant_params, "extra": extra},
+        }
+        if is_dynamo_compiling():
+            from jitattn.kernels.attention.torch_op import trace_dequantize
+
+            return super().run(trace_dequantize(self, q, q_scale), kv, **others)
+        scale = self._checked_scale(q, q_scale)
+        values = torch.empty(q.shape, dtype=self.planner.tensor_dtypes.q, device=q.device)
+        self._pending = q, scale, values
+        try:
+            return super().run(values, kv, **others)
+        finally:
+            self._pending = None
+
+    def _checked_scale(self, q: Tensor, q_scale: ScaleLike | None) -> QueryScale:
+        config, batch = self.planner.config, self.batch
+        check_fp8_queries(q)
+        num_tokens = batch.batch_size if batch.qo_indptr is None else q.shape[0]
+        shape = num_tokens, config.num_qo_heads, config.head_dim
+        check_rows("q", q, shape, FP8, self.planner.device)
+        return check_q_scale(q_scale, q)
+
+    def _dequantize(self) -> None:
+        """Launch what writes the queries: a call's arguments have passed their checks."""
+        if self._pending is not None:  # a compiled function has operators for both
+            dequantize_into(*self._pending)
+
+    def _run_call(
+        self, call: Call, return_lse: bool, *, is_plain: bool, has_out: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self._dequantize()
+        # A replay would attend without.
+        return super()._run_call(call, return_lse, is_plain=False, has_out=has_out)
+
+    def _run_both(self, queries: tuple[Tensor, ...], *others: Any) -> None:
+        self._dequantize()
+        super()._run_both(queries, *others)
 
 
 class _Kernels(Kernels[PlanBackend[Call]], Protocol):

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
-from jitattn.kernels.attention.spec import DecodeSpec, NarrowPrefillSpec, PrefillSpec
+from jitattn.kernels.attention.spec import (
+    DecodeSpec,
+    DequantizeQueriesSpec,
+    NarrowPrefillSpec,
+    PrefillSpec,
+)
 from jitattn.kernels.attention.tile import has_narrow_tile, max_row_tile, row_tile_for
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.spec.arch import check_arch
@@ -19,11 +24,20 @@ from jitattn.spec.constraint import (
     page_size_rule,
     rule,
 )
-from jitattn.spec.dtype import OUT_DTYPES, Q_DTYPES, QUANTISED_DTYPES, DType
+from jitattn.spec.dtype import (
+    BYTE_DTYPES,
+    FP8_QUERIES,
+    OUT_DTYPES,
+    Q_DTYPES,
+    QUANTISED_DTYPES,
+    DType,
+)
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import LISTS, PAGE_TABLES, Layout, ListLayout, Loader, layout_of
 
 KV_LAYOUTS = ("NHD", "HND")
+FP8_PRODUCTS = ("exact", "fast")
+"""What products with an 8-bit cache may be; the kernels compute the exact ones for both."""
 
 
 def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[PlannerConfig]:
@@ -61,7 +75,7 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         "is not a multiple of 16 from 16 to 256, nor 512",
     ),
     page_size_rule(),
-    one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
+    one_of("q_dtype", (*Q_DTYPES, FP8_QUERIES)),
     rule(
         "kv_dtype",
         "the same as q_dtype, " + ", ".join(QUANTISED_DTYPES),
@@ -69,10 +83,24 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         f"is neither q_dtype nor one of {', '.join(QUANTISED_DTYPES)}",
     ),
     rule(
+        "kv_dtype",
+        f"the same as q_dtype, {', '.join(QUANTISED_DTYPES)}; {FP8_QUERIES} with "
+        f"q_dtype={FP8_QUERIES}",
+        lambda c: not c.has_fp8_queries or c.kv_dtype == FP8_QUERIES,
+        f"does not fit q_dtype={FP8_QUERIES}: FP8 queries have a cache of their type",
+    ),
+    rule(
         "out_dtype",
         "None (q_dtype), " + ", ".join(OUT_DTYPES),
         lambda c: c.out_dtype is None or c.out_dtype in OUT_DTYPES,
         f"is not one of {', '.join(OUT_DTYPES)}",
+    ),
+    rule(
+        "out_dtype",
+        f"None (q_dtype), {', '.join(OUT_DTYPES)}; None (bfloat16), {', '.join(Q_DTYPES)} with "
+        f"q_dtype={FP8_QUERIES}",
+        lambda c: not c.has_fp8_queries or c.out_dtype in (None, *Q_DTYPES),
+        f"does not fit q_dtype={FP8_QUERIES}: give {' or '.join(Q_DTYPES)}",
     ),
     rule(
         "kv_layout",
@@ -102,6 +130,14 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         "0.0 (off), positive",
         lambda c: c.logits_soft_cap >= 0.0,
         "is negative: give 0.0 for no soft cap",
+    ),
+    one_of("fp8_products", FP8_PRODUCTS),
+    rule(
+        "fp8_products",
+        f"exact, fast (which are the same today); exact unless kv_dtype is "
+        f"{' or '.join(BYTE_DTYPES)}",
+        lambda c: c.fp8_products != "fast" or c.kv_dtype in BYTE_DTYPES,
+        f"does not fit: it is for caches of 8 bits, {' or '.join(BYTE_DTYPES)}",
     ),
     rule(
         "num_sms",
@@ -146,13 +182,13 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     check_arch(arch)
     check_rules(config)
     head_dim_vo = config.head_dim_vo or config.head_dim
-    out_dtype = DType(config.out_dtype or config.q_dtype)
+    out_dtype = DType(config.kernel_out_dtype)
     row_tile = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
     fields = {
         "head_dim": config.head_dim,
         "head_dim_vo": head_dim_vo,
         "page_size": config.page_size or 1,
-        "q_dtype": DType(config.q_dtype),
+        "q_dtype": DType(config.kernel_q_dtype),
         "kv_dtype": DType(config.kv_dtype),
         "out_dtype": out_dtype,
         "page_table": layout_of(config.page_table),
@@ -174,6 +210,7 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         *(spec for decode in wide for spec in specs_of_loaders(decode, arch)),
         *(spec for few in narrow for spec in specs_of_loaders(few, arch)),
         ScheduleSpec(has_lists=is_list),
+        *([DequantizeQueriesSpec()] if config.has_fp8_queries else []),
     )
 
 

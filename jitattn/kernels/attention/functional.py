@@ -35,6 +35,7 @@ def attention(
     sm_scale: float | None = None,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
+    q_scale: ScaleLike | None = None,
     k_scale: ScaleLike | None = None,
     v_scale: ScaleLike | None = None,
     return_lse: bool = False,
@@ -68,7 +69,9 @@ def attention(
     )
     plan = plan_for_call(planner, pages, seq_lens, qo_indptr, max_q_len=max_q_len)
     kv = planner.bind(kv_cache, k_scale=k_scale, v_scale=v_scale)
-    return plan.run(q, kv, return_lse=return_lse, sinks=sinks, custom_mask=custom_mask)
+    return plan.run(
+        q, kv, return_lse=return_lse, q_scale=q_scale, sinks=sinks, custom_mask=custom_mask
+    )
 
 
 def _config_of(q: Tensor, kv_cache: KVCache, pages: PageTable, kv_layout: str) -> dict[str, object]:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from jitattn.kernels.attention.tile import (
     NARROW_ROWS,
+    DequantizeQueriesTile,
     decode_tile,
     decode_uses_tma,
     has_warpgroup_tile,
@@ -15,6 +16,8 @@ from jitattn.kernels.attention.tile import (
 )
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import DecodeTile, PrefillTile, WarpgroupTile
+from jitattn.spec.dtype import FP8_QUERIES
+from jitattn.spec.family import OnlySpec, Tile
 
 
 class DecodeSpec(AttentionSpec):
@@ -65,6 +68,18 @@ class PrefillSpec(AttentionSpec):
         if has_warpgroup_tile(self, arch):
             return "attention/prefill_sm90.cu.jinja"
         return "attention/prefill_sm80.cu.jinja"
+
+
+class DequantizeQueriesSpec(OnlySpec):
+    """The kernel that makes float16 queries of FP8 ones, before either of the others."""
+
+    kernel: ClassVar[str] = "dequantize_queries"
+    path: ClassVar[str] = "attention/dequantize_queries.cu.jinja"
+    cta: ClassVar[Tile] = DequantizeQueriesTile()
+
+    def config_text(self) -> str:
+        """Return arguments that select the kernel."""
+        return f"q_dtype={FP8_QUERIES},kv_dtype={FP8_QUERIES}"
 
 
 class NarrowPrefillSpec(PrefillSpec):

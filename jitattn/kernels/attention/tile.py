@@ -53,6 +53,13 @@ def row_tile_for(head_dim: int, head_dim_vo: int, group_size: int) -> int:
     return next((rows for rows in (8, 16, 32) if group_size <= rows <= most), most)
 
 
+class DequantizeQueriesTile(NamedTuple):
+    """The shape of a CTA that dequantises queries: a thread a vector."""
+
+    num_threads: int = 128
+    smem_bytes: int = 0
+
+
 def decode_tile(spec: DecodeSpec, arch: str) -> DecodeTile:
     """Return the decode tile of ``spec``: as many warps as its shared memory allows."""
     if _has_tma_tile(spec, arch):

@@ -7,6 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jitattn.kernels.attention.api import Plan
+from jitattn.kernels.attention.queries import (
+    FP8,
+    check_fp8_queries,
+    check_q_scale,
+    dequantize_into,
+)
 from jitattn.kernels.common.torch_op import (
     CACHE,
     OUTPUTS,
@@ -19,11 +26,15 @@ from jitattn.kernels.common.torch_op import (
     pages_tensors,
     planned_table,
     refuse_gradients,
+    scale_of,
+    scale_parts,
 )
 from jitattn.tensors.page_table_base import PlannedTable
+from jitattn.tensors.scales import ScaleLike
+from jitattn.tensors.tensor_checks import check_rows, check_tensor, check_writable
 from jitattn.tensors.tensor_handles import find
 
-__all__ = ["attention"]
+__all__ = ["attention", "dequantize_queries"]
 
 
 def attention(
@@ -64,7 +75,9 @@ def attention(
     """
     found: Any = find("plan", plan, "Plan")
     bound = bound_of(found, kv_cache, kv, "BoundCache", k_scale=k_scale, v_scale=v_scale)
-    found.run(
+    run: Any = Plan.run  # of FP8 queries, too, which are dequantised by then
+    run(
+        found,
         q,
         bound,
         pages=planned_table(pages, page_table),
@@ -80,6 +93,44 @@ define(
     f"{PLAN}Tensor q, {CACHE}Tensor? v_scale, {PAGES}Tensor? sinks, Tensor? custom_mask, "
     f"Tensor? mask_indptr, {OUTPUTS}",
 )
+
+
+def dequantize_queries(
+    q: Tensor, q_scale: Tensor | None, q_factor: float | None, out: Tensor
+) -> None:
+    """Multiply FP8 queries with their scales: ``torch.ops.jitattn.dequantize_queries``.
+
+    Args:
+        q: as of ``Plan.run`` with ``q_dtype="float8_e4m3fn"``.
+        q_scale: a tensor; or else
+        q_factor: a number, or neither.
+        out: like q, contiguous, float16 on a CUDA device and float64 of the reference backend;
+            written.
+
+    Raises:
+        TypeError, ValueError: as ``Plan.run``, or ``out`` doesn't fit.
+    """
+    check_fp8_queries(q)
+    scale = check_q_scale(scale_of(q_scale, q_factor), q)
+    values = (torch.float16, torch.float64) if q.device.type == "cuda" else (torch.float64,)
+    check_tensor("out", out, values)
+    check_rows("out", out, tuple(q.shape), out.dtype, q.device)
+    check_writable("out", out)
+    if not out.is_contiguous():
+        raise ValueError(f"out has strides {list(out.stride())}: expected a contiguous tensor")
+    dequantize_into(q, scale, out)
+
+
+define(dequantize_queries, "Tensor q, Tensor? q_scale, float? q_factor, Tensor(a!) out) -> ()")
+
+
+def trace_dequantize(plan: Any, q: Tensor, q_scale: ScaleLike | None) -> Tensor:
+    """Put the dequantisation of queries into the graph, and return its values."""
+    if q.dtype is not FP8:
+        raise TypeError(f"q has dtype {q.dtype}: expected {FP8}")
+    out = torch.empty(q.shape, dtype=plan.planner.tensor_dtypes.q, device=q.device)
+    torch.ops.jitattn.dequantize_queries(q, *scale_parts(q_scale), out)
+    return out
 
 
 def trace_attention(
@@ -99,7 +150,7 @@ def trace_attention(
     tensors, handle, k_scale, v_scale = cache_tensors(kv, pages)
     mask, indptr = custom_mask if isinstance(custom_mask, tuple) else (custom_mask, None)
     width = config.head_dim_vo or config.head_dim
-    dtype = getattr(torch, config.out_dtype or config.q_dtype)
+    dtype = getattr(torch, config.kernel_out_dtype)
     out, lse = new_outputs(q, width, dtype, out, lse, return_lse)
     torch.ops.jitattn.attention(
         plan.handle, q, tensors, handle, k_scale, v_scale, *pages_tensors(pages),

@@ -7,7 +7,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -69,8 +69,17 @@ class DtypedConfig(PagedConfig, Protocol):
         ...
 
     @property
-    def out_dtype(self) -> str | None:
-        """Of outputs; None is that of queries."""
+    def kernel_q_dtype(self) -> str:
+        """Of queries as kernels get them."""
+        ...
+
+    @property
+    def kernel_out_dtype(self) -> str:
+        """Of outputs."""
+        ...
+
+    def exact(self) -> DtypedConfig:
+        """Return those of kernels that compute parts of a softmax."""
         ...
 
     @property
@@ -214,7 +223,7 @@ class PlannerBase(Generic[PlanT]):
         _check_reference(config.variant, self.backend)
         self.workspace = _check_workspace(workspace, self.device)
         self.tensor_dtypes = TensorDtypes(
-            getattr(torch, config.q_dtype), getattr(torch, config.out_dtype or config.q_dtype)
+            getattr(torch, config.kernel_q_dtype), getattr(torch, config.kernel_out_dtype)
         )
         self.out_row_shape = out_row_shape
         self.has_value_checks = knobs.load().check
@@ -244,7 +253,7 @@ class PlannerBase(Generic[PlanT]):
         if self._exact is None:  # who gets here at the same time makes another one
             exact = object.__new__(type(self))
             exact.__dict__.update(self.__dict__)
-            exact.config = replace(self.config, out_dtype="float32")  # type: ignore[type-var]
+            exact.config = self.config.exact()
             exact.kernels = self.kernels.of(exact.config)
             exact.tensor_dtypes = self.tensor_dtypes._replace(out=torch.float32)
             exact.batch_layout, exact.rebound = NO_BATCH, WeakKeyDictionary()

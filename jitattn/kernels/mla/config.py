@@ -49,7 +49,7 @@ RULES: tuple[Rule[MLAConfig], ...] = (
         f"is not one of {', '.join(map(str, QK_ROPE_HEAD_DIMS))}",
     ),
     page_size_rule(),
-    one_of("q_dtype", Q_DTYPES, " (FP8 queries are not built yet)"),
+    one_of("q_dtype", Q_DTYPES, " (FP8 queries of latents are not built yet)"),
     rule(
         "kv_dtype",
         "the same as q_dtype, float8_e4m3fn",
@@ -113,7 +113,7 @@ def cache_specs(config: MLAConfig, arch: str) -> tuple[MLASpec, ...]:
         page_size=config.page_size or 1,
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
-        out_dtype=DType(config.out_dtype or config.q_dtype),
+        out_dtype=DType(config.kernel_out_dtype),
         page_table=layout_of(config.page_table),
         loader=Loader.VECTOR,
         use_logits_soft_cap=False,

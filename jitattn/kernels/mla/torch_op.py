@@ -77,7 +77,7 @@ def trace_mla_attention(
     refuse_gradients({"q_nope": q_nope, "q_pe": q_pe})
     tensors, handle, k_scale, _ = cache_tensors(kv, pages)
     config = plan.planner.config
-    dtype = getattr(torch, config.out_dtype or config.q_dtype)
+    dtype = getattr(torch, config.kernel_out_dtype)
     out, lse = new_outputs(q_nope, config.kv_lora_rank, dtype, out, lse, return_lse)
     torch.ops.jitattn.mla_attention(
         plan.handle, q_nope, q_pe, tensors, handle, k_scale, *pages_tensors(pages), out, lse

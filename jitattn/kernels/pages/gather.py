@@ -70,7 +70,8 @@ def gather_kv(
         v_scale: likewise, of V.
         out_dtype: float16, bfloat16, float32, or, but for NVFP4, the cache's own, which copies what
             is stored and takes no scales. None is the cache's own where it isn't quantised, else
-            the ``q_dtype`` of the planner that bound it, bfloat16 for a raw one.
+            the ``q_dtype`` of the planner that bound it (of FP8 queries float16), bfloat16 for a
+            raw one.
         out: (k, v) or (k, v, kv_indptr) to write, as returned; k and v contiguous, of any number
             of rows that is at least the tokens there are. Rows past those stay as they are. None
             of them may share memory with another tensor of the call.

@@ -155,7 +155,9 @@ def _viewed(call: GatherCall, pages: PageTable) -> Batch:
     if call.out_dtype is not None:
         out_dtype = dtype_name(call.out_dtype, "out_dtype")
     else:
-        out_dtype = config.q_dtype if config.kv_dtype in QUANTISED_DTYPES else config.kv_dtype
+        out_dtype = (
+            config.kernel_q_dtype if config.kv_dtype in QUANTISED_DTYPES else config.kv_dtype
+        )
     return Batch(k, v, k_scale, v_scale, pages, call.seq_lens, config.kv_dtype, out_dtype, blocks)
 
 
