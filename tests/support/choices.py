@@ -222,11 +222,12 @@ def check_index(index: Index, device: str) -> None:
         dots = torch.einsum("hd,nd->hn", q[row].double(), keys[slots]).clamp(min=0)
         parts = weights[row].double()[:, None] * dots * scales[slots]
         error = (found[row, :seen].cpu().double() - parts.sum(0)).abs()
-        # Tensor cores of compute capability 9.0 add products of 8 bits with 13 bits below the most.
+        # Tensor cores of compute capability 9.0 cut products of 8 bits 13 bits below the largest,
+        # all to one side: a sum of 33 is off by some 2**-13 of each, times how uneven they are.
         sizes = weights[row].double().abs()[:, None] * torch.einsum(
             "hd,nd->hn", q[row].double().abs(), keys[slots].abs()
         )
-        assert (error <= 2**-12 * (sizes * scales[slots]).sum(0) + 1e-30).all(), (row, error.max())
+        assert (error <= 2**-10 * (sizes * scales[slots]).sum(0) + 1e-30).all(), (row, error.max())
         assert (found[row, seen:] == -math.inf).all(), row
     assert out is None or bool(
         out.as_strided((batch.num_tokens, 5), (width + 5, 1), width).isnan().all()

@@ -428,10 +428,10 @@ def check_lists(inputs: ListInputs, result: Result, *others: ListInputs) -> None
     assert torch.equal(lse.isnan(), is_nan), "lse is NaN where a list leaves the pool"
     assert torch.equal(out.isnan().any(dim=-1), is_nan), "out is NaN there"
     assert torch.equal(out.isnan().all(dim=-1), is_nan), "out is NaN there"
-    # Scaled rows become 16-bit numbers.
+    # Scaled rows become 16-bit numbers, keys and values alike: scores are off, and with them p.
     kept = ~is_nan
     found = Expected(want.out[kept][:, None], want.lse[kept][:, None],
-                     want.magnitude[kept][:, None] * (2 if case.form == "rows" else 1),
+                     want.magnitude[kept][:, None] * (4 if case.form == "rows" else 1),
                      None if want.ceiling is None else want.ceiling[kept][:, None])  # fmt: skip
     loose = 0.02 if case.form == "rows" else 0.0
     close = lse[kept].double() + (want.lse[kept] - lse[kept].double()).clamp(-loose, loose)

@@ -284,7 +284,7 @@ class Plan(PlanBase[Call]):
 
         Args:
             q: [num_tokens, num_qo_heads, head_dim], q_dtype, the last dimension contiguous.
-            kv: from ``bind``, or a cache, which is bound on the spot.
+            kv: from ``bind``, or a cache, which is bound once, as long as its tensors live.
             pages: a table to read instead of the plan's, of the same layout and size.
             out: [num_tokens, num_qo_heads, head_dim_vo], out_dtype; allocated when None.
             lse: float32 [num_tokens, num_qo_heads], any strides; filled when given.
@@ -315,14 +315,14 @@ class Plan(PlanBase[Call]):
         if is_dynamo_compiling():
             refuse_compiled(variant_params)
             return self._traced(q, kv, pages, out, lse, return_lse, sinks, custom_mask)
+        kv = kv if type(kv) is BoundCache else self._bound(kv, BoundCache)
         is_plain = return_lse is False and (
             pages is lse is sinks is custom_mask is variant_params is None  # type: ignore[comparison-overlap]
         )
         if is_plain and self._replay and (done := self._replay(q, kv, out)) is not None:
             return done
-        call = self._checked_call(
-            q, kv, pages, out, lse, return_lse, sinks, custom_mask, variant_params
-        )
+        given = q, kv, pages, out, lse, return_lse, sinks, custom_mask, variant_params
+        call = self._checked_call(*given)
         return self._run_call(call, return_lse, is_plain=is_plain, has_out=out is not None)
 
     def _traced(self, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
@@ -19,6 +21,7 @@ from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.spec.variant import AttentionVariant
+from jitattn.tensors.cache_views import view_of
 from jitattn.tensors.device_checks import check_lengths, check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table_base import PlannedTable
@@ -119,6 +122,57 @@ class Kernels(Protocol[BackendT]):
         ...
 
 
+class _Remembered(NamedTuple):
+    """A cache that was bound on the spot: what a call compares, and the result."""
+
+    tensors: tuple[weakref.ref[Tensor], ...]
+    facts: tuple[object, ...]
+    bound: Any
+
+
+class BoundTensors:
+    """Caches that ``run`` bound on the spot, as long as their tensors live.
+
+    Who passes the same tensors in every step pays for their checks once. Nothing is kept alive:
+    what is bound are other views of the memory, and they go with the tensors.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._known: dict[tuple[int, ...], _Remembered] = {}
+
+    def of(self, kv: object, bind: Callable[[Any], Any]) -> Any:
+        """Return the bound cache of a tensor, or of a pair; others are bound anew.
+
+        Raises:
+            TypeError, ValueError: those of ``bind``.
+        """
+        tensors: tuple[Any, ...] = kv if type(kv) is tuple else (kv,)
+        key = tuple([id(tensor) for tensor in tensors])
+        known = self._known.get(key)
+        if known is not None and known.facts == tuple([_facts_of(tensor) for tensor in tensors]):
+            return known.bound
+        is_plain = all(type(x) is Tensor and not x.requires_grad for x in tensors)
+        if not is_plain or view_of(kv) is not None:
+            return bind(kv)
+        others = tuple([tensor.detach() for tensor in tensors])
+        bound = bind(others if type(kv) is tuple else others[0])
+        forget = functools.partial(_forget, self._known, key)
+        refs = tuple([weakref.ref(tensor, forget) for tensor in tensors])
+        facts = tuple([_facts_of(tensor) for tensor in tensors])
+        self._known[key] = _Remembered(refs, facts, bound)
+        return bound
+
+
+def _facts_of(tensor: Any) -> tuple[object, ...]:
+    # A tensor may be given other memory, or another shape.
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _forget(known: dict[tuple[int, ...], _Remembered], key: tuple[int, ...], _: object) -> None:
+    known.pop(key, None)
+
+
 class TensorDtypes(NamedTuple):
     """The dtypes of a planner's queries and outputs."""
 
@@ -179,6 +233,7 @@ class PlannerBase(Generic[PlanT]):
         self.make_plan = make_plan
         self.batch_layout = NO_BATCH
         self._exact: PlannerBase[PlanT] | None = None
+        self.bound_tensors = BoundTensors()
         self.rebound: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def __reduce__(self) -> NoReturn:
@@ -579,8 +634,10 @@ class PlanBase(Generic[CallT]):
 
     def _bound(self, kv: object, cache_type: type[CacheT]) -> CacheT:
         """Return ``kv`` as a cache that a planner of this configuration bound, if none has yet."""
-        planner = self.planner
-        bound: Any = kv if isinstance(kv, cache_type) else planner.bind(kv)  # type: ignore[operator]
+        planner: Any = self.planner
+        bound: Any = kv
+        if not isinstance(kv, cache_type):
+            bound = planner.bound_tensors.of(kv, planner.bind)
         if bound.config is not planner.config and bound.config != planner.config:
             raise ValueError(
                 "kv was bound by a planner of another configuration: bind it with this one"

@@ -151,10 +151,10 @@ def schedule_config(
         config: the planner's arguments.
         traits: those of the kernel's family.
         role: what the kernel is for.
-        kernel, schedule_kernel: the kernel, and the one that makes schedules.
+        kernel: the kernel.
+        schedule_kernel: the kernel that makes schedules.
         num_sms: multiprocessors of the device.
-        decode_rows: query rows of a request that are the decode kernel's; a prefill kernel takes
-            requests with more. 0: it takes every valid request; -1: every one.
+        decode_rows: rows of requests of the decode kernel; 0: none but invalid ones; -1: none.
         num_row_blocks: row tiles of a request; None: those of a query token.
     """
     has_query_tiles, layout = is_prefill(role), layout_of(config.page_table)

@@ -418,6 +418,42 @@ def test_outputs_must_fit_the_q_of_their_call(cuda: LaunchRecorder) -> None:
         assert plan.run(queries(other), kv, return_lse=True)[1].shape[0] == other
 
 
+def test_a_cache_is_bound_once_as_long_as_it_lives(cuda: LaunchRecorder) -> None:
+    planner = cuda.planner(**SHAPE)
+    bound: list[object] = []
+    bind = planner.bind
+
+    def count(given: object, **scales: object) -> object:
+        bound.append(given)
+        return bind(given, **scales)  # type: ignore[arg-type]
+
+    planner.bind = count  # type: ignore[assignment]
+    plan, q = planner.plan(table(), LENS), queries()
+    caches: list[Tensor | tuple[Tensor, Tensor]] = [
+        cache(),
+        cache(),
+        (cache()[:, 0], cache()[:, 1]),
+    ]
+    for _ in range(3):
+        for given in caches:
+            plan.run(q, given)
+            first = given if isinstance(given, Tensor) else given[0]
+            assert cuda.last().params.attention.k == first.data_ptr()
+    assert len(bound) == 3
+    # Other memory of the same tensor, and what only lies there.
+    caches[0].data = cache()  # type: ignore[union-attr]
+    plan.run(q, caches[0])
+    assert cuda.last().params.attention.k == caches[0].data_ptr()  # type: ignore[union-attr]
+    plan.run(q, caches[1][:3])  # type: ignore[arg-type]
+    assert len(bound) == 5
+    # Nothing keeps memory alive that its owner dropped.
+    gone = weakref.ref(caches[0].untyped_storage())  # type: ignore[union-attr]
+    del bound[:], caches[0], given, first
+    gc.collect()
+    assert gone() is None
+    assert len(planner.bound_tensors._known) == 2
+
+
 def test_a_cache_of_another_planner(cuda: LaunchRecorder) -> None:
     planner, twin = cuda.planner(**SHAPE), cuda.planner(**SHAPE)
     other = cuda.planner(**SHAPE, window_left=3)
