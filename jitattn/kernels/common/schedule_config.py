@@ -332,6 +332,7 @@ def _schedule_params(
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
             min_split_tiles=fixed.least_tiles,
+            splits_go_by_rows=config.causal and not getattr(config, "use_custom_mask", False),
             entry_tokens=_entry_tokens(config),
             max_splits=fixed.most,
             wave_slots=work.wave_slots,

@@ -41,7 +41,13 @@ struct alignas(16) QueryTile {
   int32_t first_slot;  // the slots of its first and last split
   int32_t last_slot;
   int32_t num_splits;
-  int32_t split_tiles;  // batch-invariant: tiles of a split; else 0
+  // Batch-invariant: tiles of a split, and rows that the query tile may have, in the lowest bits.
+  int32_t fixed_splits;
+
+  __device__ __forceinline__ bool has_fixed_splits() const { return fixed_splits > 0; }
+  __device__ __forceinline__ int32_t split_tiles() const { return fixed_splits / kMaxRows; }
+  __device__ __forceinline__ int32_t most_rows() const { return fixed_splits % kMaxRows; }
+  static constexpr int32_t kMaxRows = 256;
 };
 constexpr int32_t kInvalidLength = -1;
 

@@ -36,6 +36,8 @@ struct ScheduleParams {
   int32_t min_slot_cost;    // no slot gets less, in tiles
   int32_t max_splits;       // batch-invariant: most splits of a query tile; else 0
   int32_t min_split_tiles;  // batch-invariant: no split but the last is shorter
+  // Batch-invariant: whether a row's splits go by its own position; else by its request's length.
+  int32_t splits_go_by_rows;
 };
 
 // The same of lists, which are read instead of all tokens.

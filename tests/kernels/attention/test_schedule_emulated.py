@@ -284,7 +284,12 @@ class QueryTile:
     first_slot: int
     last_slot: int
     num_splits: int
-    split_tiles: int
+    fixed_splits: int
+
+    @property
+    def split_tiles(self) -> int:
+        """Tiles of a fixed split; 0 where splits are not fixed."""
+        return self.fixed_splits // 256
 
     def tiles(self, tile_tokens: int) -> range:
         """Those that hold a token which it sees."""
@@ -394,6 +399,7 @@ def params_of(
         min_slot_cost=_MIN_SLOT_COST,
         max_splits=batch.max_splits,
         min_split_tiles=batch.min_split_tiles,
+        splits_go_by_rows=batch.is_causal,
     )
 
 

@@ -56,23 +56,26 @@ struct SlotRange {
   }
 };
 
-// Whether splits may be fixed: a batch-invariant planner launches no other kernels. Query tiles of
-// lists have splits of one length in any case, since all rows see what is listed.
+// Whether splits may be fixed: a batch-invariant planner launches no other kernels. Rows of a list
+// have splits of one length in any case, since all see what is listed, and so have rows with a mask.
 constexpr bool kMayFixSplits = kHasWholeQueryTiles || PageTable::kIsList;
-constexpr bool kMayEndClasses = kHasWholeQueryTiles && !PageTable::kIsList;
+constexpr bool kMayEndClasses = kHasWholeQueryTiles && !PageTable::kIsList && !kUseCustomMask;
 
 // Split of a query tile whose first tile is `first`, at `tile` in slot `slot`; and the end of that
 // split if it ends before `end`.
 __device__ __forceinline__ int32_t split_of(const QueryTile& query_tile, int32_t slot,
                                             int32_t first, int32_t tile) {
-  const int32_t size = query_tile.split_tiles;
-  if (kMayFixSplits && size > 0) return tile / size - first / size;
+  if (kMayFixSplits && query_tile.has_fixed_splits()) {
+    const int32_t size = query_tile.split_tiles();
+    return tile / size - first / size;
+  }
   return slot - query_tile.first_slot;
 }
 __device__ __forceinline__ int32_t end_of_split(const QueryTile& query_tile, int32_t tile,
                                                 int32_t end) {
-  const int32_t size = query_tile.split_tiles;
-  return kMayFixSplits && size > 0 ? min((tile / size + 1) * size, end) : end;
+  if (!kMayFixSplits || !query_tile.has_fixed_splits()) return end;
+  const int32_t size = query_tile.split_tiles();
+  return min((tile / size + 1) * size, end);
 }
 
 // The tiles of one query tile that lie in a slot.
@@ -116,8 +119,7 @@ struct TileRange {
   // Where a merge of `count` splits at a time begins, so that it takes the same together in all
   // query tiles of a request, whatever a window hides.
   __device__ __forceinline__ int32_t first_merged(int32_t count) const {
-    const int32_t size = query_tile.split_tiles;
-    return size > 0 ? -(first / size % count) : 0;
+    return query_tile.has_fixed_splits() ? -(first / query_tile.split_tiles() % count) : 0;
   }
 };
 
@@ -148,8 +150,12 @@ struct QueryRows {
     offset = request.kv_len - request.q_len;
     // Rows that q doesn't have are neither read nor written.
     row_end = min(request.q_len, params.num_tokens - request.q_begin) * params.group_size;
-    if (kMayEndClasses && query_tile.split_tiles > 0) row_end = min(row_end, class_end(query_tile));
-    num_rows = max(min(kRowTile, row_end - first_row), 0);
+    num_rows = max(min(most_rows(query_tile), row_end - first_row), 0);
+  }
+
+  // Rows that a query tile may have at most.
+  static __device__ __forceinline__ int32_t most_rows(const QueryTile& query_tile) {
+    return kMayEndClasses && query_tile.has_fixed_splits() ? query_tile.most_rows() : kRowTile;
   }
 
   // Moves on to later rows of the request; false when there are none.
@@ -199,18 +205,6 @@ struct QueryRows {
   // Whether a row sees a key.
   __device__ __forceinline__ bool sees(int row, int32_t key) const {
     return key >= first_key(row) && key < last_key(row) && !is_masked(row, key);
-  }
-
- private:
-  // The row before which those end whose splits are as long, as the schedule has it.
-  __device__ __forceinline__ int32_t class_end(const QueryTile& query_tile) const {
-    const int32_t position = max(offset + params.group_size.divide(first_row), 0);
-    const int64_t class_tokens =
-        static_cast<int64_t>(query_tile.split_tiles) * params.max_splits * kTileTokens;
-    const int64_t last = (class_tokens - offset) * static_cast<int32_t>(params.group_size);
-    return params.is_causal && class_tokens > position && last < kInt32Max
-               ? static_cast<int32_t>(last)
-               : kInt32Max;
   }
 };
 
