@@ -82,6 +82,7 @@ class CascadePlanner:
         use_custom_mask: refused: masks are over the last keys of requests, of any level.
         batch_invariant: refused: bits of a request depend on who shares its levels.
         early_kv: a promise, as there; of all levels.
+        fp8_products: "exact" or "fast", as there.
         num_sms: multiprocessors to use; None is all.
         workspace: scratch memory; None is one for each device and stream.
         device: None is the current CUDA device, or the CPU without one.
@@ -116,6 +117,7 @@ class CascadePlanner:
         use_custom_mask: bool = False,
         batch_invariant: bool = False,
         early_kv: bool = False,
+        fp8_products: str = "exact",
         num_sms: int | None = None,
         workspace: Workspace | None = None,
         device: torch.device | str | int | None = None,

@@ -189,6 +189,7 @@ class MLAConfig(Arguments):
     causal: bool = True
     variant: AttentionVariant | None = None
     batch_invariant: bool = False
+    fp8_products: str = "exact"
     num_sms: int | None = None
 
     @classmethod

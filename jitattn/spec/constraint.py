@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from jitattn.spec.config import MAX_PAGE_SIZE, PagedConfig
+from jitattn.spec.config import MAX_PAGE_SIZE, MLAConfig, PagedConfig, PlannerConfig
 from jitattn.spec.layout import LISTS, Layout
 from jitattn.spec.variant import READY
 
 ConfigT = TypeVar("ConfigT")
 PagedT = TypeVar("PagedT", bound=PagedConfig)
+QuantisedT = TypeVar("QuantisedT", bound=PlannerConfig | MLAConfig)
 
+_FP8_PRODUCTS = ("exact", "fast")
 VARIANT_RANGE = f"None, any AttentionVariant, {', '.join(READY)}"
 
 
@@ -75,3 +77,21 @@ def _page_size_fits(config: PagedConfig) -> bool:
 def broken(rules: Iterable[Rule[ConfigT]], config: ConfigT) -> list[str]:
     """Return the reasons of violated rules."""
     return [rule.reason(config) for rule in rules if not rule.holds(config)]
+
+
+def fp8_products_rule(kv_dtypes: tuple[str, ...]) -> Rule[QuantisedT]:
+    """Return the rule for products with caches of 8 bits, which are exact in every kernel."""
+    fitting = " or ".join(kv_dtypes)
+
+    def reason(config: QuantisedT) -> str:
+        given = f"fp8_products={config.fp8_products}"
+        if config.fp8_products not in _FP8_PRODUCTS:
+            return f"{given} is not one of {', '.join(_FP8_PRODUCTS)}"
+        return f"{given} does not fit: it is for caches of 8 bits, {fitting}"
+
+    return Rule(
+        "fp8_products",
+        f"exact, fast (which are the same today); exact unless kv_dtype is {fitting}",
+        lambda c: c.fp8_products in (_FP8_PRODUCTS if c.kv_dtype in kv_dtypes else ("exact",)),
+        reason,
+    )

@@ -103,7 +103,11 @@ class FP8Inputs:
     def _scale(self, make: torch.Generator, device: str) -> Any:
         form, case = self.case.form, self.case
         if form in ("none", "number", "negative"):
-            return {"none": None, "number": 0.37, "negative": -1.3}[form]
+            numbers = {
+                "number": torch.tensor(0.37).item(),
+                "negative": -1.3,
+            }  # of float32, one of them
+            return numbers.get(form)
         num_tokens, num_heads = sum(case.q_lens), case.num_qo_heads
         shape = {"0-d": (), "[1]": (1,), "heads": (num_heads,), "rows": (num_tokens, num_heads)}
         wanted = shape[form.removesuffix("-column")]
@@ -153,7 +157,10 @@ class FP8Inputs:
         k, v = (
             torch.cat(
                 [
-                    self.cache[self.table[b].long(), side].flatten(0, 1)[:length].double()
+                    self.cache.view(torch.uint8)[self.table[b].long(), side]
+                    .view(FP8)
+                    .flatten(0, 1)[:length]
+                    .double()
                     for b, length in enumerate(case.kv_lens)
                 ]
             )

@@ -19,6 +19,7 @@ from jitattn.spec.constraint import (
     VARIANT_RANGE,
     Rule,
     broken,
+    fp8_products_rule,
     not_with_lists,
     one_of,
     page_size_rule,
@@ -36,8 +37,6 @@ from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import LISTS, PAGE_TABLES, Layout, ListLayout, Loader, layout_of
 
 KV_LAYOUTS = ("NHD", "HND")
-FP8_PRODUCTS = ("exact", "fast")
-"""What products with an 8-bit cache may be; the kernels compute the exact ones for both."""
 
 
 def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[PlannerConfig]:
@@ -131,14 +130,7 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         lambda c: c.logits_soft_cap >= 0.0,
         "is negative: give 0.0 for no soft cap",
     ),
-    one_of("fp8_products", FP8_PRODUCTS),
-    rule(
-        "fp8_products",
-        f"exact, fast (which are the same today); exact unless kv_dtype is "
-        f"{' or '.join(BYTE_DTYPES)}",
-        lambda c: c.fp8_products != "fast" or c.kv_dtype in BYTE_DTYPES,
-        f"does not fit: it is for caches of 8 bits, {' or '.join(BYTE_DTYPES)}",
-    ),
+    fp8_products_rule(BYTE_DTYPES),
     rule(
         "num_sms",
         "None (all), 1 and up",

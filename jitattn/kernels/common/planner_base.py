@@ -264,8 +264,9 @@ class PlannerBase(Generic[PlanT]):
         """Return the device memory that a plan takes, before there is one.
 
         That is a workspace, which all plans on a stream share whatever their size, and the plan's
-        own schedule. No tensor that ``run`` is given or returns counts. Plans keep their memory for
-        later ones of their size; nothing else is allocated, and nothing has to be cleared.
+        own schedule. No tensor that ``run`` is given or returns counts, nor the 16-bit values of
+        FP8 queries, which live as long as the call. Plans keep their memory for later ones of their
+        size; nothing else is allocated, and nothing has to be cleared.
 
         Args:
             batch_size: requests of the batch.

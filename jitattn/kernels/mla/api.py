@@ -80,6 +80,7 @@ class MLAPlanner(_Arguments):
         batch_invariant: a query token has the same bits of out and lse whatever is in the batch,
             however its request is cut into prefill chunks, verified tokens and decode steps, and
             wherever its pages lie.
+        fp8_products: of an FP8 cache: "exact" or "fast", as of ``AttentionPlanner``; the same.
         num_sms: multiprocessors to use; None is all.
         workspace: scratch memory; None is one for each device and stream.
         device: None is the current CUDA device, or the CPU without one.
@@ -106,6 +107,7 @@ class MLAPlanner(_Arguments):
         causal: bool = True,
         variant: AttentionVariant | str | None = None,
         batch_invariant: bool = False,
+        fp8_products: str = "exact",
         num_sms: int | None = None,
         workspace: Workspace | None = None,
         device: torch.device | str | int | None = None,

@@ -15,6 +15,7 @@ from jitattn.spec.constraint import (
     VARIANT_RANGE,
     Rule,
     broken,
+    fp8_products_rule,
     not_with_lists,
     one_of,
     page_size_rule,
@@ -64,6 +65,7 @@ RULES: tuple[Rule[MLAConfig], ...] = (
     ),
     one_of("page_table", (*PAGE_TABLES, ListLayout.INDICES.value)),
     not_with_lists("variant", default=None, choices=VARIANT_RANGE),
+    fp8_products_rule((DType.FLOAT8_E4M3FN.value,)),
     rule(
         "num_sms",
         "None (all), 1 and up",

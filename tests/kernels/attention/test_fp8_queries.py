@@ -143,6 +143,24 @@ def test_products_of_other_queries(kv_dtype: str) -> None:
     assert specs_of(fast, "sm_90a") == specs_of(config, "sm_90a")
 
 
+def test_products_of_other_planners() -> None:
+    latents = jitattn.MLAPlanner(
+        sm_scale=0.1, kv_dtype=FP8, num_heads=16, fp8_products="fast", device="cpu"
+    )
+    assert latents.fp8_products == "fast"
+    assert specs_of(latents.config, "sm_90a") == specs_of(
+        replace(latents.config, fp8_products="exact"), "sm_90a"
+    )
+    levels = CascadePlanner(kv_dtype=FP8, fp8_products="fast", device="cpu")
+    assert levels.config.fp8_products == levels.prefix.config.fp8_products == "fast"
+    for answer in (
+        jitattn.check_config(planner="mla", fp8_products="fast"),
+        jitattn.check_config(planner="mla", kv_dtype=FP8, fp8_products="quick"),
+        jitattn.check_config(fp8_products="fast"),
+    ):
+        assert ["fp8_products" in reason for reason in answer.reasons] == [True]
+
+
 def test_latents_and_levels_are_refused() -> None:
     reasons = jitattn.check_config(planner="mla", q_dtype=FP8, kv_dtype=FP8).reasons
     assert any("q_dtype" in reason for reason in reasons)
