@@ -107,7 +107,7 @@ def code_budget(spec: KernelSpec, arch: str) -> int:
     costs about 10 ms of ptxas per KiB. Raise it knowingly.
     """
     if isinstance(spec, ScheduleSpec):
-        return 43 * 1024
+        return 51 * 1024
     if isinstance(spec.tile(arch), WarpgroupTile):
         return 130 * 1024
     if isinstance(spec, PrefillSpec):
@@ -218,7 +218,7 @@ def test_every_kind_of_box_is_compiled() -> None:
     found = [job.spec for job in JOBS if isinstance(job.spec, DecodeSpec)]
     boxes = [spec for spec in found if spec.loader is Loader.TENSOR]
     assert {spec.page_size for spec in boxes} == {8, 16, 48, 64, 128}
-    assert {spec.page_table for spec in boxes} == {"shared", "separate", "csr"}
+    assert {spec.page_table for spec in boxes} == {"shared", "separate", "csr", "page_lists"}
     without = {None, DType.NVFP4}  # the scales of blocks
     assert {spec.kv_dtype for spec in boxes} == set(SAMPLE["kv_dtype"]) - without | set(Q_DTYPES)
     assert {spec.row_tile for spec in boxes} == {8, 16, 32}

@@ -38,6 +38,7 @@ extern "C" void call(const jitattn::Params* params) {
 WORK = """
 namespace jitattn {
 constexpr bool kHasWholeQueryTiles = true;
+constexpr bool kUseCustomMask = false;
 int32_t kTileTokens;
 struct Divisor { int32_t divide(int32_t x) const { return x; } };
 struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv; };

@@ -52,7 +52,7 @@ Merge = Callable[[Tensor, Tensor], Tensor]
 def merged_splits() -> str:
     """The struct in its header."""
     text = (TEMPLATES / "include/jitattn/attention/output.cuh").read_text()
-    begin = text.index("template <bool kSkips = false>\nstruct MergedSplits {")
+    begin = text.index("template <bool kSkips = false, bool kLeads = false>\nstruct MergedSplits {")
     struct = text[begin : text.index("\n};\n", begin) + 4]
     return struct
 
