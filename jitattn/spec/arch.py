@@ -56,6 +56,7 @@ _NOT_RUN = "compiled, not run"
 _EMULATED = "compiled, and emulated on the CPU, not run"
 _H200 = "run on H200, and before the last changes on H100"
 _BOTH = "run on H100 and H200"
+_FROM_PTX = "run from PTX on H200, before the last changes"
 
 _ROWS = (
     Arch(
@@ -68,7 +69,7 @@ _ROWS = (
         ),
         has_wgmma=False,
         has_fp8_conversions=False,
-        tested_on=_tested("run from PTX on H200", _EMULATED, _NOT_RUN, _NOT_RUN, _EMULATED),
+        tested_on=_tested(_FROM_PTX, _EMULATED, _NOT_RUN, _NOT_RUN, _EMULATED),
     ),
     Arch(
         name="sm_90a",
@@ -76,7 +77,7 @@ _ROWS = (
         limits=(SMLimits("9.0", warps=64, ctas=32, smem_bytes=228 * 1024),),
         has_wgmma=True,
         has_fp8_conversions=True,
-        tested_on=_tested(_H200, _H200, _BOTH, _BOTH, _EMULATED),
+        tested_on=_tested(_H200, _H200, _BOTH, _BOTH, "run on H200"),
     ),
     Arch(
         name="sm_100f",

@@ -89,6 +89,7 @@ def test_lists_and_two_of_them() -> None:
     assert_same(results[1], results[3])  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled(form: str) -> None:
     torch._dynamo.reset()
