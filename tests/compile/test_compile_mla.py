@@ -63,7 +63,8 @@ def spills_allowed(spec: MLASpec, arch: str) -> int:
     """
     is_csr, is_dequantised = spec.page_table == "csr", spec.kv_dtype is not spec.q_dtype
     is_plain = spec.loader is Loader.PLAIN and not is_dequantised
-    return 8 if is_csr and (is_plain if arch == "sm_90a" else is_dequantised) else 0
+    is_known = {"sm_90a": is_plain, "sm_120f": is_dequantised}.get(arch, False)
+    return 8 if is_csr and is_known else 0
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
