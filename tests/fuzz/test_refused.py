@@ -50,6 +50,13 @@ def appended(k: Tensor) -> None:
     jitattn.append_kv(k, bf16(2, 2, 16), cache, pages=TABLE, seq_lens=LENS)
 
 
+def lists(num_tokens: int) -> object:
+    planner = jitattn.AttentionPlanner(
+        num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=4, page_table="indices", device="cpu"
+    )
+    return planner.plan(jitattn.IndexLists(LENS.view(2, 1)), num_tokens)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     # Numbers have bounds.
     "head_dim": (lambda: jitattn.Rope(2**31), "head_dim is 2147483648: expected 1 to"),
@@ -107,6 +114,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "kv_dtype": (
         lambda: jitattn.AttentionPlanner(kv_dtype=2**31, device="cpu"),  # type: ignore[arg-type]
         "kv_dtype is 2147483648: expected a torch.dtype",
+    ),
+    "listed": (lambda: lists(values.HostileInt(3)), "num_tokens is 3: pages is"),
+    "parts": (
+        lambda: jitattn.preprocess_qkv(
+            (bf16(2, 4, 16), bf16(2, 2, 16), bf16(2, 2, 16)), bf16(6, 2, 4, 2, 16), pages=TABLE,
+            seq_lens=LENS, num_qo_heads=None, num_kv_heads=2, head_dim=16,  # type: ignore[arg-type]
+        ),
+        "num_qo_heads is None: expected an int",
     ),
     # Tensors whose memory is not what they say.
     "negative bit": (lambda: appended(torch._neg_view(bf16(2, 2, 16))), "k has the negative bit"),

@@ -405,8 +405,9 @@ def _batch_of_lists(planner: PlannerBase[Any], pages: PlannedTable, num_tokens: 
             f"seq_lens is a tensor: with page_table={planner.config.page_table!r} give num_tokens, "
             "an integer, in its place"
         )
-    if check_count("num_tokens", num_tokens, least=0) != layout.batch_size:
-        raise ValueError(f"num_tokens is {num_tokens}: pages is {pages!r}")
+    count = check_count("num_tokens", num_tokens, least=0)
+    if count != layout.batch_size:
+        raise ValueError(f"num_tokens is {count}: pages is {pages!r}")
     return Batch(pages, layout.batch_size, None, None, layout.capacity, 1, layout)
 
 

@@ -182,7 +182,9 @@ def _parts(given: PreprocessCall) -> tuple[Tensor | None, Tensor, Tensor]:
     if isinstance(qkv, Tensor):
         return _unpacked(given, qkv)
     if given.num_qo_heads is None:
-        k, v = qkv  # type: ignore[misc]
+        if not isinstance(qkv, (tuple, list)) or len(qkv) != 2:
+            raise TypeError("num_qo_heads is None: expected an int, since qkv has queries")
+        k, v = qkv
         k, v = _check_heads((("k", k, None, None), ("v", v, None, None)))
         return None, k, v
     if not isinstance(qkv, (tuple, list)) or len(qkv) != 3:
