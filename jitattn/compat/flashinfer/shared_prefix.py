@@ -119,7 +119,8 @@ class MultiLevelCascadeAttentionWrapper:
         names = "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", _BUFFERS[3][:-4]
         for name, table in zip(names, tables, strict=True):
             _check_levels(name, table, len(self._levels))
-        if check_count("window_left", window_left, least=-1) >= 0 and len(self._levels) > 1:
+        window_left = check_count("window_left", window_left, least=-1)
+        if window_left >= 0 and len(self._levels) > 1:
             raise ValueError(
                 f"window_left is {window_left}: a level has positions of its own, expected -1"
             )

@@ -215,7 +215,7 @@ class VariableBlockSparseAttentionWrapper(OverAnother):
         )
         counts = sees.sum(-1).flatten()
         keys = sees.nonzero()
-        check_count("num_qo_heads", num_qo_heads, least=1)
+        num_qo_heads = check_count("num_qo_heads", num_qo_heads, least=1)
         if num_qo_heads % heads:
             raise ValueError(f"num_qo_heads is {num_qo_heads}: expected a multiple of {heads}")
         self._shape = heads, rows, columns

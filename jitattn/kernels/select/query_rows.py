@@ -156,8 +156,8 @@ def check_batch(
         raise TypeError(f"pages is {given}: expected a {names}")
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
     if qo_indptr is None:
-        if max_q_len is not None and check_count("max_q_len", max_q_len) != 1:
-            raise ValueError(f"max_q_len is {max_q_len}: without qo_indptr a request has one token")
+        if max_q_len is not None and (most := check_count("max_q_len", max_q_len)) != 1:
+            raise ValueError(f"max_q_len is {most}: without qo_indptr a request has one token")
         max_q_len = 1
         if num_tokens not in (None, pages.batch_size):
             raise ValueError(

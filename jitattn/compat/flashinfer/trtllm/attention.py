@@ -299,8 +299,8 @@ def _scales(
     for name in ("bmm1_scale", "bmm2_scale"):
         if isinstance(given[name], Tensor):
             raise TypeError(f"{name} is a tensor: those are for FP8 caches, expected a number")
-    if check_number("bmm2_scale", given["bmm2_scale"]) != 1.0:
-        raise ValueError(f"bmm2_scale is {given['bmm2_scale']}: V is not quantised, expected 1")
+    if (scale := check_number("bmm2_scale", given["bmm2_scale"])) != 1.0:
+        raise ValueError(f"bmm2_scale is {scale}: V is not quantised, expected 1")
     return check_number("bmm1_scale", given["bmm1_scale"]), {}
 
 

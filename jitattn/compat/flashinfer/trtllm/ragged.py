@@ -122,8 +122,9 @@ def _check_ragged(given: dict[str, Any]) -> None:
     if any(given["num_elts_per_sage_attn_blk"]):
         raise ValueError("num_elts_per_sage_attn_blk is given: q is not quantised, expected zeros")
     check_flag("skip_all_rows_active_check", given["skip_all_rows_active_check"])
-    if check_number("bmm2_scale", given["bmm2_scale"]) != 1.0:
-        raise ValueError(f"bmm2_scale is {given['bmm2_scale']}: V is not quantised, expected 1")
-    scale = given["o_sf_scale"]
-    if scale is not None and check_number("o_sf_scale", scale) > 0.0 and scale != 1.0:
+    if (scale := check_number("bmm2_scale", given["bmm2_scale"])) != 1.0:
+        raise ValueError(f"bmm2_scale is {scale}: V is not quantised, expected 1")
+    given_scale = given["o_sf_scale"]
+    scale = 1.0 if given_scale is None else check_number("o_sf_scale", given_scale)
+    if scale > 0.0 and scale != 1.0:
         raise ValueError(f"o_sf_scale is {scale}: outputs have no scale, expected None, 1 or -1")

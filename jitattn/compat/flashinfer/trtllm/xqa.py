@@ -94,8 +94,8 @@ def xqa(
     refuse_unbuilt({"mask": mask, "enable_pdl": enable_pdl, "kv_cache_sf": k_sf_cache})
     refuse_unbuilt({"kv_cache_sf": v_sf_cache})
     _check_shared(q, output, semaphores, sm_count)
-    if check_number("rcp_out_scale", rcp_out_scale) != 1.0:
-        raise ValueError(f"rcp_out_scale is {rcp_out_scale}: outputs have no scale, expected 1")
+    if (factor := check_number("rcp_out_scale", rcp_out_scale)) != 1.0:
+        raise ValueError(f"rcp_out_scale is {factor}: outputs have no scale, expected 1")
     sizes = [page_size, num_kv_heads]
     if check_layout(kv_layout) == "HND":
         sizes.reverse()
