@@ -107,8 +107,7 @@ class CudaKernels:
         self._launch_type = launch_type
         self._multi_token_q_len = multi_token_rows // config.group_size
         self._pool = PlanPool()
-        self._configs: dict[tuple[str, Role], ScheduleConfigs] = {}
-        self._blocks: dict[tuple[Role, int], ScheduleConfigs] = {}
+        self._configs: dict[tuple[object, ...], ScheduleConfigs] = {}
         self.loader = KernelLoader(
             main_specs,
             make_kernels,
@@ -197,7 +196,7 @@ class CudaKernels:
     def _chosen(self, max_q_len: int, *, has_offsets: bool = True) -> ScheduleConfigs:
         if self.config.page_table == ListLayout.PAGE_LISTS:
             return self._of_page_lists(max_q_len)
-        if self.config.page_table == ListLayout.INDICES:
+        if self.config.page_table == ListLayout.INDICES:  # whose tokens are planned alone
             return self._decode
         prefill: Role = "prefill"
         if max_q_len * self.config.group_size <= self.narrow_rows:
@@ -206,8 +205,7 @@ class CudaKernels:
             is_alone = self.traits.has_one_kernel or not has_offsets
             return self._invariant(prefill, is_alone=is_alone)
         # Without requests of many rows the others would have nothing to do.
-        is_decode = self.config.page_table == ListLayout.INDICES  # whose tokens are planned alone
-        if is_decode or max_q_len <= self._decode[0].max_q_len:
+        if max_q_len <= self._decode[0].max_q_len:
             return self._decode
         return self._multi_token if max_q_len <= self._multi_token_q_len else self._mixed(prefill)
 
@@ -244,10 +242,10 @@ class CudaKernels:
             role = "decode_multi_token"
         row_tile = self.kernels.of(role).row_tile
         num_row_blocks = -(-max(max_q_len, 1) * self.config.group_size // row_tile)
-        key = role, num_row_blocks
-        if key not in self._blocks:
-            self._blocks[key] = (self._schedule_config(role, num_row_blocks=num_row_blocks),)
-        return self._blocks[key]
+        return self._remembered(
+            (role, num_row_blocks),
+            lambda: (self._schedule_config(role, num_row_blocks=num_row_blocks),),
+        )
 
     # Two threads may make one each: they are alike.
     @functools.cached_property
@@ -261,18 +259,19 @@ class CudaKernels:
     def _mixed(self, prefill: Role) -> ScheduleConfigs:
         # The same kernel takes a request whatever else a plan is for.
         decode = self._multi_token if self._multi_token_q_len else self._decode
-        return self._remembered("mixed", prefill, lambda: (*decode, self._schedule_config(prefill)))
+        return self._remembered(
+            ("mixed", prefill), lambda: (*decode, self._schedule_config(prefill))
+        )
 
     def _invariant(self, prefill: Role, *, is_alone: bool) -> ScheduleConfigs:
         # A token has the same bits in a decode step and in a prefill if one kernel computes both.
         if is_alone:
             return self._remembered(
-                "alone", prefill, lambda: (self._schedule_config(prefill, decode_rows=-1),)
+                ("alone", prefill), lambda: (self._schedule_config(prefill, decode_rows=-1),)
             )
         # The decode kernel writes the rows of invalid requests and those of none.
         return self._remembered(
-            "invariant",
-            prefill,
+            ("invariant", prefill),
             lambda: (
                 self._schedule_config("decode", decode_rows=0),
                 self._schedule_config(prefill, decode_rows=0),
@@ -280,10 +279,10 @@ class CudaKernels:
         )
 
     def _remembered(
-        self, kind: str, prefill: Role, make: Callable[[], ScheduleConfigs]
+        self, key: tuple[object, ...], make: Callable[[], ScheduleConfigs]
     ) -> ScheduleConfigs:
-        found = self._configs.get((kind, prefill))
-        return self._configs.setdefault((kind, prefill), make()) if found is None else found
+        found = self._configs.get(key)
+        return self._configs.setdefault(key, make()) if found is None else found
 
     def _schedule_config(
         self, role: Role, decode_rows: int | None = None, *, num_row_blocks: int | None = None

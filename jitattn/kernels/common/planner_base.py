@@ -196,6 +196,7 @@ class PlannerBase(Generic[PlanT]):
         most_queries: the most query tokens of a request.
         make_plan: what a plan is made by, of a planner, a batch and what computes it.
         batch_layout: how the tensors of the last batch lay.
+        bound_tensors: caches that ``run`` bound on the spot.
         rebound: what it bound of caches that the planner has bound whose ``exact`` it is.
     """
 
@@ -257,6 +258,7 @@ class PlannerBase(Generic[PlanT]):
             exact.kernels = self.kernels.of(exact.config)
             exact.tensor_dtypes = self.tensor_dtypes._replace(out=torch.float32)
             exact.batch_layout, exact.rebound = NO_BATCH, WeakKeyDictionary()
+            exact.bound_tensors = BoundTensors()
             self._exact = exact
         return self._exact
 

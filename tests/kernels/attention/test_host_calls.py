@@ -807,3 +807,14 @@ def test_plans_are_not_copied(cuda: LaunchRecorder) -> None:
     for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="copied"):
             copy_of(plan)
+
+
+def test_a_planner_of_float32_binds_caches_of_its_own() -> None:
+    planner = jitattn.AttentionPlanner(**SHAPE, device="cpu")  # type: ignore[arg-type]
+    exact, q, given = planner.exact(), queries(), cache()
+    for own, dtype in (
+        (planner, torch.bfloat16),
+        (exact, torch.float32),
+        (planner, torch.bfloat16),
+    ):
+        assert own.plan(table(), LENS).run(q, given).dtype is dtype  # type: ignore[union-attr]
