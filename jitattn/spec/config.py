@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from decimal import Decimal
 from typing import ClassVar, Protocol, Self
@@ -27,6 +27,21 @@ _OPTIONAL = frozenset(
     )
 )
 _DTYPES = {"q_dtype", "kv_dtype", "out_dtype"}
+
+
+def named_values(text: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the values of ``"name=value,name=value"``.
+
+    Raises:
+        ConfigError: a part is not one of ``names`` and a value, or its name is given twice.
+    """
+    given: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in names or name in given:
+            raise ConfigError([f"{shown(part)} is not one of {', '.join(names)}=value, once"])
+        given[name] = value
+    return given
 
 
 class Arguments(Value):

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from jitattn.base.errors import ConfigError
 from jitattn.base.record import Value
-from jitattn.base.validate import shown
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.arch import check_arch
+from jitattn.spec.config import named_values
 from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
 from jitattn.spec.family import KernelSpec, OnlySpec, Tile
 from jitattn.spec.layout import Layout
@@ -112,13 +112,7 @@ class TransferConfig(Value):
         Raises:
             ConfigError: a part is unknown or has a value that is not supported.
         """
-        given: dict[str, str] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in _FIELDS or name in given:
-                raise ConfigError([f"{shown(part)} is not one of {', '.join(_FIELDS)}=value, once"])
-            given[name] = value
-        config = cls(**given)
+        config = cls(**named_values(text, _FIELDS))
         if reasons := config.reasons():
             raise ConfigError(reasons)
         return config

@@ -16,6 +16,7 @@ from jitattn.kernels.select.tile import (
     choice_tile,
 )
 from jitattn.spec.arch import ARCHS, check_arch
+from jitattn.spec.config import named_values
 from jitattn.spec.dtype import BYTE_DTYPES, Q_DTYPES, DType
 from jitattn.spec.family import KernelSpec, Tile
 from jitattn.spec.layout import Layout
@@ -199,13 +200,7 @@ class SelectConfig(Value):
         Raises:
             ConfigError: a part is unknown or has a value that is not supported.
         """
-        names = ("kernel", "head_dim", "num_heads", "kv_dtype")
-        given: dict[str, str] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in names or name in given:
-                raise ConfigError([f"{shown(part)} is not one of {', '.join(names)}=value, once"])
-            given[name] = value
+        given = named_values(text, ("kernel", "head_dim", "num_heads", "kv_dtype"))
         numbers: dict[str, int] = {}
         for name in ("head_dim", "num_heads"):
             value = given.pop(name, "")
