@@ -67,6 +67,7 @@ def test_placement_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) ->
     inputs = make_inputs(case)
     planner = planner_of(EmulatedCuda(monkeypatch, "sm_90a"), case)
     first = inputs.run(planner)
+    check_lists(inputs, first)
     num_slots, size = case.num_pages * case.page_size, case.page_size
     order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(1))
     slots = inputs.lists.slots
