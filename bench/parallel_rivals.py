@@ -101,6 +101,7 @@ def _latent(step: Step, lens: Tensor) -> Callable[[Sequence[Tensor], Tensor], tu
         q_data_type=torch.bfloat16,
         kv_data_type=torch.bfloat16,
         query_layout="split",
+        lse_mode="base2",
         kv_cache_layout="split",
     )
     parts: dict[int, tuple[Tensor, ...]] = {}
