@@ -135,6 +135,7 @@ class AttentionParams(ctypes.Structure):
         ("q_is_aligned", c_int32),
         ("early_kv", c_int32),
         ("out_is_aligned", c_int32),
+        ("is_second", c_int32),
         ("score_scale", c_float),
         ("cap_log2", c_float),
     )

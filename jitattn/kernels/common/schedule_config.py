@@ -357,12 +357,31 @@ def _entry_tokens(config: AttentionArguments) -> int:
     return config.page_size or 1
 
 
+class WorkspacePlace(NamedTuple):
+    """Where the part of a kernel begins in a workspace, whose kernels may run beside each other.
+
+    Attributes:
+        number: of the kernel in its plan.
+        partial: of its floats.
+        counter: of its counters.
+    """
+
+    number: int
+    partial: int
+    counter: int
+
+
+def workspace_places(configs: ScheduleConfigs) -> list[WorkspacePlace]:
+    """Return the place of each kernel of a plan, and behind these the end of the last."""
+    partials = itertools.accumulate((aligned(4 * c.num_partials) // 4 for c in configs), initial=0)
+    counters = itertools.accumulate((aligned(4 * c.num_counters) // 4 for c in configs), initial=0)
+    return list(map(WorkspacePlace, itertools.count(), partials, counters))
+
+
 def workspace_size(configs: ScheduleConfigs) -> tuple[int, int]:
     """Return the floats and the counters of a workspace for the kernels of a plan."""
-    return (
-        max(config.num_partials for config in configs),
-        max(config.num_counters for config in configs),
-    )
+    end = workspace_places(configs)[-1]
+    return end.partial, end.counter
 
 
 def plan_bytes(configs: ScheduleConfigs, batch_size: int, max_q_len: int) -> int:
