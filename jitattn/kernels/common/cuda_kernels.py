@@ -34,7 +34,7 @@ from jitattn.kernels.common.schedule_config import (
     workspace_size,
 )
 from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
-from jitattn.kernels.common.tma import TensorMaps, TmaTile
+from jitattn.kernels.common.tma import MapForm, TmaTile
 from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.tensor_layouts import Batch
@@ -313,8 +313,8 @@ class CudaKernels:
 
 def map_cache(
     k: CacheView, v: CacheView, tma_tiles: Mapping[str, TmaTile]
-) -> tuple[bool, TensorMaps | None]:
-    """Return whether the loader of aligned caches suits K and V, and the maps that it uses.
+) -> tuple[bool, MapForm | None]:
+    """Return whether the loader of aligned caches suits K and V, and the form of maps it uses.
 
     Args:
         k: keys.
@@ -325,7 +325,9 @@ def map_cache(
         return False, None
     if not tma_tiles:
         return True, None
+    form = MapForm(k, v, tma_tiles)
     try:
-        return True, TensorMaps(k, v, tma_tiles)
+        form((k, v))
     except ValueError:
         return False, None  # any strides will do for the plain loader
+    return True, form

@@ -15,8 +15,8 @@ from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, writ
 from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig, WorkspacePlace
 from jitattn.kernels.common.spec import AttentionSpec
-from jitattn.kernels.common.tma import TensorMaps, TmaTile
-from jitattn.kernels.mla.check import BoundMLACache, MLACall
+from jitattn.kernels.common.tma import MapForm, TmaTile
+from jitattn.kernels.mla.check import LatentViews, MLACall
 from jitattn.kernels.mla.config import mla_specs
 from jitattn.kernels.mla.params import MLA_FIELDS
 from jitattn.kernels.mla.spec import MLASpec
@@ -145,14 +145,14 @@ class MLAKernels(CudaKernels):
             launch_type=MLAKernelLaunch,
         )
 
-    def bind(self, kv: BoundMLACache) -> tuple[BoundKernels, TensorMaps | None]:
-        """Return the kernels that the strides and dtypes of a cache allow, and its tensor maps."""
+    def bind(self, kv: LatentViews) -> tuple[BoundKernels, MapForm | None]:
+        """Return the kernels that the strides and dtypes of a cache allow, and what makes maps."""
         is_aligned, maps = map_cache(kv.latent.as_cache(), kv.rope.as_cache(), self._tma_tiles)
         spec = next(
             spec
             for spec in self._mla_specs
             if spec.k_pe_dtype == DType.of(kv.rope.tensor.dtype)
-            and spec.has_scales == (kv.latent_scales is not None)
+            and spec.has_scales == (kv.scales is not None)
             and (spec.loader is not Loader.PLAIN) == is_aligned
         )
         return self.loader.kernels_for((spec,)), maps

@@ -311,6 +311,7 @@ def test_nothing_is_encoded_that_stayed(
     plan, out = planner.plan(table(), LENS), zeros(B, HQ, 128)
     kv = planner.bind(zeros(PAGES, 2, PAGE, HKV, 128))
     monkeypatch.setattr(tma, "encode_tensor_map", None)
+    monkeypatch.setattr(tma, "move_tensor_map", None)
     for _ in range(3):
         plan.run(zeros(B, HQ, 128), kv, out=out)
         plan.run(zeros(B, HQ, 128), kv)
@@ -329,7 +330,7 @@ def test_a_move_that_the_driver_refuses_is_an_error(
     num_launches = len(cuda.launches)
     move(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(tma, "encode_tensor_map", lambda *given, **named: None)
+        patch.setattr(tma, "move_tensor_map", lambda *given: None)
         for _ in range(2):
             with pytest.raises(ValueError, match="the driver maps no tensor of strides"):
                 plan.run(q, kv, out=out)
@@ -384,9 +385,13 @@ def view(cache: Tensor) -> tuple[CacheView, CacheView]:
     return CacheView(k, *k.stride()[:3]), CacheView(v, *v.stride()[:3])
 
 
+def maps_for(k: CacheView, v: CacheView, tiles: dict[str, TmaTile]) -> tma.TensorMaps:
+    return tma.MapForm(k, v, tiles)((k, v))
+
+
 @pytest.fixture
 def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
-    """What the driver is asked to encode, in order."""
+    """What the driver is asked to encode or to move, in order."""
     asked: list[Map] = []
 
     def encode(*given: object, **named: object) -> bytes | None:
@@ -394,7 +399,13 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
         asked.append(Map.of(encoded))
         return encoded
 
+    def move(encoded: bytes, pointer: int) -> bytes | None:
+        moved = launch_recorder.move_tensor_map(encoded, pointer)
+        asked.append(Map.of(moved))
+        return moved
+
     monkeypatch.setattr(tma, "encode_tensor_map", encode)
+    monkeypatch.setattr(tma, "move_tensor_map", move)
     return asked
 
 
@@ -406,7 +417,7 @@ BOXES = {
 
 
 def test_roles_of_the_same_box_share_their_maps(encodings: list[Map]) -> None:
-    maps = tma.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
+    maps = maps_for(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
     assert len(encodings) == 2, "only the first role's, until others are asked for"
     for _ in range(2):
         decode, prefill, wide = (maps.at(role, 128, 256) for role in BOXES)
@@ -421,7 +432,7 @@ def test_roles_of_the_same_box_share_their_maps(encodings: list[Map]) -> None:
 
 def test_each_role_follows_memory_that_moves(encodings: list[Map]) -> None:
     k, v = view(zeros(PAGES, 2, PAGE, HKV, 128))
-    maps = tma.TensorMaps(k, v, BOXES)
+    maps = maps_for(k, v, BOXES)
     places = [(4096 * n, 4096 * n + 128) for n in range(1, 4)]
     for role in (
         "prefill",
@@ -437,16 +448,16 @@ def test_each_role_follows_memory_that_moves(encodings: list[Map]) -> None:
             assert [half.pointer for half in found] == [k_at, v_at]
             tokens, *columns = BOXES[role][:3]
             assert [half.box[:3] for half in found] == [(64, tokens, n // 64) for n in columns]
-    # The first pair, four places of both boxes, and none for a role whose box is there already.
-    assert len(encodings) == 2 * (1 + 4 + 4 + 3)
+    # The first pair, three and four places of two boxes, and none for a role whose box is there.
+    assert len(encodings) == 2 * (1 + 3 + 4 + 3)
 
 
 def test_who_computes_too_fetches_two_lines_at_a_time(encodings: list[Map]) -> None:
-    maps = tma.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
+    maps = maps_for(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
     maps.at("prefill", 128, 256)
     assert [found.fetch_bytes for found in encodings] == [128, 128, 256, 256]
     encodings.clear()
-    narrow = tma.TensorMaps(
+    narrow = maps_for(
         *view(zeros(PAGES, 2, PAGE, HKV, 64)), {"prefill": TmaTile(16, 64, 64, fetches_pairs=True)}
     )
     narrow.at("prefill", 128, 256)
@@ -459,7 +470,7 @@ def test_latents_arrive_in_groups_of_eight_tokens(encodings: list[Map]) -> None:
         CacheView(part, *(rows.stride(0), rows.stride(1), 0))
         for part in (rows[..., :512], rows[..., 512:])
     )
-    tma.TensorMaps(k, v, {"decode": TmaTile(32, 256, 64, is_grouped=True)})
+    maps_for(k, v, {"decode": TmaTile(32, 256, 64, is_grouped=True)})
     latent, rope = encodings
     strides = (1152, 128, 8 * 1152, 3 * 32 * 1152)
     assert latent.dims == (64, 8, 8, 4, PAGES)
@@ -472,7 +483,7 @@ def test_latents_arrive_in_groups_of_eight_tokens(encodings: list[Map]) -> None:
 
 def test_a_role_without_boxes_gets_those_of_the_first(encodings: list[Map]) -> None:
     boxes = {"decode": BOXES["decode"]}
-    maps = tma.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), boxes)
+    maps = maps_for(*view(zeros(PAGES, 2, PAGE, HKV, 128)), boxes)
     assert maps.at("prefill", 128, 256) is maps.at("decode", 128, 256)
     assert len(encodings) == 2 + 2
 
