@@ -331,6 +331,7 @@ def _schedule_params(
             tile_tokens=kernel.tile.tile_tokens,
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
+            merge_cost=_merge_cost(kernel),
             min_split_tiles=fixed.least_tiles,
             splits_go_by_rows=config.causal and not getattr(config, "use_custom_mask", False),
             entry_tokens=_entry_tokens(config),
@@ -341,6 +342,14 @@ def _schedule_params(
             num_head_blocks=blocks.num_head_blocks,
         )
     )
+
+
+def _merge_cost(kernel: PlannedKernel) -> int:
+    """Return what a CTA's part in publishing and merging splits costs, in KV tiles.
+
+    Measured: about eight tiles for 128 rows of 128, and in proportion to the bytes of a split.
+    """
+    return max(3, round(8 * kernel.row_tile * kernel.tile.value_dim / 128**2))
 
 
 def _pool_entries(config: AttentionArguments) -> int:
