@@ -30,6 +30,9 @@ struct ScheduleParams {
   int32_t wave_slots;  // the most slots of a wave
   int32_t max_waves;
   int32_t num_ctas;         // of the attention kernel's grid
+  int32_t num_first_items;  // num_ctas or none
+  int32_t
+      section_tokens;  // of a head, whose K and V stay in the L2 cache while many CTAs read them
   int32_t num_head_blocks;  // CTAs of a slot
   int32_t tile_tokens;
   int32_t tile_visit_cost;  // cost of visiting a query tile, in tiles

@@ -21,6 +21,7 @@ constexpr int kQueryBarrier = kConsumerBarrier + 1;
 
 struct Shared {
   WorkItem work_items[kNumWorkItems];
+  WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
   bool is_last;
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2][kNumQueryStages];

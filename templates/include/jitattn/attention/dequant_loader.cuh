@@ -223,6 +223,9 @@ struct TileDequantiser {
 // tile is dequantised when the copies of kNumLandings others after it are under way, across work
 // items.
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
+  // Of the first work item.
+  bool is_known =
+      threadIdx.x % kQueryThreads < kWarpSize && copy_first_item(params, shared.work_items[0]);
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   WorkItemIterator source(params);
   const TileDequantiser<true> keys = {params, shared, smem};
@@ -246,7 +249,8 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
   while (true) {
     WorkItem& item = shared.work_items[index];
     if (is_first) {
-      source.next(item);
+      source.next(item, is_known);
+      is_known = false;
       item.query_stage = index % kNumQueryStages;
       // After the last, as many steps without a tile as dequantise what is under way.
       if (item.work == kNoWork) item.begin = 0, item.end = kNumLandings + 1;
