@@ -68,6 +68,7 @@ class ScheduleParams(ctypes.Structure):
         ("tile_visit_cost", c_int32),
         ("min_slot_cost", c_int32),
         ("merge_cost", c_int32),
+        ("split_cost", c_int32),
         ("max_splits", c_int32),
         ("min_split_tiles", c_int32),
         ("splits_go_by_rows", c_int32),

@@ -37,6 +37,9 @@ _LOG2E = math.log2(math.e)
 # K and V of a head that stay in the L2 cache while many CTAs read them.
 _SECTION_BYTES = 16 << 20
 
+# Of a family whose splits a kernel of their own merges, in KV tiles.
+_MERGE_COST = 4
+
 # Waves of work slots: those after the first even out what the first leaves uneven, and are halved.
 MAX_WAVES = 6
 
@@ -57,6 +60,7 @@ class FamilyTraits:
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
         has_one_kernel: whether the decode kernel is the prefill kernel, too.
+        merges_in_kernel: whether a CTA of the prefill kernel merges the splits of a query tile.
         params: what its kernels get besides the parameters of attention.
     """
 
@@ -67,6 +71,7 @@ class FamilyTraits:
     tile_visit_cost: int
     min_slot_cost: int
     has_one_kernel: bool = False
+    merges_in_kernel: bool = True
     params: ParamFields = ()
 
 
@@ -331,6 +336,7 @@ def _schedule_params(
     fixed: _FixedSplits,
 ) -> bytes:
     kind = ListScheduleParams if config.page_table in LISTS else ScheduleParams
+    merge_cost = _merge_cost(kernel)
     return bytes(
         kind(
             is_causal=config.causal,
@@ -341,7 +347,8 @@ def _schedule_params(
             tile_tokens=kernel.tile.tile_tokens,
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
-            merge_cost=_merge_cost(kernel),
+            merge_cost=merge_cost if traits.merges_in_kernel else _MERGE_COST,
+            split_cost=merge_cost if traits.merges_in_kernel else 0,
             min_split_tiles=fixed.least_tiles,
             splits_go_by_rows=config.causal and not getattr(config, "use_custom_mask", False),
             entry_tokens=_entry_tokens(config),

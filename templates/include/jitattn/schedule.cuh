@@ -77,7 +77,7 @@ struct alignas(16) WorkItemFacts {
   int32_t first;       // tile of the query tile
   int32_t begin;
   int32_t end;
-  int32_t unused;
+  int32_t is_first;  // of a CTA, read from `first_items`
   QueryTile query_tile;
   Request request;
 };

@@ -450,6 +450,7 @@ def params_of(
         tile_visit_cost=_VISIT_COST,
         min_slot_cost=_MIN_SLOT_COST,
         merge_cost=MERGE_COST,
+        split_cost=MERGE_COST,
         max_splits=batch.max_splits,
         min_split_tiles=batch.min_split_tiles,
         splits_go_by_rows=batch.is_causal,
@@ -518,11 +519,14 @@ def check_rows(batch: Batch, found: Scheduled) -> None:
     """Assert that one query tile answers for each row of a request that this kernel serves."""
     want = []
     if not batch.prefill_rows:
-        # The decode kernel has one of each request with rows, but for those of the other kernel.
-        for request, q_len in enumerate(batch.q_lens or (1,) * len(batch.lengths)):
-            is_long = q_len > 1 and q_len * batch.group_size > batch.decode_rows
-            if q_len and not (is_long and batch.is_valid(request)):
-                want.append((request, 0))
+        # The decode kernel has one of each request, or none if all rows are the other kernel's.
+        q_lens = batch.q_lens or (1,) * len(batch.lengths)
+        is_idle = all(
+            q_len == 0
+            or (q_len > 1 and q_len * batch.group_size > batch.decode_rows and batch.is_valid(i))
+            for i, q_len in enumerate(q_lens)
+        )
+        want = [] if is_idle else [(request, 0) for request in range(len(batch.lengths))]
         assert [(tile.request, tile.first_row) for tile in found.query_tiles] == want
         return
     for request, q_len in enumerate(batch.q_lens or (1,) * len(batch.lengths)):
@@ -594,8 +598,11 @@ def check_rounds(batch: Batch, found: Scheduled) -> None:
 
 
 def most_slots_of(costs: list[int], batch: Batch) -> int:
-    """The most slots of a wave."""
-    return max(1, min(sum(costs) // _MIN_SLOT_COST, batch.wave_slots))
+    """The most slots of a wave: of prefill no more than pay for what merging their splits costs."""
+    least = _MIN_SLOT_COST
+    if batch.prefill_rows and not batch.max_splits:
+        least = max(least, math.isqrt(MERGE_COST * max(costs)) // 4)
+    return max(1, min(sum(costs) // least, batch.wave_slots))
 
 
 LENGTHS = st.one_of(
@@ -692,9 +699,10 @@ def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> N
         (Batch((0,) * 300, wave_slots=132), 132),
         (Batch((0, -5, 0)), 3),
         (Batch((10**6, *[0] * 299), wave_slots=132), 132 * 3),
-        # All rows fit a wider tile; one request has too many for the narrower: the other is alone.
+        # All rows fit a wider tile, and one tile of rows has too many for the narrower.
         (Batch((100_000, 90_000), (4, 2), wave_slots=16, decode_rows=16), 16 * 4),
-        (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16),
+        (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16 * 3),
+        (Batch((100_000, 90_000), (4, 4), wave_slots=16), 0),
         # No request is for this kernel.
         (Batch((100, 100), (1, 1), prefill_rows=64, max_waves=1), 0),
     ],

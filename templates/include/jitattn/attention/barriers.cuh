@@ -18,6 +18,7 @@ constexpr int kTileWarps = (kProducerThreads / kWarpSize - 2) / 2;
 constexpr int kTurnBarrier = 1;  // and the next, one a warpgroup
 constexpr int kConsumerBarrier = kTurnBarrier + kNumGroups;
 constexpr int kQueryBarrier = kConsumerBarrier + 1;
+constexpr int kFirstQueryBarrier = kQueryBarrier + 1;  // and the next, one a warpgroup
 
 struct Shared {
   WorkItem work_items[kNumWorkItems];

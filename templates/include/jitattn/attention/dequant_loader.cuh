@@ -241,7 +241,10 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
   const auto deliver_query = [&](const WorkItem& item) {
     mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
-    if (item.work != kNoWork) copy_query(params.attention, item, stage);
+    if (item.work != kNoWork && !item.is_first) {
+      copy_query<kWarpSize>(params.attention, item.rows(params.attention), stage,
+                            threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
+    }
     mbarrier_arrive(shared.q_full(queries.stage));
     queries.next(kNumQueryStages);
   };

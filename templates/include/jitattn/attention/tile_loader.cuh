@@ -281,7 +281,11 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
       continue;
     }
     if (is_first) mbarrier_arrive(shared.item_full(index));
-    if (!is_end) copy_query(params.attention, item, smem + queries.stage * kQueryStageBytes);
+    if (!is_end && !item.is_first) {
+      copy_query<kWarpSize>(params.attention, item.rows(params.attention),
+                            smem + queries.stage * kQueryStageBytes,
+                            threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
+    }
     mbarrier_arrive(shared.q_full(queries.stage));
     if (is_end) break;
     queries.next(kNumQueryStages);

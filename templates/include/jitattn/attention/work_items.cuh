@@ -56,8 +56,13 @@ __device__ __forceinline__ void prefetch_schedule(const Schedule& schedule, int 
   if (line < reinterpret_cast<const char*>(schedule.boundaries)) prefetch_line(line);
 }
 
-// Copies the first work item of this CTA to shared memory, for a warp. Returns false where it is to
-// be found as the others are.
+// Whether the first work item of a CTA is as the schedule says: run() may get a table that allows less
+// than the planned one. Else it is found as the others are.
+__device__ __forceinline__ bool is_usable(const KernelParams& params, const WorkItemFacts& first) {
+  return first.work >= 0 && params.pages.holds(first.query_tile.request, first.request.kv_len);
+}
+
+// Copies the first work item of this CTA to shared memory, for a warp. Returns whether it is usable.
 __device__ __forceinline__ bool copy_first_item(const KernelParams& params, WorkItemFacts& item) {
   constexpr int kVectors = sizeof(WorkItemFacts) / 16;
   const WorkItemFacts& source = params.attention.schedule.first_items[blockIdx.x];
@@ -67,8 +72,7 @@ __device__ __forceinline__ bool copy_first_item(const KernelParams& params, Work
         reinterpret_cast<const uint4*>(&source)[lane_idx()];
   }
   __syncwarp();
-  // run() may get a table that allows less than the planned one.
-  return item.work >= 0 && params.pages.holds(item.query_tile.request, item.request.kv_len);
+  return is_usable(params, item);
 }
 
 // Work items of this CTA: the query tiles of its work tiles. The first work tile is that of the
@@ -105,6 +109,7 @@ struct WorkItemIterator {
       return;
     }
     item.work = kNoWork;
+    item.is_first = false;
 #pragma unroll 1
     while (work != kNoWork) {
       if (++query_tile > last_query_tile) {
