@@ -43,7 +43,7 @@ constexpr int kCtasPerSm = 1;
 constexpr int kSmemBytes = 229376;
 constexpr int kMergeSplits = 8;  // of a row at a time
 // Splits loaded at a time; 0 in the tile stands for all.
-constexpr int kMergeLoads = 0 > 0 ? 0 : kMergeSplits;
+constexpr int kMergeLoads = 4 > 0 ? 4 : kMergeSplits;
 // Whether a stage is one tile that all warps read, or each warp has a ring of its own slices.
 constexpr bool kSharesTiles = 1;
 
@@ -66,6 +66,10 @@ constexpr int kTmaTokens = 16 > 0 ? 16 : 8;
 
 // A row of K or V as caches store it, but for the scales of its blocks, and these.
 __device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
+// The same in whole segments, as TMA leaves it.
+__device__ constexpr int segment_bytes(int dim) {
+  return (stored_bytes(dim) + kSegmentBytes - 1) / kSegmentBytes * kSegmentBytes;
+}
 __device__ constexpr int block_bytes(int dim) { return kHasBlocks ? dim / 16 : 0; }
 // Vector sizes of rows and of their scales, whose strides are multiples of them. Twin:
 // jitattn/tensors/cache_views.py.
@@ -81,7 +85,7 @@ constexpr int kValueRowBytes = padded_row(stored_bytes(kValueDim));
 constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
 constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
 constexpr int kTokenBytes =
-    kUsesTma ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
+    kUsesTma ? segment_bytes(kKeyDim) + segment_bytes(kValueDim)
              : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
 constexpr int kStageBytes = kStageTokens * kTokenBytes;
 constexpr int kRingBytes = (kSharesTiles ? 1 : kNumWarps) * kNumStages * kStageBytes;
