@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.device.workspace import SLICE_BYTES
+from jitattn.device.workspace import SLICE_BYTES, aligned
 from jitattn.kernels.common import tma
 from jitattn.kernels.common.kernel_launch import KernelLaunch
 from jitattn.kernels.common.params import (
@@ -510,8 +510,8 @@ def test_both_kernels_of_a_batch_get_their_own_boxes(
     value_dim = config.head_dim_vo or config.head_dim
     # Tokens of a box, and segments of a box of K and of V: prefill brings K segment by segment.
     boxes = [
-        (kernels.decode.tile.tma_tokens, config.head_dim // 64, value_dim // 64),
         (kernels.prefill.tile.tma_tokens, 1, value_dim // 64),
+        (kernels.decode.tile.tma_tokens, config.head_dim // 64, value_dim // 64),
     ]
     assert not [tokens for tokens, *_ in boxes if config.page_size % tokens]
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
@@ -544,7 +544,7 @@ def test_a_kernel_that_uses_no_maps_runs_beside_one_that_does(
         for _ in range(3):
             plan.run(zeros(6, HQ, planner.config.head_dim), kv)
             symbols = [launch.symbol for launch in cuda.launches[-2:]]
-            assert [name.rsplit("_", 1)[1] for name in symbols] == ["tensor", "vector"]
+            assert [name.rsplit("_", 1)[1] for name in symbols] == ["vector", "tensor"]
         assert encodings == []
 
 
@@ -558,7 +558,7 @@ def launches_of(cuda: LaunchRecorder, **arguments: object) -> dict[str, Recorded
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
     cache = zeros(PAGES, 2, config.page_size, config.num_kv_heads, config.head_dim)
     plan.run(zeros(6, config.num_qo_heads, config.head_dim), planner.bind(cache))
-    names = "schedule decode", "schedule prefill", "decode", "prefill"
+    names = "schedule prefill", "schedule decode", "prefill", "decode"
     found = dict(zip(names, cuda.launches[-4:], strict=True))
     for name, launch in found.items():
         assert launch.symbol.startswith(f"jitattn_{name.split()[0]}")
@@ -619,7 +619,8 @@ def test_buffers_hold_every_slot(
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=100)
     kernels = planner.kernels.kernels
     decode = kernels.decode_multi_token or kernels.decode
-    for part, kernel in zip(plan.backend.launches, (decode, kernels.prefill), strict=True):
+    partials_at, counters_at = (buffer.data_ptr() for buffer in plan.backend.launches[0].buffers)
+    for part, kernel in zip(plan.backend.launches, (kernels.prefill, decode), strict=True):
         attention, schedule = part.params.attention, part.schedule_launch.params
         slots = schedule.wave_slots * schedule.max_waves
         blocks = attention.num_head_blocks.value
@@ -636,14 +637,16 @@ def test_buffers_hold_every_slot(
         rows = places * kernel.row_tile
         values = rows * kernel.tile.value_dim
         # Outputs of the splits, then their maxima and sums, two floats a row.
-        assert attention.partials == partials.data_ptr()
-        assert attention.partial_sums == partials.data_ptr() + 4 * values
-        assert partials.numel() >= values + 2 * rows
+        assert attention.partials == partials_at
+        assert attention.partial_sums == partials_at + 4 * values
+        partials_at += aligned(4 * (values + 2 * rows))
+        assert partials_at <= partials.data_ptr() + partials.nbytes
         # The first counter is that of the claims.
-        assert attention.num_claimed == counters.data_ptr()
+        assert attention.num_claimed == counters_at
         # In slices of their own.
-        assert attention.counters == counters.data_ptr() + SLICE_BYTES
-        assert counters.nbytes >= SLICE_BYTES + 4 * slots * blocks
+        assert attention.counters == counters_at + SLICE_BYTES
+        counters_at += aligned(SLICE_BYTES + 4 * slots * blocks)
+        assert counters_at <= counters.data_ptr() + counters.nbytes
         assert not counters.any()
         if attention.claims_work_tiles:
             # One CTA may do all pieces but the others' first; it notes those, one ask in vain, and
