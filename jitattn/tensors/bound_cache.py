@@ -28,10 +28,10 @@ class BoundCache:
 
     Attributes:
         config: the configuration it was checked against.
-        k: K as [num_pages, page_size, num_kv_heads, head_dim]; of NVFP4 head_dim / 2 bytes.
+        k: K as [num_pages, page_size, num_kv_heads, head_dim]; of four bits head_dim / 2 bytes.
         v: V likewise.
-        block_scales: those of K and V as [num_pages, page_size, num_kv_heads, head_dim / 16]; None
-            where K and V are not NVFP4.
+        block_scales: those of K and V, and zeros, as bytes [num_pages, page_size, num_kv_heads,
+            bytes of a row]; None where K and V have no blocks.
         k_scale: what a stored K is multiplied with; None where K is not quantised.
         v_scale: likewise of V.
         source: the cache's tensors, as they were given.
