@@ -679,6 +679,7 @@ BLOCK_FAMILIES = (
     replace(NVFP4, head_dim=80),  # an odd number of blocks
 )
 INT4 = replace(E4M3, kv_dtype="int4")
+INT4_FP16 = replace(INT4, dtype="float16")
 INT4_FAMILIES = (
     INT4,
     replace(INT4, kv_dtype="int4_g32", dtype="float16", page_table="separate"),
@@ -739,7 +740,7 @@ def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
     named += (*QUANTISED_FAMILIES, *twins_of(E4M3), *twins_of(NVFP4))
-    named += INT4_FAMILIES
+    named += (*INT4_FAMILIES, INT4_FP16)
     named += (*BOX_PAGES, *BOX_DIMS, *DRAFTS)
     return (
         *decode_cases(),

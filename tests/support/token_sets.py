@@ -60,6 +60,8 @@ def kinds_of() -> list[str]:
     cases += [replace(_BASE, kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype="bfloat16", q_out="new")]
+    # Written, and gathered.
+    cases += [replace(_APPEND, kv_dtype=name, page_table="slots") for name in ("int4", "int4_g32")]
     # Angles, and pools of 16-token pages.
     cases += [replace(_BASE, dtype="float16", kv_dtype="float16", page_table="slots")]
     return list(dict.fromkeys(config_text(case) for case in cases))
