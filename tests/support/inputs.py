@@ -191,7 +191,7 @@ def build_cache(case: Case, pool: Pool, name: str | None = None) -> Tensor | Pai
     cache = CACHES[name or case.cache](pool)
     if isinstance(cache, Tensor):
         is_one = case.page_table != "ragged" and case.value_dim == case.head_dim
-        if is_one and case.kv_dtype != "nvfp4":
+        if is_one and not case.blocks:
             return cache
         cache = cache[:, 0], cache[:, 1]
     return cache[0][..., : pool.key_dim], cache[1][..., : pool.value_dim]
