@@ -64,7 +64,8 @@ def _blocks_rule(
     return rule(
         argument,
         f"{first}multiples of 16 from 16 to 256, and 512; {kinds}",
-        lambda c: dim_of(c) % row_multiple(c.kv_dtype) == 0,
+        # Of those that the rule before lets pass.
+        lambda c: dim_of(c) not in HEAD_DIMS or dim_of(c) % row_multiple(c.kv_dtype) == 0,
         f"does not fit kv_dtype, whose blocks divide a row: a multiple {kinds}",
     )
 
