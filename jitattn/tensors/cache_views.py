@@ -229,6 +229,7 @@ def view_block_caches(
     # Rows of an odd number of blocks are copied in halves of a vector.
     vector = 16 if all(dim % 32 == 0 for dim in dims) else 8
     data = replace(config, kv_dtype="uint8")
+    scales = data if kind.has_zeros else replace(config, kv_dtype="float8_e4m3fn")
     k, v = (
         view_cache(name, tensor, data, dim // 2, device, row="head_dim / 2")._replace(
             vector_bytes=vector
@@ -238,7 +239,7 @@ def view_block_caches(
         )
     )
     blocks = (
-        view_cache(name, tensor, data, num_bytes, device, row="bytes of scales")._replace(
+        view_cache(name, tensor, scales, num_bytes, device, row="bytes of scales")._replace(
             vector_bytes=_scale_vector(num_bytes)
         )
         for name, tensor, num_bytes in zip(
