@@ -154,10 +154,9 @@ def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
     # Whatever the pages and the loader: results have the same bits.
     if spec.kv_dtype.blocks is not None:  # whose scales come beside its rows
         return False
-    # Rows are whole segments, or several of which the hardware fills up the last.
-    rows = [spec.kv_dtype.num_bytes * dim for dim in (spec.head_dim, spec.head_dim_vo)]
+    dims = (spec.head_dim, spec.head_dim_vo)
     return ARCHS[arch].has_wgmma and all(
-        size % SEGMENT_BYTES == 0 or size > SEGMENT_BYTES for size in rows
+        spec.kv_dtype.num_bytes * dim % SEGMENT_BYTES == 0 for dim in dims
     )
 
 
@@ -265,11 +264,6 @@ def _value_dim(spec: AttentionSpec, most: int) -> int:
     return num_tiles // blocks * 16
 
 
-def _in_segments(num_bytes: int) -> int:
-    """Return what a row takes in shared memory, where TMA tiles are of whole segments."""
-    return -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
-
-
 def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTile:
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
     item_bytes = spec.kv_dtype.num_bytes
@@ -278,10 +272,9 @@ def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
     is_narrow = max(key_bytes, value_bytes) <= SEGMENT_BYTES
     warp_tokens = 32 if is_narrow and spec.row_tile <= 16 else 16
     tile_tokens = num_warps * warp_tokens
-    padded = row_bytes if is_padded else _in_segments
-    segments = _in_segments(key_bytes) + _in_segments(value_bytes)
-    num_stages = max(2, _TMA_RING_BYTES // (tile_tokens * segments))
-    key_bytes, value_bytes = padded(key_bytes), padded(value_bytes)
+    num_stages = max(2, _TMA_RING_BYTES // (tile_tokens * (key_bytes + value_bytes)))
+    if is_padded:
+        key_bytes, value_bytes = row_bytes(key_bytes), row_bytes(value_bytes)
     ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
     merge_bytes = 4 * num_warps * spec.row_tile * (value_dim + 4)
     query_bytes = spec.row_tile * row_bytes(2 * spec.head_dim)
@@ -375,7 +368,7 @@ def _warpgroup_row(spec: AttentionSpec) -> _WarpgroupRow:
 
 def _segment_bytes(columns: int) -> int:
     """Return the bytes of a row of 16 bits, in whole segments."""
-    return _in_segments(2 * columns)
+    return -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
 def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:

@@ -67,10 +67,6 @@ constexpr int kTmaTokens = 16 > 0 ? 16 : 8;
 
 // A row of K or V as caches store it, but for the scales of its blocks, and these.
 __device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
-// The same in whole segments, as TMA leaves it.
-__device__ constexpr int segment_bytes(int dim) {
-  return (stored_bytes(dim) + kSegmentBytes - 1) / kSegmentBytes * kSegmentBytes;
-}
 __device__ constexpr int block_bytes(int dim) { return BlocksOf<KVType>::bytes(dim); }
 // Vector sizes of rows and of their scales, whose strides are multiples of them. Twin:
 // jitattn/tensors/cache_views.py.
@@ -88,7 +84,7 @@ constexpr int kValueRowBytes = padded_row(stored_bytes(kValueDim));
 constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
 constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
 constexpr int kTokenBytes =
-    kUsesTma ? segment_bytes(kKeyDim) + segment_bytes(kValueDim)
+    kUsesTma ? static_cast<int>(sizeof(KVType::Storage)) * (kKeyDim + kValueDim)
              : kKeyRowBytes + kValueRowBytes + block_bytes(kKeyDim) + block_bytes(kValueDim);
 constexpr int kStageBytes = kStageTokens * kTokenBytes;
 constexpr int kRingBytes = (kSharesTiles ? 1 : kNumWarps) * kNumStages * kStageBytes;

@@ -16,10 +16,8 @@ namespace jitattn {
 template <int kDim>
 struct SmemLayout {
   static constexpr int kRowBytes = stored_bytes(kDim);
-  static constexpr int kSegments = segment_bytes(kDim) / kSegmentBytes;
-  // The hardware fills up the last segment of a row that ends inside it, in a TMA tile of its own.
-  static constexpr bool kIsClipped = kRowBytes % kSegmentBytes != 0;
-  static constexpr int kTmaBytes = kTmaTokens * segment_bytes(kDim);
+  static constexpr int kSegments = kRowBytes / kSegmentBytes;
+  static constexpr int kTmaBytes = kTmaTokens * kRowBytes;
 
   // Address of vector `vector`, 0 or 1, of row `row`; the slice begins at a multiple of 8 rows.
   static __device__ __forceinline__ uint32_t place(uint32_t smem, int row, int vector) {

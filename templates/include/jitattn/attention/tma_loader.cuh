@@ -50,7 +50,7 @@ struct KvLoader {
 
   __device__ __forceinline__ uint32_t k_smem() const { return ring + stage * kStageBytes; }
   __device__ __forceinline__ uint32_t v_smem() const {
-    return k_smem() + kSliceTokens * segment_bytes(kKeyDim);
+    return k_smem() + kSliceTokens * KeyLayout::kRowBytes;
   }
   // Caches whose blocks have scales have no TMA tiles.
   __device__ __forceinline__ uint32_t k_scales_smem() const { return 0; }
@@ -114,12 +114,8 @@ struct KvLoader {
     mbarrier_expect(barrier, num_tma_tiles * Layout::kTmaBytes);
     for_each<kTmaTiles>([&](int i) {
       if (i < begin || i >= begin + num_tma_tiles) return;
-      constexpr int kSteps = Layout::kIsClipped ? Layout::kSegments : 1;
-      constexpr int kColumns = kSegmentBytes / static_cast<int>(sizeof(KVType::Storage));
-      for_each<kSteps>([&](int s) {
-        copy_tma(smem + i * Layout::kTmaBytes + s * kTmaTokens * kSegmentBytes, &map, barrier,
-                 (slice + i * kTmaTokens) % kPageSize, segment, kv_head, pages[i], s * kColumns);
-      });
+      copy_tma(smem + i * Layout::kTmaBytes, &map, barrier, (slice + i * kTmaTokens) % kPageSize,
+               segment, kv_head, pages[i]);
     });
   }
 };
