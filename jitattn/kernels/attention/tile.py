@@ -78,11 +78,7 @@ def decode_tile(spec: DecodeSpec, arch: str) -> DecodeTile:
 def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
     if has_warpgroup_tile(spec, arch):
-        row = _warpgroup_row(spec)
-        # Gathering takes more warps: the registers of a consumer. Rows have the same bits.
-        if row.num_consumers > 2 and spec.kv_dtype is spec.q_dtype and not spec.uses_tma(arch):
-            row = row._replace(num_consumers=2)
-        return _warpgroup_tile(spec, row)
+        return _warpgroup_tile(spec, _warpgroup_row(spec))
     tiles = (
         _prefill_tile(spec, arch, tile_tokens, num_stages)
         for tile_tokens, num_stages in (
@@ -383,7 +379,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     smem_bytes = row.num_stages * tile_tokens * (key_bytes + value_bytes)
     smem_bytes += 64 * groups * row.num_query_stages * key_bytes
     gathers = spec.loader is Loader.VECTOR and not is_dequantised
-    if gathers and groups == 2 and 2 * (spec.head_dim + spec.head_dim_vo) <= _GATHERED_BYTES:
+    if gathers and groups <= 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
         num_producers = 2
     if is_dequantised and groups == 1:
         num_producers = 3 if spec.head_dim_vo <= 128 else 2
