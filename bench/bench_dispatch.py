@@ -1,4 +1,4 @@
-"""Host microseconds of planning and of running, over many bound caches in turn with fresh queries.
+"""Host microseconds of binding, planning and running, over many caches in turn with fresh queries.
 
     python -m bench.bench_dispatch --json bench/results/dispatch.jsonl
 
@@ -85,7 +85,9 @@ def synchronises(operation: Operation, batch: Batch) -> bool:
 
 
 def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
-    """Return plan, refresh, run and run(out=) of jitattn, and a launch alone.
+    """Return bind, plan, refresh, run and run(out=) of jitattn, and a launch alone.
+
+    "run, not bound" is run with the caches themselves.
 
     The launch, of the schedule kernel, is the floor: the driver and one call from Python.
     """
@@ -95,12 +97,21 @@ def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
     stream = torch.cuda.current_stream().cuda_stream
     make_plan = functools.partial(setup.planner.plan, setup.pages, batch.seq_lens)
     refresh = setup.plan.refresh
+    raw = [kv.source[0] if len(kv.source) == 1 else kv.source for kv in setup.caches]
+    binds = [functools.partial(setup.planner.bind, cache) for cache in raw]
+
+    def runs_raw(queries: Sequence[Tensor]) -> list[Call]:
+        pairs = zip(queries, raw, strict=True)
+        return [functools.partial(setup.plan.run, *pair) for pair in pairs]
+
     name = f"jitattn-{page_table}"
     return [
         Operation(name, "launch", lambda q: [functools.partial(launch, stream)] * len(q)),
+        Operation(name, "bind", lambda queries: binds),
         Operation(name, "plan", lambda queries: [make_plan] * len(queries)),
         Operation(name, "refresh", lambda queries: [refresh] * len(queries)),
         *_run_operations(name, setup.plan.run, setup.caches, torch.empty_like(batch.q)),
+        Operation(name, "run, not bound", runs_raw),
     ]
 
 

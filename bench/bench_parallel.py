@@ -7,8 +7,10 @@
 A step is one layer: queries gathered, attention over the rank's tokens, outputs exchanged and
 merged. Each rank's median is of replays of a graph with several such steps; the slowest rank
 counts. `attention` is the same graph without what travels, `one card` the whole batch on rank 0
-alone. Outputs are compared, bit for bit, with the ranks' states merged in their order. On the CPU
-(gloo, the reference backend) calls are timed one by one: that shows that it runs, and no speed.
+alone, `by hand` FlashInfer on each rank's tokens and `merge_states`, as its documentation has it,
+where it is installed. Outputs are compared, bit for bit, with the ranks' states merged in their
+order, and FlashInfer's with ours. On the CPU (gloo, the reference backend) calls are timed one by
+one: that shows that it runs, and no speed.
 """
 
 from __future__ import annotations
@@ -28,158 +30,44 @@ from torch import Tensor
 
 import jitattn
 from bench import records
+from bench.contenders import SkipError
 from bench.options import make_parser
+from bench.parallel_cases import PAGE, Case, Step, cases
+from bench.parallel_rivals import merge_by_hand
 from jitattn.parallel import ContextParallel
 
-K = 1024
-PAGE = 64
 _LAYERS = 8  # of a graph
-# Of one H200 in docs/perf-log.md: B64 x 8k in bf16, 2.15 GB in 501.5 us; latent attention with 128
-# heads, B128 x 8k, in bf16 and e4m3.
-READ_BYTES_PER_S = 4.28e12
-PRODUCTS_PER_S = {"bfloat16": 592e12, "float8_e4m3fn": 366e12}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A batch of one query token a request."""
-
-    batch_size: int
-    kv_len: int
-    is_mla: bool
-    kv_dtype: str
-    heads: int
-    kv_heads: int = 8
-    head_dim: int = 128
-
-    @property
-    def name(self) -> str:
-        length = f"{self.kv_len // K}k" if self.kv_len >= K else str(self.kv_len)
-        kind = f"mla-h{self.heads}" if self.is_mla else f"h{self.heads}_{self.kv_heads}"
-        return f"b{self.batch_size}-{length}-{kind}-{'e4m3' if self.is_fp8 else 'bf16'}"
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.kv_dtype == "float8_e4m3fn"
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV tokens of a layer, on all ranks."""
-        row = 576 if self.is_mla else 2 * self.kv_heads * self.head_dim
-        return self.batch_size * self.kv_len * row * (1 if self.is_fp8 else 2)
-
-    @property
-    def seconds(self) -> float:
-        """Of a layer on one H200, by its bytes and, of latent attention, its products."""
-        products = self.batch_size * self.kv_len * self.heads * 2 * (576 + 512) * self.is_mla
-        return max(self.kv_bytes / READ_BYTES_PER_S, products / PRODUCTS_PER_S[self.kv_dtype])
-
-    def received_bytes(self, num_ranks: int) -> int:
-        """Bytes that each rank receives in a step: queries, and outs with their lse."""
-        dims = (576, 512) if self.is_mla else (self.head_dim, self.head_dim)
-        row = 2 * sum(dims) + 4
-        return (num_ranks - 1) * self.batch_size * (self.heads // num_ranks) * row
-
-
-def cases(*, is_tiny: bool, names: str) -> list[Case]:
-    """Return the cases whose names have one of the comma-separated parts."""
-    shapes = [(1, K * K), (8, 128 * K), (64, 8 * K)]
-    if is_tiny:
-        shapes = [(1, 700), (3, 130)]
-    found = [
-        Case(
-            batch_size=batch_size,
-            kv_len=kv_len,
-            is_mla=is_mla,
-            kv_dtype=kv_dtype,
-            heads=8 if is_tiny else 128 if is_mla else 32,
-            kv_heads=2 if is_tiny else 8,
-        )
-        for batch_size, kv_len in shapes
-        for is_mla in (False, True)
-        for kv_dtype in ("bfloat16", "float8_e4m3fn")
-    ]
-    parts = names.split(",")
-    return [case for case in found if any(part in case.name for part in parts)]
-
-
-def planner_of(case: Case, device: torch.device) -> Any:
-    """Return the planner of all heads."""
-    common = {"kv_dtype": case.kv_dtype, "page_size": PAGE, "device": device}
-    if case.is_mla:
-        return jitattn.MLAPlanner(num_heads=case.heads, sm_scale=192**-0.5, **common)  # type: ignore
-    return jitattn.AttentionPlanner(
-        num_qo_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        **common,  # type: ignore[arg-type]
-    )
-
-
-class Step:
-    """One rank's tensors of a case: its tokens, and several layers of them so that L2 is cold."""
-
-    def __init__(self, case: Case, num_ranks: int, rank: int, device: torch.device) -> None:
-        self.case, self.device = case, device
-        self.planner = planner_of(case, device)
-        rounds = -(-case.kv_len // (num_ranks * PAGE))
-        self.seq_lens = torch.full((case.batch_size,), case.kv_len, device=device)
-        self.table = torch.arange(case.batch_size * rounds, dtype=torch.int32, device=device).view(
-            case.batch_size, rounds
-        )
-        num_pages = self.table.numel()
-        own_bytes = max(case.kv_bytes // num_ranks, 1)
-        # Enough for ten L2 caches, and no more than four layers.
-        num_layers = 1 if device.type == "cpu" else min(4, max(1, -(-(600 << 20) // own_bytes)))
-        torch.manual_seed(rank)
-        self.caches = [self._bound(num_pages) for _ in range(num_layers)]
-        dims = (512, 64) if case.is_mla else (case.head_dim,)
-        torch.manual_seed(99)
-        self.qs = [self._normal(case.batch_size, case.heads, dim).bfloat16() for dim in dims]
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device)
-
-    def _bound(self, num_pages: int) -> object:
-        case, dtype = self.case, getattr(torch, self.case.kv_dtype)
-        rows = (576,) if case.is_mla else (case.kv_heads, case.head_dim)
-        shape = (num_pages, PAGE, *rows) if case.is_mla else (num_pages, 2, PAGE, *rows)
-        cache = torch.empty(shape, dtype=dtype, device=self.device)
-        for part in cache.split(1024):  # no room for all of it in float32
-            part.copy_(self._normal(*part.shape).to(dtype))
-        return self.planner.bind(cache)
-
-    def own(self, cp: ContextParallel) -> list[Tensor]:
-        """Return the queries of this rank's heads."""
-        count = self.case.heads // cp.num_ranks
-        return [q[:, cp.rank * count : (cp.rank + 1) * count].contiguous() for q in self.qs]
+RIVAL_ERROR = 0.05  # of the largest value; 8-bit caches are read with other roundings
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a layer; `one_card_s` is 0 where it was not measured."""
+    """Seconds of a layer; 0 where it was not measured."""
 
     step_s: float
     attention_s: float
+    by_hand_s: float
     one_card_s: float
     is_same: bool
 
 
 def measure(case: Case, cp: ContextParallel, device: torch.device, repeats: int) -> Measured:
     """Time a case on every rank; the slowest counts."""
-    step_s, attention_s, is_same = _measure_ranks(case, cp, device, repeats)
+    step_s, attention_s, by_hand_s, is_same = _measure_ranks(case, cp, device, repeats)
     one_card_s = _measure_alone(case, device, repeats) if cp.rank == 0 else 0.0
     dist.barrier()
-    figures = torch.tensor([step_s, attention_s, one_card_s, float(not is_same)], device=device)
+    figures = torch.tensor(
+        [step_s, attention_s, by_hand_s, one_card_s, float(not is_same)], device=device
+    )
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     slowest = figures.tolist()
-    return Measured(slowest[0], slowest[1], slowest[2], slowest[3] == 0)
+    return Measured(slowest[0], slowest[1], slowest[2], slowest[3], slowest[4] == 0)
 
 
 def _measure_ranks(
     case: Case, cp: ContextParallel, device: torch.device, repeats: int
-) -> tuple[float, float, bool]:
-    """Return seconds of this rank's step and of its attention, and whether bits are right."""
+) -> tuple[float, float, float, bool]:
+    """Return seconds of the step, its attention and the rival, and whether bits are right."""
     step = Step(case, cp.num_ranks, cp.rank, device)
     pages = jitattn.BlockTable(step.table)
     plan: Any = cp.plan(step.planner, pages, step.seq_lens)
@@ -194,7 +82,25 @@ def _measure_ranks(
         alone.run(*step.qs, kv, return_lse=True)
 
     step_s = _seconds(plan.refresh, run_step, step.caches, device, repeats)
-    return step_s, _seconds(alone.refresh, attend, step.caches, device, repeats), is_same
+    attention_s = _seconds(alone.refresh, attend, step.caches, device, repeats)
+    by_hand_s = _measure_by_hand(step, cp, plan.run(*own, step.caches[0]), repeats)
+    return step_s, attention_s, by_hand_s, is_same
+
+
+def _measure_by_hand(step: Step, cp: ContextParallel, wanted: Tensor, repeats: int) -> float:
+    """Return seconds of FlashInfer with a merge by hand; 0 where it can't be had."""
+    try:
+        run = merge_by_hand(step, cp, own := step.own(cp))
+    except SkipError as error:
+        if cp.rank == 0:
+            print(f"{step.case.name}: no rival: {error}", flush=True)
+        return 0.0
+    out = run(step.pools[0])
+    off = float((out.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    if not off < RIVAL_ERROR:
+        print(f"{step.case.name}: the rival is {off:.3g} off", flush=True)
+        return 0.0
+    return _seconds(lambda: own, run, step.pools, step.device, repeats)
 
 
 def _measure_alone(case: Case, device: torch.device, repeats: int) -> float:
@@ -222,8 +128,8 @@ def _is_merge_in_order(
 
 def _seconds(
     refresh: Callable[[], object],
-    run: Callable[[object], object],
-    caches: Sequence[object],
+    run: Callable[[Any], object],
+    caches: Sequence[Tensor] | Sequence[object],
     device: torch.device,
     repeats: int,
 ) -> float:
@@ -308,9 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_right &= found.is_same
         share = 1 - found.attention_s / found.step_s
         speed_up = found.one_card_s / found.step_s
+        by_hand = f"{found.by_hand_s * 1e6:,.1f}" if found.by_hand_s else "-"
         lines.append(
             f"| {case.name} | {found.one_card_s * 1e6:,.1f} | {found.step_s * 1e6:,.1f} | "
-            f"{speed_up:.2f} | {share:.0%} | {'yes' if found.is_same else 'NO'} |"
+            f"{speed_up:.2f} | {share:.0%} | {by_hand} | {'yes' if found.is_same else 'NO'} |"
         )
         if cp.rank == 0:
             print(lines[-1], flush=True)
@@ -327,11 +234,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{cp.num_ranks} ranks, us",
             "times",
             "travelling",
+            "FlashInfer by hand, us",
             "same bits",
         ]
-        print(
-            "\n".join([f"| {' | '.join(heading)} |", "| -- | --: | --: | --: | --: | -- |", *lines])
-        )
+        rule = "| -- | --: | --: | --: | --: | --: | -- |"
+        print("\n".join([f"| {' | '.join(heading)} |", rule, *lines]))
     if is_own:
         dist.destroy_process_group()
     return 0 if is_right else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bench import bench_parallel
+from bench import bench_parallel, parallel_cases
 from tests.support.rank_jobs import run_bench
 from tests.support.ranks import run_ranks, values
 
@@ -20,7 +20,7 @@ def test_steps_of_two_ranks_are_measured(tmp_path: Path) -> None:
     assert first.count("| yes |") == 8  # once as it goes, once in the table
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     assert [entry["case"] for entry in entries] == [
-        case.name for case in bench_parallel.cases(is_tiny=True, names="b3-130")
+        case.name for case in parallel_cases.cases(is_tiny=True, names="b3-130")
     ]
     assert all(entry["step_s"] > 0 and entry["num_ranks"] == 2 for entry in entries)
 
@@ -30,7 +30,7 @@ def test_the_documented_table_is_the_arithmetic() -> None:
 
 
 def test_bytes_of_a_step() -> None:
-    (case,) = bench_parallel.cases(is_tiny=False, names="b1-1024k-h32_8-bf16")
+    (case,) = parallel_cases.cases(is_tiny=False, names="b1-1024k-h32_8-bf16")
     assert case.kv_bytes == 2**20 * 2 * 8 * 128 * 2
     assert case.received_bytes(1) == 0
     assert case.received_bytes(8) == 7 * 4 * (2 * 128 + 2 * 128 + 4)

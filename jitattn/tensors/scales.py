@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ ScaleLike = float | Tensor
 """A scale as callers give it: a number, or a float32 tensor that is read when a kernel runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """What the stored values of a quantised cache are multiplied with.
 
     ``tensor`` is float32 with one entry for each KV head, ``stride`` elements apart, or with one

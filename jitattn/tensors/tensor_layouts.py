@@ -57,6 +57,7 @@ class RowLayout:
             return True
         fits = (
             tensor.dtype is self._dtype
+            and tensor.layout is torch.strided
             and tensor.shape == self.shape
             and tensor.stride() == self.strides
             and tensor.device == self._device

@@ -62,6 +62,11 @@ def encode_tensor_map(
     return struct.pack("<11Q5IH18x", *numbers, *box, fetch_bytes)
 
 
+def move_tensor_map(encoded: bytes, pointer: int) -> bytes | None:
+    """Stand for the driver, as ``encode_tensor_map`` does."""
+    return None if pointer % 16 else struct.pack("<Q", pointer) + encoded[8:]
+
+
 @dataclass(frozen=True)
 class Recorded:
     """One launch as the driver would have seen it."""
@@ -142,6 +147,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
         return tuple(FakePending(spec) for spec in specs)
 
     monkeypatch.setattr(tma, "encode_tensor_map", encode_tensor_map)
+    monkeypatch.setattr(tma, "move_tensor_map", move_tensor_map)
     monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
     monkeypatch.setattr(kernel_loader, "start", start)
     monkeypatch.setattr(kernel_loader, "load_kernel", lambda cubin, *rest: FakeKernel(*rest))

@@ -34,6 +34,7 @@ from tests.support import (
     hf_models,
     invariance,
     kv_serving,
+    list_examples,
     lists,
     mla,
     nano,
@@ -91,6 +92,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
             fp8_queries,
             nano,
             hf_models,
+            list_examples,
             lists,
             variant_cases,
         ):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import jitattn
 from jitattn.spec.layout import Loader
 from tests.gpu.device import DEVICE
 from tests.support import harness
@@ -121,3 +122,21 @@ def test_layers_in_turn() -> None:
             plan.run(layer.q, kv, out=out, **harness.extras(layer))
             assert torch.equal(out, want[0])
             harness.assert_same(plan.run(layer.q, kv, return_lse=True), want)
+
+
+@pytest.mark.parametrize("case", [D128, D64], ids=str)
+def test_maps_that_were_moved_are_those_that_are_encoded(case: Case) -> None:
+    """The first cache of a planner is encoded, and those that lie like it are moved."""
+    if DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compute capability 9.0 has tensor maps")
+    inputs = [make_inputs(case, DEVICE) for _ in range(4)]
+    planner = harness.planner_for(case, DEVICE)
+    for given in inputs:
+        first = jitattn.AttentionPlanner(**case.planner_arguments(), device=DEVICE)
+        moved, encoded = given.bind(planner), given.bind(first)
+        assert moved.tensor_maps is not None
+        assert encoded.tensor_maps is not None
+        for role in ("decode", "decode_multi_token", "prefill"):
+            assert moved.tensor_maps.at(role, moved.k_at(), moved.v_at()) == encoded.tensor_maps.at(
+                role, encoded.k_at(), encoded.v_at()
+            )

@@ -50,7 +50,8 @@ class Request:
         lengths = [end for _, end in pieces]
         counts = [-(-length // page_size) for length in lengths]
         num_pages = sum(counts) + 3
-        order = torch.tensor(rng.sample(range(num_pages), sum(counts)), dtype=torch.int32)
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        order = torch.randperm(num_pages, generator=generator)[: sum(counts)].int()
         table = torch.full((len(pieces), max(counts)), -7, dtype=torch.int32, device=device)
         cache = [
             torch.zeros(num_pages * page_size, *rows.shape[1:], device=device).to(rows.dtype)
@@ -108,6 +109,49 @@ class Request:
                     assert same_bits(got[1], lse[rows]), (begin, end)
             count += len(pieces)
         return count
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Random requests that are the first tokens of one long sequence.
+
+    An example is a request of some length, of which the last rows are queries, computed whole and
+    alone. Of it, bit for bit: any of its rows is the same in a decode step among others, its rows
+    are the same in chunks, and the whole is the same beside other requests.
+    """
+
+    request: Request
+    most_rows: int = 300
+
+    def check(self, seed: int) -> None:
+        """Assert the three of the request of a seed."""
+        rng, longest = random.Random(seed), len(self.request.queries[0])
+        end = rng.choice((rng.randint(1, 300), rng.randint(1, 5000), rng.randint(1, longest)))
+        end = min(end, longest)
+        first = end - rng.randint(1, min(end, rng.choice((4, 40, self.most_rows))))
+        (whole,) = self.request.run([(first, end)], rng)
+        steps = [(row, row + 1) for row in rng.choices(range(first, end), k=rng.randint(1, 4))]
+        chunks = random_pieces(rng, first, end)
+        beside = [(first, end), *self._others(rng)]
+        rng.shuffle(beside)
+        for kind, pieces in (
+            ("decode steps", [*steps, *self._others(rng, most_rows=1)]),
+            ("chunks", chunks if rng.random() < 0.5 else chunks[: rng.randint(1, len(chunks))]),
+            ("among others", beside),
+        ):
+            for piece, got in zip(pieces, self.request.run(pieces, rng), strict=True):
+                if not first <= piece[0] < piece[1] <= end:
+                    continue
+                rows = slice(piece[0] - first, piece[1] - first)
+                same = all(same_bits(a, b[rows]) for a, b in zip(got, whole, strict=True))
+                assert same, f"{kind}: rows {piece} of {(first, end)} in a batch of {pieces}"
+
+    def _others(self, rng: random.Random, most_rows: int = 40) -> list[Piece]:
+        found = []
+        for _ in range(rng.randint(0, 6)):
+            end = rng.randint(1, min(4000, len(self.request.queries[0])))
+            found.append((end - rng.randint(1, min(end, most_rows)), end))
+        return found
 
 
 def attention_sequence(

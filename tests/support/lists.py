@@ -422,21 +422,30 @@ def expected(inputs: ListInputs, *others: ListInputs) -> Expected:
 
 def check_lists(inputs: ListInputs, result: Result, *others: ListInputs) -> None:
     """Assert that rows are right, and NaN exactly where a list leaves the pool."""
-    case, (out, lse) = inputs.case, result
-    want = expected(inputs, *others)
+    case, want = inputs.case, expected(inputs, *others)
+    check_right(case.dtype, case.out_dtype, result, want, is_scaled=case.form == "rows")
+
+
+def check_right(
+    dtype: str, out_dtype: str | None, result: Result, want: Expected, *, is_scaled: bool
+) -> None:
+    """Assert the same of rows that are NaN where a list leaves the pool.
+
+    Scaled rows become 16-bit numbers, keys and values alike: scores are off, and with them p.
+    """
+    out, lse = result
     is_nan = want.lse.isnan()
     assert torch.equal(lse.isnan(), is_nan), "lse is NaN where a list leaves the pool"
     assert torch.equal(out.isnan().any(dim=-1), is_nan), "out is NaN there"
     assert torch.equal(out.isnan().all(dim=-1), is_nan), "out is NaN there"
-    # Scaled rows become 16-bit numbers, keys and values alike: scores are off, and with them p.
     kept = ~is_nan
     found = Expected(want.out[kept][:, None], want.lse[kept][:, None],
-                     want.magnitude[kept][:, None] * (4 if case.form == "rows" else 1),
+                     want.magnitude[kept][:, None] * (4 if is_scaled else 1),
                      None if want.ceiling is None else want.ceiling[kept][:, None])  # fmt: skip
-    loose = 0.02 if case.form == "rows" else 0.0
+    loose = 0.02 if is_scaled else 0.0
     close = lse[kept].double() + (want.lse[kept] - lse[kept].double()).clamp(-loose, loose)
     close = torch.where(want.lse[kept] == -math.inf, lse[kept].double(), close).float()
-    check_rounded(case.dtype, case.out_dtype, out[kept][:, None], close[:, None], found)
+    check_rounded(dtype, out_dtype, out[kept][:, None], close[:, None], found)
 
 
 # --- cases ----------------------------------------------------------------------------------------

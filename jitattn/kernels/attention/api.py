@@ -6,6 +6,7 @@ device to split the batch; ``run`` patches a struct and launches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -38,7 +39,7 @@ from jitattn.kernels.common.reference_plan import ReferenceKernels
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import LISTS
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.bound_cache import BoundCache, LeadingParams
+from jitattn.tensors.bound_cache import BoundCache, CacheForm, LeadingForm, plain_tensors
 from jitattn.tensors.cache_views import (
     BlockCaches,
     CacheView,
@@ -207,33 +208,50 @@ class AttentionPlanner(_Arguments):
             TypeError, ValueError: the cache or a scale doesn't fit the planner, or a cache that is
                 not quantised has a scale.
         """
-        config = self.config
-        k_factor, v_factor = (
-            view_scale(name, scale, config.kv_dtype, self.device, num_kv_heads=config.num_kv_heads)
-            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-        )
-        blocks = view_block_caches(kv_cache, config, self.device)
-        if blocks is not None:
-            k, v = blocks.k, blocks.v
+        config, device = self.config, self.device
+        num_heads, kv_dtype = config.num_kv_heads, config.kv_dtype
+        k_factor = view_scale("k_scale", k_scale, kv_dtype, device, num_kv_heads=num_heads)
+        v_factor = view_scale("v_scale", v_scale, kv_dtype, device, num_kv_heads=num_heads)
+        tensors = plain_tensors(kv_cache)
+        form = self.known_forms.find(tensors)
+        if form is None:
+            views, form = self._checked_form(kv_cache, tensors)
+            self.known_forms.add(tensors, form)
         else:
-            assert not isinstance(kv_cache, QuantizedKV)
-            k, v = view_caches(kv_cache, config, self.device)
-        kernels, tensor_maps = self.kernels.bind(k, v, blocks)
+            views = form.views(tensors)
+        k, v, *block_scales = views
         view = self._checked_view(kv_cache)
         return BoundCache(
             config,
-            self.device,
+            device,
             k,
             v,
-            kernels,
-            layout_key=self._layout_key(kernels, k, v, view),
-            tensor_maps=tensor_maps,
+            form.kernels,
+            layout_key=self._layout_key(form, view),
+            tensor_maps=None if form.leading is None else form.leading(views),
             k_scale=k_factor,
             v_scale=v_factor,
-            block_scales=None if blocks is None else (blocks.k_scales, blocks.v_scales),
+            block_scales=(block_scales[0], block_scales[1]) if block_scales else None,
             view=view,
-            source=tensors_of(kv_cache),
+            source=tensors or tensors_of(kv_cache),
         )
+
+    def _checked_form(
+        self, kv_cache: KVCache, tensors: Sequence[Tensor]
+    ) -> tuple[Sequence[CacheView], CacheForm]:
+        """Check a cache; return its views, and what is known of those that lie like it."""
+        blocks = view_block_caches(kv_cache, self.config, self.device)
+        if blocks is not None:
+            views: tuple[CacheView, ...] = blocks
+        else:
+            assert not isinstance(kv_cache, QuantizedKV)
+            views = view_caches(kv_cache, self.config, self.device)
+        k, v, *_ = views
+        kernels, leading = self.kernels.bind(k, v, blocks)
+        facts: tuple[object, ...] = kernels, k.strides, v.strides
+        if self.config.page_table in LISTS:
+            facts = *facts, k.tensor.shape[0]  # its pages are counted
+        return views, CacheForm.of(tensors, views, kernels, leading, facts)
 
     def _checked_view(self, kv_cache: KVCache) -> object:
         view = view_of(kv_cache)
@@ -244,13 +262,11 @@ class AttentionPlanner(_Arguments):
             )
         return view
 
-    def _layout_key(self, kernels: object, k: CacheView, v: CacheView, view: object) -> object:
+    def _layout_key(self, form: CacheForm, view: object) -> object:
         """Return one object for all caches that lie alike."""
         if self.config.page_table == "ragged":
             return object()  # its tokens are counted, and few come twice
-        facts: tuple[object, ...] = (kernels, k.strides, v.strides, view)
-        if self.config.page_table in LISTS:
-            facts = (*facts, k.tensor.shape[0])  # its pages are counted
+        facts = form.layout, view
         return self._layout_keys.setdefault(facts, facts)
 
 
@@ -527,8 +543,8 @@ class FP8QueryPlan(Plan):
 class _Kernels(Kernels[PlanBackend[Call]], Protocol):
     def bind(
         self, k: CacheView, v: CacheView, blocks: BlockCaches | None, /
-    ) -> tuple[BoundKernels | None, LeadingParams | None]:
-        """Return the kernels whose loaders the strides of K and V allow, and their tensor maps."""
+    ) -> tuple[BoundKernels | None, LeadingForm | None]:
+        """Return the kernels whose loaders the strides of K and V allow, and what makes maps."""
         ...
 
 

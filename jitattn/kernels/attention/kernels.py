@@ -19,7 +19,7 @@ from jitattn.kernels.common.tile import DecodeTile
 from jitattn.kernels.common.tma import TmaTile, tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import Loader
-from jitattn.tensors.bound_cache import LeadingParams
+from jitattn.tensors.bound_cache import LeadingForm
 from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 
 # Costs are measured: docs/perf-log.md. More and shorter splits balance better and merge longer.
@@ -65,14 +65,14 @@ class AttentionKernels(CudaKernels):
 
     def bind(
         self, k: CacheView, v: CacheView, blocks: BlockCaches | None = None
-    ) -> tuple[BoundKernels, LeadingParams | None]:
-        """Return the kernels whose loaders the strides of K and V allow, and their tensor maps.
+    ) -> tuple[BoundKernels, LeadingForm | None]:
+        """Return the kernels whose loaders the strides of K and V allow, and what makes maps.
 
         In the place of maps, NVFP4 has what launches say of the scales of ``blocks``.
         """
-        maps: LeadingParams | None
+        maps: LeadingForm | None
         if blocks is not None:
-            is_aligned, maps = blocks.is_vector_aligned, BlockArguments(blocks)
+            is_aligned, maps = blocks.is_vector_aligned, BlockArguments
         else:
             is_aligned, maps = map_cache(k, v, self._tma_tiles)
         return self.loader.kernels_for(self._by_alignment[is_aligned]), maps

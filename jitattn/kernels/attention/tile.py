@@ -414,7 +414,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
         value_dim=value_dim,
         smem_bytes=smem_bytes,
         row_tile=64 * groups,
-        merge_rows=2 if spec.changes_scores or spec.head_dim_vo > 192 else 4,
+        merge_rows=2 if spec.changes_scores else 4,
         merge_splits=8,
         merge_loads=0,
         tma_tokens=_prefill_tma_tokens(spec, tile_tokens),

@@ -30,10 +30,11 @@ from jitattn.kernels.common.schedule_config import (
     is_prefill,
     plan_bytes,
     schedule_config,
+    workspace_places,
     workspace_size,
 )
 from jitattn.kernels.common.spec import AttentionSpec, ScheduleSpec
-from jitattn.kernels.common.tma import TensorMaps, TmaTile
+from jitattn.kernels.common.tma import MapForm, TmaTile
 from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.tensor_layouts import Batch
@@ -217,8 +218,10 @@ class CudaKernels:
         stream: int | None = None,
     ) -> CudaPlan:
         launches = [
-            self._launch_type(config, capacity, buffers, self.device)
-            for config, capacity in zip(configs, capacities, strict=True)
+            self._launch_type(config, capacity, buffers, self.device, place)
+            for config, capacity, place in zip(
+                configs, capacities, workspace_places(configs)[:-1], strict=True
+            )
         ]
         return CudaPlan(launches, self._target.facts.index, stream)
 
@@ -257,10 +260,11 @@ class CudaKernels:
         return (self._schedule_config("decode_multi_token"),)
 
     def _mixed(self, prefill: Role) -> ScheduleConfigs:
-        # The same kernel takes a request whatever else a plan is for.
+        # The same kernel takes a request whatever else a plan is for. That of decode comes second:
+        # it begins where CTAs of the other have ended, and ends at once if it has no request.
         decode = self._multi_token if self._multi_token_q_len else self._decode
         return self._remembered(
-            ("mixed", prefill), lambda: (*decode, self._schedule_config(prefill))
+            ("mixed", prefill), lambda: (self._schedule_config(prefill), *decode)
         )
 
     def _invariant(self, prefill: Role, *, is_alone: bool) -> ScheduleConfigs:
@@ -273,8 +277,8 @@ class CudaKernels:
         return self._remembered(
             ("invariant", prefill),
             lambda: (
-                self._schedule_config("decode", decode_rows=0),
                 self._schedule_config(prefill, decode_rows=0),
+                self._schedule_config("decode", decode_rows=0),
             ),
         )
 
@@ -309,8 +313,8 @@ class CudaKernels:
 
 def map_cache(
     k: CacheView, v: CacheView, tma_tiles: Mapping[str, TmaTile]
-) -> tuple[bool, TensorMaps | None]:
-    """Return whether the loader of aligned caches suits K and V, and the maps that it uses.
+) -> tuple[bool, MapForm | None]:
+    """Return whether the loader of aligned caches suits K and V, and the form of maps it uses.
 
     Args:
         k: keys.
@@ -321,7 +325,9 @@ def map_cache(
         return False, None
     if not tma_tiles:
         return True, None
+    form = MapForm(k, v, tma_tiles)
     try:
-        return True, TensorMaps(k, v, tma_tiles)
+        form((k, v))
     except ValueError:
         return False, None  # any strides will do for the plain loader
+    return True, form

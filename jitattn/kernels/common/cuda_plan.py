@@ -28,7 +28,7 @@ class CudaPlan:
     the order of one stream.
 
     Attributes:
-        launches: those of its kernels, which have the same memory one after the other.
+        launches: those of its kernels, in their order; the second begins beside the first.
         is_empty: whether the batch has no requests.
         idle: where it goes when it is gone; None where its memory can't be used again.
     """
@@ -142,7 +142,7 @@ class PlanPool:
 
         The second is None where plans are too large to keep.
         """
-        if capacities[-1] > MAX_IDLE_CAPACITY:
+        if max(capacities) > MAX_IDLE_CAPACITY:
             return None, None
         idle = self._idle[workspace, configs, capacities]
         try:

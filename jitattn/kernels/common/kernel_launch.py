@@ -29,7 +29,11 @@ from jitattn.kernels.common.params import (
     Schedule,
     ScheduleParams,
 )
-from jitattn.kernels.common.schedule_config import ScheduleConfig, schedule_offsets
+from jitattn.kernels.common.schedule_config import (
+    ScheduleConfig,
+    WorkspacePlace,
+    schedule_offsets,
+)
 from jitattn.spec.dtype import DType
 from jitattn.spec.params import FLOAT_CODES
 from jitattn.tensors.masks import Mask
@@ -151,6 +155,7 @@ class KernelLaunch:
         capacity: int,
         buffers: tuple[Tensor, Tensor],
         device: torch.device,
+        place: WorkspacePlace,
     ) -> None:
         """Allocate a schedule of ``capacity`` requests and query tiles on ``device``."""
         self.role = config.role
@@ -169,7 +174,9 @@ class KernelLaunch:
         self._raw = bytearray(config.params)
         self.params: Any = config.params_type.from_buffer(self._raw)
         self._attention: Any = self.params.attention
-        self._point_at_workspace(config.num_values)
+        # Beside each other they would take more SMs than they may.
+        self._attention.is_second = place.number > 0 and not config.limits_sms
+        self._point_at_workspace(config.num_values, place)
         self._attention.schedule = schedule.schedule
         self.write_addresses: Callable[..., None] = functools.partial(
             _ADDRESSES.pack_into, self._raw, ATTENTION_OFFSET
@@ -184,12 +191,12 @@ class KernelLaunch:
         self._cache_strides: tuple[int, ...] = ()
         self._q_layout = self._out_layout = self._lse_layout = NO_LAYOUT
 
-    def _point_at_workspace(self, num_values: int) -> None:
+    def _point_at_workspace(self, num_values: int, place: WorkspacePlace) -> None:
         attention = self._attention
         partials, counters = self.buffers
-        attention.partials = pointer = partials.data_ptr()
+        attention.partials = pointer = partials.data_ptr() + 4 * place.partial
         attention.partial_sums = pointer + 4 * num_values
-        attention.num_claimed = pointer = counters.data_ptr()
+        attention.num_claimed = pointer = counters.data_ptr() + 4 * place.counter
         attention.counters = pointer + SLICE_BYTES
 
     def begin(self, batch: Batch) -> None:

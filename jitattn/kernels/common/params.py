@@ -64,6 +64,7 @@ class ScheduleParams(ctypes.Structure):
         ("tile_tokens", c_int32),
         ("tile_visit_cost", c_int32),
         ("min_slot_cost", c_int32),
+        ("merge_cost", c_int32),
         ("max_splits", c_int32),
         ("min_split_tiles", c_int32),
         ("splits_go_by_rows", c_int32),
@@ -135,6 +136,7 @@ class AttentionParams(ctypes.Structure):
         ("q_is_aligned", c_int32),
         ("early_kv", c_int32),
         ("out_is_aligned", c_int32),
+        ("is_second", c_int32),
         ("score_scale", c_float),
         ("cap_log2", c_float),
     )

@@ -21,6 +21,7 @@ from jitattn.device.workspace import Workspace, canonical_device
 from jitattn.spec.config import MAX_KV_LEN, Arguments, PagedConfig
 from jitattn.spec.layout import LISTS, ListLayout
 from jitattn.spec.variant import AttentionVariant
+from jitattn.tensors.bound_cache import CacheForm, KnownForms
 from jitattn.tensors.cache_views import view_of
 from jitattn.tensors.device_checks import check_lengths, check_page_ids, check_queries
 from jitattn.tensors.overlap import refuse_shared_bytes
@@ -196,6 +197,7 @@ class PlannerBase(Generic[PlanT]):
         most_queries: the most query tokens of a request.
         make_plan: what a plan is made by, of a planner, a batch and what computes it.
         batch_layout: how the tensors of the last batch lay.
+        known_forms: what ``bind`` found of the last caches.
         bound_tensors: caches that ``run`` bound on the spot.
         rebound: what it bound of caches that the planner has bound whose ``exact`` it is.
     """
@@ -234,6 +236,7 @@ class PlannerBase(Generic[PlanT]):
         self.make_plan = make_plan
         self.batch_layout = NO_BATCH
         self._exact: PlannerBase[PlanT] | None = None
+        self.known_forms: KnownForms[CacheForm] = KnownForms()
         self.bound_tensors = BoundTensors()
         self.rebound: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -258,7 +261,7 @@ class PlannerBase(Generic[PlanT]):
             exact.kernels = self.kernels.of(exact.config)
             exact.tensor_dtypes = self.tensor_dtypes._replace(out=torch.float32)
             exact.batch_layout, exact.rebound = NO_BATCH, WeakKeyDictionary()
-            exact.bound_tensors = BoundTensors()
+            exact.known_forms, exact.bound_tensors = KnownForms(), BoundTensors()
             self._exact = exact
         return self._exact
 

@@ -331,6 +331,7 @@ def _schedule_params(
             tile_tokens=kernel.tile.tile_tokens,
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
+            merge_cost=_merge_cost(kernel),
             min_split_tiles=fixed.least_tiles,
             splits_go_by_rows=config.causal and not getattr(config, "use_custom_mask", False),
             entry_tokens=_entry_tokens(config),
@@ -341,6 +342,14 @@ def _schedule_params(
             num_head_blocks=blocks.num_head_blocks,
         )
     )
+
+
+def _merge_cost(kernel: PlannedKernel) -> int:
+    """Return what a CTA's part in publishing and merging splits costs, in KV tiles.
+
+    Measured: about eight tiles for 128 rows of 128, and in proportion to the bytes of a split.
+    """
+    return max(3, round(8 * kernel.row_tile * kernel.tile.value_dim / 128**2))
 
 
 def _pool_entries(config: AttentionArguments) -> int:
@@ -357,12 +366,31 @@ def _entry_tokens(config: AttentionArguments) -> int:
     return config.page_size or 1
 
 
+class WorkspacePlace(NamedTuple):
+    """Where the part of a kernel begins in a workspace, whose kernels may run beside each other.
+
+    Attributes:
+        number: of the kernel in its plan.
+        partial: of its floats.
+        counter: of its counters.
+    """
+
+    number: int
+    partial: int
+    counter: int
+
+
+def workspace_places(configs: ScheduleConfigs) -> list[WorkspacePlace]:
+    """Return the place of each kernel of a plan, and behind these the end of the last."""
+    partials = itertools.accumulate((aligned(4 * c.num_partials) // 4 for c in configs), initial=0)
+    counters = itertools.accumulate((aligned(4 * c.num_counters) // 4 for c in configs), initial=0)
+    return list(map(WorkspacePlace, itertools.count(), partials, counters))
+
+
 def workspace_size(configs: ScheduleConfigs) -> tuple[int, int]:
     """Return the floats and the counters of a workspace for the kernels of a plan."""
-    return (
-        max(config.num_partials for config in configs),
-        max(config.num_counters for config in configs),
-    )
+    end = workspace_places(configs)[-1]
+    return end.partial, end.counter
 
 
 def plan_bytes(configs: ScheduleConfigs, batch_size: int, max_q_len: int) -> int:

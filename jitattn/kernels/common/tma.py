@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from jitattn.device.driver import encode_tensor_map
+from jitattn.device.driver import encode_tensor_map, move_tensor_map
 from jitattn.spec.layout import SEGMENT_BYTES
-from jitattn.tensors.cache_views import CacheView
+from jitattn.tensors.cache_views import CacheView, HasTensor
 
 # Tokens whose segments a grouped tile has one after the other: as many as a swizzle repeats at.
 _GROUP_TOKENS = 8
@@ -60,55 +60,97 @@ def tma_tile_of(tile: LoadedTile, head_dim: int) -> TmaTile:
 class TensorMaps:
     """The tensor maps of a cache's K and V, as launches of each kernel take them."""
 
-    __slots__ = ("_encoded", "_first", "_k", "_last", "_tiles", "_v")
+    __slots__ = ("_encoded", "_form", "_last")
 
-    def __init__(self, k: CacheView, v: CacheView, tiles: Mapping[str, TmaTile]) -> None:
-        """Encode those of the first kernel; the others follow when they are needed.
-
-        Args:
-            k: keys.
-            v: values.
-            tiles: of each kernel, by its role.
+    def __init__(self, form: MapForm, k_at: int, v_at: int) -> None:
+        """Of K and V at these addresses; those of later kernels follow when they are needed.
 
         Raises:
             ValueError: the driver has none for these strides.
         """
-        self._k, self._v, self._tiles = k, v, tiles
+        self._form = form
+        first = k_at, v_at, form.encode(form.first_tile, k_at, v_at)
         # By tile: kernels of the same tile have the same maps.
-        self._encoded: dict[TmaTile, tuple[int, int, bytes]] = {}
+        self._encoded: dict[TmaTile, tuple[int, int, bytes]] = {form.first_tile: first}
         # By what kernels are for, which is soon found.
-        self._last: dict[str, tuple[int, int, bytes]] = {}
-        self._first = next(iter(tiles))
-        self.at(self._first, k.tensor.data_ptr(), v.tensor.data_ptr())
+        self._last: dict[str, tuple[int, int, bytes]] = {form.first_role: first}
 
     def at(self, role: str, k_at: int, v_at: int) -> bytes:
         """Return the bytes of both for a kernel, where K and V are at these addresses now."""
         last = self._last.get(role)
         if last is None or k_at != last[0] or v_at != last[1]:
-            # A kernel that uses none gets those of the first.
-            tile = self._tiles.get(role) or self._tiles[self._first]
+            tile = self._form.tile_of(role)
             last = self._encoded.get(tile)
             if last is None or (k_at, v_at) != last[:2]:
-                last = self._encoded[tile] = k_at, v_at, self._encode(tile, k_at, v_at)
+                last = self._encoded[tile] = k_at, v_at, self._form.encode(tile, k_at, v_at)
             self._last[role] = last
         return last[2]
 
-    def _encode(self, tile: TmaTile, k_at: int, v_at: int) -> bytes:
-        k, v = _Rows(self._k, k_at), _Rows(self._v, v_at)
+
+class MapForm:
+    """The tensor maps of caches that lie alike, but for their addresses."""
+
+    __slots__ = ("_known", "_rows", "_tiles", "first_role", "first_tile")
+
+    def __init__(self, k: CacheView, v: CacheView, tiles: Mapping[str, TmaTile]) -> None:
+        """Encode nothing yet.
+
+        Args:
+            k: keys; what counts is how they lie.
+            v: values, likewise.
+            tiles: of each kernel, by its role.
+        """
+        self._rows = _Rows.of(k), _Rows.of(v)
+        self._tiles = tiles
+        self.first_role, self.first_tile = next(iter(tiles.items()))
+        # By tile, where K and V lay when they were asked for first.
+        self._known: dict[TmaTile, tuple[tuple[int, int], tuple[bytes, bytes]]] = {}
+
+    def __call__(self, views: Sequence[HasTensor]) -> TensorMaps:
+        """Return the maps of a cache of this form, of which the first two views are K and V.
+
+        Raises:
+            ValueError: the driver has none for these strides.
+        """
+        return TensorMaps(self, views[0].tensor.data_ptr(), views[1].tensor.data_ptr())
+
+    def tile_of(self, role: str) -> TmaTile:
+        """Return the tile of a kernel; one that uses none gets that of the first."""
+        return self._tiles.get(role) or self.first_tile
+
+    def encode(self, tile: TmaTile, k_at: int, v_at: int) -> bytes:
+        """Return the bytes of both maps at these addresses, or raise ValueError."""
+        places, known = self._known.get(tile, ((), ()))
+        if known:
+            if places == (k_at, v_at):
+                return known[0] + known[1]
+            k, v = move_tensor_map(known[0], k_at), move_tensor_map(known[1], v_at)
+            return self._rows[0].checked(k, k_at) + self._rows[1].checked(v, v_at)
         encode = _grouped_map if tile.is_grouped else _tensor_map
-        return encode(k, tile, tile.key_columns) + encode(v, tile, tile.value_columns)
+        k = encode(self._rows[0], k_at, tile, tile.key_columns)
+        v = encode(self._rows[1], v_at, tile, tile.value_columns)
+        self._known[tile] = (k_at, v_at), (k, v)
+        return k + v
 
 
 class _Rows(NamedTuple):
-    """Where K or V is now, as [num_pages, page_size, num_heads, head_dim]."""
+    """How K or V lies, [num_pages, page_size, num_heads, head_dim]."""
 
-    view: CacheView
-    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # of pages, tokens and heads; 0 along a dimension of size 1
+    given: tuple[int, ...]  # as the tensor has them
+    item_bytes: int
+
+    @classmethod
+    def of(cls, view: CacheView) -> _Rows:
+        """How ``view`` lies."""
+        tensor = view.tensor
+        return cls(tuple(tensor.shape), view.strides, tensor.stride(), tensor.element_size())
 
     @property
     def segment(self) -> int:
         """Elements of a segment of a row."""
-        return SEGMENT_BYTES // self.view.tensor.element_size()
+        return SEGMENT_BYTES // self.item_bytes
 
     @property
     def byte_strides(self) -> list[int]:
@@ -117,34 +159,47 @@ class _Rows(NamedTuple):
         Nobody steps along a dimension of size 1, whose stride is 0 here, which is none to the
         driver.
         """
-        item_bytes = self.view.tensor.element_size()
         return [
-            stride * item_bytes if size > 1 else SEGMENT_BYTES
-            for stride, size in zip(self.view.strides, self.view.tensor.shape[:3], strict=True)
+            stride * self.item_bytes if size > 1 else SEGMENT_BYTES
+            for stride, size in zip(self.strides, self.shape[:3], strict=True)
         ]
 
     def encode(
-        self, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int], *, in_pairs: bool
+        self,
+        pointer: int,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        tile: Sequence[int],
+        *,
+        in_pairs: bool,
     ) -> bytes:
-        """Return the map of these dimensions, or raise ValueError."""
-        tensor = self.view.tensor
+        """Return the map of these dimensions at an address, or raise ValueError."""
         # Beside a row of one line may lie another head's, which others read when it suits them.
-        fetch_bytes = 256 if in_pairs and tensor.shape[3] > self.segment else 128
-        encoded = 0 not in strides and encode_tensor_map(
-            self.pointer, tensor.element_size(), sizes, strides, tile, fetch_bytes=fetch_bytes
+        fetch_bytes = 256 if in_pairs and self.shape[3] > self.segment else 128
+        if 0 in strides:
+            return self.checked(None, pointer)
+        return self.checked(
+            encode_tensor_map(
+                pointer, self.item_bytes, sizes, strides, tile, fetch_bytes=fetch_bytes
+            ),
+            pointer,
         )
+
+    def checked(self, encoded: bytes | None, pointer: int) -> bytes:
+        """Return a map, or raise ValueError where the driver has refused it."""
         if not encoded:
-            given = list(tensor.stride())
-            raise ValueError(f"the driver maps no tensor of strides {given} at {self.pointer:#x}")
+            raise ValueError(
+                f"the driver maps no tensor of strides {list(self.given)} at {pointer:#x}"
+            )
         return encoded
 
 
-def _tensor_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
+def _tensor_map(rows: _Rows, pointer: int, tile: TmaTile, columns: int) -> bytes:
     """Return the map of K or V, whose tiles have so many columns.
 
     Dimensions as in struct TensorMap of attention_params.cuh.
     """
-    num_pages, page_size, num_heads, head_dim = rows.view.tensor.shape
+    num_pages, page_size, num_heads, head_dim = rows.shape
     page_stride, token_stride, head_stride = rows.byte_strides
     if tile.tokens > page_size:  # no pages: tokens follow each other
         num_pages, page_size = 1, num_pages
@@ -156,6 +211,7 @@ def _tensor_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
     if is_clipped:
         row_columns, num_segments, tile_segments = head_dim, 1, 1
     return rows.encode(
+        pointer,
         (row_columns, page_size, num_segments, num_heads, num_pages),
         (token_stride, SEGMENT_BYTES, head_stride, page_stride),
         (rows.segment, tile.tokens, tile_segments, 1, 1),
@@ -163,15 +219,16 @@ def _tensor_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
     )
 
 
-def _grouped_map(rows: _Rows, tile: TmaTile, columns: int) -> bytes:
+def _grouped_map(rows: _Rows, pointer: int, tile: TmaTile, columns: int) -> bytes:
     """Return the map of rows of one head, whose tiles are groups of tokens.
 
     Dimensions {elements of a segment, tokens of a group, segments of a row, groups, pages}.
     """
-    num_pages, page_size, _, head_dim = rows.view.tensor.shape
+    num_pages, page_size, _, head_dim = rows.shape
     page_stride, token_stride, _ = rows.byte_strides
     groups = page_size // _GROUP_TOKENS
     return rows.encode(
+        pointer,
         (rows.segment, _GROUP_TOKENS, head_dim // rows.segment, groups, num_pages),
         (token_stride, SEGMENT_BYTES, token_stride * _GROUP_TOKENS, page_stride),
         (rows.segment, _GROUP_TOKENS, columns // rows.segment, tile.tokens // _GROUP_TOKENS, 1),

@@ -26,16 +26,19 @@ from jitattn.kernels.common.planner_base import (
 from jitattn.kernels.common.reference_plan import ReferenceKernels
 from jitattn.kernels.mla.check import (
     BoundMLACache,
+    LatentViews,
     MLACall,
-    bind_cache,
     check_q_pe,
+    refuse_scale,
+    scale_of,
+    view_latents,
 )
 from jitattn.kernels.mla.config import check_rules
 from jitattn.kernels.mla.reference_plan import MLAListsReferencePlan, MLAReferencePlan
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.layout import ListLayout
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.bound_cache import LeadingParams
+from jitattn.tensors.bound_cache import CacheForm, LeadingForm, plain_tensors
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.scales import ScaleLike
@@ -158,9 +161,27 @@ class MLAPlanner(_Arguments):
             raise ValueError(
                 "v_scale is given, but a value is the latent: k_scale is its only scale"
             )
-        bound = bind_cache(kv, k_scale, self.config, self.device)
-        bound.kernels, bound.tensor_maps = self.kernels.bind(bound)
-        return bound
+        config, device = self.config, self.device
+        refuse_scale(k_scale, config)
+        tensors = plain_tensors(kv)
+        form = self.known_forms.find(tensors)
+        if form is None:
+            views = view_latents(kv, k_scale, config, device)
+            form = CacheForm.of(tensors, views.parts, *self.kernels.bind(views))
+            self.known_forms.add(tensors, form)
+        else:
+            views = LatentViews(*form.views(tensors))
+        scale = scale_of(k_scale, views, config, device)
+        return BoundMLACache(
+            config,
+            device,
+            views,
+            is_pair=not isinstance(kv, Tensor),
+            k_scale=scale,
+            kernels=form.kernels,
+            tensor_maps=None if form.leading is None else form.leading(views),
+            source=tensors or ((kv,) if isinstance(kv, Tensor) else tuple(kv)),
+        )
 
 
 class MLAPlan(PlanBase[MLACall]):
@@ -322,8 +343,8 @@ class MLAPlan(PlanBase[MLACall]):
 
 
 class _Kernels(Kernels[PlanBackend[MLACall]], Protocol):
-    def bind(self, kv: BoundMLACache, /) -> tuple[object, LeadingParams | None]:
-        """Return the kernels that the strides of a cache allow, and its tensor maps."""
+    def bind(self, kv: LatentViews, /) -> tuple[object, LeadingForm | None]:
+        """Return the kernels that the strides of a cache allow, and what makes its maps."""
         ...
 
 

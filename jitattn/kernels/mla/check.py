@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -30,8 +29,7 @@ from jitattn.tensors.variant_params import VariantParams
 _SCALE_BYTES = 4  # of a float32
 
 
-@dataclass(frozen=True, slots=True)
-class RowsView:
+class RowsView(NamedTuple):
     """A part of every token as [num_pages, page_size, dim], whatever its layout in memory.
 
     Strides are in elements; that of a dimension of size 1 means nothing in torch and is 0 here.
@@ -44,6 +42,19 @@ class RowsView:
     def as_cache(self) -> CacheView:
         """Return the same as K or V of one head."""
         return CacheView(self.tensor.unsqueeze(2), self.page_stride, self.token_stride, 0)
+
+
+class LatentViews(NamedTuple):
+    """The parts of a cache's tokens."""
+
+    latent: RowsView
+    rope: RowsView
+    scales: RowsView | None = None
+
+    @property
+    def parts(self) -> tuple[RowsView, ...]:
+        """Those that there are."""
+        return self if self.scales is not None else self[:2]  # type: ignore[return-value]
 
 
 class BoundMLACache:
@@ -93,24 +104,22 @@ class BoundMLACache:
         self,
         config: MLAConfig,
         device: torch.device,
-        latent: RowsView,
-        rope: RowsView,
+        views: LatentViews,
         *,
         is_pair: bool,
         k_scale: Scale | None = None,
-        latent_scales: RowsView | None = None,
+        kernels: object = None,
+        tensor_maps: LeadingParams | None = None,
         source: tuple[Tensor, ...] = (),
     ) -> None:
         """Made by ``MLAPlanner.bind``, with the planner's own ``config`` and ``device``."""
         self.config = config
         self.device = device
-        self.latent = latent
-        self.rope = rope
+        self.latent, self.rope, self.latent_scales = latent, rope, _ = views
         self.is_pair = is_pair
         self.k_scale = k_scale
-        self.latent_scales = latent_scales
-        self.kernels: object = None
-        self.tensor_maps: LeadingParams | None = None
+        self.kernels = kernels
+        self.tensor_maps = tensor_maps
         self.source = source
         self.handle = new_handle(self)
         self.strides = (
@@ -194,25 +203,29 @@ def row_bytes(config: MLAConfig) -> int:
     return config.kv_lora_rank + _SCALE_BYTES * num_scales + 2 * config.qk_rope_head_dim
 
 
-def bind_cache(
+def refuse_scale(k_scale: object, config: MLAConfig) -> None:
+    """Raise ValueError for the scale of a cache that is not quantised."""
+    if k_scale is not None and config.kv_dtype not in QUANTISED_DTYPES:
+        raise ValueError(f"k_scale is given, but a cache of {config.kv_dtype} is not quantised")
+
+
+def view_latents(
     kv: Tensor | tuple[Tensor, Tensor],
-    k_scale: ScaleLike | None,
+    k_scale: object,
     config: MLAConfig,
     device: torch.device,
-) -> BoundMLACache:
-    """Check a cache and its scale.
+) -> LatentViews:
+    """Check a cache, and that rows which hold their scales have no other.
 
     Raises:
-        TypeError: no tensor or pair of tensors, another dtype than the planner's, or a scale that
-            is neither a number nor a float32 tensor.
+        TypeError: no tensor or pair of tensors, or another dtype than the planner's.
         ValueError: a shape, stride or device doesn't fit the planner, or a scale the cache.
     """
-    is_quantised = config.kv_dtype in QUANTISED_DTYPES
-    if k_scale is not None and not is_quantised:
-        raise ValueError(f"k_scale is given, but a cache of {config.kv_dtype} is not quantised")
     if isinstance(kv, Tensor):
+        is_quantised = config.kv_dtype in QUANTISED_DTYPES
         if is_quantised and kv.dim() > 0 and kv.shape[-1] == row_bytes(config):
-            return _bind_rows(kv, k_scale, config, device)
+            _refuse_second_scale(k_scale, config)
+            return _view_rows(kv, config, device)
         width = config.kv_lora_rank + config.qk_rope_head_dim
         view = _view("kv", kv, width, config, device, _stored(config))
         latent, rope = view[..., : config.kv_lora_rank], view[..., config.kv_lora_rank :]
@@ -220,15 +233,30 @@ def bind_cache(
         if not isinstance(kv, (tuple, list)) or len(kv) != 2:
             raise TypeError(f"kv is a {type(kv).__name__}: expected a tensor or (latent, rope)")
         latent, rope = _view_pair(kv[0], kv[1], config, device)
-    return BoundMLACache(
-        config,
-        device,
-        _rows_view(latent, config),
-        _rows_view(rope, config),
-        is_pair=not isinstance(kv, Tensor),
-        k_scale=check_scale("k_scale", k_scale, device) if is_quantised else None,
-        source=(kv,) if isinstance(kv, Tensor) else tuple(kv),
-    )
+    return LatentViews(_rows_view(latent, config), _rows_view(rope, config))
+
+
+def scale_of(
+    k_scale: ScaleLike | None, views: LatentViews, config: MLAConfig, device: torch.device
+) -> Scale | None:
+    """Return the scale of a checked cache; None where it is not quantised or has some in its rows.
+
+    Raises:
+        TypeError: neither a number nor a float32 tensor.
+        ValueError: it doesn't fit.
+    """
+    if views.scales is not None:
+        _refuse_second_scale(k_scale, config)
+        return None
+    is_quantised = config.kv_dtype in QUANTISED_DTYPES
+    return check_scale("k_scale", k_scale, device) if is_quantised else None
+
+
+def _refuse_second_scale(k_scale: object, config: MLAConfig) -> None:
+    if k_scale is not None:
+        raise ValueError(
+            f"k_scale is given, but rows of {row_bytes(config)} bytes hold their scales"
+        )
 
 
 def _stored(config: MLAConfig) -> tuple[torch.dtype, ...]:
@@ -253,14 +281,8 @@ def _view_pair(
     return latent, rope
 
 
-def _bind_rows(
-    kv: Tensor, k_scale: object, config: MLAConfig, device: torch.device
-) -> BoundMLACache:
-    """Bind a tensor of rows that hold an FP8 latent, its scales and a bfloat16 rope part."""
-    if k_scale is not None:
-        raise ValueError(
-            f"k_scale is given, but rows of {row_bytes(config)} bytes hold their scales"
-        )
+def _view_rows(kv: Tensor, config: MLAConfig, device: torch.device) -> LatentViews:
+    """View a tensor of rows that hold an FP8 latent, its scales and a bfloat16 rope part."""
     if config.q_dtype != "bfloat16":
         raise ValueError(
             f"kv has rows of {row_bytes(config)} bytes, whose rope part is bfloat16: the planner "
@@ -277,14 +299,10 @@ def _bind_rows(
     scales_at = config.kv_lora_rank
     rope_at = scales_at + _SCALE_BYTES * (config.kv_lora_rank // SCALE_BLOCK)
     latent, scales, rope = view[..., :scales_at], view[..., scales_at:rope_at], view[..., rope_at:]
-    return BoundMLACache(
-        config,
-        device,
+    return LatentViews(
         _rows_view(latent.view(getattr(torch, config.kv_dtype)), config),
         _rows_view(rope.view(torch.bfloat16), config),
-        is_pair=False,
-        latent_scales=_rows_view(scales.view(torch.float32), config),
-        source=(kv,),
+        _rows_view(scales.view(torch.float32), config),
     )
 
 

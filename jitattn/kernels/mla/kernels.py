@@ -13,10 +13,10 @@ from jitattn.jit.build import Pending
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, write_scale
 from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
-from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig
+from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig, WorkspacePlace
 from jitattn.kernels.common.spec import AttentionSpec
-from jitattn.kernels.common.tma import TensorMaps, TmaTile
-from jitattn.kernels.mla.check import BoundMLACache, MLACall
+from jitattn.kernels.common.tma import MapForm, TmaTile
+from jitattn.kernels.mla.check import LatentViews, MLACall
 from jitattn.kernels.mla.config import mla_specs
 from jitattn.kernels.mla.params import MLA_FIELDS
 from jitattn.kernels.mla.spec import MLASpec
@@ -75,8 +75,9 @@ class MLAKernelLaunch(KernelLaunch):
         capacity: int,
         buffers: tuple[Tensor, Tensor],
         device: torch.device,
+        place: WorkspacePlace,
     ) -> None:
-        super().__init__(config, capacity, buffers, device)
+        super().__init__(config, capacity, buffers, device, place)
         self._pe_layout = NO_LAYOUT
         # As many as `num_sms` allows, where it is given: each CTA may be on an SM of its own.
         self._merge_grid = config.grid * (1 if config.limits_sms else _MERGE_CTAS)
@@ -144,14 +145,14 @@ class MLAKernels(CudaKernels):
             launch_type=MLAKernelLaunch,
         )
 
-    def bind(self, kv: BoundMLACache) -> tuple[BoundKernels, TensorMaps | None]:
-        """Return the kernels that the strides and dtypes of a cache allow, and its tensor maps."""
+    def bind(self, kv: LatentViews) -> tuple[BoundKernels, MapForm | None]:
+        """Return the kernels that the strides and dtypes of a cache allow, and what makes maps."""
         is_aligned, maps = map_cache(kv.latent.as_cache(), kv.rope.as_cache(), self._tma_tiles)
         spec = next(
             spec
             for spec in self._mla_specs
             if spec.k_pe_dtype == DType.of(kv.rope.tensor.dtype)
-            and spec.has_scales == (kv.latent_scales is not None)
+            and spec.has_scales == (kv.scales is not None)
             and (spec.loader is not Loader.PLAIN) == is_aligned
         )
         return self.loader.kernels_for((spec,)), maps

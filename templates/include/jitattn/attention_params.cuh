@@ -86,6 +86,7 @@ struct AttentionParams {
   int32_t
       early_kv;  // keys and values before this step's may be read while the previous kernel runs
   int32_t out_is_aligned;  // four elements of out can be stored at once
+  int32_t is_second;       // of a run's kernels: the first has waited for what came before
   // Without a soft cap: scores in log2 units are q.k * score_scale. With one they are
   // cap_log2 * tanh(q.k * score_scale).
   float score_scale;

@@ -34,6 +34,7 @@ struct ScheduleParams {
   int32_t tile_tokens;
   int32_t tile_visit_cost;  // cost of visiting a query tile, in tiles
   int32_t min_slot_cost;    // no slot gets less, in tiles
+  int32_t merge_cost;       // cost of publishing and merging a query tile's splits, in tiles
   int32_t max_splits;       // batch-invariant: most splits of a query tile; else 0
   int32_t min_split_tiles;  // batch-invariant: no split but the last is shorter
   // Batch-invariant: whether a row's splits go by its own position; else by its request's length.

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+import jitattn
 from jitattn.kernels.attention import kernels as attention_kernels
 from jitattn.kernels.mla import kernels as mla_kernels
 from tests.emulator.attention import EmulatedCuda
-from tests.support.invariance import attention_sequence, latent_sequence
+from tests.support.invariance import Examples, attention_sequence, latent_sequence
 
 BASE = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 32, "page_size": 16}
 CASES = {
@@ -52,3 +53,13 @@ def test_a_token_of_latent_attention_has_its_bits_in_any_piece(
     planner = host.mla_planner(num_heads=3, page_size=16, sm_scale=0.05, batch_invariant=True)
     request = latent_sequence(planner, 300, 5, "cpu")
     assert request.check(270, random.Random(2), rounds=1)
+
+
+def test_the_examples_of_a_card() -> None:
+    """What tests/gpu/test_invariance_examples.py does, in small and by the definition."""
+    planner = jitattn.AttentionPlanner(
+        num_qo_heads=2, num_kv_heads=1, head_dim=64, page_size=4, device="cpu"
+    )
+    examples = Examples(attention_sequence(planner, 40, 1, "cpu"), most_rows=10)
+    for seed in range(2):
+        examples.check(seed)

@@ -12,6 +12,7 @@ import torch
 import jitattn
 from jitattn.base.errors import ConfigError
 from jitattn.cascade import CascadePlanner
+from tests.support.list_examples import FORMS, ON_HOST, Form, make_example
 from tests.support.lists import ListCase, check_lists, extra_inputs, make_inputs
 
 PAGES = ListCase(page_lists=True, page_size=16, num_pages=40, k=4, q_lens=3, counts="head")
@@ -193,3 +194,9 @@ def test_entries_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     planner.plan(jitattn.IndexLists(slots, counts), 2).run(q, kv)
     with pytest.raises(ValueError, match="list 1 has the entry 16 for K: the cache ends at 16"):
         planner.plan(jitattn.IndexLists(slots), 2).run(q, kv)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_examples_of_a_card(form: Form) -> None:
+    """What tests/gpu/test_list_examples.py does, in small."""
+    make_example(form, 1, "cpu", ON_HOST).check()

@@ -121,18 +121,18 @@ def test_which_kernels_a_configuration_has(
 @pytest.mark.parametrize(
     ("arguments", "roles"),
     [
-        ({}, {1: "d", 2: "d", 3: "w", 4: "w", 5: "wp", 100: "wp"}),
-        ({"group_size": 1}, {8: "d", 9: "w", 16: "w", 17: "wp"}),
-        ({"group_size": 8}, {1: "d", 2: "w", 3: "wp"}),
-        ({"group_size": 5}, {1: "d", 2: "w", 3: "w", 4: "wp"}),
-        ({"group_size": 9}, {1: "d", 2: "dp"}),
-        ({"group_size": 16}, {1: "d", 2: "dp"}),
-        ({"group_size": 71}, {1: "d", 2: "dp"}),
-        ({"head_dim": 64}, {2: "d", 3: "w", 4: "w", 5: "wn", 16: "wn", 17: "wp"}),
-        ({"head_dim": 64, "group_size": 16}, {1: "d", 2: "dn", 4: "dn", 5: "dp"}),
-        ({"head_dim": 64, "group_size": 17}, {1: "d", 2: "dn", 3: "dn", 4: "dp"}),
-        ({"head_dim": 256}, {2: "d", 3: "dp"}),
-        ({"batch_invariant": True}, {1: "dp", 2: "dp", 3: "dp", 5: "dp"}),
+        ({}, {1: "d", 2: "d", 3: "w", 4: "w", 5: "pw", 100: "pw"}),
+        ({"group_size": 1}, {8: "d", 9: "w", 16: "w", 17: "pw"}),
+        ({"group_size": 8}, {1: "d", 2: "w", 3: "pw"}),
+        ({"group_size": 5}, {1: "d", 2: "w", 3: "w", 4: "pw"}),
+        ({"group_size": 9}, {1: "d", 2: "pd"}),
+        ({"group_size": 16}, {1: "d", 2: "pd"}),
+        ({"group_size": 71}, {1: "d", 2: "pd"}),
+        ({"head_dim": 64}, {2: "d", 3: "w", 4: "w", 5: "nw", 16: "nw", 17: "pw"}),
+        ({"head_dim": 64, "group_size": 16}, {1: "d", 2: "nd", 4: "nd", 5: "pd"}),
+        ({"head_dim": 64, "group_size": 17}, {1: "d", 2: "nd", 3: "nd", 4: "pd"}),
+        ({"head_dim": 256}, {2: "d", 3: "pd"}),
+        ({"batch_invariant": True}, {1: "pd", 2: "pd", 3: "pd", 5: "pd"}),
     ],
 )
 def test_which_kernels_a_plan_has(
@@ -213,7 +213,7 @@ def test_idle_plans_are_those_of_their_kernels(cuda: LaunchRecorder) -> None:
             plan.run(q, kv)
         names = [launch.symbol.split("_d128")[0] for launch in cuda.launches]
         decode = ["jitattn_decode_r16" if max_q_len > 2 else "jitattn_decode_r8"]
-        assert names == (decode + ["jitattn_prefill"] * (max_q_len == 40)) * 3
+        assert names == (["jitattn_prefill"] * (max_q_len == 40) + decode) * 3
         kind = min(max_q_len, 3) if max_q_len < 40 else 40
         seen.setdefault(2 if kind == 1 else kind, set()).add(id(plan.backend))
         del plan

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.device.workspace import SLICE_BYTES
+from jitattn.device.workspace import SLICE_BYTES, aligned
 from jitattn.kernels.common import tma
 from jitattn.kernels.common.kernel_launch import KernelLaunch
 from jitattn.kernels.common.params import (
@@ -311,6 +311,7 @@ def test_nothing_is_encoded_that_stayed(
     plan, out = planner.plan(table(), LENS), zeros(B, HQ, 128)
     kv = planner.bind(zeros(PAGES, 2, PAGE, HKV, 128))
     monkeypatch.setattr(tma, "encode_tensor_map", None)
+    monkeypatch.setattr(tma, "move_tensor_map", None)
     for _ in range(3):
         plan.run(zeros(B, HQ, 128), kv, out=out)
         plan.run(zeros(B, HQ, 128), kv)
@@ -329,7 +330,7 @@ def test_a_move_that_the_driver_refuses_is_an_error(
     num_launches = len(cuda.launches)
     move(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(tma, "encode_tensor_map", lambda *given, **named: None)
+        patch.setattr(tma, "move_tensor_map", lambda *given: None)
         for _ in range(2):
             with pytest.raises(ValueError, match="the driver maps no tensor of strides"):
                 plan.run(q, kv, out=out)
@@ -384,9 +385,13 @@ def view(cache: Tensor) -> tuple[CacheView, CacheView]:
     return CacheView(k, *k.stride()[:3]), CacheView(v, *v.stride()[:3])
 
 
+def maps_for(k: CacheView, v: CacheView, tiles: dict[str, TmaTile]) -> tma.TensorMaps:
+    return tma.MapForm(k, v, tiles)((k, v))
+
+
 @pytest.fixture
 def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
-    """What the driver is asked to encode, in order."""
+    """What the driver is asked to encode or to move, in order."""
     asked: list[Map] = []
 
     def encode(*given: object, **named: object) -> bytes | None:
@@ -394,7 +399,13 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Map]:
         asked.append(Map.of(encoded))
         return encoded
 
+    def move(encoded: bytes, pointer: int) -> bytes | None:
+        moved = launch_recorder.move_tensor_map(encoded, pointer)
+        asked.append(Map.of(moved))
+        return moved
+
     monkeypatch.setattr(tma, "encode_tensor_map", encode)
+    monkeypatch.setattr(tma, "move_tensor_map", move)
     return asked
 
 
@@ -406,7 +417,7 @@ BOXES = {
 
 
 def test_roles_of_the_same_box_share_their_maps(encodings: list[Map]) -> None:
-    maps = tma.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
+    maps = maps_for(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
     assert len(encodings) == 2, "only the first role's, until others are asked for"
     for _ in range(2):
         decode, prefill, wide = (maps.at(role, 128, 256) for role in BOXES)
@@ -421,7 +432,7 @@ def test_roles_of_the_same_box_share_their_maps(encodings: list[Map]) -> None:
 
 def test_each_role_follows_memory_that_moves(encodings: list[Map]) -> None:
     k, v = view(zeros(PAGES, 2, PAGE, HKV, 128))
-    maps = tma.TensorMaps(k, v, BOXES)
+    maps = maps_for(k, v, BOXES)
     places = [(4096 * n, 4096 * n + 128) for n in range(1, 4)]
     for role in (
         "prefill",
@@ -437,16 +448,16 @@ def test_each_role_follows_memory_that_moves(encodings: list[Map]) -> None:
             assert [half.pointer for half in found] == [k_at, v_at]
             tokens, *columns = BOXES[role][:3]
             assert [half.box[:3] for half in found] == [(64, tokens, n // 64) for n in columns]
-    # The first pair, four places of both boxes, and none for a role whose box is there already.
-    assert len(encodings) == 2 * (1 + 4 + 4 + 3)
+    # The first pair, three and four places of two boxes, and none for a role whose box is there.
+    assert len(encodings) == 2 * (1 + 3 + 4 + 3)
 
 
 def test_who_computes_too_fetches_two_lines_at_a_time(encodings: list[Map]) -> None:
-    maps = tma.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
+    maps = maps_for(*view(zeros(PAGES, 2, PAGE, HKV, 128)), BOXES)
     maps.at("prefill", 128, 256)
     assert [found.fetch_bytes for found in encodings] == [128, 128, 256, 256]
     encodings.clear()
-    narrow = tma.TensorMaps(
+    narrow = maps_for(
         *view(zeros(PAGES, 2, PAGE, HKV, 64)), {"prefill": TmaTile(16, 64, 64, fetches_pairs=True)}
     )
     narrow.at("prefill", 128, 256)
@@ -459,7 +470,7 @@ def test_latents_arrive_in_groups_of_eight_tokens(encodings: list[Map]) -> None:
         CacheView(part, *(rows.stride(0), rows.stride(1), 0))
         for part in (rows[..., :512], rows[..., 512:])
     )
-    tma.TensorMaps(k, v, {"decode": TmaTile(32, 256, 64, is_grouped=True)})
+    maps_for(k, v, {"decode": TmaTile(32, 256, 64, is_grouped=True)})
     latent, rope = encodings
     strides = (1152, 128, 8 * 1152, 3 * 32 * 1152)
     assert latent.dims == (64, 8, 8, 4, PAGES)
@@ -472,7 +483,7 @@ def test_latents_arrive_in_groups_of_eight_tokens(encodings: list[Map]) -> None:
 
 def test_a_role_without_boxes_gets_those_of_the_first(encodings: list[Map]) -> None:
     boxes = {"decode": BOXES["decode"]}
-    maps = tma.TensorMaps(*view(zeros(PAGES, 2, PAGE, HKV, 128)), boxes)
+    maps = maps_for(*view(zeros(PAGES, 2, PAGE, HKV, 128)), boxes)
     assert maps.at("prefill", 128, 256) is maps.at("decode", 128, 256)
     assert len(encodings) == 2 + 2
 
@@ -499,8 +510,8 @@ def test_both_kernels_of_a_batch_get_their_own_boxes(
     value_dim = config.head_dim_vo or config.head_dim
     # Tokens of a box, and segments of a box of K and of V: prefill brings K segment by segment.
     boxes = [
-        (kernels.decode.tile.tma_tokens, config.head_dim // 64, value_dim // 64),
         (kernels.prefill.tile.tma_tokens, 1, value_dim // 64),
+        (kernels.decode.tile.tma_tokens, config.head_dim // 64, value_dim // 64),
     ]
     assert not [tokens for tokens, *_ in boxes if config.page_size % tokens]
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
@@ -534,7 +545,7 @@ def test_a_kernel_that_uses_no_maps_runs_beside_one_that_does(
         for _ in range(3):
             plan.run(zeros(6, HQ, planner.config.head_dim), kv)
             symbols = [launch.symbol for launch in cuda.launches[-2:]]
-            assert [name.rsplit("_", 1)[1] for name in symbols] == ["tensor", "vector"]
+            assert [name.rsplit("_", 1)[1] for name in symbols] == ["vector", "tensor"]
         assert encodings == []
 
 
@@ -548,7 +559,7 @@ def launches_of(cuda: LaunchRecorder, **arguments: object) -> dict[str, Recorded
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
     cache = zeros(PAGES, 2, config.page_size, config.num_kv_heads, config.head_dim)
     plan.run(zeros(6, config.num_qo_heads, config.head_dim), planner.bind(cache))
-    names = "schedule decode", "schedule prefill", "decode", "prefill"
+    names = "schedule prefill", "schedule decode", "prefill", "decode"
     found = dict(zip(names, cuda.launches[-4:], strict=True))
     for name, launch in found.items():
         assert launch.symbol.startswith(f"jitattn_{name.split()[0]}")
@@ -609,7 +620,8 @@ def test_buffers_hold_every_slot(
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=100)
     kernels = planner.kernels.kernels
     decode = kernels.decode_multi_token or kernels.decode
-    for part, kernel in zip(plan.backend.launches, (decode, kernels.prefill), strict=True):
+    partials_at, counters_at = (buffer.data_ptr() for buffer in plan.backend.launches[0].buffers)
+    for part, kernel in zip(plan.backend.launches, (kernels.prefill, decode), strict=True):
         attention, schedule = part.params.attention, part.schedule_launch.params
         slots = schedule.wave_slots * schedule.max_waves
         blocks = attention.num_head_blocks.value
@@ -626,14 +638,16 @@ def test_buffers_hold_every_slot(
         rows = places * kernel.row_tile
         values = rows * kernel.tile.value_dim
         # Outputs of the splits, then their maxima and sums, two floats a row.
-        assert attention.partials == partials.data_ptr()
-        assert attention.partial_sums == partials.data_ptr() + 4 * values
-        assert partials.numel() >= values + 2 * rows
+        assert attention.partials == partials_at
+        assert attention.partial_sums == partials_at + 4 * values
+        partials_at += aligned(4 * (values + 2 * rows))
+        assert partials_at <= partials.data_ptr() + partials.nbytes
         # The first counter is that of the claims.
-        assert attention.num_claimed == counters.data_ptr()
+        assert attention.num_claimed == counters_at
         # In slices of their own.
-        assert attention.counters == counters.data_ptr() + SLICE_BYTES
-        assert counters.nbytes >= SLICE_BYTES + 4 * slots * blocks
+        assert attention.counters == counters_at + SLICE_BYTES
+        counters_at += aligned(SLICE_BYTES + 4 * slots * blocks)
+        assert counters_at <= counters.data_ptr() + counters.nbytes
         assert not counters.any()
         if attention.claims_work_tiles:
             # One CTA may do all pieces but the others' first; it notes those, one ask in vain, and

@@ -30,6 +30,11 @@ struct WorkQueue {
     if (threadIdx.x == 0) claims[1] = kFree;
   }
 
+  // Whether this CTA has a work tile at all.
+  __device__ __forceinline__ bool has_work() const {
+    return static_cast<int32_t>(blockIdx.x) < num_work_tiles;
+  }
+
   // Work tile `index` of this CTA, or kNoWork past its last. For whole warps, at any time.
   __device__ __forceinline__ int32_t work_tile(int32_t index) const {
     if (!is_claimed(index)) return unclaimed_work_tile(index);
@@ -63,7 +68,7 @@ struct WorkQueue {
   }
 
   __device__ __forceinline__ int32_t claim(int32_t index) const {
-    wait_for_previous_kernel();  // which may use the same counter
+    wait_for_inputs(params);  // the previous run may use the same counter
     const int32_t claimed = atomicAdd(params.num_claimed, 1);
     // Every CTA claims once in vain, and the last of them resets the counter for the next launch.
     if (claimed == num_work_tiles - 1) *params.num_claimed = 0;

@@ -16,6 +16,12 @@ __device__ __forceinline__ int32_t forget(int32_t value) {
   return value;
 }
 
+// Waits for what came before the run. The second of its kernels doesn't: the first launched it after
+// a wait of its own.
+__device__ __forceinline__ void wait_for_inputs(const AttentionParams& params) {
+  if (!params.is_second) wait_for_previous_kernel();
+}
+
 // The heads of one CTA: a block of query rows of a KV head, and a block of the columns of V.
 struct HeadBlock {
   int32_t index;
