@@ -39,7 +39,7 @@ struct OutputRow {
     if (row >= rows.num_rows) return;
     const int32_t token = rows.token(row), head = rows.head(row);
     const RowResult result(params, item.query_tile, head, m, d);
-    const int32_t value_block = item.block(params).value_block;
+    const int32_t value_block = kNumValueBlocks > 1 ? item.block(params).value_block : 0;
     if (writes_lse && value_block == 0) write_lse(params, token, head, result.lse);
     factor = result.factor;
     columns = reinterpret_cast<uint64_t>(static_cast<OutType::Storage*>(params.out) +

@@ -2,8 +2,8 @@
 //
 // Rows lie in segments of 128 bytes, with the hardware's 128-byte swizzle: vector v of row r of a
 // segment lies at v ^ r % 8. Of K all rows of a tile follow each other, segment after segment; V
-// lies TMA tile after TMA tile, each of kTmaTokens rows, segment after segment. K of wide heads comes
-// and goes in parts, some segments each, so that one tile of it in shared memory is enough.
+// lies TMA tile after TMA tile, each of kTmaTokens rows, segment after segment. K of wide heads
+// comes and goes in parts, some segments each, so that one tile of it in shared memory is enough.
 #pragma once
 
 #include <cute/arch/mma_sm90_gmma.hpp>
