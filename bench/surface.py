@@ -27,6 +27,7 @@ from typing import Any
 
 import jitattn
 from jitattn.kernels.registry import config_of
+from jitattn.spec.dtype import BLOCK_DTYPES
 
 RUNS = 32
 _FA3_HEAD_DIMS = range(8, 257, 8)
@@ -143,7 +144,7 @@ def _one_change(base: Point) -> Iterator[Point]:
     changes: dict[str, tuple[object, ...]] = {
         "page_size": (1, 2, 3, 4, 8, 32, 48, 64, 128, 256),
         "page_table": ("separate", "csr", "token"),
-        "kv_dtype": ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4"),
+        "kv_dtype": ("float8_e4m3fn", "float8_e5m2", "int8", "nvfp4", "int4", "int4_g32"),
         "window_left": (500,),
         "logits_soft_cap": (30.0,),
         "use_sinks": (True,),
@@ -173,6 +174,9 @@ def _batches() -> Iterator[Point]:
         yield replace(several, kv_dtype="float8_e4m3fn")
         yield replace(several, num_qo_heads=8, num_kv_heads=1)
         yield _with_head_dim(several, 64)
+    for kv_dtype in ("float8_e4m3fn", *BLOCK_DTYPES):
+        yield replace(DECODE, kv_lens=(8192,) * 64, kv_dtype=kv_dtype)
+        yield replace(PREFILL, kv_lens=(2048,) * 8, kv_dtype=kv_dtype)
     yield replace(DECODE, q_len=4, kv_lens=(3000,) * 24)
     yield replace(DECODE, q_len=4, kv_lens=(4096,) * 8)
 
@@ -385,12 +389,13 @@ def measure_jitattn(batch: Batch, runs: int) -> dict[str, object]:
     planner = jitattn.AttentionPlanner(**point.arguments, device=batch.q.device)
     cache: Any = (batch.k, batch.v)
     caches = cache
-    if point.kv_dtype == "nvfp4":
-        (k, k_scales), (v, v_scales) = (jitattn.quantize_kv(x, "nvfp4") for x in cache)
+    if point.kv_dtype in BLOCK_DTYPES:
+        parts = [jitattn.quantize_kv(x, point.kv_dtype) for x in cache]
+        (k, k_scales), (v, v_scales) = parts
         cache = jitattn.QuantizedKV(k, v, k_scales, v_scales)
-        caches = (
-            jitattn.dequantize_kv(k, dtype="nvfp4", block_scales=k_scales),
-            jitattn.dequantize_kv(v, dtype="nvfp4", block_scales=v_scales),
+        caches = tuple(
+            jitattn.dequantize_kv(x, dtype=point.kv_dtype, block_scales=scales)
+            for x, scales in parts
         )
     elif point.kv_dtype != "bfloat16":
         cache = tuple(jitattn.quantize_kv(x, point.kv_dtype) for x in cache)

@@ -166,11 +166,11 @@ def _needs(model: Model, heads: tuple[int, int], cache: _Cache) -> Iterator[Need
 
 def _why_not(model: Model, writer: PreprocessConfig) -> tuple[str, ...]:
     """Return what the kernel, whose launches get ``rotary_dim``, does not tell."""
-    is_neox = writer.pairing == Pairing.NEOX
-    if writer.kv_dtype == DType.NVFP4 and is_neox and model.rotary_dim % 32:
+    is_neox, blocks = writer.pairing == Pairing.NEOX, DType(writer.kv_dtype).blocks
+    if blocks is not None and is_neox and model.rotary_dim % blocks.neox_multiple:
         return (
-            f"kv_dtype=nvfp4 takes NeoX pairs where a multiple of 32 elements is turned, and this "
-            f"model turns {model.rotary_dim}",
+            f"kv_dtype={writer.kv_dtype} takes NeoX pairs where a multiple of "
+            f"{blocks.neox_multiple} elements is turned, and this model turns {model.rotary_dim}",
         )
     return ()
 

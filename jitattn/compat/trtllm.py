@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_count, check_flag, shown
-from jitattn.spec.dtype import dtype_name
+from jitattn.spec.dtype import DType, dtype_name
 from jitattn.tensors.page_tables import BlockTable
 from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
 from jitattn.tensors.tensor_checks import INTEGERS, check_device, check_tensor
 
 __all__ = ["LayerPool", "block_table", "check_block_offsets", "layer_pool", "pool_of_layer"]
+
+# int4 of TensorRT-LLM has no zeros.
+_DTYPES = tuple(name for name in CACHE_DTYPES if not name.startswith(DType.INT4.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +325,8 @@ def _dtype_name(pool: int | Tensor, dtype: torch.dtype | str | None) -> str:
             raise ValueError("dtype is None: pool is an address, which has none")
         dtype = pool.dtype
     name = dtype_name(dtype)
-    if name not in CACHE_DTYPES:
-        raise ValueError(f"dtype is {name}: expected one of {', '.join(CACHE_DTYPES)}")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype is {name}: expected one of {', '.join(_DTYPES)}")
     return name
 
 

@@ -7,7 +7,7 @@ the first layer of their kind attends, since only layers know heads, windows and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from jitattn.kernels.attention.api import AttentionPlanner
 from jitattn.kernels.attention.functional import planner_of
 from jitattn.kernels.mla.api import MLAPlanner
 from jitattn.tensors.bound_cache import BoundCache
-from jitattn.tensors.page_table_base import PageTable
+from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.scales import ScaleLike
 
 Planner = AttentionPlanner | MLAPlanner
+TableT = TypeVar("TableT", bound=PlannedTable)
 
 FP8 = {
     "fp8": torch.float8_e4m3fn,
@@ -32,7 +33,8 @@ class Step:
     """The requests of a batch, and the plans that layers made of them.
 
     Attributes:
-        seq_lens: int32 or int64 [batch_size], KV tokens of each request, this step's included.
+        seq_lens: int32 or int64 [batch_size], KV tokens of each request, this step's included; of
+            lists the number of query tokens.
         qo_indptr: int32 [batch_size + 1], where the query tokens of each request begin; None is one
             a request.
         max_q_len: the most query tokens of a request.
@@ -40,14 +42,14 @@ class Step:
 
     __slots__ = ("_made", "max_q_len", "qo_indptr", "seq_lens")
 
-    def __init__(self, seq_lens: Tensor, qo_indptr: Tensor | None, max_q_len: int) -> None:
+    def __init__(self, seq_lens: Tensor | int, qo_indptr: Tensor | None, max_q_len: int) -> None:
         """Hold them; nothing is planned."""
         self.seq_lens = seq_lens
         self.qo_indptr = qo_indptr
         self.max_q_len = max_q_len
         self._made: dict[Planner, _Made] = {}
 
-    def plan_of(self, planner: Planner, pages: PageTable) -> tuple[Any, PageTable | None]:
+    def plan_of(self, planner: Planner, pages: TableT) -> tuple[Any, TableT | None]:
         """Return the plan of ``planner``, made when it is first asked for.
 
         Returns:
@@ -62,9 +64,7 @@ class Step:
             made = self._made[planner] = self._make(planner, pages)
         return made.plan, None if pages is made.pages else pages
 
-    def plan_for(
-        self, layer: object, planner: Planner, pages: PageTable
-    ) -> tuple[Any, PageTable | None]:
+    def plan_for(self, layer: object, planner: Planner, pages: TableT) -> tuple[Any, TableT | None]:
         """Return the plan as ``plan_of`` does, up to date.
 
         The first layer that comes for a plan begins a pass over the model whenever it comes again:
@@ -84,7 +84,7 @@ class Step:
         for made in self._made.values():
             made.plan.refresh()
 
-    def _make(self, planner: Planner, pages: PageTable) -> _Made:
+    def _make(self, planner: Planner, pages: PlannedTable) -> _Made:
         max_q_len = None if self.qo_indptr is None else self.max_q_len
         plan = planner.plan(pages, self.seq_lens, self.qo_indptr, max_q_len=max_q_len)
         return _Made(plan, pages)
@@ -95,7 +95,7 @@ class _Made:
 
     __slots__ = ("first", "pages", "plan")
 
-    def __init__(self, plan: Any, pages: PageTable) -> None:
+    def __init__(self, plan: Any, pages: PlannedTable) -> None:
         self.plan = plan
         self.pages = pages
         self.first: object = None

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PRIORITY = 35
 MAX_PRIORITY = 100
-_NVFP4_BLOCK = 16
 _LAYOUTS = ("NHD", "HND")
 _DTYPES = tuple(dtype.value for dtype in DType if dtype is not DType.FLOAT64)
 
@@ -28,7 +27,8 @@ class LayerConfig:
         layer_id: the caller's number for it, unique.
         num_kv_heads: heads of K and V.
         head_dim: elements of a head of K.
-        dtype: of K and V, a torch dtype or its name; "nvfp4" has block scales besides.
+        dtype: of K and V, a torch dtype or its name; types of four bits have block
+            scales besides.
         window_left: earlier tokens that a query sees besides itself; -1 is all. Pages that no later
             query can see are given back.
         head_dim_vo: elements of a head of V; None is ``head_dim``.
@@ -65,10 +65,13 @@ class LayerConfig:
         if dtype not in _DTYPES:
             raise ValueError(f"{name}dtype is {dtype}: expected one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", dtype)
-        if dtype == "nvfp4" and (self.head_dim % _NVFP4_BLOCK or self.dim_vo % _NVFP4_BLOCK):
+        blocks = DType(dtype).blocks
+        if blocks is not None and (
+            self.head_dim % blocks.multiple or self.dim_vo % blocks.multiple
+        ):
             raise ValueError(
-                f"{name}head dims are {self.head_dim} and {self.dim_vo}: nvfp4 takes multiples "
-                f"of {_NVFP4_BLOCK}"
+                f"{name}head dims are {self.head_dim} and {self.dim_vo}: {dtype} takes multiples "
+                f"of {blocks.multiple}"
             )
 
     @property
@@ -79,18 +82,17 @@ class LayerConfig:
     def part_bytes(self, page_size: int) -> tuple[int, ...]:
         """Return the bytes of what lies in a page of this layer, one part after the other.
 
-        K and V, and for nvfp4 the block scales of K and of V.
+        K and V, and of four bits the block scales of K and of V.
         """
         rows = page_size * self.num_kv_heads
         dims = (self.head_dim, self.dim_vo)
         data = tuple(rows * dim * DType(str(self.dtype)).bits // 8 for dim in dims)
-        if self.dtype != "nvfp4":
-            return data
-        return (*data, *(rows * dim // _NVFP4_BLOCK for dim in dims))
+        blocks = DType(str(self.dtype)).blocks
+        return data if blocks is None else (*data, *(rows * blocks.row_bytes(dim) for dim in dims))
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of what a tensor of it has as elements; of nvfp4, bytes."""
+        """Bytes of what a tensor of it has as elements; of four bits, bytes."""
         return max(DType(str(self.dtype)).bits // 8, 1)
 
 
@@ -181,5 +183,6 @@ class KVCacheConfig:
     def _check_items(self, layer: LayerConfig) -> None:
         page_bytes = sum(layer.part_bytes(self.page_size))
         odd = [n for n in layer.part_bytes(self.page_size) if n % layer.item_bytes]
-        if odd or page_bytes == 0 or (layer.dtype == "nvfp4" and page_bytes % 2):
+        has_blocks = DType(str(layer.dtype)).blocks is not None
+        if odd or page_bytes == 0 or (has_blocks and page_bytes % 2):
             raise ValueError(f"layer {layer.layer_id} has pages of {page_bytes} bytes")

@@ -88,7 +88,7 @@ class Region:
     """Where the slots of a group lie in one pool.
 
     Layer ``layer_ids[i]`` has the bytes from ``begins[i]`` on of each slot, ``page_bytes`` of them:
-    K, V and, of nvfp4, their block scales, one after the other.
+    K, V and, of four bits, their block scales, one after the other.
 
     Attributes:
         memory: uint8 [num_slots, slot_bytes], contiguous.

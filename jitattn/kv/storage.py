@@ -11,6 +11,7 @@ from jitattn.kernels.pages.copy_pages import copy_pages
 from jitattn.kv.config import LayerConfig
 from jitattn.kv.layout import Layout, Place
 from jitattn.kv.pool import Copies
+from jitattn.spec.dtype import DType
 from jitattn.tensors.quantization import QuantizedKV
 
 KVCache = Tensor | tuple[Tensor, Tensor] | QuantizedKV
@@ -100,7 +101,7 @@ class Storage:
             count, stride = pool.shape[0], slot_bytes
             begin = place.offset * place.page_bytes
         parts = _Parts(pool, layer, page_size, kv_layout, count, stride, begin)
-        if layer.dtype == "nvfp4":
+        if DType(str(layer.dtype)).blocks is not None:
             return QuantizedKV(parts.tensor(0), parts.tensor(1), parts.tensor(2), parts.tensor(3))
         if layer.head_dim == layer.dim_vo:
             return parts.both()
@@ -132,13 +133,17 @@ class _Parts:
         """Return one part, [num_pages, page_size, num_kv_heads, ..] (HND likewise)."""
         layer = self._layer
         dim = (layer.head_dim, layer.dim_vo)[part % 2]
-        dtype = torch.uint8
-        if layer.dtype != "nvfp4":
-            dtype = getattr(torch, str(layer.dtype))
-        elif part < 2:
-            dim //= 2
-        else:
-            dim, dtype = dim // 16, torch.float8_e4m3fn
+        kind = DType(str(layer.dtype))
+        if part < 2:
+            return self._rows_of(part, kind.torch_dtype, dim // 2 if kind.bits < 8 else dim)
+        assert kind.blocks is not None
+        num_bytes = kind.blocks.row_bytes(dim)
+        if not kind.blocks.has_zeros:
+            return self._rows_of(part, torch.float8_e4m3fn, num_bytes)
+        pairs = self._rows_of(part, torch.float16, num_bytes // 2)
+        return pairs.view(*pairs.shape[:-1], num_bytes // 4, 2)
+
+    def _rows_of(self, part: int, dtype: torch.dtype, dim: int) -> Tensor:
         item = dtype.itemsize
         shape = (self._count, *self._rows, dim)
         strides = (self._stride // item, self._rows[1] * dim, dim, 1)

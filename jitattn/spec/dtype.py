@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitattn.base.validate import shown
 
@@ -12,6 +12,30 @@ if TYPE_CHECKING:
 
 
 _LONGEST_NAME = 80
+
+
+class BlockFormat(NamedTuple):
+    """Blocks along head_dim of four-bit elements, and what each block has in memory of its own."""
+
+    dims: int | None
+    """Elements of a block; None is all of a row."""
+    has_zeros: bool
+    """Whether a block has a zero beside its scale, both float16; else its scale is e4m3."""
+    neox_multiple: int
+    """What ``rotary_dim`` is a multiple of where NeoX pairs are turned and stored."""
+
+    @property
+    def multiple(self) -> int:
+        """What head dims are multiples of."""
+        return self.dims or 16
+
+    def count(self, dim: int) -> int:
+        """Return the blocks of a row of ``dim`` elements."""
+        return 1 if self.dims is None else dim // self.dims
+
+    def row_bytes(self, dim: int) -> int:
+        """Return the bytes of the scales of a row."""
+        return (4 if self.has_zeros else 1) * self.count(dim)
 
 
 class DType(StrEnum):
@@ -31,24 +55,31 @@ class DType(StrEnum):
     """Whether values are stored divided by a scale."""
     float_code: int | None
     """``FloatCode`` of types.cuh, a launch argument of kernels that read the type at run time."""
+    blocks: BlockFormat | None
+    """What elements of four bits share."""
 
-    #                name             bits short    struct        quantised code
-    FLOAT16 = ("float16", 16, "f16", "Half", False, 0)
-    BFLOAT16 = ("bfloat16", 16, "bf16", "BFloat16", False, 1)
-    FLOAT32 = ("float32", 32, "f32", "Float", False, 2)
-    FLOAT64 = ("float64", 64, "f64", "", False, 3)
-    FLOAT8_E4M3FN = ("float8_e4m3fn", 8, "e4m3", "Float8E4M3", True, None)
-    FLOAT8_E5M2 = ("float8_e5m2", 8, "e5m2", "Float8E5M2", True, None)
-    INT8 = ("int8", 8, "i8", "Int8", True, None)
-    UINT8 = ("uint8", 8, "u8", "", False, None)
+    #                name             bits short    struct        quantised code blocks
+    FLOAT16 = ("float16", 16, "f16", "Half", False, 0, None)
+    BFLOAT16 = ("bfloat16", 16, "bf16", "BFloat16", False, 1, None)
+    FLOAT32 = ("float32", 32, "f32", "Float", False, 2, None)
+    FLOAT64 = ("float64", 64, "f64", "", False, 3, None)
+    FLOAT8_E4M3FN = ("float8_e4m3fn", 8, "e4m3", "Float8E4M3", True, None, None)
+    FLOAT8_E5M2 = ("float8_e5m2", 8, "e5m2", "Float8E5M2", True, None, None)
+    INT8 = ("int8", 8, "i8", "Int8", True, None, None)
+    UINT8 = ("uint8", 8, "u8", "", False, None, None)
     # Blocks of 16 4-bit numbers with a shared scale.
-    NVFP4 = ("nvfp4", 4, "nvfp4", "Float4E2M1", True, None)
+    NVFP4 = ("nvfp4", 4, "nvfp4", "Float4E2M1", True, None, BlockFormat(16, False, 32))
+    # 4-bit codes with a shared scale and zero: of a row, or of 64 or 32 elements.
+    INT4 = ("int4", 4, "i4", "Int4<0>", True, None, BlockFormat(None, True, 16))
+    INT4_G64 = ("int4_g64", 4, "i4g64", "Int4<64>", True, None, BlockFormat(64, True, 16))
+    INT4_G32 = ("int4_g32", 4, "i4g32", "Int4<32>", True, None, BlockFormat(32, True, 16))
 
     def __new__(cls, name: str, *row: Any) -> DType:
         """Make a member from its row."""
         member = str.__new__(cls, name)
         member._value_ = name
-        member.bits, member.short, member.cuda_type, member.is_quantised, member.float_code = row
+        member.bits, member.short, member.cuda_type, *rest = row
+        member.is_quantised, member.float_code, member.blocks = rest
         return member
 
     @classmethod
@@ -108,3 +139,11 @@ KV_DTYPES = (*Q_DTYPES, *QUANTISED_DTYPES)
 """Types of caches."""
 BYTE_DTYPES = tuple(name for name in QUANTISED_DTYPES if DType(name).bits == 8)
 """Quantised types that a uint8 tensor may hold."""
+BLOCK_DTYPES = tuple(name for name in QUANTISED_DTYPES if DType(name).blocks is not None)
+"""Those of a ``QuantizedKV``."""
+
+
+def row_multiple(kv_dtype: str) -> int:
+    """Return what head dims of a cache are multiples of: of 16, or of its blocks."""
+    blocks = DType(kv_dtype).blocks if kv_dtype in BLOCK_DTYPES else None
+    return 16 if blocks is None else blocks.multiple

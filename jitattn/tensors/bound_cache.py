@@ -54,10 +54,11 @@ class CachePart(NamedTuple):
     def of(cls, number: int, source: Tensor, view: Any) -> CachePart:
         """Describe ``view``, a named tuple whose first field is a view of ``source``."""
         tensor = view[0]
-        ratio = tensor.itemsize // source.itemsize
-        shape = *tensor.shape[:-1], tensor.shape[-1] * ratio
-        strides = *(stride * ratio for stride in tensor.stride()[:-1]), tensor.stride(-1)
-        ahead = tensor.storage_offset() * ratio - source.storage_offset()
+        # Bytes of scales and zeros are of a type with several.
+        size, of = tensor.itemsize, source.itemsize
+        shape = *tensor.shape[:-1], tensor.shape[-1] * size // of
+        strides = *(stride * size // of for stride in tensor.stride()[:-1]), tensor.stride(-1)
+        ahead = tensor.storage_offset() * size // of - source.storage_offset()
         dtype = None if tensor.dtype is source.dtype else tensor.dtype
         is_whole = (shape, strides, ahead, dtype) == (source.shape, source.stride(), 0, None)
         return cls(number, shape, strides, ahead, dtype, is_whole, type(view), tuple(view[1:]))
@@ -165,7 +166,7 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 def plain_tensors(kv_cache: object) -> tuple[Tensor, ...]:
     """Return the tensors of a cache; none where it is of a kind that is checked each time.
 
-    One tensor, a pair, or four of NVFP4, so that their number says which.
+    One tensor, a pair, or four of a QuantizedKV, so that their number says which.
     """
     if type(kv_cache) is Tensor:
         tensors: tuple[Any, ...] = (kv_cache,)
@@ -188,10 +189,10 @@ class BoundCache:
 
     Attributes:
         config: the configuration it was checked against.
-        k: K as [num_pages, page_size, num_kv_heads, head_dim]; of NVFP4 head_dim / 2 bytes.
+        k: K as [num_pages, page_size, num_kv_heads, head_dim]; of four bits head_dim / 2 bytes.
         v: V likewise.
-        block_scales: those of K and V as [num_pages, page_size, num_kv_heads, head_dim / 16]; None
-            where K and V are not NVFP4.
+        block_scales: those of K and V, and zeros, as bytes [num_pages, page_size, num_kv_heads,
+            bytes of a row]; None where K and V have no blocks.
         k_scale: what a stored K is multiplied with; None where K is not quantised.
         v_scale: likewise of V.
         source: the cache's tensors, as they were given.

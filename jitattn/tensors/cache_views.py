@@ -1,4 +1,4 @@
-"""Views of KV caches: K and V by page, token, head and element, and block scales of NVFP4."""
+"""Views of KV caches: K and V by page, token, head and element, and the scales of their blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.dtype import BYTE_DTYPES, DType
+from jitattn.spec.dtype import BLOCK_DTYPES, BYTE_DTYPES, DType
 from jitattn.spec.params import BlockScales
-from jitattn.tensors.quantization import NVFP4_BLOCK, QuantizedKV
+from jitattn.tensors.quantization import QuantizedKV
 from jitattn.tensors.tensor_checks import check_device, check_last_stride, check_tensor
 
 _VECTOR_BYTES = 16
 
-_NVFP4 = DType.NVFP4.value
 _BYTE_DTYPES = tuple(DType(name).torch_dtype for name in BYTE_DTYPES)
 
 
@@ -49,7 +48,7 @@ class CacheView(NamedTuple):
 
     @property
     def is_vector_aligned(self) -> bool:
-        """Whether every row starts at a multiple of a vector, of 16 bytes but for NVFP4."""
+        """Whether every row starts at a multiple of a vector, of 16 bytes but for four bits."""
         size = self.tensor.element_size()
         offsets = [self.tensor.data_ptr(), *(stride * size for stride in self.strides)]
         return all(offset % self.vector_bytes == 0 for offset in offsets)
@@ -188,7 +187,8 @@ def view_of(kv_cache: object) -> object:
 class BlockCaches(NamedTuple):
     """K and V in four bits, as [num_pages, page_size, num_kv_heads, head_dim / 2] of uint8.
 
-    And the scales of their blocks, [num_pages, page_size, num_kv_heads, head_dim / 16] of e4m3.
+    And the scales of their blocks, with zeros, as bytes [num_pages, page_size, num_kv_heads, bytes
+    of a row].
     """
 
     k: CacheView
@@ -205,28 +205,31 @@ class BlockCaches(NamedTuple):
 def view_block_caches(
     kv_cache: object, config: PlannerConfig, device: torch.device
 ) -> BlockCaches | None:
-    """Return the parts of an NVFP4 cache; None where neither it nor the planner is one of NVFP4.
+    """Return the parts of a cache of four bits; None where neither it nor the planner is of them.
 
     Raises:
-        TypeError: no ``QuantizedKV``, where the planner's kv_dtype is NVFP4.
+        TypeError: no ``QuantizedKV``, where the planner's kv_dtype has blocks.
         ValueError: a ``QuantizedKV`` where it is another, or a shape or device that doesn't fit.
     """
     if not isinstance(kv_cache, QuantizedKV):
-        if config.kv_dtype != _NVFP4:
+        if config.kv_dtype not in BLOCK_DTYPES:
             return None
         raise TypeError(
-            f"kv_cache is a {type(kv_cache).__name__}: with kv_dtype={_NVFP4} expected a "
+            f"kv_cache is a {type(kv_cache).__name__}: with kv_dtype={config.kv_dtype} expected a "
             "QuantizedKV, which has the scales of blocks, too"
         )
-    if config.kv_dtype != _NVFP4:
+    if config.kv_dtype not in kv_cache.kv_dtypes:
         raise ValueError(
-            f"kv_cache is a QuantizedKV of {_NVFP4}: the planner has kv_dtype={config.kv_dtype}"
+            f"kv_cache is a QuantizedKV of {kv_cache.kv_dtype}: the planner has "
+            f"kv_dtype={config.kv_dtype}"
         )
+    kind = DType(config.kv_dtype).blocks
+    assert kind is not None
     dims = config.head_dim, config.head_dim_vo or config.head_dim
     # Rows of an odd number of blocks are copied in halves of a vector.
     vector = 16 if all(dim % 32 == 0 for dim in dims) else 8
     data = replace(config, kv_dtype="uint8")
-    scales = replace(config, kv_dtype="float8_e4m3fn")
+    scales = data if kind.has_zeros else replace(config, kv_dtype="float8_e4m3fn")
     k, v = (
         view_cache(name, tensor, data, dim // 2, device, row="head_dim / 2")._replace(
             vector_bytes=vector
@@ -236,13 +239,13 @@ def view_block_caches(
         )
     )
     blocks = (
-        view_cache(name, tensor, scales, dim // NVFP4_BLOCK, device, row="head_dim / 16")._replace(
-            vector_bytes=_scale_vector(dim)
+        view_cache(name, tensor, scales, num_bytes, device, row="bytes of scales")._replace(
+            vector_bytes=_scale_vector(num_bytes)
         )
-        for name, tensor, dim in zip(
+        for name, tensor, num_bytes in zip(
             ("kv_cache.k_block_scales", "kv_cache.v_block_scales"),
-            (kv_cache.k_block_scales, kv_cache.v_block_scales),
-            dims,
+            kv_cache.scale_bytes,
+            map(kind.row_bytes, dims),
             strict=True,
         )
     )
@@ -250,9 +253,8 @@ def view_block_caches(
     return BlockCaches(k, v, *blocks)
 
 
-def _scale_vector(dim: int) -> int:
+def _scale_vector(num_bytes: int) -> int:
     """Return what is copied of a row's scales at a time: block_vector() of constants.cuh.jinja."""
-    num_bytes = dim // NVFP4_BLOCK
     return next((size for size in (16, 8, 4) if num_bytes % size == 0), 1)
 
 

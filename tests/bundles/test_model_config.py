@@ -30,6 +30,7 @@ SHAPES = {
     "gpt-oss-20b": (64, 8, 64, (-1, 127)),
     "deepseek-v2-lite": (16, 16, 64, (-1,)),
     "deepseek-v3.2": (128, 128, 64, (-1,)),
+    "glm-5": (64, 64, 64, (-1,)),
     "phi-2": (32, 32, 80, (-1,)),
     "phi-3-mini-4k": (32, 32, 96, (2046,)),
 }
@@ -54,6 +55,14 @@ OTHERS: dict[str, dict[str, object]] = {
         "indexer": Indexer(num_heads=64, head_dim=128, num_tokens=2048),
         "pairings": (Pairing.INTERLEAVED,),
         "sm_scale": pytest.approx(0.1147213867929261),
+    },
+    "glm-5": {
+        "latent": Latent(
+            kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256
+        ),
+        "indexer": Indexer(num_heads=32, head_dim=128, num_tokens=2048),
+        "pairings": (Pairing.INTERLEAVED,),
+        "sm_scale": 256**-0.5,
     },
     "phi-2": {"biases": (True, False), "rotary_dim": 32, "dtype": "float16"},
 }

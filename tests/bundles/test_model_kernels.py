@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import jitattn
 from jitattn.base.errors import ConfigError
 from jitattn.bundles.model_config import model_of
 from jitattn.bundles.model_kernels import Need, Serving, from_model, needs_of
+from jitattn.device import driver
+from jitattn.kernels.common import cuda_kernels, device_kernels, kernel_loader
+from jitattn.kernels.mla.kernels import MLAKernels
 from jitattn.kernels.pages.spec import TransferConfig
 from jitattn.kernels.preprocess.spec import SLOTS, PreprocessConfig
 from jitattn.kernels.registry import specs_of
+from jitattn.kernels.select import index_logits, select_tokens
 from jitattn.kernels.select.spec import SelectConfig
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.family import KernelSpec
+from tests.emulator import launch_recorder
 from tests.support.model_configs import MODELS, write_config
 
 TABLES = ("shared", "separate")
+SPARSE = ("deepseek-v3.2", "glm-5")
 
 
 def needs(name: str, **changes: object) -> list[Need]:
@@ -47,8 +58,8 @@ def test_every_model_is_supported_everywhere(name: str, arch: str) -> None:
     families = {spec.kernel for spec in kernels(found, arch)}
     expected = {"decode", "prefill", "preprocess", "schedule", "merge", "gather", "copy_pages"}
     expected |= {"block_table", "batch_info", "layer_tables"}
-    expected |= {"mla"} if name.startswith("deepseek") else set()
-    expected |= {"index_logits", "choose"} if name == "deepseek-v3.2" else set()
+    expected |= {"mla"} if name.startswith(("deepseek", "glm-5")) else set()
+    expected |= {"index_logits", "choose"} if name in SPARSE else set()
     assert families == expected
 
 
@@ -122,6 +133,85 @@ def test_tokens_that_are_chosen() -> None:
     assert sum(need.use == "latent attention" for need in found) == len(TABLES)
     symbols = {spec.symbol for need in found for spec in specs_of(need.config, "sm_90a")}
     assert {"jitattn_index_logits_d128_h64_t1", "jitattn_select_tokens"} < symbols
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[KernelSpec]]:
+    """The kernels that a card of compute capability 9.0 is asked for; nothing is launched."""
+    found: set[KernelSpec] = set()
+    launch_recorder.install(monkeypatch)
+    start, facts = kernel_loader.start, cuda_kernels.device_facts(0)
+
+    def started(specs: Sequence[KernelSpec], *others: object, **named: object) -> object:
+        found.update(specs)
+        return start(specs, *others, **named)  # type: ignore[arg-type]
+
+    def load(spec: KernelSpec, *others: object) -> launch_recorder.FakeKernel:
+        found.add(spec)
+        return launch_recorder.FakeKernel(spec.symbol, 0, 0)
+
+    monkeypatch.setattr(kernel_loader, "start", started)
+    monkeypatch.setattr(device_kernels, "load", load)
+    monkeypatch.setattr(device_kernels, "card_of", lambda device: 0)
+    monkeypatch.setattr(device_kernels, "launch_on", lambda card, launch: None)
+    monkeypatch.setattr(driver, "device_facts", lambda index: facts)
+    for module in (index_logits, select_tokens):
+        monkeypatch.setattr(module, "LAUNCHES", module.LAUNCHES.anew())
+    device_kernels.tile_of.cache_clear()
+    yield found
+    device_kernels.tile_of.cache_clear()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_layer_asks_for_nothing_else(
+    asked: set[KernelSpec], name: str, kv_dtype: str
+) -> None:
+    """Decode steps, verified tokens and prompts: indexer, choice, attention over every cache."""
+    found = needs(name, tensor_parallel=4, kv_dtypes=(kv_dtype,))
+    model = model_of(MODELS[name])
+    indexer = model.indexer
+    assert indexer is not None
+    config = next(need.config for need in found if need.use == "attention to chosen tokens")
+    assert isinstance(config, MLAConfig)
+    arguments = {field: getattr(config, field) for field in vars(config)}
+    planner = jitattn.MLAPlanner(**arguments, device="cpu")
+    planner.kernels = MLAKernels(config, torch.device("cuda", 0))
+    planner.kernels.device, planner.backend = launch_recorder.CPU, "cuda"  # type: ignore[attr-defined]
+    lens = torch.tensor([300, 64], dtype=torch.int32)
+    pages = jitattn.BlockTable(torch.arange(10, dtype=torch.int32).view(2, 5))
+    index_cache = torch.zeros(10, 64, indexer.head_dim + 4, dtype=torch.uint8)
+    for q_len in (1, 2, 3, 5, 40):
+        tokens = 2 * q_len
+        steps = {"qo_indptr": torch.tensor([0, q_len, tokens], dtype=torch.int32)}
+        given: dict[str, Any] = {} if q_len == 1 else steps | {"max_q_len": q_len}
+        q_index = torch.zeros(tokens, indexer.num_heads, indexer.head_dim).to(torch.float8_e4m3fn)
+        weights = torch.zeros(tokens, indexer.num_heads)
+        logits = jitattn.index_logits(q_index, weights, index_cache, pages, lens, **given)
+        lists = jitattn.select_tokens(logits, pages, lens, indexer.num_tokens, **given)
+        plan = planner.plan(lists, tokens)
+        q_nope = torch.zeros(tokens, config.num_heads, 512, dtype=torch.bfloat16)
+        for cache in latent_caches(config):
+            plan.run(q_nope, q_nope[..., :64].contiguous(), planner.bind(cache))
+    kinds = {spec.kernel for spec in asked}
+    assert {"index_logits", "choose", "mla", "schedule"} <= kinds
+    assert asked <= kernels(found, "sm_90a")
+
+
+def latent_caches(config: MLAConfig) -> Iterator[Tensor | tuple[Tensor, Tensor]]:
+    """Every form that ``bind`` takes, each once at odd addresses."""
+    stored = getattr(torch, config.kv_dtype)
+    shape = 10, config.page_size, 576
+    for room in (0, 1):
+        whole = torch.zeros(*shape[:2], 576 + 4 * room, dtype=stored)[..., 4 * room :]
+        yield whole
+        yield whole[..., :512], whole[..., 512:]
+        if stored.itemsize == 1:
+            yield (
+                whole[..., :512],
+                torch.zeros(*shape[:2], 64 + room, dtype=torch.bfloat16)[..., room:],
+            )
+            yield torch.zeros(*shape[:2], 656 + 4 * room, dtype=torch.uint8)[..., 4 * room :]
 
 
 @pytest.mark.parametrize(

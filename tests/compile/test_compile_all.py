@@ -57,6 +57,8 @@ EVERYDAY = (
     "head_dim=128,kv_dtype=int8",
     "head_dim=128,kv_dtype=nvfp4",
     "head_dim=240,kv_dtype=nvfp4,use_custom_mask=true,logits_soft_cap=30",
+    "head_dim=128,kv_dtype=int4_g32",
+    "head_dim=64,kv_dtype=int4_g64,q_dtype=float16",
     "head_dim=128,num_qo_heads=128,page_table=page_lists",
     "head_dim=256,kv_dtype=float8_e4m3fn,page_table=indices,logits_soft_cap=30",
 )
@@ -219,7 +221,7 @@ def test_every_kind_of_box_is_compiled() -> None:
     boxes = [spec for spec in found if spec.loader is Loader.TENSOR]
     assert {spec.page_size for spec in boxes} == {8, 16, 48, 64, 128}
     assert {spec.page_table for spec in boxes} == {"shared", "separate", "csr", "page_lists"}
-    without = {None, DType.NVFP4}  # the scales of blocks
+    without = {None, DType.NVFP4, DType.INT4}  # the scales of blocks
     assert {spec.kv_dtype for spec in boxes} == set(SAMPLE["kv_dtype"]) - without | set(Q_DTYPES)
     assert {spec.row_tile for spec in boxes} == {8, 16, 32}
     assert {spec.use_custom_mask for spec in boxes} == {False, True}

@@ -24,7 +24,7 @@ from jitattn.kernels.preprocess.params import (
 from jitattn.kernels.preprocess.spec import PreprocessConfig, PreprocessSpec
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import HEAD_DIMS
-from jitattn.spec.dtype import KV_DTYPES
+from jitattn.spec.dtype import KV_DTYPES, row_multiple
 from jitattn.spec.layout import Layout, Loader
 from tests.compile.test_params import _asserts, _compile
 from tests.support.compiler import compile_kernel, instructions
@@ -34,7 +34,7 @@ _FIELDS: dict[str, tuple[object, ...]] = {
     "page_size": (1, 3, 16, 64),
     "qkv_dtype": ("bfloat16", "float16"),
     "out_dtype": (None, "float8_e4m3fn", "float8_e5m2"),
-    "kv_dtype": KV_DTYPES,
+    "kv_dtype": tuple(name for name in KV_DTYPES if row_multiple(name) == 16),
     "page_table": ("shared", "separate", "csr", "token", "slots"),
     "pairing": ("none", "neox", "interleaved"),
     "use_mrope": (False, True),
@@ -47,6 +47,8 @@ _ALWAYS = (
     "kernel=preprocess,kv_dtype=float8_e4m3fn,out_dtype=float8_e4m3fn",
     "kernel=preprocess,kv_dtype=nvfp4,use_norm=true,use_bias=true,use_mrope=true",
     "kernel=preprocess,kv_dtype=nvfp4,use_norm=true,use_bias=true,out_dtype=float8_e5m2",
+    "kernel=preprocess,kv_dtype=int4_g32,use_norm=true,use_bias=true,use_mrope=true",
+    "kernel=preprocess,kv_dtype=int4_g64,pairing=none,page_table=slots",
     "kernel=preprocess,kv_dtype=int8,pairing=interleaved,use_norm=true,use_bias=true,page_table=csr",
     "kernel=preprocess,head_dim=512,head_dim_vo=64,pairing=none,page_table=slots",
 )

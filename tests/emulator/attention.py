@@ -37,9 +37,11 @@ from tests.support.cases import Case
 from tests.support.harness import attend, check, expected
 from tests.support.inputs import make_inputs
 
-REAL_HEADERS = ("operands", "schedule", "attention_params", "mla_params", "nvfp4", "lanes")
+REAL_HEADERS = (
+    *("operands", "schedule", "attention_params", "mla_params"),
+    *("blocks", "nvfp4", "int4", "lanes"),
+)
 UNPACK = """
-struct Float4E2M1 { using Storage = uint8_t; };
 template <typename To, typename From> uint2 unpack_pairs(uint32_t bytes) {
   const uint2 halves = From::to_pairs(bytes);
   return {To::from_halves(halves.x), To::from_halves(halves.y)};

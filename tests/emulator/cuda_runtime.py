@@ -51,6 +51,7 @@ inline float __uint_as_float(uint32_t x) { return bits_of<float>(x); }
 inline uint32_t __float_as_uint(float x) { return bits_of<uint32_t>(x); }
 inline int __float2int_rn(float x) { return static_cast<int>(std::lrint(x)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
   const uint64_t both = a | uint64_t(b) << 32;
@@ -109,6 +110,15 @@ struct Half : Numbers<Half> {
     return x == x ? bits_of<uint16_t>(static_cast<_Float16>(saturated(x, 65504.f))) : 0x7fff;
   }
   static uint32_t from_halves(uint32_t word) { return word; }
+  // Rounded once: a double has the product, and the sum but for numbers far apart.
+  static uint16_t fma(uint16_t a, uint16_t b, uint16_t c) {
+    const double sum = double(to_float(a)) * to_float(b) + to_float(c);
+    return sum == sum ? bits_of<uint16_t>(static_cast<_Float16>(sum)) : 0x7fff;
+  }
+  static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    return fma(uint16_t(a), uint16_t(b), uint16_t(c)) |
+           uint32_t(fma(uint16_t(a >> 16), uint16_t(b >> 16), uint16_t(c >> 16))) << 16;
+  }
 };
 struct BFloat16 : Numbers<BFloat16> {
   static constexpr int kMantissaBits = 7;

@@ -69,7 +69,7 @@ def test_every_pair_of_types(kv_dtype: str, out_dtype: str) -> None:
 
 @pytest.mark.parametrize("scale", [None, "number", "heads"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", ["int8", "nvfp4"])
+@pytest.mark.parametrize("name", ["int8", "nvfp4", "int4"])
 def test_quantised_caches(name: str, out_dtype: str, scale: str | None) -> None:
     check_quantised_gather(name, out_dtype, scale, DEVICE)
 

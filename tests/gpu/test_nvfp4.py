@@ -15,12 +15,12 @@ from torch import Tensor
 import jitattn
 from tests.gpu.device import DEVICE
 from tests.support import harness
+from tests.support.blocks import split_blocks
 from tests.support.cases import BLOCK_FAMILIES, CACHES_SHARED, NVFP4, NVFP4_D256, Case, of
 from tests.support.inputs import (
     address_probe,
     make_inputs,
     random_tokens,
-    split_blocks,
     values,
     zeros_of,
 )

@@ -997,6 +997,8 @@ def test_tables_are_written_in_place() -> None:
         {"dtype": torch.float8_e4m3fn},
         {"dtype": "int8"},
         {"dtype": "nvfp4", "head_dim": 32},
+        {"dtype": "int4", "head_dim": 32},
+        {"dtype": "int4_g32", "head_dim": 96},
         {"dtype": "float16", "head_dim_vo": 32},
     ],
     ids=lambda given: str(given["dtype"]),
@@ -1024,7 +1026,7 @@ def test_views_are_what_planners_take(
         page = manager.layer_view(i, mode).block_table([seq]).table[0, 1]
         parts = cache if isinstance(cache, tuple) else (cache,)
         if isinstance(cache, jitattn.QuantizedKV):
-            parts = (cache.k, cache.v, cache.k_block_scales, cache.v_block_scales)
+            parts = cache.tensors
         for part in parts:
             part[page].view(torch.uint8).fill_(i + 1)
         slot = seq.base_page_ids(0)[1]

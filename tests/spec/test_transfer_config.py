@@ -17,7 +17,7 @@ from jitattn.spec.dtype import DType
 
 
 def test_texts_are_read_back() -> None:
-    assert len(set(every_config())) == len(every_config()) == 25
+    assert len(set(every_config())) == len(every_config()) == 34
     for config in every_config():
         assert TransferConfig.parse(config.arguments_text()) == config
         for arch in ARCHITECTURES:

@@ -62,6 +62,25 @@ def test_example_of_variants_runs_and_stands_in_its_page(
     assert re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0] == path.read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sparse_tokens", r"torch.Size\(\[2, 16, 512\]\) \[2048, 1500\]"),
+        ("sparse_pages", r"torch.Size\(\[2, 32, 128\]\) \[32, 26\] 0\.[0-3]\d*"),
+    ],
+)
+def test_examples_of_sparse_layers_run(
+    name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(ROOT / f"docs/examples/{name}.py"))
+    assert re.fullmatch(said, capsys.readouterr().out.strip())
+
+
+def test_the_picture_of_sparse_attention_is_current() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/pictures.py"))
+    assert drawn["SPARSE"].read_text() == drawn["sparse_svg"](), "run: python docs/pictures.py"
+
+
 def test_readme_has_two_commands_with_environments_of_their_own() -> None:
     commands = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
     assert len(commands) == 2

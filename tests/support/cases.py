@@ -15,6 +15,7 @@ from typing import Any
 from jitattn.kernels.attention.spec import DecodeSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.config import PlannerConfig
+from jitattn.spec.dtype import BlockFormat, DType
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import Layout, Loader
 from tests.support.variants import VARIANTS
@@ -99,6 +100,11 @@ class Case:
     def stored_dtype(self) -> str:
         """kv_dtype with its default filled in."""
         return self.kv_dtype or self.dtype
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """The blocks of a cache of four bits."""
+        return DType(self.stored_dtype).blocks
 
     @property
     def queries(self) -> tuple[int, ...]:
@@ -674,6 +680,17 @@ BLOCK_FAMILIES = (
     NVFP4_D256,
     replace(NVFP4, head_dim=80),  # an odd number of blocks
 )
+INT4 = replace(E4M3, kv_dtype="int4")
+INT4_FP16 = replace(INT4, dtype="float16")
+INT4_FAMILIES = (
+    INT4,
+    replace(INT4, kv_dtype="int4_g32", dtype="float16", page_table="separate"),
+    replace(INT4, kv_dtype="int4_g64"),
+    replace(INT4, kv_dtype="int4_g32", head_dim=64, page_table="token"),
+    replace(INT4, head_dim=80, page_table="csr", page_size=5),  # half a step
+    replace(INT4, kv_dtype="int4_g64", head_dim=256, page_table="ragged", page_size=1),
+    replace(INT4, kv_dtype="int4_g32", head_dim=96, page_size=3, logits_soft_cap=30.0),
+)
 QUANTISED_FAMILIES = (*BYTE_FAMILIES, *BLOCK_FAMILIES)
 
 EVERY_LAYOUT = (D128, D128_SEPARATE, D128_CSR, D128_TOKEN, RAGGED)
@@ -725,6 +742,7 @@ def all_cases() -> tuple[Case, ...]:
     """One case at least for every kernel that the GPU tests launch."""
     named = (D128_PAGE_32, D128_PAGE_3, D192X128, D512, PAGE_1, SOFT_CAP, *EVERY_LAYOUT)
     named += (*QUANTISED_FAMILIES, *twins_of(E4M3), *twins_of(NVFP4))
+    named += (*INT4_FAMILIES, INT4_FP16)
     named += (*BOX_PAGES, *BOX_DIMS, *DRAFTS)
     return (
         *decode_cases(),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import jitattn
 from jitattn.tensors.page_table_base import PageTable
-from jitattn.tensors.quantization import _to_e2m1
+from tests.support.blocks import head_dim_of, in_blocks, split_blocks, values_of_blocks
 from tests.support.cases import Case
 from tests.support.queries import MaskOf, make_mask, offsets_of
 from tests.support.variant_values import Change, Params, changed, params_of
@@ -34,7 +34,8 @@ Pair = tuple[Tensor, Tensor]
 Tokens = tuple[Tensor, Tensor, Tensor]
 """q [rows, Hq, D], and k [total, Hkv, D] and v [total, Hkv, Dv] as the cache stores them.
 
-Of NVFP4 uint8 [total, Hkv, D / 2 + D / 16]: the numbers, then the scales of the blocks."""
+Of four bits uint8 [total, Hkv, D / 2 + bytes of scales]: the numbers, then the scales of the
+blocks, see `tests.support.blocks`."""
 Scale = float | Tensor | None
 CANARY = -1234.0
 DEAD_PAGES = 3
@@ -190,7 +191,7 @@ def build_cache(case: Case, pool: Pool, name: str | None = None) -> Tensor | Pai
     cache = CACHES[name or case.cache](pool)
     if isinstance(cache, Tensor):
         is_one = case.page_table != "ragged" and case.value_dim == case.head_dim
-        if is_one and case.kv_dtype != "nvfp4":
+        if is_one and not case.blocks:
             return cache
         cache = cache[:, 0], cache[:, 1]
     return cache[0][..., : pool.key_dim], cache[1][..., : pool.value_dim]
@@ -267,14 +268,17 @@ class Inputs:
     mask: MaskOf | None
     garbage: Tensor  # bool, like table: entries that must not be read
     dead_page: int  # the id of a page full of NaN
-    blocks: Pair | None = None  # of NVFP4: the scales of K and V, float8_e4m3fn
+    blocks: Pair | None = None  # the scales of K and V: float8_e4m3fn, or float16 with zeros
 
     @property
     def given(self) -> jitattn.QuantizedKV | Tensor | Pair:
         """The cache as the planner takes it."""
         if self.blocks is None:
             return self.cache
-        return jitattn.QuantizedKV(*self.cache, *self.blocks)
+        k, v = self.blocks
+        if k.dtype is torch.float16:
+            k, v = (x.unflatten(-1, (-1, 2)) for x in (k, v))
+        return jitattn.QuantizedKV(*self.cache, k, v)
 
     @property
     def poisoned(self) -> Tensor | Pair:
@@ -383,49 +387,28 @@ def random_tokens(case: Case, device: torch.device | str) -> Tokens:
 def stored(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tokens:
     """The tokens in the case's dtypes."""
     q = q.to(getattr(torch, case.dtype))
-    if case.kv_dtype == "nvfp4":
-        return q, in_blocks(k), in_blocks(v)
+    if case.kv_dtype and case.blocks:
+        return q, in_blocks(k, case.kv_dtype), in_blocks(v, case.kv_dtype)
     dtype = getattr(torch, case.stored_dtype)
     if dtype == torch.int8:
         k, v = k.round(), v.round()
     return q, k.to(dtype), v.to(dtype)
 
 
-def in_blocks(numbers: Tensor) -> Tensor:
-    """Tokens of NVFP4: exact where scales that are powers of two can do it, else the nearest."""
-    blocks = numbers.float().unflatten(-1, (-1, 16))
-    # The largest magnitude of a block becomes 4 or 6 where it is a number of four bits.
-    largest = blocks.abs().amax(-1, keepdim=True)
-    scales = torch.exp2((largest / 6).log2().ceil()).clamp(2.0**-9, 2.0**8)
-    codes = _to_e2m1(blocks / scales).flatten(-2)
-    data = codes[..., ::2] | codes[..., 1::2] << 4
-    block_scales = scales[..., 0].to(torch.float8_e4m3fn)
-    exact = jitattn.quant.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
-    if not torch.equal(exact, numbers.float()):
-        data, block_scales = jitattn.quant.quantize_kv(numbers.float(), "nvfp4")
-    return torch.cat((data, block_scales.view(torch.uint8)), -1)
-
-
-def split_blocks(tokens: Tensor) -> Pair:
-    """The numbers and the scales of tokens of NVFP4."""
-    size = tokens.shape[-1] // 9 * 8
-    return tokens[..., :size], tokens[..., size:].view(torch.float8_e4m3fn)
-
-
-def zeros_of(tokens: Tensor) -> Tensor:
-    """Float zeros, one for each element of stored tokens."""
+def zeros_of(tokens: Tensor, kv_dtype: str | None = "nvfp4") -> Tensor:
+    """Float zeros, one for each element of stored tokens; ``kv_dtype`` says what bytes are of."""
     size = tokens.shape[-1]
-    shape = (*tokens.shape[:-1], size // 9 * 16 if tokens.dtype == torch.uint8 else size)
-    return torch.zeros(shape, device=tokens.device)
+    if tokens.dtype == torch.uint8:
+        size = head_dim_of(tokens, str(kv_dtype))
+    return torch.zeros((*tokens.shape[:-1], size), device=tokens.device)
 
 
-def values(tokens: Tensor, scale: Scale) -> Tensor:
-    """What stored tokens [total, Hkv, D] stand for."""
+def values(tokens: Tensor, scale: Scale, kv_dtype: str | None = "nvfp4") -> Tensor:
+    """What stored tokens [total, Hkv, D] stand for; ``kv_dtype`` says what bytes are of."""
     if not is_quantised(tokens):
         return tokens
     if tokens.dtype == torch.uint8:
-        data, block_scales = split_blocks(tokens)
-        tokens = jitattn.quant.dequantize_kv(data, dtype="nvfp4", block_scales=block_scales)
+        tokens = values_of_blocks(tokens, str(kv_dtype))
     factor = torch.as_tensor(1.0 if scale is None else scale, device=tokens.device).double()
     return tokens.double() * factor.reshape(-1, 1)
 
@@ -448,7 +431,7 @@ def address_probe(case: Case, device: torch.device | str, targets: list[int]) ->
     holds exactly: the token's base-16 digits (base 8 in e5m2), its KV head and its page's column,
     then a hash. In NVFP4 they are the numbers of four bits, in order.
     """
-    q, k, v = (zeros_of(x) for x in random_tokens(case, device))
+    q, k, v = (zeros_of(x, case.kv_dtype) for x in random_tokens(case, device))
     level = 2.0 ** math.ceil(math.log2(math.sqrt(120 / (case.scale * case.head_dim))))
     q.fill_(level if case.scales is None else 2 * level)  # a k_scale is 1/2 at the least
     starts = _indptr(case)
@@ -476,7 +459,7 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     rng = generator(case, device)
     lengths = torch.tensor([max(0, length) for length in case.lengths], device=device)
     starts = _starts(case, rng, lengths)
-    per_element = 2 if case.kv_dtype == "nvfp4" else 1
+    per_element = 2 if case.blocks else 1
     pool = Pool(
         num_pages=int(starts[-1]) + DEAD_PAGES,
         page_size=case.page_size,
@@ -490,8 +473,8 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     cache = build_cache(case, pool)
     caches = (cache[:, 0], cache[:, 1]) if isinstance(cache, Tensor) else cache
     blocks = None
-    if case.kv_dtype == "nvfp4":
-        (k_data, k_blocks), (v_data, v_blocks) = split_blocks(k), split_blocks(v)
+    if case.kv_dtype and case.blocks:
+        (k_data, k_blocks), (v_data, v_blocks) = (split_blocks(x, case.kv_dtype) for x in (k, v))
         blocks = _scatter_blocks(case, pool, (k_blocks, v_blocks), slots)
         parts = k_data, v_data
     else:
@@ -510,8 +493,8 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
     return Inputs(
         case=case,
         q=q,
-        k=values(k, k_scale),
-        v=values(v, v_scale),
+        k=values(k, k_scale, case.kv_dtype),
+        v=values(v, v_scale, case.kv_dtype),
         kv_indptr=_indptr(case),
         cache=name_cache(cache, case),
         table=table,
@@ -530,9 +513,13 @@ def make_inputs(case: Case, device: torch.device | str, tokens: Tokens | None = 
 
 
 def _scatter_blocks(case: Case, pool: Pool, scales: Pair, slots: Pair) -> Pair:
-    """The scales of NVFP4 blocks in a cache of their own, as the planner is given it."""
-    dtype = torch.float8_e4m3fn
-    dims = {"key_dim": case.head_dim // 16, "value_dim": case.value_dim // 16}
+    """The scales of blocks in a cache of their own; those of int4 beside their zeros."""
+    assert case.blocks is not None
+    has_zeros = case.blocks.has_zeros
+    dtype = torch.float16 if has_zeros else torch.float8_e4m3fn
+    if has_zeros:
+        scales = scales[0].flatten(-2), scales[1].flatten(-2)
+    dims = {"key_dim": scales[0].shape[-1], "value_dim": scales[1].shape[-1]}
     pair = build_cache(case, replace(pool, dtype=dtype, **dims), case.block_cache)
     assert isinstance(pair, tuple)
     for tokens_of, cache_of, slots_of in zip(scales, pair, slots, strict=True):

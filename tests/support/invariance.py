@@ -54,7 +54,7 @@ class Request:
         order = torch.randperm(num_pages, generator=generator)[: sum(counts)].int()
         table = torch.full((len(pieces), max(counts)), -7, dtype=torch.int32, device=device)
         cache = [
-            torch.zeros(num_pages * page_size, *rows.shape[1:], device=device).to(rows.dtype)
+            torch.empty(num_pages * page_size, *rows.shape[1:], dtype=rows.dtype, device=device)
             for rows in self.stored
         ]
         for slots in cache:

@@ -10,7 +10,7 @@ from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.kernels.attention.tile import row_tile_for
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS
-from jitattn.spec.dtype import QUANTISED_DTYPES, DType
+from jitattn.spec.dtype import BYTE_DTYPES, DType
 from jitattn.spec.layout import Layout, Loader
 
 # The values from which the compile tests draw. Page sizes stand for their kind: one token, odd,
@@ -21,8 +21,8 @@ SAMPLE: dict[str, tuple[object, ...]] = {
     "page_size": (1, 3, 8, 16, 48, 64, 128),
     "row_tile": (8, 16, 32, None),  # None: the prefill kernel
     "q_dtype": (DType.BFLOAT16, DType.FLOAT16),
-    # None: q_dtype
-    "kv_dtype": (None, *map(DType, QUANTISED_DTYPES)),
+    # None: q_dtype. Blocks of int4 stand for those of 32 and 64 elements.
+    "kv_dtype": (None, *map(DType, (*BYTE_DTYPES, DType.NVFP4, DType.INT4))),
     "out_dtype": (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32),
     "page_table": tuple(Layout),
     "is_aligned": (True, False),

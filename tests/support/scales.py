@@ -78,7 +78,7 @@ def every_byte_of_v(
 def ones_probe(case: Case, device: torch.device | str) -> Tokens:
     """A uniform probe whose V is 1 everywhere."""
     q, k, v = uniform_probe(case, device)
-    return q, k, stored(case, q, zeros_of(k), zeros_of(v) + 1)[2]
+    return q, k, stored(case, q, zeros_of(k, case.kv_dtype), zeros_of(v, case.kv_dtype) + 1)[2]
 
 
 def check_v_scale(
@@ -102,9 +102,9 @@ def check_k_scale(case: Case, form: str, q_len: int, device: torch.device | str)
     shape = {"group_size": GROUP_SIZE, "num_kv_heads": NUM_KV_HEADS}
     case = of(replace(case, **shape, sm_scale=0.5, causal=False), (q_len, 2))
     _, k, v = random_tokens(case, device)
-    q, keys = (zeros_of(x) for x in random_tokens(case, device)[:2])
+    q, keys = (zeros_of(x, case.kv_dtype) for x in random_tokens(case, device)[:2])
     q[..., 3], keys[1, :, 3] = 2.0, 1.0
-    q, k, _ = stored(case, q, keys, zeros_of(v))
+    q, k, _ = stored(case, q, keys, zeros_of(v, case.kv_dtype))
     tokens = q, k, v
     inputs = make_inputs(replace(case, scales=None), device, tokens)
     for scales in K_SCALES:

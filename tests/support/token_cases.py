@@ -15,9 +15,19 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.spec.dtype import DType
 
 POISON = 0xFF  # NaN in every type that has one
-CACHE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "nvfp4")
+CACHE_DTYPES = (
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "nvfp4",
+    "int4",
+    "int4_g32",
+)
 MEMORY = ("NHD", "HND", "interleaved", "layers", "packed", "odd")
 """How pools lie: the order of tokens and heads, K and V as pages 2 p and 2 p + 1, all layers of a
 page together, K and V of a head side by side, at odd addresses."""
@@ -298,15 +308,21 @@ def make_cache(case: TokenCase) -> tuple[list[Tensor], Callable[[list[Tensor]], 
     """Return pools of bytes, what sees a cache in them, and how many pages that has."""
     num_pages = sum(-(-max(kv_len, 0) // case.page_size) for _, kv_len in case.pairs)
     num_pages = 3 + (2 if case.page_table == "separate" else 1) * num_pages
-    if case.kv_dtype == "nvfp4":
-        dims = [(d // 2, torch.uint8) for d in (case.head_dim, case.value_dim)]
-        blocks = [(d // 16, torch.float8_e4m3fn) for d in (case.head_dim, case.value_dim)]
+    kind = DType(case.kv_dtype).blocks
+    if kind is not None:
+        both = case.head_dim, case.value_dim
+        dims = [(d // 2, torch.uint8) for d in both]
+        blocks = [(kind.count(d), torch.float8_e4m3fn) for d in both]
+        if kind.has_zeros:
+            blocks = [(2 * kind.count(d), torch.float16) for d in both]
         memory = "NHD" if case.memory == "interleaved" else case.memory
         halves = [_pair(replace(case, memory=memory), num_pages, *part) for part in (dims, blocks)]
         pools = [pool for part, _ in halves for pool in part]
 
         def rebuild(memory: list[Tensor]) -> object:
             (k, v), (ks, vs) = halves[0][1](memory[:2]), halves[1][1](memory[2:])
+            if kind.has_zeros:
+                ks, vs = ks.unflatten(-1, (-1, 2)), vs.unflatten(-1, (-1, 2))
             return jitattn.QuantizedKV(k, v, ks, vs)
 
         return pools, rebuild, num_pages
@@ -426,7 +442,7 @@ def values_of(inputs: TokenInputs, device: torch.device | None = None) -> list[T
         sides = (cache.k, cache.k_block_scales), (cache.v, cache.v_block_scales)
         return [
             jitattn.quant.dequantize_kv(
-                data.to(device), dtype="nvfp4", block_scales=scales.to(device)
+                data.to(device), dtype=cache.kv_dtype, block_scales=scales.to(device)
             )
             for data, scales in sides
         ]
@@ -441,6 +457,9 @@ _STEPS = {
     "float8_e5m2": (2.0**-2, 2.0**-15),
     "int8": (0.0, 1.0),
     "nvfp4": (0.6, 0.6),
+    "int4": (0.15, 1.0),
+    "int4_g64": (0.15, 1.0),
+    "int4_g32": (0.15, 1.0),
 }
 
 

@@ -18,6 +18,9 @@ KINDS: dict[str, TokenCase] = {
     "e5m2": replace(_BASE, kv_dtype="float8_e5m2", scales="number", q_out="float8_e5m2"),
     "int8": replace(_BASE, kv_dtype="int8", scales="tensor"),
     "nvfp4": replace(_BASE, kv_dtype="nvfp4", scales="heads", rotary_dim=64, use_norm=True),
+    "int4": replace(_BASE, kv_dtype="int4", scales="heads", rotary_dim=48, use_norm=True),
+    "int4_g32": replace(_BASE, kv_dtype="int4_g32", head_dim=96, rotary_dim=80),
+    "int4_g64": replace(_BASE, kv_dtype="int4_g64", rotary="interleaved", memory="HND"),
     "mrope": replace(_BASE, mrope=True, positions="given", rotary_dim=96, seed=1),
     "plain": replace(_BASE, qkv="strided", memory="odd", rotary_dim=20, head_dim=80),
     "interleaved": replace(
@@ -44,6 +47,7 @@ APPENDS: dict[str, TokenCase] = {
         _APPEND, head_dim=512, head_dim_vo=64, num_kv_heads=1, page_table="slots", page_size=64
     ),
     "append fp16": replace(_APPEND, dtype="float16", kv_dtype="float8_e4m3fn", page_table="token"),
+    "append int4 of 48": replace(_APPEND, kv_dtype="int4", head_dim=48, memory="odd"),
     "append nvfp4 of 48": replace(_APPEND, kv_dtype="nvfp4", head_dim=48, memory="odd"),
 }
 
@@ -56,6 +60,8 @@ def kinds_of() -> list[str]:
     cases += [replace(_BASE, kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype="bfloat16", q_out="new")]
+    # Written, and gathered.
+    cases += [replace(_APPEND, kv_dtype=name, page_table="slots") for name in ("int4", "int4_g32")]
     # Angles, and pools of 16-token pages.
     cases += [replace(_BASE, dtype="float16", kv_dtype="float16", page_table="slots")]
     return list(dict.fromkeys(config_text(case) for case in cases))

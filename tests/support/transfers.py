@@ -164,7 +164,7 @@ def assert_bits(got: Tensor, want: Tensor) -> None:
 
 
 def quantised_cache(name: str, device: str, seed: int = 0) -> tuple[object, Tensor, Tensor]:
-    """A cache of int8 or NVFP4 with strides of its own, and the values of its K and V.
+    """A cache of int8, NVFP4 or int4 with strides of its own, and the values of its K and V.
 
     [11 pages, 4 tokens, 3 heads, 32 and 48 columns]; unscaled.
     """
@@ -182,16 +182,18 @@ def quantised_cache(name: str, device: str, seed: int = 0) -> tuple[object, Tens
             target[:, 1, ..., : x.shape[-1]] = x
         pair = tuple(w[:, 1, ..., : x.shape[-1]] for w, x in zip(wide, stored, strict=True))
         return pair, values[0], values[1]
-    parts = [jitattn.quant.quantize_kv(x, "nvfp4") for x in (k, v)]
-    values = [jitattn.quant.dequantize_kv(x, dtype="nvfp4", block_scales=s) for x, s in parts]
+    parts = [jitattn.quant.quantize_kv(x, name) for x in (k, v)]
+    values = [jitattn.quant.dequantize_kv(x, dtype=name, block_scales=s) for x, s in parts]
     data = [torch.cat((x, x), dim=1)[:, 4:] for x, _ in parts]
     scales = [torch.cat((s.view(torch.uint8),) * 2, dim=1)[:, 4:] for _, s in parts]
+    if name != "nvfp4":
+        scales = [x.view(torch.float16) for x in scales]
     cache = jitattn.QuantizedKV(data[0], data[1], scales[0], scales[1])
     return cache, values[0], values[1]
 
 
 def check_quantised_gather(name: str, out_dtype: str, scale: str | None, device: str) -> None:
-    """int8 and NVFP4: a stored value times its scale, in float32, rounded once."""
+    """int8, NVFP4 and int4: a stored value times its scale, in float32, rounded once."""
     cache, k_values, v_values = quantised_cache(name, device)
     table = torch.tensor([[7, 2, 9], [4, 10, 2**31 - 1]], dtype=torch.int32, device=device)
     lens = torch.tensor([10, 7], dtype=torch.int32, device=device)
@@ -253,8 +255,7 @@ def _named(cache: object, kv_layout: str) -> object:
         return cache
     if isinstance(cache, tuple):
         return tuple(x.transpose(1, 2) for x in cache)
-    parts = (cache.k, cache.v, cache.k_block_scales, cache.v_block_scales)
-    return jitattn.QuantizedKV(*(x.transpose(1, 2) for x in parts))
+    return jitattn.QuantizedKV(*(x.transpose(1, 2) for x in cache.tensors))
 
 
 # --- copies of pages ------------------------------------------------------------------------------

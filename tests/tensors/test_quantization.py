@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 import jitattn
-from jitattn.jit.sources import TEMPLATES
-from tests.emulator.cuda_runtime import CONVERSIONS, PAIRS, QUALIFIERS, TYPES, WORDS, library_of
+from tests.emulator.cuda_runtime import (
+    CONVERSIONS,
+    PAIRS,
+    QUALIFIERS,
+    TYPES,
+    WORDS,
+    library_of,
+    with_headers,
+)
 
 FP8 = {"float8_e4m3fn": (448.0, 0x7E), "float8_e5m2": (57344.0, 0x7B)}
 
@@ -237,6 +244,7 @@ def test_quantized_kv_refuses(others: dict[str, object], match: str) -> None:
 # --- the kernels' header --------------------------------------------------------------------------
 
 HOST = f"{QUALIFIERS}{WORDS}namespace jitattn {{{PAIRS}{TYPES}{CONVERSIONS}}}"
+CONVERT = '#include "jitattn/convert.cuh"\n'
 CALL = """
 using namespace jitattn;
 extern "C" void convert(int type, const float* values, int64_t count, uint32_t* out) {
@@ -263,9 +271,9 @@ TYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "e2m1", "block scale"]
 
 @pytest.fixture(scope="module")
 def header(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    text = (TEMPLATES / "include/jitattn/convert.cuh").read_text()
-    kept = [line for line in text.splitlines() if not line.startswith(("#include", "#pragma"))]
-    loaded = library_of(HOST + "\n".join(kept) + CALL)
+    loaded = library_of(
+        with_headers(CONVERT, ("prelude", "ptx", "types", "fp8")) + CALL, begin=HOST
+    )
     loaded.to_float.restype = ctypes.c_float
     return loaded
 

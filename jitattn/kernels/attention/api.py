@@ -82,7 +82,8 @@ class AttentionPlanner(_Arguments):
         page_size: tokens of a page; None for ragged K and V.
         head_dim_vo: elements of a head of V and out; None is ``head_dim``.
         q_dtype: a torch dtype or its name: bfloat16, float16, or with an e4m3 cache float8_e4m3fn.
-        kv_dtype: likewise, of the cache; "nvfp4" for a ``QuantizedKV``.
+        kv_dtype: likewise, of the cache; "nvfp4", "int4", "int4_g64" or "int4_g32" for a
+                ``QuantizedKV``.
         out_dtype: likewise, of out; None is ``q_dtype``, and bfloat16 of FP8 queries.
         kv_layout: the order of a page's dimensions, "NHD" (token, head) or "HND".
         page_table: a name of ``Layout``, "shared" or another: the layout of the tables
@@ -196,11 +197,11 @@ class AttentionPlanner(_Arguments):
         Args:
             kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before
                 tokens), or a pair of such tensors without the second dimension, or for "ragged" a
-                pair of [num_kv_tokens, num_kv_heads, head_dim]; with kv_dtype "nvfp4" a
+                pair of [num_kv_tokens, num_kv_heads, head_dim]; of four bits a
                 ``QuantizedKV`` of such a pair. Any strides with a contiguous last dimension. FP8
                 and int8 may come as uint8.
-            k_scale: of a quantised cache: what a stored K times it is the value of (of NVFP4
-                besides the scale of its block); a number or a float32 tensor, [], [1] or
+            k_scale: of a quantised cache: what a stored K times it is the value of (of four
+                bits besides the scale of its block); a number or a float32 tensor, [], [1] or
                 [num_kv_heads] of any stride, read whenever a kernel runs. None is 1.
             v_scale: likewise, of V.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from jitattn.base.errors import ConfigError
@@ -28,10 +29,12 @@ from jitattn.spec.constraint import (
 from jitattn.spec.dtype import (
     BYTE_DTYPES,
     FP8_QUERIES,
+    KV_DTYPES,
     OUT_DTYPES,
     Q_DTYPES,
     QUANTISED_DTYPES,
     DType,
+    row_multiple,
 )
 from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import LISTS, PAGE_TABLES, Layout, ListLayout, Loader, layout_of
@@ -51,6 +54,20 @@ def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[
 def _kv_layout_fits(config: PlannerConfig) -> bool:
     has_pages = config.page_table != Layout.RAGGED
     return config.kv_layout in (KV_LAYOUTS if has_pages else KV_LAYOUTS[:1])
+
+
+def _blocks_rule(
+    argument: str, first: str, dim_of: Callable[[PlannerConfig], int]
+) -> Rule[PlannerConfig]:
+    wide = {name: row_multiple(name) for name in KV_DTYPES if row_multiple(name) > 16}
+    kinds = ", ".join(f"of {multiple} with kv_dtype={name}" for name, multiple in wide.items())
+    return rule(
+        argument,
+        f"{first}multiples of 16 from 16 to 256, and 512; {kinds}",
+        # Of those that the rule before lets pass.
+        lambda c: dim_of(c) not in HEAD_DIMS or dim_of(c) % row_multiple(c.kv_dtype) == 0,
+        f"does not fit kv_dtype, whose blocks divide a row: a multiple {kinds}",
+    )
 
 
 RULES: tuple[Rule[PlannerConfig], ...] = (
@@ -73,6 +90,8 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         lambda c: c.head_dim_vo is None or c.head_dim_vo in HEAD_DIMS,
         "is not a multiple of 16 from 16 to 256, nor 512",
     ),
+    _blocks_rule("head_dim", "", lambda c: c.head_dim),
+    _blocks_rule("head_dim_vo", "None (head_dim), ", lambda c: c.head_dim_vo or c.head_dim),
     page_size_rule(),
     one_of("q_dtype", (*Q_DTYPES, FP8_QUERIES)),
     rule(

@@ -83,7 +83,7 @@ def _config_of(q: Tensor, kv_cache: KVCache, pages: PageTable, kv_layout: str) -
     check_page_table(pages)
     per_element, kv_dtype = 1, None
     if isinstance(kv_cache, QuantizedKV):
-        k, v, per_element, kv_dtype = kv_cache.k, kv_cache.v, 2, "nvfp4"
+        k, v, per_element, kv_dtype = kv_cache.k, kv_cache.v, 2, kv_cache.kv_dtype
     elif isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
         k, v = kv_cache
     elif isinstance(kv_cache, Tensor) and kv_cache.dim() == 5:

@@ -68,7 +68,8 @@ class AttentionKernels(CudaKernels):
     ) -> tuple[BoundKernels, LeadingForm | None]:
         """Return the kernels whose loaders the strides of K and V allow, and what makes maps.
 
-        In the place of maps, NVFP4 has what launches say of the scales of ``blocks``.
+        In the place of maps, caches of four bits have what launches say of the scales of their
+        ``blocks``.
         """
         maps: LeadingForm | None
         if blocks is not None:

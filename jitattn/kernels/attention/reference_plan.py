@@ -155,7 +155,7 @@ def _values(call: Call, request: int, kv_len: int, start: int, *, which: int) ->
     if kv.block_scales is not None:
         blocks = kv.block_scales[which].tensor
         blocks = gather_tokens(blocks, table, request, kv_len, start, which=which)
-        tokens = dequantize_kv(tokens, dtype="nvfp4", block_scales=blocks)
+        tokens = dequantize_kv(tokens, dtype=kv.config.kv_dtype, block_scales=blocks)
     return _scaled(tokens, scale)
 
 
@@ -166,7 +166,7 @@ def _listed_values(call: Call, slots: Tensor, kv_head: int, *, which: int) -> Te
     tokens = tokens_of_slots(view.tensor, slots)
     if kv.block_scales is not None:
         blocks = tokens_of_slots(kv.block_scales[which].tensor, slots)
-        tokens = dequantize_kv(tokens, dtype="nvfp4", block_scales=blocks)
+        tokens = dequantize_kv(tokens, dtype=kv.config.kv_dtype, block_scales=blocks)
     return _scaled(tokens, scale)[:, kv_head : kv_head + 1]
 
 

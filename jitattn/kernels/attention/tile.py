@@ -27,8 +27,8 @@ _MERGE_BYTES = 8 * 1024
 # The same with TMA, where an SM has one CTA: 64 KiB saturate, the rest covers pauses, and the next
 # launch's CTA has room beside it.
 _TMA_RING_BYTES = 128 * 1024
-# Dims of a product, and of a block of NVFP4.
-_BLOCK_DIMS = 16
+# Dims of a product.
+_PRODUCT_DIMS = 16
 # Static shared memory of the attention kernels, with room to spare.
 STATIC_BYTES = 2 * 1024 + 4 * MAX_WORK_TILES
 # What two CTAs of an SM of sm_90 or sm_100 may use each.
@@ -153,7 +153,7 @@ def has_warpgroup_tile(spec: AttentionSpec, arch: str) -> bool:
 
 def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
     # Whatever the pages and the loader: results have the same bits.
-    if spec.kv_dtype is DType.NVFP4:  # the scales of its blocks come beside its rows
+    if spec.kv_dtype.blocks is not None:  # whose scales come beside its rows
         return False
     dims = (spec.head_dim, spec.head_dim_vo)
     return ARCHS[arch].has_wgmma and all(
@@ -239,12 +239,13 @@ _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
 
 def _stored_bytes(spec: AttentionSpec, dim: int) -> int:
     """Return the bytes of a row of K or V, but for the scales of its blocks."""
-    return dim // 2 if spec.kv_dtype is DType.NVFP4 else spec.kv_dtype.num_bytes * dim
+    return spec.kv_dtype.bits * dim // 8
 
 
 def _block_bytes(spec: AttentionSpec, dim: int) -> int:
     """Return the bytes of the scales of a row's blocks."""
-    return dim // _BLOCK_DIMS if spec.kv_dtype is DType.NVFP4 else 0
+    blocks = spec.kv_dtype.blocks
+    return 0 if blocks is None else blocks.row_bytes(dim)
 
 
 def _pitch(spec: AttentionSpec, dim: int) -> int:
@@ -254,7 +255,7 @@ def _pitch(spec: AttentionSpec, dim: int) -> int:
 
 def _step_dims(spec: AttentionSpec) -> int:
     """Return the dims that products take at a time: rows of others are filled up with zeros."""
-    return 2 * _BLOCK_DIMS if spec.kv_dtype is DType.NVFP4 else _BLOCK_DIMS
+    return _PRODUCT_DIMS if spec.kv_dtype.blocks is None else 2 * _PRODUCT_DIMS
 
 
 def _query_row_bytes(spec: AttentionSpec) -> int:
@@ -333,7 +334,7 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
     widest = max(spec.head_dim, spec.head_dim_vo)
     # Four bits of twice as many tokens are under way as fast.
-    warp_tokens = 32 if widest <= (128 if spec.kv_dtype is DType.NVFP4 else 64) else 16
+    warp_tokens = 32 if widest <= (64 if spec.kv_dtype.blocks is None else 128) else 16
     tile_tokens = num_warps * warp_tokens
     dims = spec.head_dim, value_dim
     token_bytes = sum(_stored_bytes(spec, dim) + _block_bytes(spec, dim) for dim in dims)

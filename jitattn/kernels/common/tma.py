@@ -124,8 +124,9 @@ class MapForm:
         if known:
             if places == (k_at, v_at):
                 return known[0] + known[1]
-            k, v = move_tensor_map(known[0], k_at), move_tensor_map(known[1], v_at)
-            return self._rows[0].checked(k, k_at) + self._rows[1].checked(v, v_at)
+            moved = move_tensor_map(known[0], k_at), move_tensor_map(known[1], v_at)
+            if moved[0] and moved[1]:
+                return moved[0] + moved[1]
         encode = _grouped_map if tile.is_grouped else _tensor_map
         k = encode(self._rows[0], k_at, tile, tile.key_columns)
         v = encode(self._rows[1], v_at, tile, tile.value_columns)
@@ -176,17 +177,9 @@ class _Rows(NamedTuple):
         """Return the map of these dimensions at an address, or raise ValueError."""
         # Beside a row of one line may lie another head's, which others read when it suits them.
         fetch_bytes = 256 if in_pairs and self.shape[3] > self.segment else 128
-        if 0 in strides:
-            return self.checked(None, pointer)
-        return self.checked(
-            encode_tensor_map(
-                pointer, self.item_bytes, sizes, strides, tile, fetch_bytes=fetch_bytes
-            ),
-            pointer,
+        encoded = 0 not in strides and encode_tensor_map(
+            pointer, self.item_bytes, sizes, strides, tile, fetch_bytes=fetch_bytes
         )
-
-    def checked(self, encoded: bytes | None, pointer: int) -> bytes:
-        """Return a map, or raise ValueError where the driver has refused it."""
         if not encoded:
             raise ValueError(
                 f"the driver maps no tensor of strides {list(self.given)} at {pointer:#x}"

@@ -68,10 +68,10 @@ def gather_kv(
         k_scale: of a raw quantised cache: what a stored K times it is the value of; a number or a
             float32 tensor, [], [1] or [num_kv_heads]. None is 1.
         v_scale: likewise, of V.
-        out_dtype: float16, bfloat16, float32, or, but for NVFP4, the cache's own, which copies what
-            is stored and takes no scales. None is the cache's own where it isn't quantised, else
-            the ``q_dtype`` of the planner that bound it (of FP8 queries float16), bfloat16 for a
-            raw one.
+        out_dtype: float16, bfloat16, float32, or, but for four bits, the cache's own, which copies
+            what is stored and takes no scales. None is the cache's own where it isn't quantised,
+            else the ``q_dtype`` of the planner that bound it (of FP8 queries float16), bfloat16 for
+            a raw one.
         out: (k, v) or (k, v, kv_indptr) to write, as returned; k and v contiguous, of any number
             of rows that is at least the tokens there are. Rows past those stay as they are. None
             of them may share memory with another tensor of the call.

@@ -11,14 +11,14 @@ from torch import Tensor
 from jitattn.base.validate import INT32_MAX, check_name, shown, type_name
 from jitattn.kernels.pages.block_table import check_offsets
 from jitattn.spec.config import PlannerConfig
-from jitattn.spec.dtype import QUANTISED_DTYPES, DType, dtype_name
+from jitattn.spec.dtype import BLOCK_DTYPES, QUANTISED_DTYPES, DType, dtype_name
 from jitattn.spec.layout import Layout
 from jitattn.tensors.bound_cache import BoundCache
 from jitattn.tensors.cache_views import CacheView, view_caches
 from jitattn.tensors.overlap import refuse_shared_bytes
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import has_pages, table_names
-from jitattn.tensors.quantization import CACHE_DTYPES, NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.quantization import CACHE_DTYPES, KVCache, QuantizedKV
 from jitattn.tensors.scales import Scale, ScaleLike, view_scale
 from jitattn.tensors.tensor_checks import (
     check_device,
@@ -29,7 +29,7 @@ from jitattn.tensors.tensor_checks import (
 
 Outs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
-_PLAIN_DTYPES = tuple(DType(name).torch_dtype for name in CACHE_DTYPES if name != DType.NVFP4)
+_PLAIN_DTYPES = tuple(DType(name).torch_dtype for name in CACHE_DTYPES if name not in BLOCK_DTYPES)
 _OUT_DTYPES = (DType.FLOAT16.value, DType.BFLOAT16.value, DType.FLOAT32.value)
 
 
@@ -58,7 +58,7 @@ class Batch:
     seq_lens: Tensor
     kv_dtype: str
     out_dtype: str
-    block_scales: tuple[CacheView, CacheView] | None = None  # of NVFP4
+    block_scales: tuple[CacheView, CacheView] | None = None  # in bytes
     out: Outs | None = None
 
     @property
@@ -104,7 +104,7 @@ def check(call: GatherCall) -> Batch:
         )
     check_per_request("seq_lens", seq_lens, pages.batch_size, pages.device)
     batch = _viewed(call, pages)
-    if batch.out_dtype not in (*_OUT_DTYPES, batch.kv_dtype) or batch.out_dtype == "nvfp4":
+    if batch.out_dtype not in (*_OUT_DTYPES, batch.kv_dtype) or batch.out_dtype in BLOCK_DTYPES:
         own = "" if batch.block_scales else f" or that of the cache, {batch.kv_dtype}"
         raise ValueError(f"out_dtype is {batch.out_dtype}: expected {', '.join(_OUT_DTYPES)}{own}")
     given = (call.k_scale, call.v_scale)
@@ -138,14 +138,9 @@ def _viewed(call: GatherCall, pages: PageTable) -> Batch:
         if isinstance(kv, QuantizedKV):
             stored = replace(config, kv_dtype="uint8")
             k, v = view_caches((kv.k, kv.v), stored, device)
-            per_block = NVFP4_BLOCK // 2
-            stored = replace(
-                config,
-                kv_dtype="float8_e4m3fn",
-                head_dim=kv.k.shape[-1] // per_block,
-                head_dim_vo=kv.v.shape[-1] // per_block,
-            )
-            blocks = view_caches((kv.k_block_scales, kv.v_block_scales), stored, device)
+            k_scales, v_scales = kv.scale_bytes
+            stored = replace(stored, head_dim=k_scales.shape[-1], head_dim_vo=v_scales.shape[-1])
+            blocks = view_caches((k_scales, v_scales), stored, device)
         else:
             k, v = view_caches(kv, config, device)
         k_scale, v_scale = (
@@ -213,7 +208,7 @@ def _config_of(kv: object, pages: PageTable, kv_layout: str) -> PlannerConfig:
             "head_dim": one.shape[-1],
             "head_dim_vo": v.shape[-1],
             "page_size": one.shape[token_dim],
-            "kv_dtype": "nvfp4" if isinstance(kv, QuantizedKV) else one.dtype,
+            "kv_dtype": kv.kv_dtype if isinstance(kv, QuantizedKV) else one.dtype,
             "kv_layout": kv_layout,
             "page_table": pages.layout.value,
         }

@@ -10,7 +10,7 @@ from jitattn.base.record import Value
 from jitattn.kernels.pages.tile import CopyPagesTile, GatherTile, TableTile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import named_values
-from jitattn.spec.dtype import KV_DTYPES, OUT_DTYPES, DType
+from jitattn.spec.dtype import BLOCK_DTYPES, KV_DTYPES, OUT_DTYPES, DType
 from jitattn.spec.family import KernelSpec, OnlySpec, Tile
 from jitattn.spec.layout import Layout
 
@@ -86,7 +86,7 @@ _ONE_ID = f"{', '.join(_FIRST)} and {_LAST}"
 
 TRANSFER_RANGES: Mapping[str, str] = {
     "gather_kv: cache": ", ".join(KV_DTYPES) + "; any strides, any head_dim",
-    "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4",
+    "gather_kv: out_dtype": ", ".join(OUT_DTYPES) + ", the cache's own but for nvfp4 and int4",
     "gather_kv: pages": f"{_PAGED}; pages of 1 token and up",
     "copy_pages": "any dtype and strides, device and pinned host memory, at most four "
     "dimensions of a page that don't follow each other in memory",
@@ -127,11 +127,11 @@ class TransferConfig(Value):
         found = []
         if self.kv_dtype not in KV_DTYPES:
             found.append(f"kv_dtype={self.kv_dtype} is not one of {', '.join(KV_DTYPES)}")
-        copies_bits = self.out_dtype == self.kv_dtype != DType.NVFP4
+        copies_bits = self.out_dtype == self.kv_dtype and self.kv_dtype not in BLOCK_DTYPES
         if self.out_dtype not in (None, *OUT_DTYPES) and not copies_bits:
             found.append(
                 f"out_dtype={self.out_dtype} is not one of {', '.join(OUT_DTYPES)} or, but for "
-                "nvfp4, kv_dtype"
+                f"{', '.join(BLOCK_DTYPES)}, kv_dtype"
             )
         return found
 
@@ -178,7 +178,7 @@ def every_config() -> list[TransferConfig]:
 def cache_specs(kv_dtype: DType, *out_dtypes: DType) -> tuple[KernelSpec, ...]:
     """Return the kernels that move tokens and pages of a cache, and make tables of a batch."""
     # Dequantised for attention elsewhere, or copied as they are stored.
-    wanted = dict.fromkeys((*out_dtypes, kv_dtype))
-    wanted.pop(DType.NVFP4, None)
+    own = () if kv_dtype.blocks is not None else (kv_dtype,)
+    wanted = dict.fromkeys((*out_dtypes, *own))
     gathers = (GatherSpec(kv_dtype=kv_dtype, out_dtype=dtype) for dtype in wanted)
     return (*gathers, CopyPagesSpec(), BlockTableSpec(), BatchInfoSpec(), LayerTablesSpec())

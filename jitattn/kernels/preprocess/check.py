@@ -85,9 +85,9 @@ class TokenCall:
     k: Tensor  # [num_tokens, num_kv_heads, head_dim]
     v: Tensor  # [num_tokens, num_kv_heads, head_dim_vo]
     biases: tuple[Tensor, Tensor, Tensor] | None  # of one dimension
-    k_cache: CacheView  # [num_pages, page_size, num_kv_heads, head_dim]; of NVFP4 head_dim / 2
+    k_cache: CacheView  # [num_pages, page_size, num_kv_heads, head_dim]; of 4 bits head_dim / 2
     v_cache: CacheView
-    k_blocks: CacheView | None  # scales of NVFP4: [.., head_dim / 16]
+    k_blocks: CacheView | None  # bytes of scales: [.., bytes of a row]
     v_blocks: CacheView | None
     kv_dtype: DType
     q_scale: Scale
@@ -371,10 +371,11 @@ def _check_rotation(given: PreprocessCall, call: TokenCall) -> None:
         raise TypeError(f"rope is a {type(rope).__name__}: expected a jitattn.Rope")
     if rope.head_dim != call.k.shape[2]:
         raise ValueError(f"rope has head_dim={rope.head_dim}: expected {call.k.shape[2]}")
-    if call.kv_dtype is DType.NVFP4 and not rope.interleaved and rope.rotary_dim % 32:
+    blocks = call.kv_dtype.blocks
+    if blocks is not None and not rope.interleaved and rope.rotary_dim % blocks.neox_multiple:
         raise ValueError(
-            f"rope has rotary_dim={rope.rotary_dim}: into an NVFP4 cache it is to be a multiple of "
-            "32, so that blocks of 16 elements are turned as a whole"
+            f"rope has rotary_dim={rope.rotary_dim}: into a cache of {call.kv_dtype.value} NeoX "
+            f"pairs turn a multiple of {blocks.neox_multiple}, so that blocks have whole vectors"
         )
     if positions is not None:
         _check_positions(positions, rope, call)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from jitattn.base.validate import INT32_MAX, check_name
 from jitattn.spec.config import MAX_PAGE_SIZE
-from jitattn.spec.dtype import BYTE_DTYPES, KV_DTYPES, DType, dtype_name
+from jitattn.spec.dtype import BLOCK_DTYPES, BYTE_DTYPES, KV_DTYPES, DType, dtype_name
 from jitattn.tensors.cache_views import CacheView, cache_view
-from jitattn.tensors.quantization import NVFP4_BLOCK, KVCache, QuantizedKV
+from jitattn.tensors.quantization import KVCache, QuantizedKV
 from jitattn.tensors.scales import Scale, ScaleLike, scale_value, view_scale
 from jitattn.tensors.tensor_checks import check_last_stride, check_tensor, check_writable
 
-_CACHES = {DType(name).torch_dtype: DType(name) for name in KV_DTYPES if name != DType.NVFP4}
+_CACHES = {DType(name).torch_dtype: DType(name) for name in KV_DTYPES if name not in BLOCK_DTYPES}
 _SMALLEST_FLOAT = torch.finfo(torch.float32).tiny  # of full precision
 
 
@@ -27,7 +27,7 @@ class WrittenCache:
     k: CacheView
     v: CacheView
     kv_dtype: DType
-    k_blocks: CacheView | None = None  # scales of NVFP4: [.., head_dim / 16]
+    k_blocks: CacheView | None = None  # bytes of scales: [.., bytes of a row]
     v_blocks: CacheView | None = None
 
     @classmethod
@@ -94,18 +94,22 @@ class WrittenCache:
     def _of_blocks(
         cls, cache: QuantizedKV, k: Tensor, v: Tensor, kv_layout: str, wanted: str | None
     ) -> Self:
-        if wanted not in (None, "nvfp4"):
-            raise ValueError(f"kv_dtype is {wanted}: kv_cache is a QuantizedKV of nvfp4")
+        if wanted not in (None, *cache.kv_dtypes):
+            raise ValueError(f"kv_dtype is {wanted}: kv_cache is a QuantizedKV of {cache.kv_dtype}")
+        kv_dtype = DType(cache.kv_dtype if wanted is None else wanted)
+        assert kv_dtype.blocks is not None
+        k_dim, v_dim = k.shape[2], v.shape[2]
+        k_scales, v_scales = cache.scale_bytes
         views = [
-            _view(name, tensor, (k.shape[1], part.shape[2] // divisor), kv_layout)
-            for name, tensor, part, divisor in (
-                ("kv_cache.k", cache.k, k, 2),
-                ("kv_cache.v", cache.v, v, 2),
-                ("kv_cache.k_block_scales", cache.k_block_scales, k, NVFP4_BLOCK),
-                ("kv_cache.v_block_scales", cache.v_block_scales, v, NVFP4_BLOCK),
+            _view(name, tensor, (k.shape[1], row), kv_layout)
+            for name, tensor, row in (
+                ("kv_cache.k", cache.k, k_dim // 2),
+                ("kv_cache.v", cache.v, v_dim // 2),
+                ("kv_cache.k_block_scales", k_scales, kv_dtype.blocks.row_bytes(k_dim)),
+                ("kv_cache.v_block_scales", v_scales, kv_dtype.blocks.row_bytes(v_dim)),
             )
         ]
-        return cls(views[0], views[1], DType.NVFP4, views[2], views[3])
+        return cls(views[0], views[1], kv_dtype, views[2], views[3])
 
     @property
     def named(self) -> list[tuple[str, Tensor]]:
@@ -167,9 +171,9 @@ def _stored_dtype(name: str, cache: object, wanted: str | None) -> DType:
     check_tensor(name, cache, (*_CACHES, torch.uint8))
     assert isinstance(cache, Tensor)
     if cache.dtype is torch.uint8:
-        if wanted == "nvfp4":
+        if wanted in BLOCK_DTYPES:
             raise ValueError(
-                "kv_dtype is nvfp4: give a QuantizedKV, which has the scales of blocks"
+                f"kv_dtype is {wanted}: give a QuantizedKV, which has the scales of blocks"
             )
         if wanted not in BYTE_DTYPES:
             raise ValueError(

@@ -19,7 +19,7 @@ class RowStrides(ctypes.Structure):
 
 
 class CacheStrides(ctypes.Structure):
-    """Of a cache, in elements; of NVFP4 in bytes."""
+    """Of a cache, in elements; of four bits in bytes."""
 
     _fields_ = (("page", c_int64), ("token", c_int64), ("head", c_int64))
 

@@ -20,7 +20,7 @@ from jitattn.kernels.preprocess.check import TokenCall
 from jitattn.spec.dtype import DType
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.page_table_base import PageTable
-from jitattn.tensors.quantization import quantize_kv, saturated
+from jitattn.tensors.quantization import bytes_of_scales, quantize_kv, saturated
 from jitattn.tensors.rope import Rope
 from jitattn.tensors.scales import Scale
 
@@ -190,7 +190,7 @@ def _write(
     data, scales = stored
     _bits(cache.tensor)[where] = _bits(data)[kept]
     if blocks is not None and scales is not None:
-        _bits(blocks.tensor)[where] = _bits(scales)[kept]
+        blocks.tensor[where] = bytes_of_scales(scales)[kept]
 
 
 def _bits(tensor: Tensor) -> Tensor:

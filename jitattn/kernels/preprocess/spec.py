@@ -12,7 +12,7 @@ from jitattn.base.validate import shown
 from jitattn.kernels.preprocess.tile import PreprocessTile, preprocess_tile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, MAX_PAGE_SIZE
-from jitattn.spec.dtype import FP8_DTYPES, KV_DTYPES, Q_DTYPES, DType
+from jitattn.spec.dtype import FP8_DTYPES, KV_DTYPES, Q_DTYPES, DType, row_multiple
 from jitattn.spec.family import KernelSpec, plain
 from jitattn.spec.layout import Layout, Loader, Pairing
 
@@ -92,7 +92,7 @@ PREPROCESS_RANGES: Mapping[str, str] = {
     "kv_layout": "NHD, HND; any strides",
     "pages": ", ".join(_TABLES),
     "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4: "
-    "multiples of 32), sections of three positions",
+    "multiples of 32, into int4: of 16), sections of three positions",
     "bias": "None, or in qkv_dtype",
     "q_norm, k_norm": "None, float16, bfloat16, float32",
 }
@@ -154,6 +154,11 @@ class PreprocessConfig(Value):
             is_same = name == "head_dim_vo" and dim is None
             if dim not in HEAD_DIMS and not is_same:
                 found.append(f"{name}={dim} is not a multiple of 16 from 16 to 256, nor 512")
+            elif not is_same and dim % row_multiple(self.kv_dtype):
+                found.append(
+                    f"{name}={dim} is not a multiple of {row_multiple(self.kv_dtype)}, as "
+                    f"kv_dtype={self.kv_dtype} wants"
+                )
         if not isinstance(self.page_size, int) or not 1 <= self.page_size <= MAX_PAGE_SIZE:
             found.append(f"page_size={self.page_size} is not 1 to 2**20")
         outputs = (None, self.qkv_dtype, *FP8_DTYPES)

@@ -21,8 +21,8 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// The scales of the blocks of K or V: [num_pages, page_size, num_kv_heads, head_dim / 16], any
-// strides. In the place of a map, since caches with scales have none.
+// The scales of the blocks of K or V, in bytes: [num_pages, page_size, num_kv_heads, bytes of a
+// row], any strides. In the place of a map, since caches with scales have none.
 // Twin: jitattn/kernels/common/params.py.
 struct alignas(64) BlockScales {
   const uint8_t* scales;
@@ -50,7 +50,7 @@ struct AttentionParams {
   Scale k_scale;  // of quantised caches
   Scale v_scale;
 
-  // Strides in elements, of NVFP4 in bytes; the last dimension is contiguous.
+  // Strides in elements, of four bits in bytes; the last dimension is contiguous.
   int64_t q_token_stride;
   int64_t q_head_stride;
   int64_t k_page_stride;

@@ -3,20 +3,13 @@
 // one, and is 0 in the others. Twin: jitattn/tensors/quantization.py, which is the definition.
 #pragma once
 
+#include "jitattn/blocks.cuh"
 #include "jitattn/fp8.cuh"
 #include "jitattn/prelude.cuh"
 #include "jitattn/ptx.cuh"
 #include "jitattn/types.cuh"
 
 namespace jitattn {
-
-// 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the even element in the low half.
-// Blocks of kBlockDims elements share a scale of type e4m3.
-struct Float4E2M1 {
-  using Storage = uint8_t;
-  static constexpr int kBlockDims = 16;
-  static constexpr float kLargest = 6.f;
-};
 
 template <typename A, typename B>
 constexpr bool kIsSame = false;
@@ -75,7 +68,7 @@ __device__ __forceinline__ uint32_t pack_saturated(float low, float high) {
     if constexpr (kArch >= 890) return cvt_e5m2x2(low, high);
     return to_e5m2(low) | to_e5m2(high) << 8;
   } else {
-    static_assert(kIsSame<Type, Int8>, "blocks have a scale: pack_e2m1");
+    static_assert(kIsSame<Type, Int8>, "blocks have a scale: pack_e2m1, pack_int4");
     return to_int8(low) | to_int8(high) << 8;
   }
 }
@@ -105,6 +98,30 @@ __device__ __forceinline__ uint32_t pack_e2m1(float low, float high, float scale
   // A block whose scale is too small to be stored is 0.
   if (scale == 0.f) return 0;
   return to_e2m1(low / scale) | to_e2m1(high / scale) << 4;
+}
+
+// Largest magnitude of a value of int4: with a scale that is rounded up, values are still Halves.
+constexpr float kLargestInt4 = 57344.f;
+
+// The scale of a block of int4 and its zero, as the low and the high half of a word, for the largest
+// value and the largest negated one. NaN makes the whole block NaN.
+__device__ __forceinline__ uint32_t affine_scale(float largest, float largest_negated) {
+  if (largest != largest || largest_negated != largest_negated) return 0x7fff7fffu;
+  const float high = fminf(fmaxf(largest, -kLargestInt4), kLargestInt4);
+  const float low = -fminf(fmaxf(largest_negated, -kLargestInt4), kLargestInt4);
+  return Half::pack((high - low) / Int4<0>::kLargest, low + 0.f);  // a zero of -0 is 0
+}
+
+// A code of four bits, of a block's scale and zero.
+__device__ __forceinline__ uint32_t to_int4(float value, float scale, float zero) {
+  const float steps = __fadd_rn(value, -zero) / scale;
+  return static_cast<uint32_t>(__float2int_rn(fminf(fmaxf(steps, 0.f), Int4<0>::kLargest)));
+}
+
+// Two numbers of a block as a byte. A block of NaN, or of one value, has codes of 0.
+__device__ __forceinline__ uint32_t pack_int4(float low, float high, float scale, float zero) {
+  if (!(scale > 0.f)) return 0;
+  return to_int4(low, scale, zero) | to_int4(high, scale, zero) << 4;
 }
 
 }  // namespace jitattn

@@ -1,6 +1,7 @@
 // Element types of 8-bit caches, and their way to the 16-bit types of products.
 #pragma once
 
+#include "jitattn/blocks.cuh"
 #include "jitattn/prelude.cuh"
 #include "jitattn/types.cuh"
 
@@ -87,11 +88,8 @@ template <>
 constexpr bool kDequantisesPairs<Float8E4M3> = kArch >= 890;
 
 // Whether a type has an element in each byte.
-struct Float4E2M1;
 template <typename Type>
-constexpr bool kHasBytes = sizeof(typename Type::Storage) == 1;
-template <>
-constexpr bool kHasBytes<Float4E2M1> = false;
+constexpr bool kHasBytes = sizeof(typename Type::Storage) == 1 && !BlocksOf<Type>::kExist;
 
 // The values of bytes 0 and 1 of a word, and of bytes 2 and 3, as pairs of a 16-bit type.
 template <typename To, typename From>

@@ -10,8 +10,8 @@ namespace jitattn {
 struct GatherSide {
   const void* cache;            // [num_pages, page_size, num_kv_heads, head_dim], any strides
   void* out;                    // [num_tokens, num_kv_heads, head_dim], contiguous
-  const uint8_t* block_scales;  // NVFP4: [num_pages, page_size, num_kv_heads, head_dim / 16]
-  // In elements; of NVFP4 in bytes.
+  const uint8_t* block_scales;  // [num_pages, page_size, num_kv_heads, bytes of a row]
+  // In elements; of four bits in bytes.
   int64_t page_stride;
   int64_t token_stride;
   int64_t head_stride;

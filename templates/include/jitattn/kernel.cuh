@@ -50,11 +50,12 @@ constexpr bool kSharesTiles = 1;
 constexpr int kNumThreads = kNumWarps * kWarpSize;
 constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 
-// Caches of 8-bit types and NVFP4 are dequantised to ProductType.
+// Caches of 8 and 4 bits are dequantised to ProductType.
 constexpr bool kDequantises = sizeof(KVType::Storage) == 1;
-// NVFP4: two elements a byte, and a scale for 16 of them. Where consumers dequantise, products take
-// 32 dims in two steps.
-constexpr bool kHasBlocks = 0;
+// Two elements a byte, in blocks with a scale, and with int4 a zero. Where consumers dequantise,
+// products take 32 dims in two steps.
+constexpr bool kHasBlocks = BlocksOf<KVType>::kExist;
+constexpr bool kHasZeros = BlocksOf<KVType>::kHaveZeros;
 constexpr int kElementBits = kHasBlocks ? 4 : 8 * sizeof(KVType::Storage);
 constexpr bool kTakesSteps = kHasBlocks && kNumProducers == 0;
 constexpr int kKeyTiles = kTakesSteps ? (kKeyDim + 31) / 32 * 2 : kKeyDim / 16;
@@ -66,18 +67,20 @@ constexpr int kTmaTokens = 16 > 0 ? 16 : 8;
 
 // A row of K or V as caches store it, but for the scales of its blocks, and these.
 __device__ constexpr int stored_bytes(int dim) { return kElementBits * dim / 8; }
-__device__ constexpr int block_bytes(int dim) { return kHasBlocks ? dim / 16 : 0; }
+__device__ constexpr int block_bytes(int dim) { return BlocksOf<KVType>::bytes(dim); }
 // Vector sizes of rows and of their scales, whose strides are multiples of them. Twin:
 // jitattn/tensors/cache_views.py.
 constexpr int kVectorBytes = kHasBlocks && (kKeyDim % 32 || kValueDim % 32) ? 8 : 16;
 __device__ constexpr int block_vector(int dim) {
-  const int bytes = dim / 16;
+  const int bytes = block_bytes(dim);
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 1;
 }
+// What numbers in products are too small by.
+constexpr float kProductFactor = kHasBlocks && !kHasZeros ? kBlockFactor<ProductType> : 1.f;
 constexpr int kQueryRowBytes = padded_row(2 * 16 * kKeyTiles);
 constexpr int kKeyRowBytes = padded_row(stored_bytes(kKeyDim));
 constexpr int kValueRowBytes = padded_row(stored_bytes(kValueDim));
-// Bytes of a row that a product takes, or two products with NVFP4.
+// Bytes of a row that a product takes, or two products with blocks.
 constexpr int kStepBytes = kHasBlocks ? 16 : 16 * sizeof(KVType::Storage);
 constexpr int kStageTokens = kSharesTiles ? kTileTokens : kSliceTokens;
 constexpr int kTokenBytes =

@@ -2,7 +2,7 @@
 // type e4m3.
 #pragma once
 
-#include "jitattn/convert.cuh"
+#include "jitattn/blocks.cuh"
 #include "jitattn/fp8.cuh"
 #include "jitattn/prelude.cuh"
 #include "jitattn/types.cuh"
@@ -40,14 +40,6 @@ __device__ __forceinline__ uint32_t block_scale_pair(uint32_t bytes) {
   return Type::mul(Type::from_halves(Float8E4M3::to_pairs(bytes).x), kFactors);
 }
 
-// The low half of a word twice, and the high one.
-__device__ __forceinline__ uint32_t low_twice(uint32_t word) {
-  return __byte_perm(word, 0, 0x1010);
-}
-__device__ __forceinline__ uint32_t high_twice(uint32_t word) {
-  return __byte_perm(word, 0, 0x3232);
-}
-
 // Four pairs of numbers: elements i and i + 4 of a word, times a pair of scales.
 template <typename Type>
 struct BlockPairs {
@@ -77,10 +69,7 @@ struct BlockPairs {
 // Eight elements of a word in their order.
 template <typename Type>
 __device__ __forceinline__ uint4 block_eight(uint32_t elements, uint32_t scales) {
-  const BlockPairs<Type> pairs(elements, scales);
-  const uint32_t (&w)[4] = pairs.words;
-  return {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
-          __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632)};
+  return in_order(BlockPairs<Type>(elements, scales).words);
 }
 
 }  // namespace jitattn

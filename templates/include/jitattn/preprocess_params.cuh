@@ -8,7 +8,7 @@
 
 namespace jitattn {
 
-// In elements; of NVFP4 in bytes.
+// In elements; of four bits in bytes.
 struct RowStrides {
   int64_t token;
   int64_t head;
@@ -26,7 +26,7 @@ struct PreprocessParams {
   void* q_out;              // like q; may be q
   void* k_cache;            // [num_k_pages, page_size, num_kv_heads, head_dim]
   void* v_cache;            // likewise
-  uint8_t* k_block_scales;  // of NVFP4: [num_k_pages, page_size, num_kv_heads, head_dim / 16]
+  uint8_t* k_block_scales;  // [num_k_pages, page_size, num_kv_heads, bytes of a row]
   uint8_t* v_block_scales;
   const void* seq_lens;        // [batch_size], this step's tokens included; null with slots alone
   const int32_t* qo_indptr;    // [batch_size + 1]; null: a token a request, or all tokens

@@ -41,6 +41,12 @@ struct Half {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
     return word;
   }
+  // a * b + c of two numbers in a word each, rounded once.
+  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t word;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(c));
+    return word;
+  }
   // d[16 x 8] += a[16 x 16] b[16 x 8], accumulated in float.
   static __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
     asm volatile(

@@ -202,7 +202,10 @@ extern "C" void convert(int is_half, uint32_t word, uint32_t scale, float* value
 @pytest.mark.parametrize("is_half", [True, False], ids=["fp16", "bf16"])
 def test_every_code_under_every_scale(is_half: bool, arch: str, tmp_path: Path) -> None:
     """In each place of a word, to the bit, NaN and signs of zeros included."""
-    header = re.sub("#include|#pragma", "//", (TEMPLATES / "include/jitattn/nvfp4.cuh").read_text())
+    headers = [
+        (TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in ("blocks", "nvfp4")
+    ]
+    header = re.sub("#include|#pragma", "//", "".join(headers))
     functions = library_of(HOST + begin_of(arch) + header + CONVERT)
     convert, in_order = functions.convert, functions.in_order
     in_order.restype = ctypes.c_bool

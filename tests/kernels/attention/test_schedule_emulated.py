@@ -640,7 +640,7 @@ def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> N
         (Batch((0,) * 300, wave_slots=132), 132),
         (Batch((0, -5, 0)), 3),
         (Batch((10**6, *[0] * 299), wave_slots=132), 132 * 3),
-        # All rows fit a wider tile, and one request has too many for the narrower: the other is alone.
+        # All rows fit a wider tile, and those of one request not the narrower: the other is alone.
         (Batch((100_000, 90_000), (4, 2), wave_slots=16, decode_rows=16), 16 * 4),
         (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16),
         # No request is for this kernel.

@@ -32,6 +32,7 @@ ATTENTION: dict[str, dict[str, object]] = {
     "HND": {"kv_layout": "HND"},
     "FP8": {"kv_dtype": "float8_e4m3fn"},
     "NVFP4": {"kv_dtype": "nvfp4"},
+    "int4": {"kv_dtype": "int4_g32"},
     "separate": {"page_table": "separate"},
     "ragged": {"page_table": "ragged", "page_size": None},
     "lists": {"page_table": "indices"},
@@ -102,7 +103,8 @@ def cache_for(rng: random.Random, name: str) -> Any:
     options = ATTENTION.get(name, LATENT.get(name, {}))
     is_ragged = options.get("page_table") == "ragged"
     kv_dtype = str(options.get("kv_dtype", "bfloat16"))
-    stored = [torch.uint8] if kv_dtype == "nvfp4" else [getattr(torch, kv_dtype)]
+    has_blocks = kv_dtype in ("nvfp4", "int4_g32")
+    stored = [torch.uint8] if has_blocks else [getattr(torch, kv_dtype)]
     if kv_dtype.startswith("float8"):
         stored.append(torch.uint8)
     make = functools.partial(memory, rng, is_odd=rng.random() < 0.3)
@@ -116,9 +118,12 @@ def cache_for(rng: random.Random, name: str) -> Any:
         return pair(rng, make((*rows, RANK), stored[0]), make((*rows, ROPE), rope))
     inner = (HEADS, PAGE) if name == "HND" else (PAGE, HEADS)
     rows = (num_pages, HEADS) if is_ragged else (num_pages, *inner)
-    if kv_dtype == "nvfp4":
+    if has_blocks:
         data = [make((*rows, DIM // 2), torch.uint8) for _ in "kv"]
-        blocks = [make((*rows, DIM // 16), torch.uint8) for _ in "kv"]
+        kind = (DIM // 16,), torch.uint8
+        if kv_dtype != "nvfp4":
+            kind = (DIM // 32, 2), torch.float16
+        blocks = [make((*rows, *kind[0]), kind[1]) for _ in "kv"]
         try:
             return jitattn.QuantizedKV(*data, *blocks)
         except (TypeError, ValueError, AttributeError, RuntimeError):

@@ -18,7 +18,7 @@ def test_gathers(example: transfers.Gather) -> None:
 
 @pytest.mark.parametrize("scale", [None, "number", "heads"])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", ["int8", "nvfp4"])
+@pytest.mark.parametrize("name", ["int8", "nvfp4", "int4"])
 def test_gathers_of_quantised_caches(name: str, out_dtype: str, scale: str | None) -> None:
     transfers.check_quantised_gather(name, out_dtype, scale, "cpu")
 

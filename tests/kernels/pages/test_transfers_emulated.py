@@ -25,7 +25,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("scale", [None, "number", "heads"])
     @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
-    @pytest.mark.parametrize("name", ["int8", "nvfp4"])
+    @pytest.mark.parametrize("name", ["int8", "nvfp4", "int4"])
     def test_gathers_of_quantised_caches(
         self, name: str, out_dtype: str, scale: str | None
     ) -> None:

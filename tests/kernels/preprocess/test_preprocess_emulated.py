@@ -106,6 +106,12 @@ CASES = {
     "append nvfp4": replace(
         *(BASE,), is_append=True, kv_dtype="nvfp4", memory="odd", head_dim=48, zero_tail=True
     ),
+    "int4": replace(BASE, kv_dtype="int4", scales="heads", rotary_dim=48, use_norm=True),
+    "int4 of 32": replace(BASE, kv_dtype="int4_g32", head_dim=96, rotary_dim=80),
+    "append int4": replace(
+        *(BASE,), is_append=True, kv_dtype="int4", memory="odd", head_dim=48, zero_tail=True
+    ),
+    "append int4 of 64": replace(BASE, is_append=True, kv_dtype="int4_g64", page_table="slots"),
     "other 16 bits": replace(BASE, dtype="float16", q_out="in place", rotary="none", page_size=3),
 }
 

@@ -1,7 +1,8 @@
 // Producers of Q, and of K and V of quantised caches, with dequantisation: half of the warps load
 // K, the others V. Vectors of 16 elements land in shared memory some tiles ahead, and the lane that
 // issued the copy dequantises them. With NVFP4 a vector is a block, whose scale lands beside the
-// scale of its row's first block in the segment, four together.
+// scale of its row's first block in the segment, four together. With int4 a block's scale and zero
+// land beside its first vector in the segment.
 #pragma once
 
 #include "jitattn/dequant_kernel.cuh"
@@ -10,6 +11,7 @@
 #include "jitattn/attention/query_loader.cuh"
 #include "jitattn/attention/wgmma_tiles.cuh"
 #include "jitattn/attention/work_items.cuh"
+#include "jitattn/int4.cuh"
 #include "jitattn/lanes.cuh"
 #include "jitattn/nvfp4.cuh"
 #include "jitattn/ptx.cuh"
@@ -137,9 +139,13 @@ struct TileDequantiser {
     }
   }
 
-  // Landing place of the scales of a lane's row in a segment, one for each of its four lanes.
+  // Vectors of a segment's row that share a scale and a zero.
+  static constexpr int kShared = BlocksOf<KVType>::kDims == 32 ? 2 : 4;
+
+  // Landing place of the scales of a lane's row in a segment, one for each of its four lanes; or of
+  // the scale and the zero of a lane's block.
   __device__ __forceinline__ uint32_t scale_place(int landing, int group, int segment) const {
-    return place_of(landing, group, segment) - lane_idx() % 4 * 16 + 8;
+    return place_of(landing, group, segment) - lane_idx() % (kHasZeros ? kShared : 4) * 16 + 8;
   }
 
   // Issues the copies of a tile's block scales; `at` and `exists` are of the row of each lane.
@@ -155,7 +161,14 @@ struct TileDequantiser {
     for (int group = 0; group < kWarpGroups; ++group) {
       const uint64_t row_address = __shfl_sync(0xffffffff, address, group * 8 + lane_idx() / 4);
       const auto* scales = reinterpret_cast<const uint8_t*>(row_address);
-      if constexpr (kAreFours) {
+      if constexpr (kHasZeros) {
+        for_each<kSegments>([&](int segment) {
+          if (part % kShared != 0) return;
+          const int dim = (segment * 4 + part) * kVectorElements;
+          copy_pair(scale_place(landing, group, segment), scales + BlocksOf<KVType>::place(dim),
+                    row_address != 0 && has(segment));
+        });
+      } else if constexpr (kAreFours) {
         for_each<kSegments>([&](int segment) {
           if (part != 0) return;
           cp_async_few<4>(scale_place(landing, group, segment), scales + segment * 4,
@@ -171,6 +184,17 @@ struct TileDequantiser {
           st_shared_byte(scale_place(landing, group, segment) + part, bytes[segment]);
         });
       }
+    }
+  }
+
+  // Copies a scale and a zero.
+  static __device__ __forceinline__ void copy_pair(uint32_t place, const uint8_t* source,
+                                                   bool exists) {
+    if constexpr (kUseVectorLoads) {
+      cp_async_few<4>(place, source, exists);
+    } else {
+      const auto* halves = reinterpret_cast<const uint16_t*>(source);
+      st_shared_4(place, exists ? join(halves[0], halves[1]) : 0);
     }
   }
 
@@ -200,7 +224,12 @@ struct TileDequantiser {
       if (!has(segment)) return;
       const uint32_t place =
           Source<kIsKey>::row(stage, segment, row) + (lane_idx() % 4 * 2 ^ row % 8) * 16;
-      if constexpr (kHasBlocks) {
+      if constexpr (kHasZeros) {
+        const uint2 elements = ld_shared_8(place_of(landing, group, segment));
+        const uint32_t scale = ld_shared_4(scale_place(landing, group, segment));
+        st_shared_16(place, affine_eight<QType>(elements.x, scale));
+        st_shared_16(place ^ 16, affine_eight<QType>(elements.y, scale));
+      } else if constexpr (kHasBlocks) {
         const uint2 elements = ld_shared_8(place_of(landing, group, segment));
         const uint32_t byte = ld_shared_byte(scale_place(landing, group, segment) + lane_idx() % 4);
         const uint32_t scales = low_twice(block_scale_pair<QType>(byte));

@@ -122,8 +122,9 @@ struct KvLoader {
                          params.v_page_stride, params.v_token_stride, v_issue_id, v_issue_slice,
                          v_issue_tokens & 0xffff, v_issue_tokens >> 16, v_issue_listed);
     if constexpr (kHasBlocks) {
+      constexpr int kBlockStride = BlocksOf<KVType>::place(kValueDim);
       copy_scales<kValueDim>(v_scales_smem(), iterator.params.v_blocks, block.kv_head,
-                             block.value_block * block_bytes(kValueDim), v_issue_id, v_issue_slice,
+                             block.value_block * kBlockStride, v_issue_id, v_issue_slice,
                              v_issue_tokens & 0xffff, v_issue_tokens >> 16, v_issue_listed);
     }
     cp_async_commit();

@@ -59,10 +59,10 @@ __device__ __forceinline__ ScoreScale score_scale_of(const AttentionParams& para
   if constexpr (!kDequantises) return {1.f, params.score_scale};
   const float k_scale = params.k_scale.of(kv_head);
   float product = params.score_scale * k_scale;
-  if constexpr (kHasBlocks) product *= kBlockFactor<ProductType>;
+  if constexpr (kProductFactor != 1.f) product *= kProductFactor;
   if (fabsf(product) < -neg_inf()) return {1.f, product};
   const float rest =
-      kHasBlocks ? params.score_scale * kBlockFactor<ProductType> : params.score_scale;
+      kProductFactor != 1.f ? params.score_scale * kProductFactor : params.score_scale;
   return {fabsf(k_scale), copysignf(rest, product)};
 }
 
@@ -92,7 +92,7 @@ struct RowResult {
     // The sum is at least 1 where the maximum is finite, and NaN where a score is.
     factor = scale * reciprocal_approx(sum);
     if constexpr (kDequantises) factor *= params.v_scale.of(params.group_size.divide(head));
-    if constexpr (kHasBlocks) factor *= kBlockFactor<ProductType>;
+    if constexpr (kProductFactor != 1.f) factor *= kProductFactor;
     if (sum == 0.f) factor = 0.f;
     lse = sum == 0.f ? neg_inf() : kLn2 * (finite_maximum(top) + log2_approx(sum));
     if (query_tile.kv_end == kInvalidLength) factor = lse = quiet_nan();

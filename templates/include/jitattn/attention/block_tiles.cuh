@@ -1,6 +1,8 @@
-// Tiles of NVFP4 in registers: 16 tokens by 32 dims, for two products.
+// Tiles of NVFP4 and int4 in registers: 16 tokens by 32 dims, for two products.
 #pragma once
 
+#include "jitattn/blocks.cuh"
+#include "jitattn/int4.cuh"
 #include "jitattn/kernel.cuh"
 #include "jitattn/lanes.cuh"
 #include "jitattn/nvfp4.cuh"
@@ -8,7 +10,7 @@
 
 namespace jitattn {
 
-// Numbers of ProductType divided by kBlockFactor. A lane has g = lane / 4 and t = lane % 4.
+// Numbers of ProductType divided by kProductFactor. A lane has g = lane / 4 and t = lane % 4.
 struct BlockTile {
   // Of K: dims 8 t + i and 8 t + i + 4 of token g + 8 h, the order of load_query(). Of V: dim
   // 4 g + i of tokens 2 t + 8 h and 2 t + 8 h + 1.
@@ -16,6 +18,10 @@ struct BlockTile {
 
   __device__ __forceinline__ void set(int h, uint32_t elements, uint32_t scales) {
     const BlockPairs<ProductType> numbers(elements, scales);
+    for_each<4>([&](int i) { pairs[h][i] = numbers.words[i]; });
+  }
+  __device__ __forceinline__ void set(int h, uint32_t elements, uint32_t scales, uint32_t zeros) {
+    const AffinePairs<ProductType> numbers(elements, scales, zeros);
     for_each<4>([&](int i) { pairs[h][i] = numbers.words[i]; });
   }
 };
@@ -38,18 +44,24 @@ struct BlockScaleRows {
     const uint32_t low = ld_shared_byte(place + 2 * step);
     return low | ld_shared_byte(place + rows_apart * kBytes + 2 * step) << 8;
   }
+
+  // The scale and the zero of a row. Zeros past the last element, whose codes may be any.
+  static __device__ __forceinline__ uint32_t load_pair(uint32_t place, int step, int half) {
+    if (kDim % 32 != 0 && 32 * step + 16 * half >= kDim) return 0;
+    return ld_shared_4(place + BlocksOf<KVType>::place(32 * step));
+  }
 };
 
-// Block of a step that a lane has, of K and of V.
+// Block of 16 dims of a step that a lane has, of K and of V.
 __device__ __forceinline__ int key_half() { return lane_idx() % 4 / 2; }
 __device__ __forceinline__ int value_half() { return lane_idx() / 16; }
 
 // Address of a lane's first block scale of a tile.
 __device__ __forceinline__ uint32_t key_scale_place(uint32_t smem) {
-  return BlockScaleRows<kKeyDim>::place(smem, lane_idx() / 4, key_half());
+  return BlockScaleRows<kKeyDim>::place(smem, lane_idx() / 4, kHasZeros ? 0 : key_half());
 }
 __device__ __forceinline__ uint32_t value_scale_place(uint32_t smem) {
-  return BlockScaleRows<kValueDim>::place(smem, lane_idx() % 4 * 2, value_half());
+  return BlockScaleRows<kValueDim>::place(smem, lane_idx() % 4 * 2, kHasZeros ? 0 : value_half());
 }
 
 // 16 tokens of K by the 32 dims of a step. A lane names the place of token lane % 16.
@@ -57,6 +69,14 @@ __device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, uint32_
                                                      int step) {
   BlockTile tile;
   const uint2 words = ldmatrix_x2(lane_smem);
+  if constexpr (kHasZeros) {
+    using Scales = BlockScaleRows<kKeyDim>;
+    const uint32_t low = Scales::load_pair(scale_place, step, key_half());
+    const uint32_t high = Scales::load_pair(scale_place + 8 * Scales::kBytes, step, key_half());
+    tile.set(0, words.x, low_twice(low), high_twice(low));
+    tile.set(1, words.y, low_twice(high), high_twice(high));
+    return tile;
+  }
   const uint32_t bytes = BlockScaleRows<kKeyDim>::load(scale_place, 8, step, key_half());
   const uint32_t scales = block_scale_pair<ProductType>(bytes);
   tile.set(0, words.x, low_twice(scales));
@@ -70,6 +90,17 @@ __device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem, uint3
   using Scales = BlockScaleRows<kValueDim>;
   BlockTile tile;
   const uint2 words = ldmatrix_x2_trans(lane_smem);
+  if constexpr (kHasZeros) {
+    const auto set = [&](int h, uint32_t elements) {
+      const uint32_t place = scale_place + 8 * h * Scales::kBytes;
+      const uint32_t low = Scales::load_pair(place, step, value_half());
+      const uint32_t high = Scales::load_pair(place + Scales::kBytes, step, value_half());
+      tile.set(h, elements, low_halves(low, high), high_halves(low, high));
+    };
+    set(0, words.x);
+    set(1, words.y);
+    return tile;
+  }
   const uint32_t low = Scales::load(scale_place, 1, step, value_half());
   const uint32_t high = Scales::load(scale_place + 8 * Scales::kBytes, 1, step, value_half());
   tile.set(0, words.x, block_scale_pair<ProductType>(low));
