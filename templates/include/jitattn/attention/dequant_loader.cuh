@@ -270,7 +270,7 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
   const auto deliver_query = [&](const WorkItem& item) {
     mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
-    if (item.work != kNoWork && !item.is_first) {
+    if (item.work != kNoWork && !is_copied_by_consumers(item)) {
       copy_query<kWarpSize>(params.attention, item.rows(params.attention), stage,
                             threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
     }

@@ -83,9 +83,17 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
   fence_before_tma();
 }
 
+// Whether consumers copy the first Q: those of wide heads have no registers for it.
+constexpr bool kCopiesFirstQuery = kKeyDim <= 256;
+
+__device__ __forceinline__ bool is_copied_by_consumers(const WorkItem& item) {
+  return kCopiesFirstQuery && item.is_first;
+}
+
 // Copies Q of the CTA's first work item, where the schedule has that: consumers have nothing else to
 // do yet, and are more than the producers. A warpgroup copies its own rows.
 __device__ __forceinline__ void copy_first_query(const KernelParams& params, uint32_t smem) {
+  if constexpr (!kCopiesFirstQuery) return;
   const WorkItemFacts item = params.attention.schedule.first_items[blockIdx.x];
   if (!is_usable(params, item)) return;
   const HeadBlock block(params.attention, item.work);

@@ -288,7 +288,7 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
       continue;
     }
     if (is_first) mbarrier_arrive(shared.item_full(index));
-    if (!is_end && !item.is_first) {
+    if (!is_end && !is_copied_by_consumers(item)) {
       copy_query<kWarpSize>(params.attention, item.rows(params.attention),
                             smem + queries.stage * kQueryStageBytes,
                             threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
