@@ -163,8 +163,7 @@ def schedule_config(
         config: the planner's arguments.
         traits: those of the kernel's family.
         role: what the kernel is for.
-        kernel: the kernel.
-        schedule_kernel: the kernel that makes schedules.
+        kernel: the kernel; and ``schedule_kernel``, which makes its schedules.
         num_sms: multiprocessors of the device.
         decode_rows: rows of requests of the decode kernel; 0: none but invalid ones; -1: none.
         num_row_blocks: row tiles of a request; None: those of a query token.
