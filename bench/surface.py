@@ -181,6 +181,23 @@ def _batches() -> Iterator[Point]:
     yield replace(DECODE, q_len=4, kv_lens=(4096,) * 8)
 
 
+def _wide_heads() -> Iterator[Point]:
+    """Yield prefill of head_dim 512: as Gemma's global layers, and as pages decide the loader."""
+    for heads in ((16, 2), (8, 1), (32, 8)):
+        for lens in ((2048,) * 4, (8192,)):
+            own = replace(PREFILL, q_len=lens[0], kv_lens=lens, head_dim=512)
+            yield replace(own, num_qo_heads=heads[0], num_kv_heads=heads[1])
+    base = replace(PREFILL, head_dim=512, num_qo_heads=16, num_kv_heads=2)
+    changes: tuple[dict[str, Any], ...] = (
+        *({"page_size": n} for n in (1, 8, 64)),
+        {"page_table": "ragged", "page_size": None},
+        *({"logits_soft_cap": 30.0}, {"window_left": 500}, {"causal": False}),
+        *({"head_dim_vo": 128}, {"head_dim": 256, "head_dim_vo": 512}),
+        {"q_len": 256, "kv_lens": (8192,) * 4},
+    )
+    yield from (replace(base, **change) for change in changes)
+
+
 def _invariant() -> Iterator[Point]:
     """Yield batch-invariant twins of points, to be held against these."""
     yield from (PREFILL, DECODE, *_batches())
@@ -196,6 +213,7 @@ def grid() -> Iterator[Point]:
     yield from _one_change(PREFILL)
     yield from _one_change(DECODE)
     yield from _batches()
+    yield from _wide_heads()
     yield from (replace(point, batch_invariant=True) for point in _invariant())
 
 

@@ -21,6 +21,7 @@ EVERYWHERE = (PlannerConfig(), MLAConfig(num_heads=16))
 # Prefill of warps and with conversions, latents of warps, and what needs most registers.
 ON_HOPPER = (
     PlannerConfig(head_dim=512, logits_soft_cap=30.0),
+    PlannerConfig(head_dim=512, kv_dtype="float8_e4m3fn", logits_soft_cap=30.0),
     PlannerConfig(head_dim=256, kv_dtype="float8_e4m3fn", use_custom_mask=True),
     MLAConfig(kv_dtype="float8_e4m3fn"),
 )

@@ -267,7 +267,9 @@ void mbarrier_inval(uint32_t barrier) { phases.erase(barrier); }
 void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   const Phases& now = phases.at(barrier);
   while (now.parity == parity) yield();
-  current->acquired.insert(current->acquired.end(), now.arrived.begin(), now.arrived.end());
+  for (const auto& [word, writer] : now.arrived) {  // but for what has met a fence since
+    if (writers[word] == writer) current->acquired.push_back({word, writer});
+  }
 }
 void meet_at(int barrier, int count, bool waits) {
   Barrier& named = named_barriers[barrier];

@@ -144,7 +144,7 @@ def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
 @pytest.mark.parametrize(
     ("arguments", "loader"),
     [
-        *(({"head_dim": n}, "tensor") for n in HEAD_DIMS if n <= 256),
+        *(({"head_dim": n}, "tensor") for n in HEAD_DIMS),
         *(({"head_dim": 192, "head_dim_vo": n}, "tensor") for n in (64, 128, 256)),
         ({"head_dim": 192, "head_dim_vo": 48}, "tensor"),
         ({"page_size": 12}, "vector"),
@@ -153,12 +153,14 @@ def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
         ({"page_size": 24, "page_table": "separate"}, "tensor"),
         ({"q_dtype": "float16", "kv_dtype": "float16", "out_dtype": "float32"}, "tensor"),
         ({"use_custom_mask": True, "logits_soft_cap": 30.0}, "tensor"),
-        ({"head_dim": 512}, None),
-        ({"head_dim": 128, "head_dim_vo": 512}, None),
-        ({"head_dim": 512, "head_dim_vo": 128}, None),
+        ({"head_dim": 512, "page_size": 4}, "vector"),
+        ({"head_dim": 512, "variant": "alibi", "use_custom_mask": True}, "tensor"),
+        ({"head_dim": 128, "head_dim_vo": 512}, "tensor"),
+        ({"head_dim": 512, "head_dim_vo": 128}, "tensor"),
         ({"kv_dtype": "float8_e4m3fn"}, "vector"),
         ({"kv_dtype": "float8_e5m2", "head_dim": 256}, "vector"),
         ({"kv_dtype": "float8_e5m2", "head_dim": 512}, None),
+        ({"kv_dtype": "nvfp4", "head_dim_vo": 512}, None),
         ({"kv_dtype": "nvfp4"}, "vector"),
         ({"kv_dtype": "nvfp4", "head_dim": 80}, "vector"),
     ],
@@ -181,7 +183,7 @@ def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) ->
 
 
 def test_warpgroups_are_sampled() -> None:
-    assert {spec.head_dim for spec in WARPGROUPS} == {n for n in HEAD_DIMS if n <= 256}
+    assert {spec.head_dim for spec in WARPGROUPS} == set(HEAD_DIMS)
     assert {spec.loader for spec in WARPGROUPS} == set(Loader)
     assert {warpgroup_tile(spec).num_warps for spec in WARPGROUPS} == {4, 8, 12}
 
@@ -193,6 +195,9 @@ def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
     assert tile.smem_bytes + STATIC_BYTES - 4 * MAX_WORK_TILES <= ARCHS["sm_90a"].smem_bytes
     groups, rest = divmod(tile.num_warps, 4)
     assert rest == 0
+    assert tile.value_dim == spec.head_dim_vo if spec.head_dim_vo <= 256 else 256
+    # Parts of a tile of K have whole segments.
+    assert tile.key_parts == 1 or spec.head_dim % (64 * tile.key_parts) == 0
     assert tile.row_tile == 64 * groups
     assert tile.num_threads == 128 * (groups + tile.num_producers)
     # A launch takes as many of an SM's registers as all its threads may have; warpgroups that want
@@ -212,7 +217,7 @@ def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
         assert tile.tile_tokens // tile.tma_tokens <= 32, "each lane finds one page"
         # A TMA tile of V has all columns of the product, and one of K a segment. Products read V 16
         # rows at a time, which lie in one TMA tile, or in two of eight.
-        assert tile.value_dim == spec.head_dim_vo
+        assert tile.value_dim == tile.output_columns
         assert tile.tma_tokens == 8 or tile.tma_tokens % 16 == 0
         assert tile.key_tma_columns == 64
 
@@ -224,7 +229,7 @@ def test_the_products_are_those_that_there_are(spec: PrefillSpec) -> None:
     dtypes = "BF16BF16" if spec.q_dtype is DType.BFLOAT16 else "F16F16"
     wanted = {
         f"MMA_64x{tile.tile_tokens}x16_F32{dtypes}_SS",
-        f"MMA_64x{spec.head_dim_vo}x16_F32{dtypes}_RS",
+        f"MMA_64x{tile.value_dim}x16_F32{dtypes}_RS",
     }
     assert set(re.findall(r"\bMMA_\w+", source)) == wanted
     text = headers_of(source)[cutlass.WRAPPERS[0]]
@@ -232,7 +237,7 @@ def test_the_products_are_those_that_there_are(spec: PrefillSpec) -> None:
     assert set(re.findall(r"^struct (MMA_\w+_F32B?F16B?F16_\w+)$", text, re.MULTILINE)) == wanted
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
     tiles = set()
     for page_size, page_table in itertools.product((1, 3, 8, 16, 24, 64, 256), Layout):

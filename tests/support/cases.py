@@ -331,6 +331,8 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(512, 1, "fp16", "separate", 16, soft_cap=True),
     _kernel(512, 24, "bf16", "csr", 8, vo=128),
     _kernel(64, 8, "fp16", "token", 8, vo=512),
+    _kernel(512, 1, "bf16", "ragged", 8),
+    _kernel(256, 16, "bf16", "shared", 8, vo=512),
 )
 
 # Custom masks make kernels of their own.

@@ -146,8 +146,9 @@ def prefill_uses_tma(spec: AttentionSpec, arch: str) -> bool:
 
 def has_warpgroup_tile(spec: AttentionSpec, arch: str) -> bool:
     """Return whether warpgroups compute a prefill kernel, whatever its pages and loader."""
-    is_narrow = max(spec.head_dim, spec.head_dim_vo) <= 256
-    return ARCHS[arch].has_wgmma and is_narrow
+    # Beside wide rows of Q and K is no room for those that are to be dequantised.
+    fits = spec.kv_dtype is spec.q_dtype or max(spec.head_dim, spec.head_dim_vo) <= 256
+    return ARCHS[arch].has_wgmma and fits
 
 
 def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
@@ -174,6 +175,8 @@ class _WarpgroupRow(NamedTuple):
     num_stages: int
     """Of K and V."""
     num_query_stages: int
+    key_parts: int = 1
+    """Parts of columns in which a tile of K comes and goes, so that one stage is enough."""
 
     def tile_tokens(self, spec: AttentionSpec) -> int:
         if spec.variant is not None:
@@ -206,6 +209,8 @@ _WARPGROUP_TILES = (
     _WarpgroupRow(192, 128, 2, 1, 128, 128, 112, 2, 1),
     _WarpgroupRow(192, 192, 2, 1, 96, 80, 80, 2, 1),
     _WarpgroupRow(256, 256, 2, 1, 80, 64, 48, 2, 1),
+    _WarpgroupRow(256, 512, 2, 1, 64, 48, 48, 2, 1),
+    _WarpgroupRow(512, 512, 2, 1, 64, 64, 48, 1, 1, key_parts=4),
 )
 # The same of quantised caches, whose tiles land in shared memory before they are dequantised.
 _DEQUANT_TILES = (
@@ -226,6 +231,8 @@ _WARPGROUP_REGISTERS = {
     (1, 2): _Registers(producer=128, consumer=240),
     (1, 1): _Registers(producer=0, consumer=0),  # as many as the compiler takes
 }
+# The same where tiles of few tokens leave consumers registers, and wide rows take producers' more.
+_WIDE_REGISTERS = _Registers(producer=88, consumer=208)
 # The same of two warpgroups each that dequantise, and accumulate few columns.
 _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
 
@@ -375,11 +382,13 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     is_dequantised = spec.kv_dtype is not spec.q_dtype
     groups, num_producers = row.num_consumers, row.num_producers
     tile_tokens = row.tile_tokens(spec)
-    key_bytes, value_bytes = _segment_bytes(spec.head_dim), _segment_bytes(spec.head_dim_vo)
+    value_dim = _value_dim(spec, _MAX_VALUE_DIM)
+    key_bytes, value_bytes = _segment_bytes(spec.head_dim), _segment_bytes(value_dim)
     smem_bytes = row.num_stages * tile_tokens * (key_bytes + value_bytes)
     smem_bytes += 64 * groups * row.num_query_stages * key_bytes
     gathers = spec.loader is Loader.VECTOR and not is_dequantised
-    if gathers and groups <= 2 and key_bytes + value_bytes <= _GATHERED_BYTES:
+    has_registers = value_dim <= 192 and key_bytes + value_bytes <= _GATHERED_BYTES
+    if gathers and groups <= 2 and has_registers:
         num_producers = 2
     if is_dequantised and groups == 1:
         num_producers = 3 if spec.head_dim_vo <= 128 else 2
@@ -387,6 +396,8 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     num_landings = 0
     if is_dequantised and groups == num_producers == 2 and spec.head_dim_vo <= 64:
         registers = _DEQUANT_REGISTERS
+    if max(spec.head_dim, spec.head_dim_vo) > 256:
+        registers = _WIDE_REGISTERS
     if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers
         landing_bytes = -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
@@ -401,7 +412,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
         num_landings=num_landings,
         shares_tiles=True,
         ctas_per_sm=1,
-        value_dim=spec.head_dim_vo,
+        value_dim=value_dim,
         smem_bytes=smem_bytes,
         row_tile=64 * groups,
         merge_rows=2 if spec.changes_scores else 4,
@@ -414,7 +425,8 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
         producer_registers=registers.producer,
         consumer_registers=registers.consumer,
         product_dtype=spec.q_dtype.value,
-        output_columns=spec.head_dim_vo,
+        output_columns=value_dim,
+        key_parts=row.key_parts,
     )
 
 

@@ -95,6 +95,7 @@ class WarpgroupTile(NamedTuple):
     consumer_registers: int
     product_dtype: str
     output_columns: int  # of out that a warpgroup accumulates
+    key_parts: int = 1  # of columns, in which a tile of K comes and goes
 
     @property
     def num_threads(self) -> int:

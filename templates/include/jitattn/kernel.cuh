@@ -167,6 +167,7 @@ struct KernelParams {
 constexpr bool kHasWholeQueryTiles = true;
 constexpr int kNumQueryStages = 2;
 constexpr int kNumLandings = 0;
+constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
 
 using cute::SM90::GMMA::Major;
 using ScoreProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;

@@ -17,6 +17,9 @@ BASE = Case(head_dim=64, num_kv_heads=1, group_size=2)
 # Two whole tiles and more on two CTAs, rows without keys, and a request that is split.
 PAIRS = ((140, 150), (70, 300), (66, 66), (65, 0))
 LONG = ((64, 700), (60, 650))
+# Two column blocks of V, of which each computes the scores again, and K in parts.
+WIDE = replace(BASE, head_dim=512)
+SHORT = ((70, 150), (33, 205), (30, 30), (65, 0))
 # Few rows, for which one consumer warpgroup is enough.
 FEW = ((9, 300), (20, 330), (1, 5), (0, 7), (12, 12))
 CASES = {
@@ -37,6 +40,15 @@ CASES = {
     "e4m3": of(replace(BASE, kv_dtype=E4M3.kv_dtype, scales="heads"), *PAIRS),
     "few rows": of(replace(BASE, logits_soft_cap=4.0, sinks="float32"), *FEW),
     "few rows, e4m3": of(replace(BASE, head_dim=128, kv_dtype=E4M3.kv_dtype), *FEW),
+    "512": of(replace(WIDE, window_left=70, sinks="float32"), *SHORT, spare_rows=2),
+    "512, pages of 1": of(replace(WIDE, page_size=1, window_left=90, dtype="float16"), *SHORT),
+    "512, elements": of(replace(WIDE, cache="odd_strides", q_view="odd", out_view="odd"), *SHORT),
+    "512, ragged": of(replace(WIDE, page_table="ragged", page_size=1, sm_scale=-0.1), *SHORT),
+    "512, mask": of(replace(WIDE, mask="packed", logits_soft_cap=5.0, page_size=8), *SHORT),
+    "512, separate": of(replace(WIDE, head_dim_vo=80, page_table="separate"), *SHORT),
+    "512, split": of(replace(WIDE, logits_soft_cap=9.0, out_dtype="float32"), *LONG),
+    "512, invariant": of(replace(WIDE, batch_invariant=True, page_table="csr"), *LONG),
+    "512 of V": of(replace(BASE, head_dim=96, head_dim_vo=512, page_size=64), *SHORT),
     "split": of(BASE, *LONG),
     "split, sinks": of(replace(BASE, sinks="float32", window_left=400), *LONG),
     "split, odd": of(replace(BASE, head_dim_vo=80, logits_soft_cap=9.0, out_view="odd"), *LONG),
@@ -50,3 +62,9 @@ def test_the_kernel_computes_the_definition(name: str, monkeypatch: pytest.Monke
     host = EmulatedCuda(monkeypatch, "sm_90a")
     host.check(case)
     assert "prefill" in host.kinds
+
+
+@pytest.mark.parametrize("name", ["512", "512, pages of 1"])
+def test_parts_of_k_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps run ahead of others, and copies and products end as late as they may."""
+    EmulatedCuda(monkeypatch, "sm_90a", seed=3).check(CASES[name])

@@ -24,7 +24,7 @@ struct Shared {
   bool is_last;
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2][kNumQueryStages];
-  uint64_t key_barriers[2][kNumStages];
+  uint64_t key_barriers[2][kNumKeyParts];
   uint64_t value_barriers[2][kNumStages];
 
   __device__ __forceinline__ uint32_t item_full(int i) { return smem_address(item_barriers + i); }
@@ -46,11 +46,11 @@ struct Shared {
       mbarrier_init(q_full(i), kQueryThreads);
       mbarrier_init(q_empty(i), kNumWarps);
     }
-    for (int i = 0; i < kNumStages; ++i) {
+    for (int i = 0; i < kNumKeyParts; ++i) {
       mbarrier_init(k_full(i), kLoaders);
-      mbarrier_init(v_full(i), kLoaders);
+      if (i < kNumStages) mbarrier_init(v_full(i), kLoaders);
       mbarrier_init(k_empty(i), kNumWarps);
-      mbarrier_init(v_empty(i), kNumWarps);
+      if (i < kNumStages) mbarrier_init(v_empty(i), kNumWarps);
     }
     fence_mbarrier_init();
   }

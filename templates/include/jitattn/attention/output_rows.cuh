@@ -39,11 +39,12 @@ struct OutputRow {
     if (row >= rows.num_rows) return;
     const int32_t token = rows.token(row), head = rows.head(row);
     const RowResult result(params, item.query_tile, head, m, d);
-    if (writes_lse) write_lse(params, token, head, result.lse);
+    const int32_t value_block = kNumValueBlocks > 1 ? item.block(params).value_block : 0;
+    if (writes_lse && value_block == 0) write_lse(params, token, head, result.lse);
     factor = result.factor;
-    columns =
-        reinterpret_cast<uint64_t>(static_cast<OutType::Storage*>(params.out) +
-                                   token * params.out_token_stride + head * params.out_head_stride);
+    columns = reinterpret_cast<uint64_t>(static_cast<OutType::Storage*>(params.out) +
+                                         token * params.out_token_stride +
+                                         head * params.out_head_stride + value_block * kValueDim);
   }
 
   // Factor and columns of lane `lane` of the four.

@@ -14,11 +14,15 @@ namespace jitattn {
 template <bool kIsKey>
 struct Source {
   static constexpr int kDim = kIsKey ? kKeyDim : kValueDim;
-  static constexpr int kVectors = kDim / 8;
+  static constexpr int kParts = kIsKey ? kKeyParts : 1;  // of a tile
+  static constexpr int kVectors = kDim / 8 / kParts;     // of a row of a part
 
   static __device__ __forceinline__ int32_t id(const KernelParams& params, PageTable::Row row,
                                                int32_t token) {
     return kIsKey ? params.pages.k_id(row, token) : params.pages.v_id(row, token);
+  }
+  static __device__ __forceinline__ int first_column(const HeadBlock& block, int part) {
+    return kIsKey ? part * kKeyDim / kKeyParts : block.value_block * kValueDim;
   }
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
     return kIsKey ? KeyLayout::row(smem, segment, row) : ValueLayout::row(smem, segment, row);

@@ -47,17 +47,19 @@ struct TileAddresses<kIsKey, TileLoader::kTma> {
 
   // One lane issues the copies back to back, since the products wait for the last.
   __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
-                                       uint32_t smem, uint32_t barrier) const {
+                                       uint32_t smem, uint32_t barrier, int part) const {
     // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those
     // of V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
     constexpr bool kIsClipped = Source<kIsKey>::kDim * 2 % kSegmentBytes != 0;
     constexpr bool kHasOneSegment = kIsKey || kIsClipped;
     constexpr int kTmaTileSegments = kHasOneSegment ? 1 : kValueSegments;
-    constexpr int kSteps = kIsKey ? kKeySegments : kIsClipped ? kValueSegments : 1;
+    constexpr int kSteps = kIsKey ? kKeyPartSegments : kIsClipped ? kValueSegments : 1;
+    static_assert(!kIsClipped || (kIsKey ? kKeyParts : kNumValueBlocks) == 1, "all segments");
     constexpr int kSegmentColumns = kSegmentBytes / 2;
     constexpr int kCopyBytes = kTmaTokens * kTmaTileSegments * kSegmentBytes;
     const int begin = first_tma_tile(), end = end_tma_tile();
-    const int32_t head = block.kv_head, segment = kIsKey ? 0 : block.value_block * kValueSegments;
+    const int32_t head = block.kv_head;
+    const int32_t segment = kIsKey ? part * kKeyPartSegments : block.value_block * kValueSegments;
     // Kept in registers, not recomputed.
     smem = forget(smem);
     barrier = forget(barrier);
@@ -125,15 +127,16 @@ struct TileAddresses<kIsKey, TileLoader::kGather> {
   // Issues the copies, which arrive at the barrier when they have landed. Consumers fence before
   // their products.
   __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
-                                       uint32_t smem, uint32_t barrier) const {
+                                       uint32_t smem, uint32_t barrier, int part) const {
     const AttentionParams& attention = params.attention;
-    const int part = lane_idx() % 4, lane_row = lane_idx() / 4;
+    const int vector = lane_idx() % 4, lane_row = lane_idx() / 4;
     const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
     base += block.kv_head * (kIsKey ? attention.k_head_stride : attention.v_head_stride);
-    const auto* first = reinterpret_cast<const uint8_t*>(base) + part * 16;
+    base += S::first_column(block, part);
+    const auto* first = reinterpret_cast<const uint8_t*>(base) + vector * 16;
     // The two places of a lane's vectors in the swizzle of its rows.
-    const uint32_t places[2] = {lane_row * kSegmentBytes + (part ^ lane_row) * 16,
-                                lane_row * kSegmentBytes + (part ^ lane_row ^ 4) * 16};
+    const uint32_t places[2] = {lane_row * kSegmentBytes + (vector ^ lane_row) * 16,
+                                lane_row * kSegmentBytes + (vector ^ lane_row ^ 4) * 16};
     for_each<kGroups>([&](int i) {
       const int64_t offset = __shfl_sync(0xffffffff, offsets[i / 4], lane_row * 4 + i % 4);
       if (kTokenGroups % kTileWarps != 0 && group(i) >= kTokenGroups) return;
@@ -141,7 +144,7 @@ struct TileAddresses<kIsKey, TileLoader::kGather> {
       const uint32_t row = S::row(smem, 0, 8 * group(i));
       for_each<(S::kVectors + 3) / 4>([&](int quarter) {
         // Past the end of a row lies nothing that products read.
-        if (quarter * 4 + 4 > S::kVectors && quarter * 4 + part >= S::kVectors) return;
+        if (quarter * 4 + 4 > S::kVectors && quarter * 4 + vector >= S::kVectors) return;
         cp_async_16<128>(row + S::row(0, quarter / 2, 0) + places[quarter % 2],
                          source + quarter * 64, offset >= 0);
       });
@@ -170,12 +173,12 @@ struct TileAddresses<kIsKey, TileLoader::kElements> {
       : page_row(page_row), tokens(item, tile) {}
 
   __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
-                                       uint32_t smem, uint32_t barrier) const {
+                                       uint32_t smem, uint32_t barrier, int part) const {
     using S = Source<kIsKey>;
     const AttentionParams& attention = params.attention;
     const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
     base += block.kv_head * (kIsKey ? attention.k_head_stride : attention.v_head_stride);
-    if (!kIsKey) base += block.value_block * kValueDim;
+    base += S::first_column(block, part);
 #pragma unroll 1
     for (int first_row = 0; first_row < kTileTokens; first_row += kWarpSize) {
       const int64_t offset = row_offset(params, first_row + lane_idx());
@@ -237,11 +240,15 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
       // Looked up before the stage is empty.
       if (tile < end) next = TileAddresses<kIsKey>(params, page_row, item, tile);
       if (tile == begin) continue;
-      mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage), ring.parity);
-      const int bytes = kIsKey ? kKeyStageBytes : kValueStageBytes;
-      now.load(params, block, smem + ring.stage * bytes,
-               kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage));
-      ring.next(kNumStages);
+#pragma unroll 1
+      for (int part = 0; part < Source<kIsKey>::kParts; ++part) {
+        mbarrier_wait(kIsKey ? shared.k_empty(ring.stage) : shared.v_empty(ring.stage),
+                      ring.parity);
+        const int bytes = kIsKey ? kKeyPartBytes : kValueStageBytes;
+        now.load(params, block, smem + ring.stage * bytes,
+                 kIsKey ? shared.k_full(ring.stage) : shared.v_full(ring.stage), part);
+        ring.next(kIsKey ? kNumKeyParts : kNumStages);
+      }
     }
     work_items.next(kNumWorkItems);
   }

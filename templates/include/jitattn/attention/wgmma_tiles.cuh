@@ -2,7 +2,8 @@
 //
 // Rows lie in segments of 128 bytes, with the hardware's 128-byte swizzle: vector v of row r of a
 // segment lies at v ^ r % 8. Of K all rows of a tile follow each other, segment after segment; V
-// lies TMA tile after TMA tile, each of kTmaTokens rows, segment after segment.
+// lies TMA tile after TMA tile, each of kTmaTokens rows, segment after segment. K of wide heads
+// comes and goes in parts, some segments each, so that one tile of it in shared memory is enough.
 #pragma once
 
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -21,7 +22,10 @@ constexpr int kTokenGroups = kTileTokens / 8;
 
 constexpr int kKeySegments = (2 * kKeyDim + kSegmentBytes - 1) / kSegmentBytes;
 constexpr int kValueSegments = (2 * kValueDim + kSegmentBytes - 1) / kSegmentBytes;
+constexpr int kKeyPartSegments = kKeySegments / kKeyParts;
 constexpr int kKeyStageBytes = kTileTokens * kKeySegments * kSegmentBytes;
+constexpr int kKeyPartBytes = kTileTokens * kKeyPartSegments * kSegmentBytes;
+constexpr int kNumKeyParts = kNumStages * kKeyParts;  // of K's ring
 constexpr int kValueStageBytes = kTileTokens * kValueSegments * kSegmentBytes;
 constexpr int kQueryStageBytes = kRowTile * kKeySegments * kSegmentBytes;
 constexpr int kKeyOffset = 0;
@@ -30,6 +34,8 @@ constexpr int kQueryOffset = kValueOffset + kNumStages * kValueStageBytes;
 
 static_assert(kDequantises || kQueryOffset + kNumQueryStages * kQueryStageBytes == kSmemBytes,
               "the host asks for exactly the shared memory that is used");
+static_assert(kKeyParts == 1 || kKeyTiles == kKeyParts * kKeyPartSegments * 4,
+              "parts are equal and have whole segments");
 
 // The row of the query tile that half 0 or 1 of a lane's values belong to.
 __device__ __forceinline__ int row_of(int half, int thread = threadIdx.x) {
@@ -58,14 +64,16 @@ struct ScoreTile {
   using Queries = Descriptor<8 * kSegmentBytes, 0>;
   using Keys = Descriptor<8 * kSegmentBytes, 0>;
 
-  // Begins the products with the warpgroup's rows of Q; wait() says when to look at them.
-  __device__ __forceinline__ void multiply(const Queries& q, const Keys& k) {
+  // Begins the products of the warpgroup's rows of Q with part `part` of K; wait() says when to look
+  // at them.
+  __device__ __forceinline__ void multiply(const Queries& q, const Keys& k, int part) {
     using namespace cute::SM90::GMMA;
     cute::warpgroup_arrive();
-    for_each<kKeyTiles>([&](int i) {
+    for_each<kKeyTiles / kKeyParts>([&](int i) {
       const int segment = i / 4, bytes = i % 4 * 32;
       FirstRegisters<kTileTokens / 2>::multiply<ScoreProduct>(
-          values, i ? ScaleOut::One : ScaleOut::Zero, q.at(QueryLayout::row(bytes, segment, 0)),
+          values, part || i ? ScaleOut::One : ScaleOut::Zero,
+          q.at(QueryLayout::row(bytes, part * kKeyPartSegments + segment, 0)),
           k.at(KeyLayout::row(bytes, segment, 0)));
     });
     cute::warpgroup_commit_batch();
