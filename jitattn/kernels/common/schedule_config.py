@@ -173,8 +173,9 @@ def schedule_config(
     blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
-    num_slot_places = work.max_slots * blocks.num_head_blocks
-    num_rows = fixed.num_places(num_slot_places, work.grid) * kernel.row_tile
+    num_rows = kernel.row_tile * fixed.num_places(
+        work.max_slots * blocks.num_head_blocks, work.grid
+    )
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
@@ -188,7 +189,7 @@ def schedule_config(
         num_first_items=work.num_first_items,
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
-        num_counters=SLICE_BYTES // 4 + num_slot_places,
+        num_counters=SLICE_BYTES // 4 + work.max_slots * blocks.num_head_blocks,
         pool_entries=_pool_entries(config),
         has_lists=layout.is_list,
         bounds_requests=layout.has_offsets or layout.is_list,
