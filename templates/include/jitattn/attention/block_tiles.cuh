@@ -53,99 +53,104 @@ struct BlockScaleRows {
 __device__ __forceinline__ int key_half() { return lane_idx() % 4 / 2; }
 __device__ __forceinline__ int value_half() { return lane_idx() / 16; }
 
-// The scales of a lane's blocks of K or V, from the first of its rows on. Where blocks are rows, those
-// of kTiles tiles of 16 tokens are loaded once, for all steps.
+// Address of a lane's first block scale of a tile.
+__device__ __forceinline__ uint32_t key_scale_place(uint32_t smem) {
+  return BlockScaleRows<kKeyDim>::place(smem, lane_idx() / 4, kHasZeros ? 0 : key_half());
+}
+__device__ __forceinline__ uint32_t value_scale_place(uint32_t smem) {
+  return BlockScaleRows<kValueDim>::place(smem, lane_idx() % 4 * 2, kHasZeros ? 0 : value_half());
+}
+
+// Scales and zeros of a lane's rows of a tile: 0, 1, 8 and 9 from its first on.
+struct RowPairs {
+  uint32_t rows[4];
+};
+
+// Those of kTiles tiles of 16 tokens, which are loaded once for all steps where blocks are rows. Of
+// other blocks a tile has the address of the first.
 template <int kDim, int kTiles>
 struct LaneScales {
   static constexpr int kBytes = block_bytes(kDim);
-  static constexpr bool kKeeps =
-      kTiles > 0 && !kHasWideKeys && kHasZeros && BlocksOf<KVType>::kDims == 0;
+  static constexpr bool kKeeps = kHasZeros && !kHasWideKeys && BlocksOf<KVType>::kDims == 0;
 
   uint32_t place;
-  uint32_t kept[kKeeps ? kTiles : 1][4];  // of rows 0, 1, 8 and 9 from the first on
+  RowPairs kept[kKeeps ? kTiles : 1];
 
-  // Of the first row of tile `j`.
-  __device__ __forceinline__ uint32_t of_tile(int j) const { return place + j * 16 * kBytes; }
-
-  // Loads what is kept of a tile, of rows 0 and 8, or of rows 1 and 9, too.
-  __device__ __forceinline__ void keep(bool has_pairs) {
+  // Of a lane that has rows 0 and 8 of each tile, or rows 1 and 9, too.
+  __device__ __forceinline__ LaneScales(uint32_t lane_smem, bool has_odd_rows) : place(lane_smem) {
     if constexpr (kKeeps) {
       for_each<kTiles>([&](int j) {
-        for_each<2>([&](int i) {
-          kept[j][2 * i] = ld_shared_4(of_tile(j) + 8 * i * kBytes);
-          if (has_pairs) kept[j][2 * i + 1] = ld_shared_4(of_tile(j) + (8 * i + 1) * kBytes);
+        for_each<4>([&](int i) {
+          const int row = i / 2 * 8 + i % 2;
+          if (i % 2 && !has_odd_rows) return;
+          kept[j].rows[i] = ld_shared_4(place + (j * 16 + row) * kBytes);
         });
       });
     }
   }
-
-  // The scale and the zero of a row of tile `j`, 0, 1, 8 or 9. Zeros past the last element, whose
-  // codes may be any.
-  __device__ __forceinline__ uint32_t pair(int j, int row, int step, int half) const {
-    if (kDim % 32 != 0 && 32 * step + 16 * half >= kDim) return 0;
-    if constexpr (kKeeps) return kept[j][row / 8 * 2 + row % 2];
-    return ld_shared_4(of_tile(j) + row * kBytes + BlocksOf<KVType>::place(32 * step));
+  __device__ __forceinline__ auto of_tile(int j) const {
+    if constexpr (kKeeps) {
+      return kept[j];
+    } else {
+      return place + j * 16 * kBytes;
+    }
   }
 };
 
-template <int kTiles = 0>
-__device__ __forceinline__ LaneScales<kKeyDim, kTiles> key_scales(uint32_t smem) {
-  LaneScales<kKeyDim, kTiles> scales;
-  scales.place = BlockScaleRows<kKeyDim>::place(smem, lane_idx() / 4, kHasZeros ? 0 : key_half());
-  scales.keep(false);
-  return scales;
+// The scale and the zero of a row. Zeros past the last element, whose codes may be any.
+template <int kDim>
+__device__ __forceinline__ uint32_t scale_pair(uint32_t tile, int row, int step, int half) {
+  if (kDim % 32 != 0 && 32 * step + 16 * half >= kDim) return 0;
+  return ld_shared_4(tile + row * block_bytes(kDim) + BlocksOf<KVType>::place(32 * step));
 }
-template <int kTiles = 0>
-__device__ __forceinline__ LaneScales<kValueDim, kTiles> value_scales(uint32_t smem) {
-  LaneScales<kValueDim, kTiles> scales;
-  scales.place =
-      BlockScaleRows<kValueDim>::place(smem, lane_idx() % 4 * 2, kHasZeros ? 0 : value_half());
-  scales.keep(true);
-  return scales;
+template <int kDim>
+__device__ __forceinline__ uint32_t scale_pair(const RowPairs& tile, int row, int step, int half) {
+  if (kDim % 32 != 0 && 32 * step + 16 * half >= kDim) return 0;
+  return tile.rows[row / 8 * 2 + row % 2];
 }
 
-// Tile `j` of K, 16 tokens by the 32 dims of a step. A lane names the place of token lane % 16.
+// 16 tokens of K by the 32 dims of a step. A lane names the place of token lane % 16; `tile_scales`
+// are the address of its first block scale, or RowPairs.
 template <typename Scales>
-__device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, const Scales& scales,
-                                                     int j, int step) {
+__device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, const Scales& tile_scales,
+                                                     int step) {
   BlockTile tile;
   const uint2 words = ldmatrix_x2(lane_smem);
   if constexpr (kHasZeros) {
-    const uint32_t low = scales.pair(j, 0, step, key_half());
-    const uint32_t high = scales.pair(j, 8, step, key_half());
+    const uint32_t low = scale_pair<kKeyDim>(tile_scales, 0, step, key_half());
+    const uint32_t high = scale_pair<kKeyDim>(tile_scales, 8, step, key_half());
     tile.set(0, words.x, low_twice(low), high_twice(low));
     tile.set(1, words.y, low_twice(high), high_twice(high));
-    return tile;
+  } else {
+    const uint32_t bytes = BlockScaleRows<kKeyDim>::load(tile_scales, 8, step, key_half());
+    const uint32_t scales = block_scale_pair<ProductType>(bytes);
+    tile.set(0, words.x, low_twice(scales));
+    tile.set(1, words.y, high_twice(scales));
   }
-  const uint32_t bytes = BlockScaleRows<kKeyDim>::load(scales.of_tile(j), 8, step, key_half());
-  const uint32_t pair = block_scale_pair<ProductType>(bytes);
-  tile.set(0, words.x, low_twice(pair));
-  tile.set(1, words.y, high_twice(pair));
   return tile;
 }
 
 // The same of V.
 template <typename Scales>
-__device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem, const Scales& scales,
-                                                       int j, int step) {
+__device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem,
+                                                       const Scales& tile_scales, int step) {
   using Rows = BlockScaleRows<kValueDim>;
   BlockTile tile;
   const uint2 words = ldmatrix_x2_trans(lane_smem);
   if constexpr (kHasZeros) {
     const auto set = [&](int h, uint32_t elements) {
-      const uint32_t low = scales.pair(j, 8 * h, step, value_half());
-      const uint32_t high = scales.pair(j, 8 * h + 1, step, value_half());
+      const uint32_t low = scale_pair<kValueDim>(tile_scales, 8 * h, step, value_half());
+      const uint32_t high = scale_pair<kValueDim>(tile_scales, 8 * h + 1, step, value_half());
       tile.set(h, elements, low_halves(low, high), high_halves(low, high));
     };
     set(0, words.x);
     set(1, words.y);
-    return tile;
+  } else {
+    const uint32_t low = Rows::load(tile_scales, 1, step, value_half());
+    const uint32_t high = Rows::load(tile_scales + 8 * Rows::kBytes, 1, step, value_half());
+    tile.set(0, words.x, block_scale_pair<ProductType>(low));
+    tile.set(1, words.y, block_scale_pair<ProductType>(high));
   }
-  const uint32_t place = scales.of_tile(j);
-  const uint32_t low = Rows::load(place, 1, step, value_half());
-  const uint32_t high = Rows::load(place + 8 * Rows::kBytes, 1, step, value_half());
-  tile.set(0, words.x, block_scale_pair<ProductType>(low));
-  tile.set(1, words.y, block_scale_pair<ProductType>(high));
   return tile;
 }
 
