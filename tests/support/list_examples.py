@@ -401,8 +401,10 @@ def _page_lists(form: Form, draw: Draw, num_pages: int, room: Room) -> Lists:
 def _cache(form: Form, draw: Draw, is_read: Tensor) -> tuple[Any, dict[str, Any], Tensor, Tensor]:
     """A cache that is NaN where nobody reads, its scales, and the values it stands for."""
     scales: dict[str, Any] = {}
-    if form.stored not in ("bfloat16", "float16") and draw.rng.random() < 0.7:
-        scales = {"k_scale": 0.7, "v_scale": draw.uniform(form.heads) + 0.5}
+    is_int8 = form.stored == "int8"  # whose numbers are large
+    if is_int8 or (form.stored not in ("bfloat16", "float16") and draw.rng.random() < 0.7):
+        factors = draw.uniform(form.heads) + 0.5
+        scales = {"k_scale": 0.03 if is_int8 else 0.7, "v_scale": factors}
     if form.stored in _BLOCK_DIMS:
         (k, k_blocks, keys), (v, v_blocks, values) = (_blocks(form, draw, is_read) for _ in "kv")
         kv: Any = jitattn.QuantizedKV(k, v, k_blocks, v_blocks)
