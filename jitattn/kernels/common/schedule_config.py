@@ -163,7 +163,8 @@ def schedule_config(
         config: the planner's arguments.
         traits: those of the kernel's family.
         role: what the kernel is for.
-        kernel: the kernel; and ``schedule_kernel``, which makes its schedules.
+        kernel: the kernel.
+        schedule_kernel: the kernel that makes schedules.
         num_sms: multiprocessors of the device.
         decode_rows: rows of requests of the decode kernel; 0: none but invalid ones; -1: none.
         num_row_blocks: row tiles of a request; None: those of a query token.
@@ -172,8 +173,8 @@ def schedule_config(
     blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
-    slots = work.wave_slots * work.max_waves
-    num_rows = fixed.num_places(slots * blocks.num_head_blocks, work.grid) * kernel.row_tile
+    num_slot_places = work.max_slots * blocks.num_head_blocks
+    num_rows = fixed.num_places(num_slot_places, work.grid) * kernel.row_tile
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
@@ -183,18 +184,18 @@ def schedule_config(
         max_q_len=max(1, kernel.row_tile // config.group_size),
         group_size=config.group_size,
         grid=work.grid,
-        max_slots=slots,
+        max_slots=work.max_slots,
         num_first_items=work.num_first_items,
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
-        num_counters=SLICE_BYTES // 4 + slots * blocks.num_head_blocks,
+        num_counters=SLICE_BYTES // 4 + num_slot_places,
         pool_entries=_pool_entries(config),
         has_lists=layout.is_list,
         bounds_requests=layout.has_offsets or layout.is_list,
         limits_sms=config.num_sms is not None,
         class_tokens=fixed.class_tiles * kernel.tile.tile_tokens,
         params_type=params_type,
-        params=_kernel_params(params_type, config, blocks, work, fixed.most, slots),
+        params=_kernel_params(params_type, config, blocks, work, fixed.most),
         schedule_params=_schedule_params(
             config,
             traits,
@@ -269,6 +270,11 @@ class _WorkSlots(NamedTuple):
     max_waves: int
     num_first_items: int
 
+    @property
+    def max_slots(self) -> int:
+        """Of all waves."""
+        return self.wave_slots * self.max_waves
+
 
 def _work_slots(
     config: AttentionArguments,
@@ -303,7 +309,6 @@ def _kernel_params(
     blocks: _HeadBlocks,
     work: _WorkSlots,
     max_splits: int,
-    max_slots: int,
 ) -> bytes:
     params = params_type()
     attention = params.attention
@@ -311,7 +316,7 @@ def _kernel_params(
     attention.num_head_blocks = Divisor.of(blocks.num_head_blocks)
     attention.claims_work_tiles = work.max_waves > 1
     attention.max_splits = max_splits
-    attention.max_slots = max_slots
+    attention.max_slots = work.max_slots
     attention.num_qo_heads = config.num_qo_heads
     attention.group_size = Divisor.of(config.group_size)
     attention.is_causal = config.causal
