@@ -247,8 +247,11 @@ class Example:
     def check(self) -> None:
         """Run, and assert that rows are right, and NaN exactly where a list leaves the pool."""
         form = self.form
-        is_scaled = form.rows == "rows"
-        check_right(form.dtype, form.out_dtype, self.run(), self.expected(), is_scaled=is_scaled)
+        check_right(
+            *(form.dtype, form.out_dtype, self.run(), self.expected()),
+            is_scaled=form.rows == "rows",
+            is_quantised=form.stored != form.dtype,
+        )
 
 
 def make_example(form: Form, seed: int, device: str, room: Room) -> Example:
