@@ -55,18 +55,20 @@ def lists_of_positions(
     _check_positions(positions, table, rows)
     page_size = check_count("page_size", page_size, least=1)
     num_rows, width = table.shape
+    if table.numel() == 0:  # nothing is there
+        num_rows, width, table = 1, 1, table.new_full((1, 1), -1)
+    row = torch.arange(positions.shape[0], device=table.device) if rows is None else rows.long()
+    begins = torch.where((row >= 0) & (row < num_rows), row * width, -1)[:, None]
+    # Few operations on all entries: each is a launch.
     pages = positions.div(page_size, rounding_mode="floor")
-    row = torch.arange(positions.shape[0], device=table.device) if rows is None else rows
-    is_there = (pages < width) & ((row >= 0) & (row < num_rows))[:, None]
-    ids = torch.full_like(positions, -1)
-    if table.numel():
-        places = row.long().clamp(0, num_rows - 1)[:, None] * width + pages.clamp(0, width - 1)
-        ids = table.take(places)
-    slots = ids.long() * page_size + positions % page_size
-    is_there = is_there & (ids >= 0) & (slots < INT32_MAX)
+    near = pages.clamp(0, width - 1)
+    ids = table.take((begins + near).clamp_(min=0))
+    most = (INT32_MAX - page_size) // page_size
+    is_there = (near == pages).logical_and_(ids.clamp(0, most) == ids).logical_and_(begins >= 0)
     if positions.device.type == "cpu":
         _refuse_missing(positions, (positions >= 0) & ~is_there)
-    found = torch.where(is_there, slots, INT32_MAX).masked_fill(positions < 0, -1).int()
+    slots = positions.remainder(page_size).add_(ids, alpha=page_size)
+    found = torch.where(is_there, slots, INT32_MAX).masked_fill_(positions < 0, -1)
     return _into(out, found)
 
 

@@ -129,7 +129,7 @@ class KnownForms(Generic[FormT]):
     def __init__(self) -> None:
         """Begin without any."""
         # Replaced whole, since other threads bind, too.
-        self._known: tuple[tuple[int, Callable[..., bool], list[int], FormT], ...] = ()
+        self._known: tuple[tuple[object, Callable[..., bool], list[int], FormT], ...] = ()
 
     def find(self, tensors: Sequence[Tensor]) -> FormT | None:
         """Return what was found of a cache that lies like one of these tensors, if there was one.
@@ -137,21 +137,34 @@ class KnownForms(Generic[FormT]):
         Args:
             tensors: what ``plain_tensors`` returns of the cache.
         """
-        if tensors:
-            for num_tensors, lie_alike, places, form in self._known:
-                if (
-                    num_tensors == len(tensors)
-                    and lie_alike(*tensors)
-                    and places == _places(tensors)
-                ):
-                    return form
+        if not tensors:
+            return None
+        found = self._find(len(tensors), tensors)
+        if found is None and len(tensors) > len(set(map(id, tensors))):
+            found = self._find(*_distinct(tensors))
+        return found
+
+    def _find(self, key: object, tensors: Sequence[Tensor]) -> FormT | None:
+        for other, lie_alike, places, form in self._known:
+            if other == key and lie_alike(*tensors) and places == _places(tensors):
+                return form
         return None
 
     def add(self, tensors: Sequence[Tensor], form: FormT) -> None:
         """Remember what was found of a cache of these tensors; nothing where there are none."""
         if tensors:
-            entry = len(tensors), recogniser(tensors), _places(tensors), form
+            key: object = len(tensors)
+            if len(tensors) > len(set(map(id, tensors))):
+                key, tensors = _distinct(tensors)
+            entry = key, recogniser(tensors), _places(tensors), form
             self._known = (entry, *self._known[: _MAX_FORMS - 1])
+
+
+def _distinct(tensors: Sequence[Tensor]) -> tuple[object, Sequence[Tensor]]:
+    """Return which tensors are the same, and each of them once, as a recogniser takes them."""
+    once = {id(tensor): tensor for tensor in tensors}
+    order = {key: i for i, key in enumerate(once)}
+    return tuple([order[id(tensor)] for tensor in tensors]), tuple(once.values())
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:

@@ -25,6 +25,7 @@ from tests.support.harness import Expected, Result
 from tests.support.lists import GARBAGE, check_right
 
 NUM_EXAMPLES = int(os.environ.get("JITATTN_TEST_EXAMPLES", "400"))
+_BLOCK_DIMS = {"nvfp4": 16, "int4_g32": 32, "int4_g64": 64, "int4": 0}  # 0: a row
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -146,6 +147,8 @@ FORMS = (
     Form(head_dim=128, kv_heads=1, group=71, kv_dtype=_E5M2),
     Form(head_dim=128, kv_heads=2, group=8, kv_dtype="int8", page_size=3),
     Form(head_dim=128, kv_heads=4, group=8, kv_dtype="nvfp4"),
+    Form(head_dim=128, kv_heads=2, group=16, kv_dtype="int4_g32"),
+    Form(kv_dtype="int4"),
     Form(dtype="float16", logits_soft_cap=20.0, sinks=True),
     Form(dtype="float16", head_dim=128, kv_heads=2, group=5, batch_invariant=True),
     Form(kv_heads=3, group=7, kv_dtype=_E4M3, page_size=3, logits_soft_cap=20.0),
@@ -161,6 +164,7 @@ FORMS = (
     Form(pages=True, kv_heads=1, group=64, causal=False),
     Form(pages=True, dtype="float16", logits_soft_cap=20.0, kv_layout="HND", page_size=16),
     Form(pages=True, head_dim=128, kv_heads=4, group=8, kv_dtype="nvfp4"),
+    Form(pages=True, head_dim=128, kv_heads=2, group=8, kv_dtype="int4_g64"),
 )
 """Planners of 1 to 128 query heads over every form of a cache."""
 
@@ -399,7 +403,7 @@ def _cache(form: Form, draw: Draw, is_read: Tensor) -> tuple[Any, dict[str, Any]
     scales: dict[str, Any] = {}
     if form.stored not in ("bfloat16", "float16") and draw.rng.random() < 0.7:
         scales = {"k_scale": 0.7, "v_scale": draw.uniform(form.heads) + 0.5}
-    if form.stored == "nvfp4":
+    if form.stored in _BLOCK_DIMS:
         (k, k_blocks, keys), (v, v_blocks, values) = (_blocks(form, draw, is_read) for _ in "kv")
         kv: Any = jitattn.QuantizedKV(k, v, k_blocks, v_blocks)
     else:
@@ -442,17 +446,25 @@ def _laid(form: Form, draw: Draw, stored: Sequence[Tensor]) -> Any:
 
 
 def _blocks(form: Form, draw: Draw, is_read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Four bits an element, the scales of blocks, both in pages, and what they stand for."""
-    shape = (*is_read.shape, form.head_dim)
-    codes = draw.below(16, *shape)
-    factors = (draw.uniform(*is_read.shape, form.head_dim // 16) + 0.1).to(torch.float8_e4m3fn)
-    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.float64, device=codes.device)
-    values = (table[codes].unflatten(-1, (-1, 16)) * factors.double()[..., None]).flatten(-2)
+    """Four bits an element, the scales of blocks, both in pages, and what they stand for.
+
+    16 bits have the values, whatever a kernel makes of them.
+    """
+    codes = draw.below(16, *is_read.shape, form.head_dim)
+    dims = _BLOCK_DIMS[form.stored] or form.head_dim
+    blocks, shape = codes.unflatten(-1, (-1, dims)), (*is_read.shape, form.head_dim // dims)
+    if form.stored == "nvfp4":
+        scales = (draw.uniform(*shape) + 0.1).to(torch.float8_e4m3fn)
+        table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.float64)
+        values = table.to(codes.device)[blocks] * scales.double()[..., None]
+    else:
+        sizes = torch.exp2(-2.0 - draw.below(3, *shape))
+        scales = torch.stack((sizes, sizes * -draw.below(16, *shape)), dim=-1).half()
+        values = blocks * scales[..., :1].double() + scales[..., 1:].double()
+    _as_bits(scales)[~is_read] = {1: 0x7F}.get(scales.itemsize, math.nan)
     data = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-    bits = factors.view(torch.uint8).clone()
-    bits[~is_read] = 0x7F
-    paged = [x.unflatten(0, (-1, form.page_size)) for x in (data, bits.view(factors.dtype))]
-    return paged[0], paged[1], values
+    paged = [x.unflatten(0, (-1, form.page_size)) for x in (data, scales)]
+    return paged[0], paged[1], values.flatten(-2)
 
 
 def _latent_cache(

@@ -39,7 +39,13 @@ from jitattn.kernels.common.reference_plan import ReferenceKernels
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import LISTS
 from jitattn.spec.variant import AttentionVariant
-from jitattn.tensors.bound_cache import BoundCache, CacheForm, LeadingForm, plain_tensors
+from jitattn.tensors.bound_cache import (
+    BoundCache,
+    CacheForm,
+    KnownForms,
+    LeadingForm,
+    plain_tensors,
+)
 from jitattn.tensors.cache_views import (
     BlockCaches,
     CacheView,
@@ -50,7 +56,7 @@ from jitattn.tensors.cache_views import (
 from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
-from jitattn.tensors.scales import ScaleLike, view_scale
+from jitattn.tensors.scales import Scale, ScaleLike, view_scale
 from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch
 from jitattn.tensors.token_lists import IndexLists
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
@@ -165,6 +171,7 @@ class AttentionPlanner(_Arguments):
             workspace=workspace,
         )
         self._layout_keys: dict[object, object] = {}
+        self._known_scales: KnownForms[tuple[int, int]] = KnownForms()
         self.kernels = _kernels_of(self.backend, config, self.device)
         if config.has_fp8_queries:
             self._prepare_queries()
@@ -209,10 +216,7 @@ class AttentionPlanner(_Arguments):
             TypeError, ValueError: the cache or a scale doesn't fit the planner, or a cache that is
                 not quantised has a scale.
         """
-        config, device = self.config, self.device
-        num_heads, kv_dtype = config.num_kv_heads, config.kv_dtype
-        k_factor = view_scale("k_scale", k_scale, kv_dtype, device, num_kv_heads=num_heads)
-        v_factor = view_scale("v_scale", v_scale, kv_dtype, device, num_kv_heads=num_heads)
+        k_factor, v_factor = self._scales(k_scale, v_scale)
         tensors = plain_tensors(kv_cache)
         form = self.known_forms.find(tensors)
         if form is None:
@@ -223,8 +227,8 @@ class AttentionPlanner(_Arguments):
         k, v, *block_scales = views
         view = self._checked_view(kv_cache)
         return BoundCache(
-            config,
-            device,
+            self.config,
+            self.device,
             k,
             v,
             form.kernels,
@@ -236,6 +240,21 @@ class AttentionPlanner(_Arguments):
             view=view,
             source=tensors or tensors_of(kv_cache),
         )
+
+    def _scales(
+        self, k_scale: ScaleLike | None, v_scale: ScaleLike | None
+    ) -> tuple[Scale | None, Scale | None]:
+        tensors = plain_tensors((k_scale, v_scale))
+        strides = self._known_scales.find(tensors)
+        if strides is not None:
+            return Scale(1.0, tensors[0], strides[0]), Scale(1.0, tensors[1], strides[1])
+        config, device = self.config, self.device
+        num_heads, kv_dtype = config.num_kv_heads, config.kv_dtype
+        k = view_scale("k_scale", k_scale, kv_dtype, device, num_kv_heads=num_heads)
+        v = view_scale("v_scale", v_scale, kv_dtype, device, num_kv_heads=num_heads)
+        if k is not None and v is not None:
+            self._known_scales.add(tensors, (k.stride, v.stride))
+        return k, v
 
     def _checked_form(
         self, kv_cache: KVCache, tensors: Sequence[Tensor]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import jitattn
+from jitattn.kernels.attention import api
 from jitattn.kernels.common import tma
 from jitattn.kernels.mla.kernels import MLAKernels
 from jitattn.tensors import tensor_layouts
@@ -233,6 +234,37 @@ def test_alignment_is_that_of_each_cache(cuda: LaunchRecorder) -> None:
         assert bound.k_at() == cache.data_ptr()
         assert (bound.tensor_maps is not None) == is_aligned
         assert bound.kernels.decode.pending.spec.symbol.endswith("plain") != is_aligned
+
+
+def test_tensors_that_are_the_same_lie_alike(
+    cuda: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V of one pool, whose pages are interleaved, and one scale for both."""
+    planner, names = planner_of(cuda, "FP8"), ("k_scale", "v_scale")
+    shape, dtype = (PAGES, PAGE, HEADS, DIM), torch.float8_e4m3fn
+    caches = [torch.zeros(shape).to(dtype) for _ in range(4)]
+    scales = [torch.ones(1), torch.ones(HEADS)]
+    first = planner.bind((caches[0], caches[0]), k_scale=scales[0], v_scale=scales[0])
+    two = planner.bind((caches[0], caches[1]), k_scale=scales[0], v_scale=scales[1])
+    checks = {"view_caches": 0, "view_scale": 0}
+    for name in checks:
+        function = getattr(api, name)
+
+        def counted(*given: Any, check: str = name, call: Any = function, **named: Any) -> Any:
+            checks[check] += 1
+            return call(*given, **named)
+
+        monkeypatch.setattr(api, name, counted)
+    for k, v in ((2, 2), (2, 3), (3, 3), (1, 2), (0, 0)):
+        bound = planner.bind((caches[k], caches[v]), **dict.fromkeys(names, scales[0].clone()))
+        assert (bound.k_at(), bound.v_at()) == (caches[k].data_ptr(), caches[v].data_ptr())
+        assert bound.layout_key is first.layout_key is two.layout_key
+        assert bound.k_scale is not None
+        assert (bound.k_scale.stride, bound.v_scale) == (0, bound.k_scale)
+    assert not any(checks.values()), checks
+    other = planner.bind((caches[2], caches[3]), k_scale=scales[1], v_scale=scales[1])
+    assert other.k_scale.stride == other.v_scale.stride == 1
+    assert checks == {"view_caches": 0, "view_scale": 2}
 
 
 def test_no_tensor_is_kept_alive(cuda: LaunchRecorder) -> None:
