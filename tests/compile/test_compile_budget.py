@@ -24,6 +24,7 @@ MARGIN_OF_OTHER_COMPILERS = 0.2
 
 EVERYDAY = "head_dim=128"
 FP8 = "head_dim=128,kv_dtype=float8_e4m3fn"
+INT4 = "head_dim=128,kv_dtype=int4_g32"
 SMALL_PAGES = "head_dim=128,page_size=1,page_table=separate"
 SOFT_CAP = "head_dim=128,logits_soft_cap=30"
 MASK = "head_dim=128,use_custom_mask=true"
@@ -56,6 +57,9 @@ BUDGETS: dict[tuple[str, str, str], int] = {
     (FP8, "sm_90a", "decode tensor"): 3136,
     (FP8, "sm_90a", "prefill vector"): 4376,
     (FP8, "sm_80", "decode vector"): 2488,
+    (INT4, "sm_90a", "decode vector"): 3040,
+    (INT4, "sm_90a", "prefill vector"): 4680,
+    (INT4, "sm_80", "decode vector"): 2952,
     (SMALL_PAGES, "sm_90a", "decode vector"): 2784,
     ("head_dim=64,num_qo_heads=64", "sm_90a", "decode tensor"): 2440,
     ("head_dim=256,num_qo_heads=16", "sm_90a", "decode tensor"): 2224,

@@ -115,6 +115,7 @@ struct Half : Numbers<Half> {
     const double sum = double(to_float(a)) * to_float(b) + to_float(c);
     return sum == sum ? bits_of<uint16_t>(static_cast<_Float16>(sum)) : 0x7fff;
   }
+  static uint32_t add(uint32_t a, uint32_t b) { return fma(a, 0x3c003c00u, b); }
   static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
     return fma(uint16_t(a), uint16_t(b), uint16_t(c)) |
            uint32_t(fma(uint16_t(a >> 16), uint16_t(b >> 16), uint16_t(c >> 16))) << 16;

@@ -39,4 +39,4 @@ def test_a_token_of_latent_attention_has_its_bits_in_any_piece(
     planner = jitattn.MLAPlanner(**latent_arguments(name), device="cuda")  # type: ignore[arg-type]
     first, num_tokens = span
     request = latent_sequence(planner, num_tokens, num_tokens, "cuda")
-    assert request.check(first, random.Random(name), rounds=2) > 10
+    assert request.check(first, random.Random(name), rounds=2) > 5

@@ -57,15 +57,19 @@ def _kv_layout_fits(config: PlannerConfig) -> bool:
 
 
 def _blocks_rule(
-    argument: str, first: str, dim_of: Callable[[PlannerConfig], int]
+    argument: str, first: str, dim_of: Callable[[PlannerConfig], int | None]
 ) -> Rule[PlannerConfig]:
+    def fits(c: PlannerConfig) -> bool:
+        dim = dim_of(c)
+        # Of those that the rule before lets pass.
+        return dim is None or dim not in HEAD_DIMS or dim % row_multiple(c.kv_dtype) == 0
+
     wide = {name: row_multiple(name) for name in KV_DTYPES if row_multiple(name) > 16}
     kinds = ", ".join(f"of {multiple} with kv_dtype={name}" for name, multiple in wide.items())
     return rule(
         argument,
         f"{first}multiples of 16 from 16 to 256, and 512; {kinds}",
-        # Of those that the rule before lets pass.
-        lambda c: dim_of(c) not in HEAD_DIMS or dim_of(c) % row_multiple(c.kv_dtype) == 0,
+        fits,
         f"does not fit kv_dtype, whose blocks divide a row: a multiple {kinds}",
     )
 
@@ -91,7 +95,7 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         "is not a multiple of 16 from 16 to 256, nor 512",
     ),
     _blocks_rule("head_dim", "", lambda c: c.head_dim),
-    _blocks_rule("head_dim_vo", "None (head_dim), ", lambda c: c.head_dim_vo or c.head_dim),
+    _blocks_rule("head_dim_vo", "None (head_dim), ", lambda c: c.head_dim_vo),
     page_size_rule(),
     one_of("q_dtype", (*Q_DTYPES, FP8_QUERIES)),
     rule(

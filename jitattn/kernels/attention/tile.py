@@ -412,7 +412,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
         row_tile=64 * groups,
         merge_rows=2 if spec.changes_scores else 4,
         merge_splits=8,
-        merge_loads=0,
+        merge_loads=2 if spec.changes_scores or groups > 2 else 4,
         tma_tokens=_prefill_tma_tokens(spec, tile_tokens),
         # A segment: that puts all rows of a tile one after the other.
         key_tma_columns=0 if is_dequantised else SEGMENT_BYTES // spec.kv_dtype.num_bytes,

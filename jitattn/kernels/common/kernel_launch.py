@@ -163,7 +163,7 @@ class KernelLaunch:
         self._grid = config.grid
         self._pool_entries = config.pool_entries
         self._bounds_requests = config.bounds_requests
-        offsets, size = schedule_offsets(capacity, config.max_slots)
+        offsets, size = schedule_offsets(capacity, config.max_slots, config.num_first_items)
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         base = self.memory.data_ptr()
         kind = ListScheduleParams if config.has_lists else ScheduleParams

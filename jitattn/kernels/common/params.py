@@ -19,7 +19,7 @@ from jitattn.spec.variant import AttentionVariant
 MASK_BOOL, MASK_PACKED, MASK_RAGGED = 0, 1, 2
 # Bytes of the entries of a schedule: ScheduleHeader, Request, QueryTile, SlotBoundary, scans.
 HEADER_BYTES, REQUEST_BYTES, QUERY_TILE_BYTES, BOUNDARY_BYTES = 16, 16, 32, 8
-QUERY_TILE_BEGIN_BYTES, COST_BYTES = 4, 8
+QUERY_TILE_BEGIN_BYTES, COST_BYTES, FIRST_ITEM_BYTES = 4, 8, 80
 
 
 class Schedule(ctypes.Structure):
@@ -32,6 +32,7 @@ class Schedule(ctypes.Structure):
         ("boundaries", c_void_p),
         ("query_tile_begin", c_void_p),
         ("cost_begin", c_void_p),
+        ("first_items", c_void_p),
     )
 
 
@@ -60,11 +61,14 @@ class ScheduleParams(ctypes.Structure):
         ("wave_slots", c_int32),
         ("max_waves", c_int32),
         ("num_ctas", c_int32),
+        ("num_first_items", c_int32),
+        ("section_tokens", c_int32),
         ("num_head_blocks", c_int32),
         ("tile_tokens", c_int32),
         ("tile_visit_cost", c_int32),
         ("min_slot_cost", c_int32),
         ("merge_cost", c_int32),
+        ("split_cost", c_int32),
         ("max_splits", c_int32),
         ("min_split_tiles", c_int32),
         ("splits_go_by_rows", c_int32),

@@ -14,6 +14,7 @@ from jitattn.kernels.common.kernel_loader import PlannedKernel, Role, ScheduleKe
 from jitattn.kernels.common.params import (
     BOUNDARY_BYTES,
     COST_BYTES,
+    FIRST_ITEM_BYTES,
     HEADER_BYTES,
     QUERY_TILE_BEGIN_BYTES,
     QUERY_TILE_BYTES,
@@ -23,7 +24,7 @@ from jitattn.kernels.common.params import (
     ScheduleParams,
     kernel_params,
 )
-from jitattn.kernels.common.tile import MAX_WORK_TILES, DecodeTile
+from jitattn.kernels.common.tile import MAX_WORK_TILES, DecodeTile, WarpgroupTile
 from jitattn.spec.config import MLAConfig, PlannerConfig
 from jitattn.spec.layout import LISTS, ListLayout, layout_of
 from jitattn.spec.params import Divisor
@@ -32,6 +33,12 @@ from jitattn.spec.params import Divisor
 MAX_IDLE_CAPACITY = 4096
 
 _LOG2E = math.log2(math.e)
+
+# K and V of a head that stay in the L2 cache while many CTAs read them.
+_SECTION_BYTES = 16 << 20
+
+# Of a family whose splits a kernel of their own merges, in KV tiles.
+_MERGE_COST = 4
 
 # Waves of work slots: those after the first even out what the first leaves uneven, and are halved.
 MAX_WAVES = 6
@@ -53,6 +60,7 @@ class FamilyTraits:
         tile_visit_cost: what a CTA's visit to a query tile costs, in KV tiles.
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
         has_one_kernel: whether the decode kernel is the prefill kernel, too.
+        merges_in_kernel: whether a CTA of the prefill kernel merges the splits of a query tile.
         params: what its kernels get besides the parameters of attention.
     """
 
@@ -63,6 +71,7 @@ class FamilyTraits:
     tile_visit_cost: int
     min_slot_cost: int
     has_one_kernel: bool = False
+    merges_in_kernel: bool = True
     params: ParamFields = ()
 
 
@@ -78,6 +87,7 @@ class ScheduleConfig:
         group_size: query heads of a KV head.
         grid: CTAs.
         max_slots: work slots of a schedule, of all waves.
+        num_first_items: CTAs whose first work item is in the schedule.
         num_values: floats of partial rows, which their sums follow.
         num_partials: floats that it needs of a workspace.
         num_counters: counters that it needs of a workspace.
@@ -99,6 +109,7 @@ class ScheduleConfig:
     group_size: int
     grid: int
     max_slots: int
+    num_first_items: int
     num_values: int
     num_partials: int
     num_counters: int
@@ -122,7 +133,8 @@ class ScheduleConfig:
 
     def schedule_bytes(self, batch_size: int, max_q_len: int) -> int:
         """Return the bytes of the schedule of a batch."""
-        return schedule_offsets(self.capacity_for(batch_size, max_q_len), self.max_slots)[1]
+        capacity = self.capacity_for(batch_size, max_q_len)
+        return schedule_offsets(capacity, self.max_slots, self.num_first_items)[1]
 
 
 def is_prefill(role: Role) -> bool:
@@ -161,8 +173,7 @@ def schedule_config(
     blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
-    slots = work.wave_slots * work.max_waves
-    num_rows = fixed.num_places(slots * blocks.num_head_blocks, work.grid) * kernel.row_tile
+    num_rows = kernel.row_tile * fixed.num_places(work, blocks.num_head_blocks)
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
@@ -172,17 +183,18 @@ def schedule_config(
         max_q_len=max(1, kernel.row_tile // config.group_size),
         group_size=config.group_size,
         grid=work.grid,
-        max_slots=slots,
+        max_slots=work.max_slots,
+        num_first_items=work.num_first_items,
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
-        num_counters=SLICE_BYTES // 4 + slots * blocks.num_head_blocks,
+        num_counters=SLICE_BYTES // 4 + work.max_slots * blocks.num_head_blocks,
         pool_entries=_pool_entries(config),
         has_lists=layout.is_list,
         bounds_requests=layout.has_offsets or layout.is_list,
         limits_sms=config.num_sms is not None,
         class_tokens=fixed.class_tiles * kernel.tile.tile_tokens,
         params_type=params_type,
-        params=_kernel_params(params_type, config, blocks, work, fixed.most, slots),
+        params=_kernel_params(params_type, config, blocks, work, fixed.most),
         schedule_params=_schedule_params(
             config,
             traits,
@@ -213,10 +225,11 @@ class _FixedSplits(NamedTuple):
         # Lengths grow by a quarter of a power of two of the least.
         return self.most * max(1, self.least_tiles // 4)
 
-    def num_places(self, num_slot_places: int, num_ctas: int) -> int:
+    def num_places(self, work: _WorkSlots, num_head_blocks: int) -> int:
         """Return how many row tiles of partial rows there are."""
         # Two a slot and head block; of fixed splits one there and one a CTA, of so many splits.
-        return (num_slot_places + num_ctas) * self.most if self.most else 2 * num_slot_places
+        num_slot_places = work.max_slots * num_head_blocks
+        return (num_slot_places + work.grid) * self.most if self.most else 2 * num_slot_places
 
 
 def _fixed_splits(
@@ -255,6 +268,12 @@ class _WorkSlots(NamedTuple):
     grid: int
     wave_slots: int
     max_waves: int
+    num_first_items: int
+
+    @property
+    def max_slots(self) -> int:
+        """Of all waves."""
+        return self.wave_slots * self.max_waves
 
 
 def _work_slots(
@@ -280,7 +299,8 @@ def _work_slots(
         # A CTA notes one work tile more than it may do: that there is none.
         most = (MAX_WORK_TILES - 1) // (wave_slots * num_head_blocks)
         max_waves = max(1, min(MAX_WAVES, most))
-    return _WorkSlots(grid, wave_slots, max_waves)
+    num_first_items = grid if isinstance(kernel.tile, WarpgroupTile) else 0
+    return _WorkSlots(grid, wave_slots, max_waves, num_first_items)
 
 
 def _kernel_params(
@@ -289,7 +309,6 @@ def _kernel_params(
     blocks: _HeadBlocks,
     work: _WorkSlots,
     max_splits: int,
-    max_slots: int,
 ) -> bytes:
     params = params_type()
     attention = params.attention
@@ -297,7 +316,7 @@ def _kernel_params(
     attention.num_head_blocks = Divisor.of(blocks.num_head_blocks)
     attention.claims_work_tiles = work.max_waves > 1
     attention.max_splits = max_splits
-    attention.max_slots = max_slots
+    attention.max_slots = work.max_slots
     attention.num_qo_heads = config.num_qo_heads
     attention.group_size = Divisor.of(config.group_size)
     attention.is_causal = config.causal
@@ -321,6 +340,7 @@ def _schedule_params(
     fixed: _FixedSplits,
 ) -> bytes:
     kind = ListScheduleParams if config.page_table in LISTS else ScheduleParams
+    merge_cost = _merge_cost(kernel)
     return bytes(
         kind(
             is_causal=config.causal,
@@ -331,7 +351,8 @@ def _schedule_params(
             tile_tokens=kernel.tile.tile_tokens,
             tile_visit_cost=traits.tile_visit_cost,
             min_slot_cost=traits.min_slot_cost,
-            merge_cost=_merge_cost(kernel),
+            merge_cost=merge_cost if traits.merges_in_kernel else _MERGE_COST,
+            split_cost=merge_cost if traits.merges_in_kernel else 0,
             min_split_tiles=fixed.least_tiles,
             splits_go_by_rows=config.causal and not getattr(config, "use_custom_mask", False),
             entry_tokens=_entry_tokens(config),
@@ -339,6 +360,8 @@ def _schedule_params(
             wave_slots=work.wave_slots,
             max_waves=work.max_waves,
             num_ctas=work.grid,
+            num_first_items=work.num_first_items,
+            section_tokens=_SECTION_BYTES // (2 * (config.head_dim + kernel.tile.value_dim)),
             num_head_blocks=blocks.num_head_blocks,
         )
     )
@@ -405,7 +428,9 @@ def _capacity(count: int) -> int:
     return count if count > MAX_IDLE_CAPACITY else 1 << max(count - 1, 15).bit_length()
 
 
-def schedule_offsets(capacity: int, max_slots: int) -> tuple[tuple[int, ...], int]:
+def schedule_offsets(
+    capacity: int, max_slots: int, num_first_items: int
+) -> tuple[tuple[int, ...], int]:
     """Return where the parts of ``struct Schedule`` begin, at multiples of 16, and their size.
 
     It has room for ``capacity`` requests and query tiles.
@@ -417,6 +442,7 @@ def schedule_offsets(capacity: int, max_slots: int) -> tuple[tuple[int, ...], in
         BOUNDARY_BYTES * (max_slots + 1),
         QUERY_TILE_BEGIN_BYTES * (capacity + 1),
         COST_BYTES * (capacity + 1),
+        FIRST_ITEM_BYTES * num_first_items,
     )
     *offsets, size = itertools.accumulate((-(-part // 16) * 16 for part in parts), initial=0)
     return tuple(offsets), size

@@ -36,6 +36,7 @@ TRAITS = FamilyTraits(
     tile_visit_cost=2,
     min_slot_cost=2,
     has_one_kernel=True,
+    merges_in_kernel=False,
     params=MLA_FIELDS,
 )
 

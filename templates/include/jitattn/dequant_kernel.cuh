@@ -43,7 +43,7 @@ constexpr int kCtasPerSm = 1;
 constexpr int kSmemBytes = 229376;
 constexpr int kMergeSplits = 8;  // of a row at a time
 // Splits loaded at a time; 0 in the tile stands for all.
-constexpr int kMergeLoads = 0 > 0 ? 0 : kMergeSplits;
+constexpr int kMergeLoads = 4 > 0 ? 4 : kMergeSplits;
 // Whether a stage is one tile that all warps read, or each warp has a ring of its own slices.
 constexpr bool kSharesTiles = 1;
 

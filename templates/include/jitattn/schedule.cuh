@@ -58,11 +58,31 @@ struct alignas(8) SlotBoundary {
 };
 
 struct alignas(16) ScheduleHeader {
-  int32_t num_slots;  // with is_whole as many as query tiles, and maybe more than max_slots
+  int32_t num_slots;  // of whole query tiles as many as query tiles, and maybe more than max_slots
   int32_t num_query_tiles;
-  int32_t q_end;     // rows of q that requests own; the others are padding
-  int32_t is_whole;  // slot s is query tile s: then the boundaries are not written
+  int32_t q_end;  // rows of q that requests own; the others are padding
+  // Of slots that are query tiles, slot s tile s, whose boundaries are not written: how many heads are
+  // computed one after the other. Else 0.
+  int32_t section_heads;
+
+  __device__ __forceinline__ bool is_whole() const { return section_heads > 0; }
 };
+
+// Work item of a warpgroup kernel: tiles [begin, end) of a query tile, for one block of heads.
+struct alignas(16) WorkItemFacts {
+  int32_t work;  // a work tile, or what is below
+  int32_t slot;
+  int32_t index;       // of the query tile
+  int32_t last_index;  // of the slot's last
+  int32_t first;       // tile of the query tile
+  int32_t begin;
+  int32_t end;
+  int32_t is_first;  // of a CTA, read from `first_items`
+  QueryTile query_tile;
+  Request request;
+};
+constexpr int32_t kNoWork = -1;       // there is no further work item
+constexpr int32_t kUnknownWork = -2;  // there may be one
 
 // Pointers into one allocation, in this order; each part is 16-byte aligned.
 struct Schedule {
@@ -72,6 +92,9 @@ struct Schedule {
   SlotBoundary* boundaries;   // [max_slots + 1]
   int32_t* query_tile_begin;  // [batch_size + 1]; this and the next only the schedule kernel reads
   int64_t* cost_begin;        // [max_query_tiles + 1]
+  // The first work item of each CTA, so that it begins after one load; kUnknownWork where that has no
+  // tiles. [num_ctas] of warpgroup kernels.
+  WorkItemFacts* first_items;
 };
 
 }  // namespace jitattn

@@ -30,11 +30,15 @@ struct ScheduleParams {
   int32_t wave_slots;  // the most slots of a wave
   int32_t max_waves;
   int32_t num_ctas;         // of the attention kernel's grid
+  int32_t num_first_items;  // num_ctas or none
+  int32_t
+      section_tokens;  // of a head, whose K and V stay in the L2 cache while many CTAs read them
   int32_t num_head_blocks;  // CTAs of a slot
   int32_t tile_tokens;
   int32_t tile_visit_cost;  // cost of visiting a query tile, in tiles
   int32_t min_slot_cost;    // no slot gets less, in tiles
   int32_t merge_cost;       // cost of publishing and merging a query tile's splits, in tiles
+  int32_t split_cost;       // cost of merging sixteen splits; 0: their number makes no difference
   int32_t max_splits;       // batch-invariant: most splits of a query tile; else 0
   int32_t min_split_tiles;  // batch-invariant: no split but the last is shorter
   // Batch-invariant: whether a row's splits go by its own position; else by its request's length.

@@ -39,6 +39,8 @@ SPARE = 8  # the part of the slots that even query tiles may cost
 NUM_BUCKETS = 6
 MANY_WORK_TILES = 8
 MERGE_COST = 4
+SECTION_TOKENS = 3000
+NO_WORK, UNKNOWN_WORK = -1, -2
 
 
 @dataclass(frozen=True)
@@ -333,14 +335,17 @@ def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
             ((most_slots + 1, 2), torch.int32),
             ((count + 1,), torch.int32),
             ((most_query_tiles + 1,), torch.int64),
+            ((batch.num_ctas, 20), torch.int32),
         )
     ]
     params = params_of(batch, seq_lens, starts, parts, max(q_lens))
     call(params)
-    header, _, query_tiles, boundaries, _, cost_begin = parts
-    num_slots, num_query_tiles, q_end, is_whole = header.tolist()
+    header, _, query_tiles, boundaries, _, cost_begin, _ = parts
+    num_slots, num_query_tiles, q_end, section_heads = header.tolist()
     assert q_end == sum(q_lens)
-    assert is_whole in (0, 1)
+    assert section_heads >= 0
+    is_whole = section_heads > 0
+    assert not is_whole or batch.num_head_blocks % section_heads == 0
     assert set(query_tiles[num_query_tiles:].flatten().tolist()) == {UNWRITTEN}
     found = [QueryTile(*query_tile) for query_tile in query_tiles[:num_query_tiles].tolist()]
     begins = cost_begin[:num_query_tiles].tolist()
@@ -354,15 +359,60 @@ def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
     listed = [cost - _VISIT_COST + tile_cost for cost in listed]
     assert begins == list(itertools.accumulate(listed, initial=0))[:-1]
     most_parts = 2 * (num_slots + num_query_tiles) + 1
+    slot_parts = call.find(params.schedule, batch.tile_tokens, most_parts)
+    check_first_items(batch, num_slots, section_heads, slot_parts, parts)
     return Scheduled(
         num_slots,
-        bool(is_whole),
+        is_whole,
         found,
         [(u, t) for u, t in boundaries.tolist()],
         costs,
         tile_cost,
-        call.find(params.schedule, batch.tile_tokens, most_parts),
+        slot_parts,
     )
+
+
+def check_first_items(
+    batch: Batch,
+    num_slots: int,
+    section_heads: int,
+    slot_parts: list[list[int]],
+    parts: list[Tensor],
+) -> None:
+    """Assert that what CTAs begin with is the first part of their slot, or found by themselves."""
+    _, requests, query_tiles, *_, first_items = (part.tolist() for part in parts)
+    heads, sections = batch.num_head_blocks, section_heads or batch.num_head_blocks
+    # A section's heads of all slots come before the next section's.
+    order = [
+        slot * heads + begin + head
+        for begin in range(0, heads, sections)
+        for slot in range(num_slots)
+        for head in range(sections)
+    ]
+    first_parts: dict[int, list[int]] = {}
+    for part in slot_parts:
+        first_parts.setdefault(part[0], part)
+    for cta, (work, slot, index, last, first, begin, end, _, *facts) in enumerate(first_items):
+        if cta >= len(order):
+            assert work == NO_WORK
+            continue
+        part = first_parts.get(order[cta] // heads)
+        if work == UNKNOWN_WORK:
+            # What it begins with has no tiles.
+            assert (
+                part is None
+                or part[2] >= part[3]
+                or query_tiles[part[1]][3] <= 0
+                or (part[1] != index)
+            )
+            continue
+        assert part is not None
+        assert (work, slot, index, begin, end) == (order[cta], *part[:4])
+        assert begin < end
+        assert index <= last
+        query_tile = query_tiles[index]
+        assert first == query_tile[2] // batch.tile_tokens
+        assert facts == [*query_tile, *requests[query_tile[0]]]
 
 
 def as_requests_list(query_tiles: list[QueryTile]) -> list[int]:
@@ -393,11 +443,14 @@ def params_of(
         wave_slots=batch.wave_slots,
         max_waves=batch.max_waves,
         num_ctas=batch.num_ctas,
+        num_first_items=batch.num_ctas,
+        section_tokens=SECTION_TOKENS,
         num_head_blocks=batch.num_head_blocks,
         tile_tokens=batch.tile_tokens,
         tile_visit_cost=_VISIT_COST,
         min_slot_cost=_MIN_SLOT_COST,
         merge_cost=MERGE_COST,
+        split_cost=MERGE_COST,
         max_splits=batch.max_splits,
         min_split_tiles=batch.min_split_tiles,
         splits_go_by_rows=batch.is_causal,
@@ -466,11 +519,14 @@ def check_rows(batch: Batch, found: Scheduled) -> None:
     """Assert that one query tile answers for each row of a request that this kernel serves."""
     want = []
     if not batch.prefill_rows:
-        # The decode kernel has one of each request with rows, but for those of the other kernel.
-        for request, q_len in enumerate(batch.q_lens or (1,) * len(batch.lengths)):
-            is_long = q_len > 1 and q_len * batch.group_size > batch.decode_rows
-            if q_len and not (is_long and batch.is_valid(request)):
-                want.append((request, 0))
+        # The decode kernel has one of each request, or none if all rows are the other kernel's.
+        q_lens = batch.q_lens or (1,) * len(batch.lengths)
+        is_idle = all(
+            q_len == 0
+            or (q_len > 1 and q_len * batch.group_size > batch.decode_rows and batch.is_valid(i))
+            for i, q_len in enumerate(q_lens)
+        )
+        want = [] if is_idle else [(request, 0) for request in range(len(batch.lengths))]
         assert [(tile.request, tile.first_row) for tile in found.query_tiles] == want
         return
     for request, q_len in enumerate(batch.q_lens or (1,) * len(batch.lengths)):
@@ -542,8 +598,11 @@ def check_rounds(batch: Batch, found: Scheduled) -> None:
 
 
 def most_slots_of(costs: list[int], batch: Batch) -> int:
-    """The most slots of a wave."""
-    return max(1, min(sum(costs) // _MIN_SLOT_COST, batch.wave_slots))
+    """The most slots of a wave: of prefill no more than pay for what merging their splits costs."""
+    least = _MIN_SLOT_COST
+    if batch.prefill_rows and not batch.max_splits:
+        least = max(least, math.isqrt(MERGE_COST * max(costs)) // 4)
+    return max(1, min(sum(costs) // least, batch.wave_slots))
 
 
 LENGTHS = st.one_of(
@@ -640,9 +699,10 @@ def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> N
         (Batch((0,) * 300, wave_slots=132), 132),
         (Batch((0, -5, 0)), 3),
         (Batch((10**6, *[0] * 299), wave_slots=132), 132 * 3),
-        # All rows fit a wider tile, and those of one request not the narrower: the other is alone.
+        # All rows fit a wider tile, and one tile of rows has too many for the narrower.
         (Batch((100_000, 90_000), (4, 2), wave_slots=16, decode_rows=16), 16 * 4),
-        (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16),
+        (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16 * 3),
+        (Batch((100_000, 90_000), (4, 4), wave_slots=16), 0),
         # No request is for this kernel.
         (Batch((100, 100), (1, 1), prefill_rows=64, max_waves=1), 0),
     ],
@@ -763,7 +823,7 @@ def test_offsets_out_of_order(on_host: EmulatedSchedule, offsets: tuple[int, ...
         for shape, dtype in (
             ((4,), torch.int32), ((3, 4), torch.int32), ((4, 8), torch.int32),
             ((batch.wave_slots * batch.max_waves + 1, 2), torch.int32), ((4,), torch.int32),
-            ((4,), torch.int64),
+            ((4,), torch.int64), ((batch.num_ctas, 20), torch.int32),
         )
     ]  # fmt: skip
     starts = torch.tensor(offsets, dtype=torch.int32)

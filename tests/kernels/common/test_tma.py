@@ -19,6 +19,7 @@ from jitattn.kernels.common.params import (
     ATTENTION_OFFSET,
     BOUNDARY_BYTES,
     COST_BYTES,
+    FIRST_ITEM_BYTES,
     QUERY_TILE_BEGIN_BYTES,
     QUERY_TILE_BYTES,
     REQUEST_BYTES,
@@ -675,6 +676,7 @@ def check_schedule_room(part: KernelLaunch, slots: int) -> None:
         BOUNDARY_BYTES * (slots + 1),
         QUERY_TILE_BEGIN_BYTES * (B + 1),
         COST_BYTES * (num_units + 1),
+        FIRST_ITEM_BYTES * part.schedule_launch.params.num_first_items,
     )
     assert begins[0] == memory.data_ptr()
     for (begin, end), size in zip(itertools.pairwise(begins), sizes, strict=True):

@@ -18,9 +18,11 @@ constexpr int kTileWarps = (kProducerThreads / kWarpSize - 2) / 2;
 constexpr int kTurnBarrier = 1;  // and the next, one a warpgroup
 constexpr int kConsumerBarrier = kTurnBarrier + kNumGroups;
 constexpr int kQueryBarrier = kConsumerBarrier + 1;
+constexpr int kFirstQueryBarrier = kQueryBarrier + 1;  // and the next, one a warpgroup
 
 struct Shared {
   WorkItem work_items[kNumWorkItems];
+  WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
   bool is_last;
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2][kNumQueryStages];

@@ -10,6 +10,9 @@
 
 namespace jitattn {
 
+// Rows so wide leave few registers.
+constexpr bool kHasWideKeys = kKeyDim > 256;
+
 // Numbers of ProductType divided by kProductFactor. A lane has g = lane / 4 and t = lane % 4.
 struct BlockTile {
   // Of K: dims 8 t + i and 8 t + i + 4 of token g + 8 h, the order of load_query(). Of V: dim
@@ -21,7 +24,7 @@ struct BlockTile {
     for_each<4>([&](int i) { pairs[h][i] = numbers.words[i]; });
   }
   __device__ __forceinline__ void set(int h, uint32_t elements, uint32_t scales, uint32_t zeros) {
-    const AffinePairs<ProductType> numbers(elements, scales, zeros);
+    const AffinePairs<ProductType, kHasWideKeys> numbers(elements, scales, zeros);
     for_each<4>([&](int i) { pairs[h][i] = numbers.words[i]; });
   }
 };
@@ -44,12 +47,6 @@ struct BlockScaleRows {
     const uint32_t low = ld_shared_byte(place + 2 * step);
     return low | ld_shared_byte(place + rows_apart * kBytes + 2 * step) << 8;
   }
-
-  // The scale and the zero of a row. Zeros past the last element, whose codes may be any.
-  static __device__ __forceinline__ uint32_t load_pair(uint32_t place, int step, int half) {
-    if (kDim % 32 != 0 && 32 * step + 16 * half >= kDim) return 0;
-    return ld_shared_4(place + BlocksOf<KVType>::place(32 * step));
-  }
 };
 
 // Block of 16 dims of a step that a lane has, of K and of V.
@@ -64,47 +61,96 @@ __device__ __forceinline__ uint32_t value_scale_place(uint32_t smem) {
   return BlockScaleRows<kValueDim>::place(smem, lane_idx() % 4 * 2, kHasZeros ? 0 : value_half());
 }
 
-// 16 tokens of K by the 32 dims of a step. A lane names the place of token lane % 16.
-__device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, uint32_t scale_place,
+// Scales and zeros of a lane's rows of a tile: 0, 1, 8 and 9 from its first on.
+struct RowPairs {
+  uint32_t rows[4];
+};
+
+// Those of kTiles tiles of 16 tokens, which are loaded once for all steps where blocks are rows. Of
+// other blocks a tile has the address of the first.
+template <int kDim, int kTiles>
+struct LaneScales {
+  static constexpr int kBytes = block_bytes(kDim);
+  static constexpr bool kKeeps = kHasZeros && !kHasWideKeys && BlocksOf<KVType>::kDims == 0;
+
+  uint32_t place;
+  RowPairs kept[kKeeps ? kTiles : 1];
+
+  // Of a lane that has rows 0 and 8 of each tile, or rows 1 and 9, too.
+  __device__ __forceinline__ LaneScales(uint32_t lane_smem, bool has_odd_rows) : place(lane_smem) {
+    if constexpr (kKeeps) {
+      for_each<kTiles>([&](int j) {
+        for_each<4>([&](int i) {
+          const int row = i / 2 * 8 + i % 2;
+          if (i % 2 && !has_odd_rows) return;
+          kept[j].rows[i] = ld_shared_4(place + (j * 16 + row) * kBytes);
+        });
+      });
+    }
+  }
+  __device__ __forceinline__ auto of_tile(int j) const {
+    if constexpr (kKeeps) {
+      return kept[j];
+    } else {
+      return place + j * 16 * kBytes;
+    }
+  }
+};
+
+// The scale and the zero of a row. Zeros past the last element, whose codes may be any.
+template <int kDim>
+__device__ __forceinline__ uint32_t scale_pair(uint32_t tile, int row, int step, int half) {
+  if (kDim % 32 != 0 && 32 * step + 16 * half >= kDim) return 0;
+  return ld_shared_4(tile + row * block_bytes(kDim) + BlocksOf<KVType>::place(32 * step));
+}
+template <int kDim>
+__device__ __forceinline__ uint32_t scale_pair(const RowPairs& tile, int row, int step, int half) {
+  if (kDim % 32 != 0 && 32 * step + 16 * half >= kDim) return 0;
+  return tile.rows[row / 8 * 2 + row % 2];
+}
+
+// 16 tokens of K by the 32 dims of a step. A lane names the place of token lane % 16; `tile_scales`
+// are the address of its first block scale, or RowPairs.
+template <typename Scales>
+__device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, const Scales& tile_scales,
                                                      int step) {
   BlockTile tile;
   const uint2 words = ldmatrix_x2(lane_smem);
   if constexpr (kHasZeros) {
-    using Scales = BlockScaleRows<kKeyDim>;
-    const uint32_t low = Scales::load_pair(scale_place, step, key_half());
-    const uint32_t high = Scales::load_pair(scale_place + 8 * Scales::kBytes, step, key_half());
+    const uint32_t low = scale_pair<kKeyDim>(tile_scales, 0, step, key_half());
+    const uint32_t high = scale_pair<kKeyDim>(tile_scales, 8, step, key_half());
     tile.set(0, words.x, low_twice(low), high_twice(low));
     tile.set(1, words.y, low_twice(high), high_twice(high));
-    return tile;
+  } else {
+    const uint32_t bytes = BlockScaleRows<kKeyDim>::load(tile_scales, 8, step, key_half());
+    const uint32_t scales = block_scale_pair<ProductType>(bytes);
+    tile.set(0, words.x, low_twice(scales));
+    tile.set(1, words.y, high_twice(scales));
   }
-  const uint32_t bytes = BlockScaleRows<kKeyDim>::load(scale_place, 8, step, key_half());
-  const uint32_t scales = block_scale_pair<ProductType>(bytes);
-  tile.set(0, words.x, low_twice(scales));
-  tile.set(1, words.y, high_twice(scales));
   return tile;
 }
 
 // The same of V.
-__device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem, uint32_t scale_place,
-                                                       int step) {
-  using Scales = BlockScaleRows<kValueDim>;
+template <typename Scales>
+__device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem,
+                                                       const Scales& tile_scales, int step) {
+  using Rows = BlockScaleRows<kValueDim>;
   BlockTile tile;
   const uint2 words = ldmatrix_x2_trans(lane_smem);
   if constexpr (kHasZeros) {
     const auto set = [&](int h, uint32_t elements) {
-      const uint32_t place = scale_place + 8 * h * Scales::kBytes;
-      const uint32_t low = Scales::load_pair(place, step, value_half());
-      const uint32_t high = Scales::load_pair(place + Scales::kBytes, step, value_half());
+      const uint32_t low = scale_pair<kValueDim>(tile_scales, 8 * h, step, value_half());
+      const uint32_t high = scale_pair<kValueDim>(tile_scales, 8 * h + 1, step, value_half());
       tile.set(h, elements, low_halves(low, high), high_halves(low, high));
     };
     set(0, words.x);
     set(1, words.y);
-    return tile;
+  } else {
+    const uint32_t low = Rows::load(tile_scales, 1, step, value_half());
+    const uint32_t high = Rows::load(tile_scales + 8 * Rows::kBytes, 1, step, value_half());
+    tile.set(0, words.x, block_scale_pair<ProductType>(low));
+    tile.set(1, words.y, block_scale_pair<ProductType>(high));
   }
-  const uint32_t low = Scales::load(scale_place, 1, step, value_half());
-  const uint32_t high = Scales::load(scale_place + 8 * Scales::kBytes, 1, step, value_half());
-  tile.set(0, words.x, block_scale_pair<ProductType>(low));
-  tile.set(1, words.y, block_scale_pair<ProductType>(high));
   return tile;
 }
 

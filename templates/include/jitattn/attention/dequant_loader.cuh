@@ -255,6 +255,9 @@ struct TileDequantiser {
 // tile is dequantised when the copies of kNumLandings others after it are under way, across work
 // items.
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
+  // Of the first work item.
+  bool is_known =
+      threadIdx.x % kQueryThreads < kWarpSize && copy_first_item(params, shared.work_items[0]);
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   WorkItemIterator source(params);
   const TileDequantiser<true> keys = {params, shared, smem};
@@ -270,7 +273,10 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
   const auto deliver_query = [&](const WorkItem& item) {
     mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     const uint32_t stage = smem + kQueryOffset + queries.stage * kQueryStageBytes;
-    if (item.work != kNoWork) copy_query(params.attention, item, stage);
+    if (item.work != kNoWork && !is_copied_by_consumers(item)) {
+      copy_query<kWarpSize>(params.attention, item.rows(params.attention), stage,
+                            threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
+    }
     mbarrier_arrive(shared.q_full(queries.stage));
     queries.next(kNumQueryStages);
   };
@@ -278,7 +284,8 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
   while (true) {
     WorkItem& item = shared.work_items[index];
     if (is_first) {
-      source.next(item);
+      source.next(item, is_known);
+      is_known = false;
       item.query_stage = index % kNumQueryStages;
       // After the last, as many steps without a tile as dequantise what is under way.
       if (item.work == kNoWork) item.begin = 0, item.end = kNumLandings + 1;

@@ -30,27 +30,27 @@ struct Source {
   }
 };
 
-// Copies Q of a work item, zeros past its last row. Scores are multiplied with the scale's amount
-// only, so Q takes its sign.
-__device__ __forceinline__ void copy_query(const AttentionParams& params, const WorkItem& item,
-                                           uint32_t smem) {
+// Copies rows of Q of a query tile, zeros past its last row: warp `warp` of `num_warps` takes kRows at
+// a time. Scores are multiplied with the scale's amount only, so Q takes its sign.
+template <int kRows>
+__device__ __forceinline__ void copy_query(const AttentionParams& params, const QueryRows& rows,
+                                           uint32_t smem, int warp, int num_warps) {
   constexpr int kVectors = kKeyDim / 8;
-  const QueryRows rows = item.rows(params);
   const bool is_negative = score_scale_of(params, rows.kv_head).rest < 0.f;
   const uint32_t sign = is_negative ? 0x80008000u : 0u;
   const bool is_plain = !params.q_is_aligned || is_negative;
-  const int lane = lane_idx(), warp = threadIdx.x % kQueryThreads / kWarpSize;
-  static_assert(kRowTile % kWarpSize == 0, "each lane finds one row");
+  const int lane = lane_idx();
+  static_assert(kRowTile % kRows == 0 && kRows <= kWarpSize, "a lane finds one row");
 #pragma unroll 1
-  for (int first = warp * kWarpSize; first < kRowTile; first += kQueryThreads) {
+  for (int first = warp * kRows; first < kRowTile; first += num_warps * kRows) {
     // Source row of each lane; past the end, the last row again.
-    const int lane_row = min(first + lane, max(rows.num_rows - 1, 0));
+    const int lane_row = min(first + lane % kRows, max(rows.num_rows - 1, 0));
     const uint16_t* lane_source = params.q + rows.token(lane_row) * params.q_token_stride +
                                   rows.head(lane_row) * params.q_head_stride;
     const auto lane_address = reinterpret_cast<uint64_t>(lane_source);
     if (is_plain) {
 #pragma unroll 1
-      for (int i = 0; i < kVectors; ++i) {
+      for (int i = 0; i < kVectors * kRows / kWarpSize; ++i) {
         const int index = i * kWarpSize + lane, vector = index % kVectors;
         const int row = first + index / kVectors;
         const uint64_t source = __shfl_sync(0xffffffff, lane_address, index / kVectors);
@@ -67,8 +67,8 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
       const int addresses[2] = {group_row * kSegmentBytes + (part ^ group_row) * 16,
                                 group_row * kSegmentBytes + (part ^ group_row ^ 4) * 16};
       // A variant leaves producers few registers.
-#pragma unroll(kHasVariant ? 1 : kWarpSize / 8)
-      for (int group = 0; group < kWarpSize / 8; ++group) {
+#pragma unroll(kHasVariant ? 1 : kRows / 8)
+      for (int group = 0; group < kRows / 8; ++group) {
         const uint64_t source = __shfl_sync(0xffffffff, lane_address, group * 8 + group_row);
         const auto* vectors = reinterpret_cast<const uint16_t*>(source) + part * 8;
         const int group_begin = first + group * 8;
@@ -82,6 +82,25 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
   }
   cp_async_wait_all();
   fence_before_tma();
+}
+
+// Whether consumers copy the first Q: those of wide heads have no registers for it.
+constexpr bool kCopiesFirstQuery = kKeyDim <= 256;
+
+__device__ __forceinline__ bool is_copied_by_consumers(const WorkItem& item) {
+  return kCopiesFirstQuery && item.is_first;
+}
+
+// Copies Q of the CTA's first work item, where the schedule has that: consumers have nothing else to
+// do yet, and are more than the producers. A warpgroup copies its own rows.
+__device__ __forceinline__ void copy_first_query(const KernelParams& params, uint32_t smem) {
+  if constexpr (!kCopiesFirstQuery) return;
+  const WorkItemFacts item = params.attention.schedule.first_items[blockIdx.x];
+  if (!is_usable(params, item)) return;
+  const HeadBlock block(params.attention, item.work);
+  const QueryRows rows(params.attention, block, item.query_tile, item.request);
+  copy_query<16>(params.attention, rows, smem, warp_idx(), kNumWarps);
+  sync_threads<kGroupThreads>(kFirstQueryBarrier + group_idx());
 }
 
 }  // namespace jitattn

@@ -36,7 +36,7 @@ struct TileAddresses<kIsKey, TileLoader::kTma> {
   }
 
   __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
-                                           const WorkItem& item, int32_t tile)
+                                           const WorkItemFacts& item, int32_t tile)
       : tokens(item, tile) {
     const int32_t lane = lane_idx();
     page = 0;
@@ -110,7 +110,7 @@ struct TileAddresses<kIsKey, TileLoader::kGather> {
   TileAddresses() = default;
 
   __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
-                                           const WorkItem& item, int32_t tile) {
+                                           const WorkItemFacts& item, int32_t tile) {
     const TileTokens tokens(item, tile);
     const AttentionParams& attention = params.attention;
     for_each<(kGroups + 3) / 4>([&](int i) {
@@ -169,7 +169,7 @@ struct TileAddresses<kIsKey, TileLoader::kElements> {
   TileAddresses() = default;
 
   __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
-                                           const WorkItem& item, int32_t tile)
+                                           const WorkItemFacts& item, int32_t tile)
       : page_row(page_row), tokens(item, tile) {}
 
   __device__ __forceinline__ void load(const KernelParams& params, const HeadBlock& block,
@@ -225,12 +225,15 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
                                            uint32_t smem) {
   Ring work_items = {0, 0};
   Ring ring = {0, 1};  // the stages are empty: the phase before their first is over
+  // The first without a wait for who finds the others.
+  WorkItemFacts& first_item = shared.first_items[warp_idx() - kNumWarps];
+  bool is_first = copy_first_item(params, first_item);
 #pragma unroll 1
   while (true) {
-    mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
-    const WorkItem& item = shared.work_items[work_items.stage];
+    if (!is_first) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
+    const WorkItemFacts& item = is_first ? first_item : shared.work_items[work_items.stage];
     if (item.work == kNoWork) break;
-    const HeadBlock block = item.block(params.attention);
+    const HeadBlock block(params.attention, item.work);
     const int32_t begin = item.begin, end = item.end;
     const PageTable::Row page_row = params.pages.row(item.query_tile.request);
     TileAddresses<kIsKey> next;
@@ -250,6 +253,8 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
         ring.next(kIsKey ? kNumKeyParts : kNumStages);
       }
     }
+    if (is_first) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
+    is_first = false;
     work_items.next(kNumWorkItems);
   }
 }
@@ -257,10 +262,13 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
 // Finds the work items, loads their Q and writes the rows of empty ones.
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                              uint32_t smem) {
+  const bool is_first = threadIdx.x % kQueryThreads == 0;
+  // Of the first work item.
+  bool is_known =
+      threadIdx.x % kQueryThreads < kWarpSize && copy_first_item(params, shared.work_items[0]);
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   WorkItemIterator source(params);
   Ring queries = {0, 1};
-  const bool is_first = threadIdx.x % kQueryThreads == 0;
   int32_t index = 0;
 #pragma unroll 1
   while (true) {
@@ -268,7 +276,8 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
     mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     WorkItem& item = shared.work_items[index];
     if (is_first) {
-      source.next(item);
+      source.next(item, is_known);
+      is_known = false;
       item.query_stage = queries.stage;
     }
     sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
@@ -279,7 +288,11 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
       continue;
     }
     if (is_first) mbarrier_arrive(shared.item_full(index));
-    if (!is_end) copy_query(params.attention, item, smem + queries.stage * kQueryStageBytes);
+    if (!is_end && !is_copied_by_consumers(item)) {
+      copy_query<kWarpSize>(params.attention, item.rows(params.attention),
+                            smem + queries.stage * kQueryStageBytes,
+                            threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
+    }
     mbarrier_arrive(shared.q_full(queries.stage));
     if (is_end) break;
     queries.next(kNumQueryStages);

@@ -12,19 +12,12 @@ namespace jitattn {
 // Producers that dequantise are some KV tiles ahead of the last that consumers can see.
 constexpr int kNumWorkItems = kDequantises ? 8 : 4;
 
-// Tiles [begin, end) of a query tile, for one block of heads: one at least.
-struct WorkItem {
-  int32_t work;  // kNoWork: there is no further work item
-  int32_t slot;
+// As consumers see it.
+struct WorkItem : WorkItemFacts {
   int32_t query_stage;
-  int32_t first;  // tile of the query tile
-  int32_t begin;
-  int32_t end;
   int32_t first_common;  // keys [first_common, last_common) are seen by all rows
   int32_t last_common;
   ScoreScale score_scale;  // positive: Q has its sign
-  QueryTile query_tile;
-  Request request;
 
   __device__ __forceinline__ HeadBlock block(const AttentionParams& params) const {
     return HeadBlock(params, work);
@@ -55,15 +48,31 @@ struct Ring {
   }
 };
 
-// Tokens of a head whose K and V stay in the L2 cache while many CTAs read them.
-constexpr int32_t kSectionTokens = (16 << 20) / (2 * (kKeyDim + kValueDim));
-
 // Prefetches the begin of the schedule to L1, since one thread looks entries up one after the
 // other.
 __device__ __forceinline__ void prefetch_schedule(const Schedule& schedule, int thread) {
   constexpr int kLineBytes = 128;
   const auto* line = reinterpret_cast<const char*>(schedule.header) + thread * kLineBytes;
   if (line < reinterpret_cast<const char*>(schedule.boundaries)) prefetch_line(line);
+}
+
+// Whether the first work item of a CTA is as the schedule says: run() may get a table that allows less
+// than the planned one. Else it is found as the others are.
+__device__ __forceinline__ bool is_usable(const KernelParams& params, const WorkItemFacts& first) {
+  return first.work >= 0 && params.pages.holds(first.query_tile.request, first.request.kv_len);
+}
+
+// Copies the first work item of this CTA to shared memory, for a warp. Returns whether it is usable.
+__device__ __forceinline__ bool copy_first_item(const KernelParams& params, WorkItemFacts& item) {
+  constexpr int kVectors = sizeof(WorkItemFacts) / 16;
+  const WorkItemFacts& source = params.attention.schedule.first_items[blockIdx.x];
+  __syncwarp();
+  if (lane_idx() < kVectors) {
+    reinterpret_cast<uint4*>(&item)[lane_idx()] =
+        reinterpret_cast<const uint4*>(&source)[lane_idx()];
+  }
+  __syncwarp();
+  return is_usable(params, item);
 }
 
 // Work items of this CTA: the query tiles of its work tiles. The first work tile is that of the
@@ -73,8 +82,6 @@ __device__ __forceinline__ void prefetch_schedule(const Schedule& schedule, int 
 // Work tile x is head block x % num_head_blocks of slot x / num_head_blocks. Whole query tiles are
 // dealt one head section at a time, so that CTAs that run together read the same K and V.
 struct WorkItemIterator {
-  static constexpr int32_t kNotBegun = -2;  // in the place of the work
-
   const KernelParams& params;
   int32_t num_work_tiles;
   int32_t section_heads;
@@ -85,14 +92,24 @@ struct WorkItemIterator {
   __device__ __forceinline__ explicit WorkItemIterator(const KernelParams& params)
       : params(params) {
     num_work_tiles = params.attention.schedule.header->num_slots * params.attention.num_head_blocks;
-    section_heads = find_section_heads();
-    work = kNotBegun;
+    const int32_t heads = params.attention.schedule.header->section_heads;
+    section_heads = heads > 0 ? heads : params.attention.num_head_blocks;
+    work = kUnknownWork;
     query_tile = last_query_tile = 0;
   }
 
-  // Writes the next work item, which may be empty; kNoWork after the last.
-  __device__ __forceinline__ void next(WorkItem& item) {
+  // Writes the next work item, which may be empty; kNoWork after the last. With `is_known` the item
+  // has the facts of the first.
+  __device__ __forceinline__ void next(WorkItem& item, bool is_known) {
+    if (is_known) {
+      work = item.work;
+      query_tile = item.index;
+      last_query_tile = item.last_index;
+      complete(item);
+      return;
+    }
     item.work = kNoWork;
+    item.is_first = false;
 #pragma unroll 1
     while (work != kNoWork) {
       if (++query_tile > last_query_tile) {
@@ -109,27 +126,19 @@ struct WorkItemIterator {
       item.query_tile = tiles.query_tile;
       item.request = params.attention.schedule.requests[tiles.query_tile.request];
       item.work = work;
-      const QueryRows rows = item.rows(params.attention);
-      item.first_common = rows.first_common_key();
-      item.last_common = rows.last_common_key();
-      item.score_scale = score_scale_of(params.attention, rows.kv_head);
-      // Not zero, so that -inf stays what it is.
-      item.score_scale.rest = fmaxf(fabsf(item.score_scale.rest), 1e-30f);
+      complete(item);
       return;
     }
   }
 
  private:
-  // Heads of a head section: a divisor of their number.
-  __device__ __forceinline__ int32_t find_section_heads() const {
-    const Schedule& schedule = params.attention.schedule;
-    const int32_t num_heads = params.attention.num_head_blocks;
-    // The first query tile is one of the longest. Read in any case, beside the header.
-    const int32_t longest = max(schedule.query_tiles[0].kv_end, 1);
-    if (!schedule.header->is_whole) return num_heads;
-    int32_t count = min(max(kSectionTokens / longest, 1), num_heads);
-    while (num_heads % count != 0) --count;
-    return count;
+  __device__ __forceinline__ void complete(WorkItem& item) const {
+    const QueryRows rows = item.rows(params.attention);
+    item.first_common = rows.first_common_key();
+    item.last_common = rows.last_common_key();
+    item.score_scale = score_scale_of(params.attention, rows.kv_head);
+    // Not zero, so that -inf stays what it is.
+    item.score_scale.rest = fmaxf(fabsf(item.score_scale.rest), 1e-30f);
   }
 
   // Head block work % num_head_blocks of slot work / num_head_blocks.
@@ -151,7 +160,7 @@ struct WorkItemIterator {
 
   __device__ __forceinline__ int32_t claim() const {
     const int32_t num_ctas = gridDim.x, own = blockIdx.x;
-    if (work == kNotBegun) return own < num_work_tiles ? own : kNoWork;
+    if (work == kUnknownWork) return own < num_work_tiles ? own : kNoWork;
     if (num_work_tiles <= num_ctas) return kNoWork;
     const int32_t claimed = atomicAdd(params.attention.num_claimed, 1);
     // Every CTA claims once in vain, and the last of them resets the counter for the next launch.
@@ -168,7 +177,7 @@ struct TileTokens {
 
   TileTokens() = default;
 
-  __device__ __forceinline__ TileTokens(const WorkItem& item, int32_t tile) {
+  __device__ __forceinline__ TileTokens(const WorkItemFacts& item, int32_t tile) {
     begin = tile * kTileTokens;
     first = max(item.query_tile.kv_begin - begin, 0);
     // Not the query tile's end: what lies between is the request's own, and saves clearing V.

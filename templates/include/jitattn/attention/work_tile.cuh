@@ -7,8 +7,6 @@
 
 namespace jitattn {
 
-constexpr int32_t kNoWork = -1;  // in the place of a work tile's index
-
 // A copy of a number that the compiler can't trace to it: what is computed from the copy need not
 // stay in registers across a long loop.
 __device__ __forceinline__ int32_t forget(int32_t value) {
@@ -49,7 +47,7 @@ struct SlotRange {
   __device__ __forceinline__ SlotRange(const AttentionParams& params, int32_t work) {
     slot = params.num_head_blocks.divide(work);
     if constexpr (kHasWholeQueryTiles) {
-      if (params.schedule.header->is_whole) {
+      if (params.schedule.header->is_whole()) {
         begin = {slot, -1};  // before its first tile, whichever that is
         end = {slot + 1, 0};
         last_query_tile = slot;
