@@ -7,6 +7,7 @@ driver, and for PTX, which tests/emulator/cuda_runtime.py says in C++.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -249,6 +250,39 @@ def test_addresses_that_were_there_before_take_the_parameters_of_then(
         layer.arguments["v_scale"] = 0.5
         layer.run()
     assert len(written) == 12
+
+
+@pytest.mark.parametrize(("kv_dtype", "num_blocks"), [("int4", 1), ("int4_g32", 3)])
+def test_what_is_written_is_what_is_gathered(
+    kv_dtype: str,
+    num_blocks: int,
+    launched: list[PreprocessSpec],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever tokens hold, NaN and infinities too: what the definition stores, bit for bit."""
+    rng = torch.Generator().manual_seed(0)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e30, 1e-30, 60000.0])
+    codes = torch.zeros(2, 4, 16, 2, 48, dtype=torch.uint8)
+    scales = torch.zeros(2, 4, 16, 2, num_blocks, 2, dtype=torch.float16)
+    cache = jitattn.QuantizedKV(*codes, *scales)
+    pages = jitattn.BlockTable(torch.arange(4, dtype=torch.int32)[None])
+    lens = torch.tensor([64], dtype=torch.int32)
+    for i in range(30):
+        size = 10.0 ** float(torch.randint(-6, 5, (), generator=rng))
+        both = size * (torch.randn(2, 64, 2, 96, generator=rng) + i % 3)
+        some = torch.rand(both.shape, generator=rng) < (0.0, 0.002, 0.05)[i % 3]
+        both = torch.where(some, odd[torch.randint(8, both.shape, generator=rng)], both)
+        k, v = both.bfloat16()
+        with monkeypatch.context() as patch:
+            patch.setattr(device_kernels, "card_of", lambda device: 0)
+            patch.setattr(api, "LAUNCHES", LAUNCHES)
+            jitattn.append_kv(k, v, cache, slots=torch.arange(64))
+        found = jitattn.gather_kv(cache, pages, lens, out_dtype="float32")
+        for numbers, got in zip((k, v), found[:2], strict=True):
+            data, pairs = jitattn.quant.quantize_kv(numbers, kv_dtype)
+            want = jitattn.quant.dequantize_kv(data, dtype=kv_dtype, block_scales=pairs)
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert len(launched) == 30
 
 
 def test_what_equals_a_number_of_another_type_is_checked(
