@@ -173,8 +173,7 @@ def schedule_config(
     blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
-    num_slot_places = work.max_slots * blocks.num_head_blocks
-    num_rows = fixed.num_places(num_slot_places, work.grid) * kernel.row_tile
+    num_rows = kernel.row_tile * fixed.num_places(work, blocks.num_head_blocks)
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
@@ -188,7 +187,7 @@ def schedule_config(
         num_first_items=work.num_first_items,
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
-        num_counters=SLICE_BYTES // 4 + num_slot_places,
+        num_counters=SLICE_BYTES // 4 + work.max_slots * blocks.num_head_blocks,
         pool_entries=_pool_entries(config),
         has_lists=layout.is_list,
         bounds_requests=layout.has_offsets or layout.is_list,
@@ -226,10 +225,11 @@ class _FixedSplits(NamedTuple):
         # Lengths grow by a quarter of a power of two of the least.
         return self.most * max(1, self.least_tiles // 4)
 
-    def num_places(self, num_slot_places: int, num_ctas: int) -> int:
+    def num_places(self, work: _WorkSlots, num_head_blocks: int) -> int:
         """Return how many row tiles of partial rows there are."""
         # Two a slot and head block; of fixed splits one there and one a CTA, of so many splits.
-        return (num_slot_places + num_ctas) * self.most if self.most else 2 * num_slot_places
+        num_slot_places = work.max_slots * num_head_blocks
+        return (num_slot_places + work.grid) * self.most if self.most else 2 * num_slot_places
 
 
 def _fixed_splits(
