@@ -194,6 +194,7 @@ def _wide_heads() -> Iterator[Point]:
         *({"logits_soft_cap": 30.0}, {"window_left": 500}, {"causal": False}),
         *({"head_dim_vo": 128}, {"head_dim": 256, "head_dim_vo": 512}),
         {"q_len": 256, "kv_lens": (8192,) * 4},
+        *({"kv_dtype": name} for name in ("float8_e4m3fn", "nvfp4")),
     )
     yield from (replace(base, **change) for change in changes)
 

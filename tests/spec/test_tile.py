@@ -12,7 +12,7 @@ from jitattn.jit import cutlass
 from jitattn.jit.build import headers_of
 from jitattn.jit.render import render
 from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
-from jitattn.kernels.attention.tile import STATIC_BYTES, has_warpgroup_tile
+from jitattn.kernels.attention.tile import STATIC_BYTES
 from jitattn.kernels.common.tile import MAX_WORK_TILES, DecodeTile, PrefillTile, WarpgroupTile
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHITECTURES, ARCHS
@@ -116,11 +116,7 @@ WARPGROUPS = tuple(
     dict.fromkeys(
         (
             *warpgroup_specs(),
-            *(
-                spec
-                for spec in sample_specs("sm_90a")
-                if isinstance(spec, PrefillSpec) and has_warpgroup_tile(spec, "sm_90a")
-            ),
+            *(spec for spec in sample_specs("sm_90a") if isinstance(spec, PrefillSpec)),
         )
     )
 )
@@ -159,22 +155,20 @@ def prefill_spec(arch: str, **arguments: object) -> PrefillSpec:
         ({"head_dim": 512, "head_dim_vo": 128}, "tensor"),
         ({"kv_dtype": "float8_e4m3fn"}, "vector"),
         ({"kv_dtype": "float8_e5m2", "head_dim": 256}, "vector"),
-        ({"kv_dtype": "float8_e5m2", "head_dim": 512}, None),
-        ({"kv_dtype": "nvfp4", "head_dim_vo": 512}, None),
+        ({"kv_dtype": "float8_e5m2", "head_dim": 512}, "vector"),
+        ({"kv_dtype": "nvfp4", "head_dim_vo": 512}, "vector"),
         ({"kv_dtype": "nvfp4"}, "vector"),
         ({"kv_dtype": "nvfp4", "head_dim": 80}, "vector"),
     ],
     ids=str,
 )
-def test_who_has_warpgroups(arguments: dict[str, object], loader: str | None) -> None:
-    """``loader`` is that of an aligned cache; None where the portable kernel does it."""
+def test_who_has_warpgroups(arguments: dict[str, object], loader: str) -> None:
+    """``loader`` is that of an aligned cache."""
     spec = prefill_spec("sm_90a", **{"head_dim": 128} | arguments)
-    assert has_warpgroup_tile(spec, "sm_90a") == (loader is not None)
-    assert spec.loader == (loader or Loader.VECTOR)
+    assert spec.loader == loader
     assert spec.uses_tma("sm_90a") == (loader == "tensor")
-    assert isinstance(spec.tile("sm_90a"), WarpgroupTile if loader else PrefillTile)
-    template = "attention/prefill_sm90.cu.jinja" if loader else "attention/prefill_sm80.cu.jinja"
-    assert spec.template("sm_90a") == template
+    assert isinstance(spec.tile("sm_90a"), WarpgroupTile)
+    assert spec.template("sm_90a") == "attention/prefill_sm90.cu.jinja"
     for arch in set(ARCHITECTURES) - {"sm_90a"}:
         other = prefill_spec(arch, **{"head_dim": 128} | arguments)
         assert other.loader is Loader.VECTOR

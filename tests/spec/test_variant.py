@@ -35,8 +35,7 @@ from tests.support.variants import EVERYTHING, VARIANTS
 ARCH = "sm_90a"
 CONFIGS = {
     "decode and wgmma prefill": PlannerConfig(),
-    "portable prefill": PlannerConfig(head_dim=512, kv_dtype="float8_e4m3fn"),
-    "wide prefill": PlannerConfig(head_dim=512),
+    "prefill of wide heads": PlannerConfig(head_dim=512),
     "wgmma latents": MLAConfig(),
     "portable latents": MLAConfig(kv_dtype="float8_e4m3fn"),
 }

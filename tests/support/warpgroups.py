@@ -44,6 +44,8 @@ CONFIGS = (
     "head_dim=192,page_size=24,kv_dtype=float8_e4m3fn",
     "head_dim=256,page_table=csr,kv_dtype=float8_e5m2,logits_soft_cap=30,use_custom_mask=true",
     "head_dim=64,kv_dtype=nvfp4",
+    "head_dim=512,kv_dtype=float8_e4m3fn",
+    "head_dim=256,head_dim_vo=512,kv_dtype=nvfp4,logits_soft_cap=30",
     "head_dim=128,kv_dtype=nvfp4,logits_soft_cap=30",
     "head_dim=256,page_table=token,q_dtype=float16,kv_dtype=nvfp4,use_custom_mask=true",
 )

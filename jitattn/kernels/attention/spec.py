@@ -9,13 +9,13 @@ from jitattn.kernels.attention.tile import (
     DequantizeQueriesTile,
     decode_tile,
     decode_uses_tma,
-    has_warpgroup_tile,
     narrow_prefill_tile,
     prefill_tile,
     prefill_uses_tma,
 )
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import DecodeTile, PrefillTile, WarpgroupTile
+from jitattn.spec.arch import ARCHS
 from jitattn.spec.dtype import FP8_QUERIES
 from jitattn.spec.family import OnlySpec, Tile
 
@@ -65,9 +65,7 @@ class PrefillSpec(AttentionSpec):
 
     def template(self, arch: str) -> str:
         """Return the template on ``arch``."""
-        if has_warpgroup_tile(self, arch):
-            return "attention/prefill_sm90.cu.jinja"
-        return "attention/prefill_sm80.cu.jinja"
+        return f"attention/prefill_{'sm90' if ARCHS[arch].has_wgmma else 'sm80'}.cu.jinja"
 
 
 class DequantizeQueriesSpec(OnlySpec):

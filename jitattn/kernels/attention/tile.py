@@ -77,7 +77,7 @@ def decode_tile(spec: DecodeSpec, arch: str) -> DecodeTile:
 
 def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
-    if has_warpgroup_tile(spec, arch):
+    if ARCHS[arch].has_wgmma:
         return _warpgroup_tile(spec, _warpgroup_row(spec))
     tiles = (
         _prefill_tile(spec, arch, tile_tokens, num_stages)
@@ -109,7 +109,7 @@ def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
     One of two consumers without rows costs less than a kernel; two of three cost much, and beside
     one consumer there is room for another warpgroup that dequantises (docs/perf-log.md).
     """
-    if not has_warpgroup_tile(spec, arch):
+    if not ARCHS[arch].has_wgmma:
         return False
     return spec.kv_dtype is not spec.q_dtype or _warpgroup_row(spec).num_consumers > 2
 
@@ -138,17 +138,10 @@ def prefill_uses_tma(spec: AttentionSpec, arch: str) -> bool:
     """Return whether TMA loads K and V of caches whose strides allow it."""
     # Of any head dim: the hardware fills the last segment of a row up with zeros. Tokens without
     # pages follow each other, as those of one page do.
-    has_tile = has_warpgroup_tile(spec, arch) and spec.kv_dtype is spec.q_dtype
+    has_tile = ARCHS[arch].has_wgmma and spec.kv_dtype is spec.q_dtype
     layout = spec.page_table
     has_pages = layout.lists_pages and spec.page_size % 8 == 0
     return has_tile and (has_pages or layout is Layout.RAGGED)
-
-
-def has_warpgroup_tile(spec: AttentionSpec, arch: str) -> bool:
-    """Return whether warpgroups compute a prefill kernel, whatever its pages and loader."""
-    # Beside wide rows of Q and K is no room for those that are to be dequantised.
-    fits = spec.kv_dtype is spec.q_dtype or max(spec.head_dim, spec.head_dim_vo) <= 256
-    return ARCHS[arch].has_wgmma and fits
 
 
 def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
@@ -218,6 +211,8 @@ _DEQUANT_TILES = (
     _WarpgroupRow(128, 128, 2, 2, 128, 96, 96, 2, 2),
     _WarpgroupRow(192, 128, 2, 2, 96, 96, 96, 2, 1),
     _WarpgroupRow(256, 256, 2, 1, 64, 64, 48, 2, 1),
+    _WarpgroupRow(256, 512, 2, 1, 64, 48, 48, 2, 1),
+    _WarpgroupRow(512, 512, 2, 1, 32, 32, 32, 1, 1),
 )
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
 # warpgroup of producers, where pages are too small for TMA.
@@ -396,7 +391,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     num_landings = 0
     if is_dequantised and groups == num_producers == 2 and spec.head_dim_vo <= 64:
         registers = _DEQUANT_REGISTERS
-    if max(spec.head_dim, spec.head_dim_vo) > 256:
+    if groups == 2 and max(spec.head_dim, spec.head_dim_vo) > 256:
         registers = _WIDE_REGISTERS
     if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers

@@ -48,6 +48,9 @@ CASES = {
     "512, separate": of(replace(WIDE, head_dim_vo=80, page_table="separate"), *SHORT),
     "512, split": of(replace(WIDE, logits_soft_cap=9.0, out_dtype="float32"), *LONG),
     "512, invariant": of(replace(WIDE, batch_invariant=True, page_table="csr"), *LONG),
+    "512, e4m3": of(replace(WIDE, kv_dtype=E4M3.kv_dtype, scales="heads"), *SHORT),
+    "512, nvfp4": of(replace(WIDE, kv_dtype="nvfp4", scales="float", page_size=3), *SHORT),
+    "512, int4": of(replace(WIDE, kv_dtype="int4", head_dim=64, head_dim_vo=512), *FEW),
     "512 of V": of(replace(BASE, head_dim=96, head_dim_vo=512, page_size=64), *SHORT),
     "split": of(BASE, *LONG),
     "split, sinks": of(replace(BASE, sinks="float32", window_left=400), *LONG),
@@ -64,7 +67,7 @@ def test_the_kernel_computes_the_definition(name: str, monkeypatch: pytest.Monke
     assert "prefill" in host.kinds
 
 
-@pytest.mark.parametrize("name", ["512", "512, pages of 1"])
-def test_parts_of_k_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["512", "512, pages of 1", "512, e4m3"])
+def test_wide_heads_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warps run ahead of others, and copies and products end as late as they may."""
     EmulatedCuda(monkeypatch, "sm_90a", seed=3).check(CASES[name])

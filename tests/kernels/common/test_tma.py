@@ -535,7 +535,7 @@ def test_both_kernels_of_a_batch_get_their_own_boxes(
 def test_a_kernel_that_uses_no_maps_runs_beside_one_that_does(
     cuda: LaunchRecorder, encodings: list[Map]
 ) -> None:
-    """Prefill of FP8 caches copies vectors, with warpgroups and without."""
+    """Prefill of FP8 caches copies vectors."""
     for head_dim in (128, 512):
         arguments = {"kv_dtype": "float8_e4m3fn", "head_dim": head_dim}
         planner = cuda.planner(**SHAPE | arguments)

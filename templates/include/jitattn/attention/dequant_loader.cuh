@@ -119,6 +119,8 @@ struct TileDequantiser {
     const auto* base = static_cast<const KVType::Storage*>(kIsKey ? attention.k : attention.v);
     base += item.block(attention).kv_head *
             (kIsKey ? attention.k_head_stride : attention.v_head_stride);
+    const int32_t column = Source<kIsKey>::first_column(item.block(attention), 0);
+    base += stored_bytes(column) / static_cast<int>(sizeof(KVType::Storage));
     const int row = lane_row();
     const bool exists = row >= tokens.first && row < tokens.last;
     const Location at = PageTable::locate(page, tokens.begin + row);
@@ -126,7 +128,7 @@ struct TileDequantiser {
         base + at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
         at.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride);
     const auto address = exists ? reinterpret_cast<uint64_t>(source) : 0;
-    if constexpr (kHasBlocks) ask_scales(item.block(attention).kv_head, at, exists, landing);
+    if constexpr (kHasBlocks) ask_scales(item.block(attention), at, exists, landing);
 #pragma unroll 1
     for (int group = 0; group < kWarpGroups; ++group) {
       const uint64_t row_address = __shfl_sync(0xffffffff, address, group * 8 + lane_idx() / 4);
@@ -149,12 +151,13 @@ struct TileDequantiser {
   }
 
   // Issues the copies of a tile's block scales; `at` and `exists` are of the row of each lane.
-  __device__ __forceinline__ void ask_scales(int32_t kv_head, const Location& at, bool exists,
-                                             int landing) const {
+  __device__ __forceinline__ void ask_scales(const HeadBlock& block, const Location& at,
+                                             bool exists, int landing) const {
     constexpr bool kAreFours = kUseVectorLoads && block_bytes(Source<kIsKey>::kDim) % 4 == 0;
     const BlockScales& blocks = kIsKey ? params.k_blocks : params.v_blocks;
-    const uint8_t* source = blocks.scales + kv_head * blocks.head_stride +
+    const uint8_t* source = blocks.scales + block.kv_head * blocks.head_stride +
                             at.page * blocks.page_stride + at.token * blocks.token_stride;
+    source += BlocksOf<KVType>::place(Source<kIsKey>::first_column(block, 0));
     const auto address = exists ? reinterpret_cast<uint64_t>(source) : 0;
     const int part = lane_idx() % 4;
 #pragma unroll 1

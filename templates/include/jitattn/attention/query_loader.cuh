@@ -22,7 +22,8 @@ struct Source {
     return kIsKey ? params.pages.k_id(row, token) : params.pages.v_id(row, token);
   }
   static __device__ __forceinline__ int first_column(const HeadBlock& block, int part) {
-    return kIsKey ? part * kKeyDim / kKeyParts : block.value_block * kValueDim;
+    if (kIsKey) return part * kKeyDim / kKeyParts;
+    return kNumValueBlocks > 1 ? block.value_block * kValueDim : 0;
   }
   static __device__ __forceinline__ uint32_t row(uint32_t smem, int segment, int row) {
     return kIsKey ? KeyLayout::row(smem, segment, row) : ValueLayout::row(smem, segment, row);
