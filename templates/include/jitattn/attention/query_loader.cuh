@@ -84,8 +84,8 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
   fence_before_tma();
 }
 
-// Whether consumers copy the first Q: those of wide heads have no registers for it.
-constexpr bool kCopiesFirstQuery = kKeyDim <= 256;
+// Whether consumers copy the first Q: those of 256 columns have no registers for it.
+constexpr bool kCopiesFirstQuery = kValueDim < 256;
 
 __device__ __forceinline__ bool is_copied_by_consumers(const WorkItem& item) {
   return kCopiesFirstQuery && item.is_first;

@@ -130,7 +130,7 @@ struct TileIterator {
 
   // To be called before tokens of the step are copied.
   __device__ __forceinline__ void wait_for_tokens() const {
-    if (kMayBeEarly && first < last && slice + last > early_end) wait_for_inputs(params.attention);
+    if (kMayBeEarly && first < last && slice + last > early_end) wait_for_previous_kernel();
   }
 
  private:

@@ -100,8 +100,9 @@ struct TileRange {
     if (query_tile.kv_end > 0 && !params.pages.holds(query_tile.request, kv_len)) {
       query_tile.kv_end = kInvalidLength;
     }
-    // Reads after the wait for the previous kernel need no limit.
-    early_end = params.attention.early_kv ? request.kv_len - request.q_len : kInt32Max;
+    // Reads after the wait for the previous kernel, or without one, need no limit.
+    const bool is_early = params.attention.early_kv && !params.attention.is_second;
+    early_end = is_early ? request.kv_len - request.q_len : kInt32Max;
     const bool is_empty = query_tile.kv_end <= 0;
     if (is_empty) query_tile.num_splits = 1;
     const bool is_begun = index == slot.begin.query_tile, is_cut = index == slot.end.query_tile;
