@@ -423,11 +423,21 @@ def expected(inputs: ListInputs, *others: ListInputs) -> Expected:
 def check_lists(inputs: ListInputs, result: Result, *others: ListInputs) -> None:
     """Assert that rows are right, and NaN exactly where a list leaves the pool."""
     case, want = inputs.case, expected(inputs, *others)
-    check_right(case.dtype, case.out_dtype, result, want, is_scaled=case.form == "rows")
+    check_right(
+        *(case.dtype, case.out_dtype, result, want),
+        is_scaled=case.form == "rows",
+        is_quantised=case.form in ("fp8", "rows") or case.kv_dtype not in (None, case.dtype),
+    )
 
 
 def check_right(
-    dtype: str, out_dtype: str | None, result: Result, want: Expected, *, is_scaled: bool
+    dtype: str,
+    out_dtype: str | None,
+    result: Result,
+    want: Expected,
+    *,
+    is_scaled: bool,
+    is_quantised: bool,
 ) -> None:
     """Assert the same of rows that are NaN where a list leaves the pool.
 
@@ -445,7 +455,9 @@ def check_right(
     loose = 0.02 if is_scaled else 0.0
     close = lse[kept].double() + (want.lse[kept] - lse[kept].double()).clamp(-loose, loose)
     close = torch.where(want.lse[kept] == -math.inf, lse[kept].double(), close).float()
-    check_rounded(dtype, out_dtype, out[kept][:, None], close[:, None], found)
+    check_rounded(
+        dtype, out_dtype, out[kept][:, None], close[:, None], found, is_quantised=is_quantised
+    )
 
 
 # --- cases ----------------------------------------------------------------------------------------
