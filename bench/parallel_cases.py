@@ -57,7 +57,7 @@ class Case:
     def received_bytes(self, num_ranks: int) -> int:
         """Bytes that each rank receives in a step: queries, and outs with their lse."""
         dims = (576, 512) if self.is_mla else (self.head_dim, self.head_dim)
-        row = 2 * sum(dims) + 4
+        row = 2 * sum(dims) + 16
         return (num_ranks - 1) * self.batch_size * (self.heads // num_ranks) * row
 
 

@@ -33,4 +33,4 @@ def test_bytes_of_a_step() -> None:
     (case,) = parallel_cases.cases(is_tiny=False, names="b1-1024k-h32_8-bf16")
     assert case.kv_bytes == 2**20 * 2 * 8 * 128 * 2
     assert case.received_bytes(1) == 0
-    assert case.received_bytes(8) == 7 * 4 * (2 * 128 + 2 * 128 + 4)
+    assert case.received_bytes(8) == 7 * 4 * (2 * 128 + 2 * 128 + 16)

@@ -7,7 +7,7 @@ heads by all-to-all, and merges what came by lse, in the order of ranks.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,27 @@ MAX_Q_LEN = 16
 """The most causal query tokens of a request: each reads the keys anew."""
 
 _SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LSE_BYTES = 4
+_LSE_BYTES, _TAIL_BYTES = 4, 16
+
+
+class _Part(NamedTuple):
+    """What a rank finds over its tokens, and where it lies to travel.
+
+    Attributes:
+        sent: uint8 [num_ranks, num_tokens, heads of a rank, bytes of a row].
+        out: [num_tokens, heads of all ranks, dim], in `sent` where there is one token.
+        lse: float32 [num_tokens, heads of all ranks], likewise.
+    """
+
+    sent: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _states_of(rows: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return outs and lse of rows of bytes, as views."""
+    lse_at = dim * dtype.itemsize // _LSE_BYTES
+    return rows.view(dtype)[..., :dim], rows.view(torch.float32)[..., lse_at]
 
 
 class _ContextPlanBase:
@@ -139,31 +159,41 @@ class _ContextPlanBase:
             )
         return found[0], found[1]
 
-    def _merge(
-        self, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
-    ) -> None:
+    def _new_part(self, num_tokens: int) -> _Part:
+        """Return memory for what this rank finds over its tokens."""
+        planner, num_ranks, heads = self._planner, self._exchange.num_ranks, self._heads
+        dim, dtype = planner.out_row_shape[1], planner.tensor_dtypes.out
+        # An out and its lse lie in one row, whose begin is aligned: one message, and no copy before
+        # the merge.
+        row = dim * dtype.itemsize + _TAIL_BYTES
+        sent = torch.empty(
+            (num_ranks, num_tokens, heads, row), dtype=torch.uint8, device=planner.device
+        )
+        if num_tokens == 1:  # heads follow each other
+            rows = sent.view(1, num_ranks * heads, row)
+            return _Part(sent, *_states_of(rows, dim, dtype))
+        shape = (num_tokens, num_ranks * heads, dim)
+        out = torch.empty(shape, dtype=dtype, device=planner.device)
+        return _Part(sent, out, torch.empty(shape[:2], dtype=torch.float32, device=planner.device))
+
+    def _merge(self, part: _Part, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
         """Give each rank its heads of what this one found, and merge what came back.
 
         Args:
-            part: [num_tokens, heads of all ranks, dim], over this rank's tokens.
-            part_lse: float32 [num_tokens, heads of all ranks].
+            part: over this rank's tokens.
             out: [num_tokens, heads of this rank, dim]; written.
             lse: float32 [num_tokens, heads of this rank]; written.
             sinks: [heads of this rank], a state of its own without keys.
         """
-        num_ranks, heads = self._exchange.num_ranks, self._heads
-        num_tokens, _, dim = part.shape
-        # An out and its lse lie in one row: one message, and no copy before the merge.
-        row = dim * part.element_size() + _LSE_BYTES
-        num_states = num_ranks + (sinks is not None)
-        came = part.new_empty((num_states, num_tokens, heads, row), dtype=torch.uint8)
-        sent = part.new_empty((num_ranks, num_tokens, heads, row), dtype=torch.uint8)
-        by_rank = part.view(num_tokens, num_ranks, heads, dim)
-        sent.view(part.dtype)[..., :dim] = by_rank.transpose(0, 1)
-        lse_by_rank = part_lse.view(num_tokens, num_ranks, heads)
-        sent.view(torch.float32)[..., -1] = lse_by_rank.transpose(0, 1)
+        sent, dim, dtype = part.sent, part.out.shape[-1], part.out.dtype
+        num_ranks, num_tokens, heads, row = sent.shape
+        if num_tokens > 1:
+            outs, lses = _states_of(sent, dim, dtype)
+            outs.copy_(part.out.view(num_tokens, num_ranks, heads, dim).transpose(0, 1))
+            lses.copy_(part.lse.view(num_tokens, num_ranks, heads).transpose(0, 1))
+        came = sent.new_empty((num_ranks + (sinks is not None), num_tokens, heads, row))
         self._exchange.swap(sent, came[:num_ranks])
-        outs, lses = came.view(part.dtype)[..., :dim], came.view(torch.float32)[..., -1]
+        outs, lses = _states_of(came, dim, dtype)
         if sinks is not None:
             outs[-1].zero_()
             lses[-1] = self._sink_lses(sinks, num_tokens)
@@ -230,10 +260,10 @@ class ContextPlan(_ContextPlanBase):
             check_rows("sinks", sinks, (self._heads,), sinks.dtype, self._planner.device)
         out, lse = self._outputs(q.shape[0], out, lse)
         self._agree_on_rows(q.shape[0])
-        part = self._plan.run(
-            self._gathered(q), kv, pages=self._local_pages(pages), return_lse=True
-        )
-        self._merge(part[0], part[1], out, lse, sinks)
+        part = self._new_part(q.shape[0])
+        pages = self._local_pages(pages)
+        self._plan.run(self._gathered(q), kv, pages=pages, out=part.out, lse=part.lse)
+        self._merge(part, out, lse, sinks)
         return (out, lse) if return_lse else out
 
 
@@ -287,9 +317,10 @@ class ContextMLAPlan(_ContextPlanBase):
         out, lse = self._outputs(q_nope.shape[0], out, lse)
         self._agree_on_rows(q_nope.shape[0])
         q = self._gathered(torch.cat((q_nope, q_pe), dim=-1))
+        part = self._new_part(q.shape[0])
         pages = self._local_pages(pages)
-        part = self._plan.run(q[..., :rank], q[..., rank:], kv, pages=pages, return_lse=True)
-        self._merge(part[0], part[1], out, lse, None)
+        self._plan.run(q[..., :rank], q[..., rank:], kv, pages=pages, out=part.out, lse=part.lse)
+        self._merge(part, out, lse, None)
         return (out, lse) if return_lse else out
 
 
