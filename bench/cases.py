@@ -167,7 +167,7 @@ CASES = (
     _case("B32x4k", "32/32", group="invariant"),
     *(
         _case("B64x8k", kv_dtype=kv_dtype, group="nvfp4")
-        for kv_dtype in ("bfloat16", "float8_e4m3fn", "nvfp4")
+        for kv_dtype in ("bfloat16", "float8_e4m3fn", "nvfp4", "int4", "int4_g32")
     ),
     _case("B1x1k", group="chain"),
     _case("B1x8k", group="chain"),

@@ -11,12 +11,17 @@ from torch import Tensor
 from bench.workloads import Batch
 from jitattn.kernels.attention.reference import attention
 from jitattn.kernels.common.reference_plan import gather
+from jitattn.spec.dtype import BLOCK_DTYPES
 from jitattn.tensors.quantization import dequantize_kv
 
-LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2, "nvfp4": 1e-2}
+LIMITS = {
+    **{"bfloat16": 1e-2, "float16": 5e-3, "float8_e4m3fn": 6e-2},
+    **dict.fromkeys(BLOCK_DTYPES, 1e-2),
+}
 """Largest relative error of a query token, by cache dtype. Rounding an output to bfloat16 costs
 2e-3; losing one of 8192 random keys 1e-2. Rivals quantise q and the probabilities to the cache's
-FP8; nobody does with NVFP4, whose values are exact in bfloat16."""
+FP8; nobody does with four bits: values of NVFP4 are exact in bfloat16, those of int4 are rounded to
+float16."""
 
 
 class Oracle:
@@ -56,15 +61,16 @@ def reference(batch: Batch, copy: int) -> Tensor:
 
 
 def _tokens(batch: Batch, copy: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return K and V of a request, [length, num_kv_heads, head_dim]; of NVFP4 its values."""
+    """Return K and V of a request, [length, num_kv_heads, head_dim]; of four bits its values."""
     k, v = (gather(side, pages, length) for side in batch.tokens_first(copy))
     blocks = batch.scales_first(copy)
     if blocks is None:
         return k, v
+    case = batch.case
     k_scales, v_scales = (gather(side, pages, length) for side in blocks)
     return (
-        dequantize_kv(k, dtype="nvfp4", block_scales=k_scales),
-        dequantize_kv(v, dtype="nvfp4", block_scales=v_scales),
+        dequantize_kv(k, dtype=case.kv_dtype, block_scales=k_scales),
+        dequantize_kv(v, dtype=case.kv_dtype, block_scales=v_scales),
     )
 
 

@@ -17,7 +17,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from jitattn.tensors.quantization import NVFP4_BLOCK, quantize_kv
+from jitattn.spec.dtype import BlockFormat, DType
+from jitattn.tensors.quantization import bytes_of_scales, quantize_kv
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _PAGES_AT_ONCE = 4096  # that are quantised, since that takes several floats an element
@@ -93,10 +94,15 @@ class Case:
         return sum(self.pages_per_seq) - sum(dead) + int(any(dead))
 
     @property
+    def blocks(self) -> BlockFormat | None:
+        """The blocks of a cache of four bits."""
+        return DType(self.kv_dtype).blocks
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        if self.kv_dtype == "nvfp4":  # two elements a byte, and a byte for the scale of 16
-            row = self.head_dim // 2 + self.head_dim // NVFP4_BLOCK
+        if self.blocks is not None:  # two elements a byte, and the scales of blocks
+            row = self.head_dim // 2 + self.blocks.row_bytes(self.head_dim)
         else:
             row = self.head_dim * _ITEM_BYTES[self.kv_dtype]
         return 2 * self.num_kv_heads * row
@@ -151,7 +157,7 @@ class Batch:
     Attributes:
         q: [num_copies, batch_size * q_len, num_qo_heads, head_dim].
         kv: [num_copies, num_pages, 2, page_size, num_kv_heads, head_dim], kv_dtype; with "HND"
-            heads come before the tokens of a page. Of NVFP4 uint8 [.., head_dim / 2].
+            heads come before the tokens of a page. Of four bits uint8 [.., head_dim / 2].
         block_table: [batch_size, max_pages_per_seq] int32; 0 past the last page. All pages wholly
             before a window are one page, as in an engine that has freed them.
         kv_indptr: [batch_size + 1] int32; offsets into kv_indices.
@@ -160,7 +166,7 @@ class Batch:
         seq_lens: [batch_size] int32.
         qo_indptr: [batch_size + 1] int32; rows of q that start each request.
         sinks: [num_qo_heads] float32, exact in bfloat16, or None.
-        block_scales: of NVFP4 like kv, float8_e4m3fn [.., head_dim / 16]; else None.
+        block_scales: of four bits like kv, with last dimensions as in ``QuantizedKV``; else None.
     """
 
     case: Case
@@ -191,12 +197,14 @@ class Batch:
         return self._tokens_first(self.kv[copy])
 
     def scales_first(self, copy: int) -> tuple[Tensor, Tensor] | None:
-        """Return likewise the scales of their blocks; None where there are none."""
-        return None if self.block_scales is None else self._tokens_first(self.block_scales[copy])
+        """Return likewise the scales of their blocks, as bytes; None where there are none."""
+        if self.block_scales is None:
+            return None
+        return self._tokens_first(bytes_of_scales(self.block_scales[copy]))
 
     def _tokens_first(self, pool: Tensor) -> tuple[Tensor, Tensor]:
         if self.case.kv_layout == "HND":
-            pool = pool.transpose(-3, -2)
+            pool = pool.transpose(2, 3)
         return pool[:, 0], pool[:, 1]
 
     def separate_table(self) -> Tensor:
@@ -225,8 +233,8 @@ def make_batch(case: Case, copies: int, device: torch.device, *, seed: int = 0) 
         return torch.randn(shape, generator=generator, dtype=kind, device=device)
 
     def pools(*shape: int) -> tuple[Tensor, Tensor | None]:
-        if case.kv_dtype == "nvfp4":
-            return _nvfp4_pools(values, shape, device)
+        if case.blocks is not None:
+            return _block_pools(values, shape, case, device)
         return values(*shape).to(getattr(torch, case.kv_dtype)), None
 
     def ints(data: Iterable[int]) -> Tensor:
@@ -253,18 +261,21 @@ def make_batch(case: Case, copies: int, device: torch.device, *, seed: int = 0) 
     )
 
 
-def _nvfp4_pools(
-    values: Callable[..., Tensor], shape: tuple[int, ...], device: torch.device
+def _block_pools(
+    values: Callable[..., Tensor], shape: tuple[int, ...], case: Case, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the numbers and the scales of pools of ``shape``, of ``values`` in NVFP4."""
+    """Return the numbers and the scales of pools of ``shape``, of ``values`` in the case's type."""
+    assert case.blocks is not None
     kv = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=device)
-    scales = torch.empty(
-        (*shape[:-1], shape[-1] // NVFP4_BLOCK), dtype=torch.float8_e4m3fn, device=device
-    )
+    of_row: tuple[int, ...] = (case.blocks.count(shape[-1]),)
+    dtype = torch.float8_e4m3fn
+    if case.blocks.has_zeros:
+        of_row, dtype = (*of_row, 2), torch.float16
+    scales = torch.empty((*shape[:-1], *of_row), dtype=dtype, device=device)
     of_pages = kv.flatten(0, 1), scales.flatten(0, 1)
     for start in range(0, len(of_pages[0]), _PAGES_AT_ONCE):
         some = [part[start : start + _PAGES_AT_ONCE] for part in of_pages]
-        stored = quantize_kv(values(len(some[0]), *shape[2:]), "nvfp4")
+        stored = quantize_kv(values(len(some[0]), *shape[2:]), case.kv_dtype)
         for part, of_part in zip(some, stored, strict=True):
             part.copy_(of_part)
     return kv, scales
