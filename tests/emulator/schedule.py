@@ -41,7 +41,7 @@ constexpr bool kHasWholeQueryTiles = true;
 constexpr bool kUseCustomMask = false;
 int32_t kTileTokens;
 struct Divisor { int32_t divide(int32_t x) const { return x; } };
-struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv; };
+struct AttentionParams { Schedule schedule; Divisor num_head_blocks; int32_t early_kv, is_second; };
 struct PageTable {
   static constexpr bool kIsList = false;
   bool holds(int32_t, int32_t) const { return true; }
