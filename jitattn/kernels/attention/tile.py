@@ -226,7 +226,7 @@ _WARPGROUP_REGISTERS = {
     (1, 2): _Registers(producer=128, consumer=240),
     (1, 1): _Registers(producer=0, consumer=0),  # as many as the compiler takes
 }
-# The same where tiles of few tokens leave consumers registers, and wide rows take producers' more.
+# The same where tiles of few tokens leave consumers registers, and wide K takes producers' more.
 _WIDE_REGISTERS = _Registers(producer=88, consumer=208)
 # The same of two warpgroups each that dequantise, and accumulate few columns.
 _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
@@ -391,7 +391,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     num_landings = 0
     if is_dequantised and groups == num_producers == 2 and spec.head_dim_vo <= 64:
         registers = _DEQUANT_REGISTERS
-    if groups == 2 and max(spec.head_dim, spec.head_dim_vo) > 256:
+    if groups == 2 and spec.head_dim > 256:
         registers = _WIDE_REGISTERS
     if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
         step = 8 * 2 * num_producers
