@@ -23,17 +23,23 @@ from jitattn.jit.sources import headers
 from jitattn.kernels.attention.spec import PrefillSpec
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.family import KernelSpec
-from tests.support.cases import kernel_configs
+from tests.support.cases import all_cases, kernel_configs
 
 ARCH, VIRTUAL = "sm_80", "compute_80"
 
 
 def specs() -> tuple[KernelSpec, ...]:
-    """The decode kernels of all GPU tests, the prefill kernels of some, and what goes with them."""
+    """The decode kernels of all GPU tests, the prefill kernels of some, and what goes with them.
+
+    Batch-invariant planners decode by the prefill kernel.
+    """
     from tests.support.mixed_strategies import SM80_VARIANTS  # needs hypothesis
 
     kernels = [spec for config in kernel_configs(ARCH) for spec in specs_of(config, ARCH)]
     found = {spec: None for spec in kernels if not isinstance(spec, PrefillSpec)}
+    for case in all_cases():
+        if case.batch_invariant:
+            found |= dict.fromkeys(specs_of(case.config(), ARCH))
     for case in SM80_VARIANTS:
         found |= dict.fromkeys(specs_of(case.config(), ARCH))
     return tuple(found)

@@ -168,7 +168,8 @@ def assert_maxima_do_not_matter(case: Case, **changes: object) -> None:
 
 def num_slots(plan: jitattn.types.Plan) -> int:
     """How many slots of work the decode kernel has: the long request has most of them."""
-    return int(plan.backend.launches[0].memory[:4].view(torch.int32))
+    (decode,) = (part for part in plan.backend.launches if part.role.startswith("decode"))
+    return int(decode.memory[:4].view(torch.int32))
 
 
 def ones(case: Case, **changes: object) -> Case:

@@ -261,6 +261,9 @@ def random_cases(draw: st.DrawFn) -> TokenCase:
     )
     is_quantised = case.is_quantised
     has_rows = case.page_table in ("shared", "separate", "token")
+    forms = ("packed", "strided") if case.is_append else ("packed", "tuple")
+    if case.head_dim_vo not in (None, case.head_dim):  # rows of one tensor have one width
+        forms = (case.qkv,)
     return replace(
         case,
         pairs=tuple(draw(st.lists(lengths, min_size=1, max_size=7))),
@@ -270,7 +273,7 @@ def random_cases(draw: st.DrawFn) -> TokenCase:
         kv_layout=draw(st.sampled_from(("NHD", "HND"))),
         rows=has_rows and draw(st.booleans()),
         wide_integers=draw(st.booleans()),
-        qkv=draw(st.sampled_from(("packed", "strided") if case.is_append else ("packed", "tuple"))),
+        qkv=draw(st.sampled_from(forms)),
         scales=draw(st.sampled_from(("none", "number", "tensor", "heads")))
         if is_quantised
         else "none",

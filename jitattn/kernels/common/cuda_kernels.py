@@ -200,7 +200,7 @@ class CudaKernels:
         if self.config.page_table == ListLayout.INDICES:  # whose tokens are planned alone
             return self._decode
         prefill: Role = "prefill"
-        if max_q_len * self.config.group_size <= self.narrow_rows:
+        if self.narrow_rows and max_q_len * self.config.group_size <= self.narrow_rows:
             prefill = "prefill_narrow"
         if self.config.batch_invariant:
             is_alone = self.traits.has_one_kernel or not has_offsets

@@ -132,7 +132,7 @@ def test_which_kernels_a_configuration_has(
         ({"head_dim": 64, "group_size": 16}, {1: "d", 2: "nd", 4: "nd", 5: "pd"}),
         ({"head_dim": 64, "group_size": 17}, {1: "d", 2: "nd", 3: "nd", 4: "pd"}),
         ({"head_dim": 256}, {2: "d", 3: "pd"}),
-        ({"batch_invariant": True}, {1: "pd", 2: "pd", 3: "pd", 5: "pd"}),
+        ({"batch_invariant": True}, {0: "pd", 1: "pd", 2: "pd", 3: "pd", 5: "pd"}),
     ],
 )
 def test_which_kernels_a_plan_has(

@@ -72,7 +72,9 @@ __device__ __forceinline__ bool copy_first_item(const KernelParams& params, Work
         reinterpret_cast<const uint4*>(&source)[lane_idx()];
   }
   __syncwarp();
-  return is_usable(params, item);
+  const bool is_known = is_usable(params, item);
+  __syncwarp();  // all lanes have read it: one may overwrite it
+  return is_known;
 }
 
 // Work items of this CTA: the query tiles of its work tiles. The first work tile is that of the
