@@ -46,7 +46,18 @@ def sample_specs(arch: str) -> list[DecodeSpec | PrefillSpec]:
         row = _greedy_row(wanted)
         wanted -= set(_pairs(row))
         rows.append(_spec_of(row, arch))
-    return rows
+    return rows + _missing_tensor_loaders(rows, arch)
+
+
+def _missing_tensor_loaders(
+    specs: list[DecodeSpec | PrefillSpec], arch: str
+) -> list[DecodeSpec | PrefillSpec]:
+    """Return specs whose caches TMA loads, of head dims without one: three fields decide it."""
+    plain = {name: values[0] for name, values in SAMPLE.items()}
+    plain |= {"page_size": 16, "row_tile": None, "page_table": Layout.SHARED}
+    found = [_spec_of(plain | {"head_dim": dim}, arch) for dim in HEAD_DIMS if dim % 64 == 0]
+    known = {spec.head_dim for spec in specs if spec.loader is Loader.TENSOR}
+    return [s for s in found if s.loader is Loader.TENSOR and s.head_dim not in known]
 
 
 def _greedy_row(wanted: set[tuple[tuple[str, object], tuple[str, object]]]) -> dict[str, object]:

@@ -105,8 +105,6 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                              uint32_t smem) {
   const int thread = threadIdx.x % kQueryThreads;
-  // Of the first work item.
-  bool is_known = thread < kWarpSize && copy_first_item(params, shared.work_items[0]);
   prefetch_schedule(params.attention.schedule, thread);
   WorkItemIterator source(params);
   uint32_t parity = 1;
@@ -117,8 +115,7 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
     // The consumer is past the work item before the last, so that the oldest can be overwritten.
     mbarrier_wait(shared.q_empty(), parity);
     WorkItem& item = shared.work_items[index];
-    if (thread == 0) source.next(item, is_known);
-    is_known = false;
+    if (thread == 0) source.next(item, false);
     sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
     const bool is_end = item.work == kNoWork;
     if (!is_end && (item.is_empty() || item.rows(params.attention).num_rows == 0)) {
