@@ -196,11 +196,8 @@ def test_softmax_runs_beside_products(tmp_path: Path) -> None:
 
     Otherwise the tensor cores would wait for each softmax of a warpgroup that has its turn.
     """
-    (job,) = (
-        job
-        for job in JOBS
-        if job.spec.symbol == "jitattn_prefill_d128_p16_qbf16_kvbf16_obf16_shared_tensor"
-    )
+    symbol = "jitattn_prefill_d128_p16_qbf16_kvbf16_obf16_shared_tensor"
+    job = next(job for job in JOBS if job.spec.symbol == symbol)
     tile = job.spec.tile(job.arch)
     assert isinstance(tile, WarpgroupTile)
     code = instructions(compile_kernel(job.spec, job.arch).cubin, tmp_path)

@@ -57,14 +57,15 @@ def code_allowed(spec: MLASpec) -> int:
 
 
 def spills_allowed(spec: MLASpec, arch: str) -> int:
-    """Bytes: single elements, looked up in a list, leave two registers too few once a job.
+    """Bytes: single elements, looked up in a list or two tables, leave two registers too few.
 
     So does a merge of rows of FP8 whose requests' pages are counted, on compute capability 12.0.
     """
     is_csr, is_dequantised = spec.page_table == "csr", spec.kv_dtype is not spec.q_dtype
     is_plain = spec.loader is Loader.PLAIN and not is_dequantised
-    is_known = {"sm_90a": is_plain, "sm_120f": is_dequantised}.get(arch, False)
-    return 8 if is_csr and is_known else 0
+    is_looked_up = is_plain and spec.page_table in ("csr", "separate")
+    is_known = {"sm_90a": is_looked_up, "sm_120f": is_csr and is_dequantised}.get(arch, False)
+    return 8 if is_known else 0
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
