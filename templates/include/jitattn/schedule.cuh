@@ -68,6 +68,16 @@ struct alignas(16) ScheduleHeader {
   __device__ __forceinline__ bool is_whole() const { return section_heads > 0; }
 };
 
+// Head block x % num_heads of slot x / num_heads, as x, that is work tile `work_tile`: those of
+// `section_heads` heads of all slots come before the next heads'.
+__device__ __forceinline__ int32_t work_of(int32_t work_tile, int32_t num_slots, int32_t num_heads,
+                                           int32_t section_heads) {
+  if (section_heads == num_heads) return work_tile;
+  const int32_t section_work_tiles = num_slots * section_heads;
+  const int32_t section = work_tile / section_work_tiles, rest = work_tile % section_work_tiles;
+  return rest / section_heads * num_heads + section * section_heads + rest % section_heads;
+}
+
 // Work item of a warpgroup kernel: tiles [begin, end) of a query tile, for one block of heads.
 struct alignas(16) WorkItemFacts {
   int32_t work;  // a work tile, or what is below

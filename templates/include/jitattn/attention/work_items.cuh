@@ -143,17 +143,13 @@ struct WorkItemIterator {
     item.score_scale.rest = fmaxf(fabsf(item.score_scale.rest), 1e-30f);
   }
 
-  // Head block work % num_head_blocks of slot work / num_head_blocks.
-  __device__ __forceinline__ int32_t work_of(int32_t work_tile) const {
-    const int32_t num_heads = params.attention.num_head_blocks;
-    if (section_heads == num_heads) return work_tile;
-    const int32_t section_work_tiles = params.attention.schedule.header->num_slots * section_heads;
-    const int32_t section = work_tile / section_work_tiles, rest = work_tile % section_work_tiles;
-    return rest / section_heads * num_heads + section * section_heads + rest % section_heads;
-  }
-
   __device__ __forceinline__ void begin_work_tile(int32_t work_tile) {
-    work = work_tile == kNoWork ? kNoWork : work_of(work_tile);
+    const AttentionParams& attention = params.attention;
+    work = work_tile;
+    if (work != kNoWork) {
+      work = work_of(work_tile, attention.schedule.header->num_slots, attention.num_head_blocks,
+                     section_heads);
+    }
     if (work == kNoWork) return;
     const SlotRange slot(params.attention, work);
     query_tile = slot.begin.query_tile - 1;
