@@ -17,6 +17,7 @@ import jitattn
 from jitattn.tensors.quantization import bytes_of_scales
 from tests.gpu.device import DEVICE
 from tests.support import harness
+from tests.support.blocks import PAIRS
 from tests.support.cases import CACHES_SHARED, INT4, INT4_FAMILIES, INT4_FP16, Case, of
 from tests.support.inputs import (
     address_probe,
@@ -26,8 +27,6 @@ from tests.support.inputs import (
     values,
     zeros_of,
 )
-
-PAIRS = ((1, 4097), (1, 1), (3, 0), (0, 255), (64, 3000), (100, 133), (2, 5000), (5, 3), (1, -1))
 
 
 def tokens_of(codes: Tensor, scales: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 import jitattn
 from tests.gpu.device import DEVICE
 from tests.support import harness
-from tests.support.blocks import split_blocks
+from tests.support.blocks import PAIRS, split_blocks
 from tests.support.cases import BLOCK_FAMILIES, CACHES_SHARED, NVFP4, NVFP4_D256, Case, of
 from tests.support.inputs import (
     address_probe,
@@ -24,8 +24,6 @@ from tests.support.inputs import (
     values,
     zeros_of,
 )
-
-PAIRS = ((1, 4097), (1, 1), (3, 0), (0, 255), (64, 3000), (100, 133), (2, 5000), (5, 3), (1, -1))
 
 
 def tokens_of(codes: Tensor, scales: Tensor) -> Tensor:

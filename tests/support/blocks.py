@@ -11,6 +11,9 @@ from jitattn.tensors.quantization import _to_e2m1, bytes_of_scales
 
 Pair = tuple[Tensor, Tensor]
 
+# Query tokens and tokens of requests, with which a card reads every code.
+PAIRS = ((1, 4097), (1, 1), (3, 0), (0, 255), (64, 3000), (100, 133), (2, 5000), (5, 3), (1, -1))
+
 
 def format_of(kv_dtype: str | None) -> BlockFormat | None:
     """The blocks of a type of caches; None where it has none."""
