@@ -363,6 +363,13 @@ __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* counter, int32_t 
   return old;
 }
 
+// What a counter in global memory is; and what others wrote before they added to it is visible here.
+__device__ __forceinline__ int32_t ld_acquire(const int32_t* counter) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 // Has a sum, which is never negative, before what follows: else the assembler may move a wait for
 // warpgroup products before the work that is meant to run beside them. For whole warps, which stay
 // together.
