@@ -299,7 +299,7 @@ def _work_slots(
         # A CTA notes one work tile more than it may do: that there is none.
         most = (MAX_WORK_TILES - 1) // (wave_slots * num_head_blocks)
         max_waves = max(1, min(MAX_WAVES, most))
-    is_read = isinstance(config, PlannerConfig) and isinstance(kernel.tile, WarpgroupTile)
+    is_read = isinstance(kernel.tile, WarpgroupTile)
     return _WorkSlots(grid, wave_slots, max_waves, num_first_items=grid if is_read else 0)
 
 
