@@ -30,6 +30,9 @@ struct WorkItem : WorkItemFacts {
     return kUseLogitsSoftCap ? 1.f : score_scale.rest;
   }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
+  __device__ __forceinline__ bool is_in_one_slot() const {
+    return query_tile.first_slot == query_tile.last_slot;
+  }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
     return split_of(query_tile, slot, first, tile);
   }

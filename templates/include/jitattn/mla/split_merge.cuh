@@ -194,7 +194,7 @@ struct SplitCounters {
     int32_t arrived = atomic_add_acq_rel(splits, own_splits) + own_splits;
 #pragma unroll 1
     for (int i = 0; i < kMostReads && arrived % kHasLeft != num_splits; ++i) {
-      arrived = ld_acquire(splits);
+      arrived = load_acquire(splits);
     }
     return arrived % kHasLeft == num_splits;
   }
