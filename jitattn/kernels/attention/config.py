@@ -46,6 +46,8 @@ from jitattn.spec.layout import LISTS, PAGE_TABLES, Layout, ListLayout, Loader, 
 
 KV_LAYOUTS = ("NHD", "HND")
 
+_MAX_FIXED_CAP = 50.0
+
 
 def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[PlannerConfig]:
     return rule(
@@ -226,6 +228,7 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     wide = [replace(decode, row_tile=wide_tile)] if wide_tile else []
     # Of lists decode kernels take everything, and of lists of tokens nothing has several.
     is_list = config.page_table in LISTS
+    fields["fixed_maximum"] = fixes_maximum(config, arch)
     prefill = [] if is_list else [PrefillSpec(loader=Loader.VECTOR, **fields)]  # type: ignore[arg-type]
     few = NarrowPrefillSpec(loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
     narrow = [few] if not is_list and has_narrow_tile(few, arch) else []
@@ -245,6 +248,20 @@ def has_fp8_products(config: PlannerConfig, arch: str) -> bool:
     is_plain = config.page_table not in LISTS and config.variant is None
     has_tile = has_fp8_tile(config.head_dim, config.head_dim_vo or config.head_dim)
     return is_fast and is_plain and has_tile and ARCHS[arch].has_wgmma
+
+
+def fixes_maximum(config: PlannerConfig, arch: str) -> bool:
+    """Return whether 0 serves prefill by warpgroups as the maximum of every row's scores.
+
+    A soft cap of 50 leaves probabilities between 2 ** -72 and 2 ** 72, which bfloat16 has and
+    float16 has not; what a variant makes of a capped score has no bound.
+    """
+    return (
+        ARCHS[arch].has_wgmma
+        and 0.0 < config.logits_soft_cap <= _MAX_FIXED_CAP
+        and config.kernel_q_dtype == DType.BFLOAT16.value
+        and config.variant is None
+    )
 
 
 def wide_row_tile(config: PlannerConfig) -> int:

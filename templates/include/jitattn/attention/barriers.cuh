@@ -1,6 +1,7 @@
 // Barriers between producers and consumers.
 #pragma once
 
+#include "jitattn/attention/split_merges.cuh"
 #include "jitattn/attention/wgmma_tiles.cuh"
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/kernel.cuh"
@@ -52,7 +53,7 @@ struct FP8Shared<true> {
 struct Shared : FP8Shared<kHasFP8Products> {
   WorkItem work_items[kNumWorkItems];
   WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
-  bool is_last;
+  SplitMerges merges;
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2][kNumQueryStages];
   uint64_t key_barriers[2][kNumKeyParts];
@@ -84,6 +85,7 @@ struct Shared : FP8Shared<kHasFP8Products> {
       if (i < kNumStages) mbarrier_init(v_empty(i), kNumWarps);
     }
     FP8Shared<kHasFP8Products>::init_barriers(kLoaders);
+    for_each<2>([&](int i) { merges.items[i].work = kNoWork; });
     fence_mbarrier_init();
   }
 };
