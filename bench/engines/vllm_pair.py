@@ -3,13 +3,15 @@
     python -m bench.engines.vllm_pair --backends CUSTOM,FLASH_ATTN --model 8b --json out.jsonl
 
 Each phase writes its record as it ends, and what it raises into that record: the next ones have
-their turn. The exit status is 3 when an engine did not start.
+their turn. The exit status is 3 when an engine did not start, and 1 when
+a phase failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
 import json
 import sys
 import tempfile
@@ -45,6 +47,7 @@ class Log:
         self._path, self._facts = path, dict(facts)
         self._started, self._until = time.monotonic(), time.monotonic() + seconds
         self._env = records.environment()
+        self.num_failed = 0
 
     def say(self, text: str) -> None:
         """Print a line with the seconds since the start."""
@@ -58,7 +61,10 @@ class Log:
         """Append a record."""
         line = records.record("engine", self._env, phase=phase, **self._facts, **facts)
         records.append_json(self._path, [line])
-        self.say(f"{phase}: {json.dumps(facts) if 'reason' not in facts else facts['reason']}")
+        reason = str(facts.pop("reason", ""))
+        self.say(f"{phase}: {json.dumps(facts)} {reason.strip().rpartition(chr(10))[2]}")
+        if reason:
+            print(reason, flush=True)
 
     def phase(self, name: str, work: Callable[[], Mapping[str, object]], **facts: object) -> bool:
         """Write what ``work`` returns, or the end of what it raises; whether it returned.
@@ -76,6 +82,7 @@ class Log:
         try:
             found = work()
         except Exception as error:  # an engine may raise anything, and other phases have their turn
+            self.num_failed += 1
             text = "".join(traceback.format_exception(error))
             self.write(name, status="failed", reason=text[-_TAIL:], **facts)
             return False
@@ -119,7 +126,8 @@ class Observer:
 
     def judge(self) -> Mapping[str, object]:
         """Return what the loss of one page's tokens does to the figure that engines differ by."""
-        tokens = [one.tokens for one in read_greedy(self._reference)]
+        judged = self._reference if self._reference.exists() else self.path
+        tokens = [one.tokens for one in read_greedy(judged)]
         forced = self._session.forced(self._asked, tokens)
         self._keep(forced=forced)
         shorter = [prompt[min(16, len(prompt) - 1) :] for prompt in self._asked]
@@ -136,17 +144,24 @@ def read_greedy(path: Path) -> list[Greedy]:
     return [Greedy(**one) for one in json.loads(path.read_text())["greedy"]]
 
 
-def compare(log: Log, ours: Path, theirs: Path) -> None:
-    """Write how far two engines are apart."""
+def compare(log: Log, folder: Path, what: str) -> None:
+    """Write how far jitattn and FlashAttention are apart, if both have been observed.
+
+    Args:
+        log: of records.
+        folder: see `Observer`.
+        what: "greedy" or "forced".
+    """
 
     def both() -> Mapping[str, object]:
+        ours, theirs = (folder / f"tokens-{backend}.json" for backend in ("CUSTOM", "FLASH_ATTN"))
+        if what == "greedy":
+            return agreement.of_greedy(read_greedy(ours), read_greedy(theirs))
         forced = (json.loads(path.read_text())["forced"] for path in (ours, theirs))
-        return {
-            **agreement.of_greedy(read_greedy(ours), read_greedy(theirs)),
-            **agreement.of_forced(*forced),
-        }
+        return agreement.of_forced(*forced)
 
-    log.phase("agreement", both)
+    if len(list(folder.glob("tokens-*.json"))) > 1:
+        log.phase("agreement", both, what=what)
 
 
 def once(session: Session, workload: Workload, asked: Prompts) -> Mapping[str, object]:
@@ -180,18 +195,16 @@ class Engines:
 
         return self._try("start", backend, work)
 
-    def observe(self, folder: Path, reference: str) -> None:
+    def observe(self, observers: Mapping[str, Observer], phases: Sequence[str]) -> None:
         """Compare tokens, of all engines that are there.
 
         Args:
-            folder: see `Observer`.
-            reference: likewise.
+            observers: of each engine.
+            phases: methods of `Observer`.
         """
-        for backend, session in list(self.sessions.items()):
-            observer = Observer(session, folder, reference)
-            for work in (observer.decode, observer.again, observer.judge):
-                if not self._try(work.__name__, backend, work):
-                    break
+        for phase in phases:
+            for backend in list(self.sessions):
+                self._try(phase, backend, getattr(observers[backend], phase))
 
     def race(self, rounds: int) -> None:
         """Time the workloads in the order A B B A, after each engine has run them once."""
@@ -244,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"model": options.model, "kv_dtype": options.kv_dtype, "graphs": options.graphs}
     log = Log(options.json, options.seconds, facts)
+    # A kernel that never ends would say nothing.
+    faulthandler.dump_traceback_later(options.seconds + 10, exit=True)
     setting = Setting(
         model=options.model,
         folder=folder / "model",
@@ -268,15 +283,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     engines = Engines(log, setting)
     if not all(map(engines.start, backends)):
         return DID_NOT_START
+    reference = backends[0] if options.reference is None else options.reference
+    observers = {
+        backend: Observer(session, folder, reference)
+        for backend, session in engines.sessions.items()
+    }
     if "observe" in options.phases:
-        engines.observe(folder, backends[0] if options.reference is None else options.reference)
-        files = [folder / f"tokens-{backend}.json" for backend in ("CUSTOM", "FLASH_ATTN")]
-        if all(path.exists() for path in files):
-            compare(log, *files)
+        engines.observe(observers, ["decode", "again"])
+        compare(log, folder, "greedy")
     if "race" in options.phases:
         engines.race(options.rounds)
+    if "observe" in options.phases:  # last, since it asks the most of an engine
+        engines.observe(observers, ["judge"])
+        compare(log, folder, "forced")
     log.say("done")
-    return 0
+    return int(log.num_failed > 0)
 
 
 if __name__ == "__main__":
