@@ -59,6 +59,9 @@ inline void prefetch_tensor_map(const void*) {}
 inline void prefetch_line(const void*) {}
 inline void prefetch_to_l2(const void*) {}
 inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomicAdd(place, value); }
+inline void add_release(int32_t* place, int32_t value) { atomicAdd(place, value); }
+inline int32_t load_acquire(const int32_t* place) { return *place; }
+inline void sleep_ns(uint32_t) {}
 bool elect_one();
 
 // Memory.

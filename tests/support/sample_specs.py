@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jitattn.kernels.attention.config import specs_of_loaders
 from jitattn.kernels.attention.spec import DecodeSpec, PrefillSpec
 from jitattn.kernels.attention.tile import row_tile_for
-from jitattn.spec.arch import check_arch
+from jitattn.spec.arch import ARCHS, check_arch
 from jitattn.spec.config import HEAD_DIMS
 from jitattn.spec.dtype import BYTE_DTYPES, DType
 from jitattn.spec.layout import Layout, Loader
@@ -94,5 +94,7 @@ def _spec_of(row: dict[str, object], arch: str) -> DecodeSpec | PrefillSpec:
     }
     row_tile, is_aligned = fields.pop("row_tile"), fields.pop("is_aligned")
     fields["loader"] = Loader.VECTOR
+    if row_tile is None and ARCHS[arch].has_wgmma and fields["q_dtype"] is DType.BFLOAT16:
+        fields["fixed_maximum"] = fields["use_logits_soft_cap"]
     spec = PrefillSpec(**fields) if row_tile is None else DecodeSpec(row_tile=row_tile, **fields)  # type: ignore[arg-type]
     return specs_of_loaders(spec, arch)[not is_aligned]

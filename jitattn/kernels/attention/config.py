@@ -14,7 +14,7 @@ from jitattn.kernels.attention.spec import (
 )
 from jitattn.kernels.attention.tile import has_narrow_tile, max_row_tile, row_tile_for
 from jitattn.kernels.common.spec import ScheduleSpec
-from jitattn.spec.arch import check_arch
+from jitattn.spec.arch import ARCHS, check_arch
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
 from jitattn.spec.constraint import (
     VARIANT_RANGE,
@@ -40,6 +40,8 @@ from jitattn.spec.family import KernelSpec
 from jitattn.spec.layout import LISTS, PAGE_TABLES, Layout, ListLayout, Loader, layout_of
 
 KV_LAYOUTS = ("NHD", "HND")
+
+_MAX_FIXED_CAP = 50.0
 
 
 def _not_built(argument: str, default: object, what: str, instead: str) -> Rule[PlannerConfig]:
@@ -216,6 +218,7 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     wide = [replace(decode, row_tile=wide_tile)] if wide_tile else []
     # Of lists decode kernels take everything, and of lists of tokens nothing has several.
     is_list = config.page_table in LISTS
+    fields["fixed_maximum"] = fixes_maximum(config, arch)
     prefill = [] if is_list else [PrefillSpec(loader=Loader.VECTOR, **fields)]  # type: ignore[arg-type]
     few = NarrowPrefillSpec(loader=Loader.VECTOR, **fields)  # type: ignore[arg-type]
     narrow = [few] if not is_list and has_narrow_tile(few, arch) else []
@@ -226,6 +229,20 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         *(spec for few in narrow for spec in specs_of_loaders(few, arch)),
         ScheduleSpec(has_lists=is_list),
         *([DequantizeQueriesSpec()] if config.has_fp8_queries else []),
+    )
+
+
+def fixes_maximum(config: PlannerConfig, arch: str) -> bool:
+    """Return whether 0 serves prefill by warpgroups as the maximum of every row's scores.
+
+    A soft cap of 50 leaves probabilities between 2 ** -72 and 2 ** 72, which bfloat16 has and
+    float16 has not; what a variant makes of a capped score has no bound.
+    """
+    return (
+        ARCHS[arch].has_wgmma
+        and 0.0 < config.logits_soft_cap <= _MAX_FIXED_CAP
+        and config.kernel_q_dtype == DType.BFLOAT16.value
+        and config.variant is None
     )
 
 

@@ -172,9 +172,16 @@ class _WarpgroupRow(NamedTuple):
     """Parts of columns in which a tile of K comes and goes, so that one stage is enough."""
 
     def tile_tokens(self, spec: AttentionSpec) -> int:
-        if spec.variant is not None:
+        is_wide = spec.head_dim > 192 and spec.kv_dtype is not spec.q_dtype
+        is_busy = spec.use_logits_soft_cap and spec.use_custom_mask and is_wide
+        if spec.variant is not None or is_busy:
             return self.variant_tokens
-        return self.soft_cap_tokens if spec.use_logits_soft_cap else self.plain_tokens
+        # Without a maximum a cap takes registers only beside what gathers or dequantises.
+        has_registers = spec.page_size % 8 == 0 or 64 < spec.head_dim <= 192
+        is_light = not spec.use_custom_mask and spec.fixed_maximum and spec.kv_dtype is spec.q_dtype and has_registers
+        if spec.use_logits_soft_cap and not is_light:
+            return self.soft_cap_tokens
+        return self.plain_tokens
 
 
 # Shared memory of a CTA of warpgroups, but for its static part.

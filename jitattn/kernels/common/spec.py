@@ -30,6 +30,7 @@ class AttentionSpec(KernelSpec):
     use_logits_soft_cap: bool
     use_custom_mask: bool
     variant: AttentionVariant | None = None  # without its reference
+    fixed_maximum: bool = False  # a soft cap is so low that softmax needs no maximum of scores
 
     @property
     def changes_scores(self) -> bool:
@@ -48,6 +49,7 @@ class AttentionSpec(KernelSpec):
             self.loader.value,
         ]
         parts += ["softcap"] * self.use_logits_soft_cap + ["mask"] * self.use_custom_mask
+        parts += ["fixedmax"] * self.fixed_maximum
         if self.variant is not None:
             parts.append(self.variant.label)
         return "_".join(parts)

@@ -363,6 +363,23 @@ __device__ __forceinline__ int32_t atomic_add_acq_rel(int32_t* counter, int32_t 
   return old;
 }
 
+// Adds to a counter in global memory: what this thread, or those it has met at a barrier, wrote before
+// is visible to who finds the addition.
+__device__ __forceinline__ void add_release(int32_t* counter, int32_t value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
+}
+
+// Reads a counter in global memory: what was written before what it holds is visible here.
+__device__ __forceinline__ int32_t load_acquire(const int32_t* counter) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void sleep_ns(uint32_t time) {
+  asm volatile("nanosleep.u32 %0;" : : "r"(time));
+}
+
 // Has a sum, which is never negative, before what follows: else the assembler may move a wait for
 // warpgroup products before the work that is meant to run beside them. For whole warps, which stay
 // together.

@@ -31,6 +31,8 @@ CASES = {
     "everything": of(replace(BASE, causal=False, group_size=3, q_view="qkv"), *PAIRS),
     "window": of(replace(BASE, window_left=70, out_view="heads_outside"), *PAIRS),
     "soft cap": of(replace(BASE, logits_soft_cap=2.0, sinks="bfloat16"), *PAIRS),
+    "soft cap, reached": of(replace(BASE, logits_soft_cap=50.0, sm_scale=3.0), *PAIRS),
+    "soft cap, no bound": of(replace(BASE, logits_soft_cap=51.0, sm_scale=3.0), *PAIRS),
     "bool mask": of(replace(BASE, mask="bool", causal=False), *PAIRS),
     "packed mask": of(replace(BASE, mask="packed", window_left=90, logits_soft_cap=5.0), *PAIRS),
     "ragged mask": of(replace(BASE, mask="ragged", page_table="csr"), *PAIRS),

@@ -1,6 +1,7 @@
 // Barriers between producers and consumers.
 #pragma once
 
+#include "jitattn/attention/split_merges.cuh"
 #include "jitattn/attention/wgmma_tiles.cuh"
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/kernel.cuh"
@@ -23,7 +24,7 @@ constexpr int kFirstQueryBarrier = kQueryBarrier + 1;  // and the next, one a wa
 struct Shared {
   WorkItem work_items[kNumWorkItems];
   WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
-  bool is_last;
+  SplitMerges merges;
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2][kNumQueryStages];
   uint64_t key_barriers[2][kNumKeyParts];
@@ -54,6 +55,7 @@ struct Shared {
       mbarrier_init(k_empty(i), kNumWarps);
       if (i < kNumStages) mbarrier_init(v_empty(i), kNumWarps);
     }
+    for_each<2>([&](int i) { merges.items[i].work = kNoWork; });
     fence_mbarrier_init();
   }
 };

@@ -31,12 +31,30 @@ struct TanhNear {
   }
 };
 
+// The same of bounded scores, whose maximum is fixed: two operations shorter. Its error is 6e-6 of `factor`,
+// 3e-4 of a logit at the largest cap.
+struct TanhNearBounded {
+  static constexpr float kLimit = 0.5f;
+  float c[3];
+
+  __device__ __forceinline__ TanhNearBounded(float scale, float factor) {
+    const float square = scale * scale;
+    c[0] = 0.99992483f * factor * scale;
+    c[1] = -0.33085505f * factor * scale * square;
+    c[2] = 0.11254138f * factor * scale * square * square;
+  }
+  __device__ __forceinline__ float at(float x) const {
+    const float z = x * x;
+    return x * (c[0] + z * (c[1] + z * c[2]));
+  }
+};
+
 // cap * tanh(scale * x), in log2 units. exp2 saturates to 0 or inf, and the quotient with it.
-__device__ __forceinline__ float soft_cap(float x, float scale, const TanhNear& near,
-                                          float cap_log2) {
+template <typename Near>
+__device__ __forceinline__ float soft_cap(float x, float scale, const Near& near, float cap_log2) {
   const float power = exp2_approx(2.f * kLog2e * (x * scale));
   const float far = cap_log2 * (1.f - 2.f * reciprocal_approx(power + 1.f));
-  return fabsf(x) * scale <= TanhNear::kLimit ? near.at(x) : far;
+  return fabsf(x) * scale <= Near::kLimit ? near.at(x) : far;
 }
 
 // Scale of scores: their product with `first`, which is 1 in all but a few calls, times `rest`. The

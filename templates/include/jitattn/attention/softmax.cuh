@@ -67,6 +67,20 @@ __device__ __forceinline__ float exponentiate_row(Scores& s, int half, float sca
   return sum;
 }
 
+// The same of scores whose maximum is fixed at 0, which are exponents.
+template <int kGroups, typename Scores>
+__device__ __forceinline__ float exponentiate_row(Scores& s, int half) {
+  float sum = 0.f;
+  for_each<kGroups>([&](int j) {
+    for_each<2>([&](int i) {
+      float& value = s.at(j, 2 * half + i);
+      value = exp2_approx(value);
+      sum += value;
+    });
+  });
+  return sum;
+}
+
 // Takes maximum `m` from the scores of row `half` where their offset is large, and returns 0, else
 // the offset: a product's rounding would be thousands there, and exponents of equal scores not 0.
 template <int kGroups, typename Scores>

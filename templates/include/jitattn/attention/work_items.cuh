@@ -30,6 +30,9 @@ struct WorkItem : WorkItemFacts {
     return kUseLogitsSoftCap ? 1.f : score_scale.rest;
   }
   __device__ __forceinline__ bool is_empty() const { return begin >= end; }
+  __device__ __forceinline__ bool is_in_one_slot() const {
+    return query_tile.first_slot == query_tile.last_slot;
+  }
   __device__ __forceinline__ int32_t split(int32_t tile) const {
     return split_of(query_tile, slot, first, tile);
   }
@@ -59,18 +62,25 @@ __device__ __forceinline__ void prefetch_schedule(const Schedule& schedule, int 
 // Whether the first work item of a CTA is as the schedule says: run() may get a table that allows less
 // than the planned one. Else it is found as the others are.
 __device__ __forceinline__ bool is_usable(const KernelParams& params, const WorkItemFacts& first) {
-  return first.work >= 0 && params.pages.holds(first.query_tile.request, first.request.kv_len);
+  const int32_t kv_len = PageTable::kIsList ? first.query_tile.kv_end : first.request.kv_len;
+  return first.work >= 0 && params.pages.holds(first.query_tile.request, kv_len);
 }
 
-// Copies the first work item of this CTA to shared memory, for a warp. Returns whether it is usable.
-__device__ __forceinline__ bool copy_first_item(const KernelParams& params, WorkItemFacts& item) {
+// Copies the first work item of this CTA to shared memory, for a warp whose lanes meet before and
+// after it.
+__device__ __forceinline__ void fetch_first_item(const Schedule& schedule, WorkItemFacts& item) {
   constexpr int kVectors = sizeof(WorkItemFacts) / 16;
-  const WorkItemFacts& source = params.attention.schedule.first_items[blockIdx.x];
-  __syncwarp();
+  const WorkItemFacts& source = schedule.first_items[blockIdx.x];
   if (lane_idx() < kVectors) {
     reinterpret_cast<uint4*>(&item)[lane_idx()] =
         reinterpret_cast<const uint4*>(&source)[lane_idx()];
   }
+}
+
+// The same with all of that. Returns whether it is usable.
+__device__ __forceinline__ bool copy_first_item(const KernelParams& params, WorkItemFacts& item) {
+  __syncwarp();
+  fetch_first_item(params.attention.schedule, item);
   __syncwarp();
   const bool is_known = is_usable(params, item);
   __syncwarp();  // all lanes have read it: one may overwrite it

@@ -1,4 +1,5 @@
-// Loader of Q, in vectors by two warps.
+// Loader of Q, in vectors: of the first work item by the consumers, who have nothing else to do yet,
+// and else by two warps.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
@@ -12,15 +13,17 @@ namespace jitattn {
 
 constexpr int kQueryThreads = 2 * kWarpSize;
 
-// Places of a warp's vectors of Q, kVectors for each row: some vectors of a row, or some rows, at a
-// time.
-template <int kVectors>
+// Places of a warp's vectors of Q, kVectors for each of kRows rows: some vectors of a row, or some
+// rows, at a time.
+template <int kVectors, int kRows>
 struct QueryVectors {
+  static constexpr int kNumRows = kRows;
   static constexpr int kPasses = kVectors > kWarpSize ? kVectors / kWarpSize : 1;
   static constexpr int kPassRows = kVectors < kWarpSize ? kWarpSize / kVectors : 1;
 
   uint32_t smem;  // of Q
   int segment;    // the first
+  int warp;       // of those that load Q
 
   // The lane's row of those from `first` on.
   static __device__ __forceinline__ int row(int first) { return first + lane_idx() / kVectors; }
@@ -28,8 +31,7 @@ struct QueryVectors {
     return pass * kWarpSize + lane_idx() % kVectors;
   }
   __device__ __forceinline__ uint32_t place(int first, int pass) const {
-    const int warp_row = threadIdx.x % kQueryThreads / kWarpSize * kWarpSize;
-    const int v = vector(pass), r = warp_row + row(first);
+    const int v = vector(pass), r = warp * kRows + row(first);
     return QueryLayout::row(smem, segment + v / 8, r) + (v % 8 ^ r % 8) * 16;
   }
   // Source of a row whose address a lane holds; nullptr without a row.
@@ -42,13 +44,12 @@ struct QueryVectors {
 
 // Copies the vectors. Addresses of several rows are found before the first copy, which would wait
 // for its own.
-template <int kVectors>
-__device__ __forceinline__ void copy_part(const QueryVectors<kVectors>& q,
-                                          const uint16_t* lane_source) {
-  using Q = QueryVectors<kVectors>;
-  constexpr int kBatch = Q::kPassRows < 4 ? 8 : 4;
+template <typename Q>
+__device__ __forceinline__ void copy_part(const Q& q, const uint16_t* lane_source) {
+  constexpr int kMost = Q::kNumRows / Q::kPassRows, kWanted = Q::kPassRows < 4 ? 8 : 4;
+  constexpr int kBatch = kMost < kWanted ? kMost : kWanted;
 #pragma unroll 1
-  for (int first = 0; first < kWarpSize; first += kBatch * Q::kPassRows) {
+  for (int first = 0; first < Q::kNumRows; first += kBatch * Q::kPassRows) {
     const uint16_t* sources[kBatch];
     for_each<kBatch>([&](int i) { sources[i] = Q::source(lane_source, first + i * Q::kPassRows); });
     for_each<kBatch>([&](int i) {
@@ -61,12 +62,10 @@ __device__ __forceinline__ void copy_part(const QueryVectors<kVectors>& q,
 }
 
 // The same for vectors at any address, with the sign of the scale.
-template <int kVectors>
-__device__ __forceinline__ void copy_plain(const QueryVectors<kVectors>& q,
-                                           const uint16_t* lane_source, uint32_t sign) {
-  using Q = QueryVectors<kVectors>;
+template <typename Q>
+__device__ __forceinline__ void copy_plain(const Q& q, const uint16_t* lane_source, uint32_t sign) {
 #pragma unroll 1
-  for (int i = 0; i < kWarpSize / Q::kPassRows * Q::kPasses; ++i) {
+  for (int i = 0; i < Q::kNumRows / Q::kPassRows * Q::kPasses; ++i) {
     const int first = i / Q::kPasses * Q::kPassRows, pass = i % Q::kPasses;
     const uint16_t* source = Q::source(lane_source, first);
     uint4 words = {};
@@ -76,24 +75,25 @@ __device__ __forceinline__ void copy_plain(const QueryVectors<kVectors>& q,
   }
 }
 
-// Issues the copies of Q of a work item: parts of two tensors, zeros past the last row. Scores are
-// multiplied with the scale's amount only, so Q takes its sign.
-__device__ __forceinline__ void copy_query(const KernelParams& params, const WorkItem& item,
-                                           uint32_t smem) {
+// Issues the copies of Q of a work item, for warp `warp` of those that have kRows rows each: parts of
+// two tensors, zeros past the last row. Scores are multiplied with the scale's amount only, so Q
+// takes its sign.
+template <int kRows>
+__device__ __forceinline__ void copy_query(const KernelParams& params, const QueryRows& rows,
+                                           uint32_t smem, int warp) {
   const AttentionParams& attention = params.attention;
   const MLAParams& mla = params.mla;
-  const QueryRows rows = item.rows(attention);
   const uint32_t sign = attention.score_scale < 0.f ? 0x80008000u : 0u;
-  static_assert(kRowTile == kQueryThreads, "each lane finds one row");
-  const int row = threadIdx.x % kQueryThreads;
+  static_assert(kRows <= kWarpSize, "a lane finds one row");
+  const int row = warp * kRows + lane_idx() % kRows;
   const uint16_t *nope = nullptr, *pe = nullptr;
   if (row < rows.num_rows) {
     const int64_t token = rows.token(row), head = rows.head(row);
     nope = attention.q + token * attention.q_token_stride + head * attention.q_head_stride;
     pe = mla.q_pe + token * mla.q_pe_token_stride + head * mla.q_pe_head_stride;
   }
-  const QueryVectors<kLatentDim / 8> nope_vectors = {smem, 0};
-  const QueryVectors<kKpeDim / 8> pe_vectors = {smem, kKpeSegment};
+  const QueryVectors<kLatentDim / 8, kRows> nope_vectors = {smem, 0, warp};
+  const QueryVectors<kKpeDim / 8, kRows> pe_vectors = {smem, kKpeSegment, warp};
   if (attention.q_is_aligned && mla.q_pe_is_aligned && !sign) {
     copy_part(nope_vectors, nope);
     copy_part(pe_vectors, pe);
@@ -101,6 +101,17 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Wor
     copy_plain(nope_vectors, nope, sign);
     copy_plain(pe_vectors, pe, sign);
   }
+}
+
+// Whether Q is converted to another product type, with a scale for each row.
+constexpr bool kScalesRows = QType::kMantissaBits != ProductType::kMantissaBits;
+
+// Issues those that consumers don't, for the threads that load Q.
+__device__ __forceinline__ void copy_next_query(const KernelParams& params, const WorkItem& item,
+                                                uint32_t smem) {
+  if (item.is_first) return;
+  const int warp = threadIdx.x % kQueryThreads / kWarpSize;
+  copy_query<kRowTile * kWarpSize / kQueryThreads>(params, item.rows(params.attention), smem, warp);
 }
 
 }  // namespace jitattn

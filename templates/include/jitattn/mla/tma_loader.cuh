@@ -22,7 +22,7 @@ struct TileAddresses {
   static_assert(kNumTmaTiles <= kWarpSize, "each lane finds the pages of one");
 
   __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
-                                           const WorkItem& item, int32_t tile)
+                                           const WorkItemFacts& item, int32_t tile)
       : tokens(item, tile) {
     latent_page = k_pe_page = 0;
     if (static_cast<int32_t>(lane_idx()) < num_tma_tiles()) {
@@ -68,40 +68,52 @@ struct TileAddresses {
   }
 };
 
-// Loads the tiles of all work items.
+// Loads the tiles of a work item.
+__device__ __forceinline__ void load_item(const KernelParams& params, Shared& shared,
+                                          const WorkItemFacts& item, uint32_t smem,
+                                          uint32_t& parities) {
+  const PageTable::Row page_row = params.pages.row(item.query_tile.request);
+  const int32_t end = item.end;
+  int32_t tile = item.begin, stage = 0;
+  int32_t split_end = end_of_split(item.query_tile, tile, end);
+  TileAddresses addresses(params, page_row, item, tile);
+#pragma unroll 1
+  while (true) {
+    const TileAddresses now = addresses;
+    // Looked up before the stage is empty.
+    if (tile + 1 < end) addresses = TileAddresses(params, page_row, item, tile + 1);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      mbarrier_wait(shared.empty(stage, half), parities >> stage & 1);
+      now.load(params, half, smem + stage * kTileBytes, shared.full(stage, half));
+    }
+    parities ^= 1 << stage;
+    stage ^= 1;
+    if (++tile == end) break;
+    if (tile == split_end) stage = 0, split_end = end_of_split(item.query_tile, tile, end);
+  }
+}
+
+// Loads the tiles of all work items, of the first without a wait for who finds the others.
 __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& shared,
                                            uint32_t smem) {
   Ring work_items = {0, 0};
   uint32_t parities = 3;  // a bit a stage: they are empty, the phases before their first are over
+  bool is_known = shared.knows_first_item(params);
 #pragma unroll 1
   while (true) {
-    mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
-    const WorkItem& item = shared.work_items[work_items.stage];
+    if (!is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
+    const WorkItemFacts& item = is_known ? shared.first_item : shared.work_items[work_items.stage];
     if (item.work == kNoWork) break;
-    const PageTable::Row page_row = params.pages.row(item.query_tile.request);
-    const int32_t end = item.end;
-    int32_t tile = item.begin, split_begin = tile;
-    TileAddresses addresses(params, page_row, item, tile);
-#pragma unroll 1
-    while (true) {
-      const TileAddresses now = addresses;
-      const int stage = (tile - split_begin) % 2;
-      // Looked up before the stage is empty.
-      if (tile + 1 < end) addresses = TileAddresses(params, page_row, item, tile + 1);
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        mbarrier_wait(shared.empty(stage, half), parities >> stage & 1);
-        now.load(params, half, smem + stage * kTileBytes, shared.full(stage, half));
-      }
-      parities ^= 1 << stage;
-      if (++tile == end) break;
-      if (tile == item.split_end(split_begin)) split_begin = tile;
-    }
+    load_item(params, shared, item, smem, parities);
+    if (is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
+    is_known = false;
     work_items.next(kNumWorkItems);
   }
 }
 
-// Finds the work items, loads their Q and writes the rows of empty ones.
+// Finds the work items, loads their Q and writes the rows of empty ones. A work item is found before
+// the Q of the last one is done with, so that its first tiles come early.
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                              uint32_t smem) {
   const int thread = threadIdx.x % kQueryThreads;
@@ -109,13 +121,11 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
   WorkItemIterator source(params);
   uint32_t parity = 1;
   int32_t index = 0;
-  bool is_first = true;
 #pragma unroll 1
   while (true) {
-    // The consumer is past the work item before the last, so that the oldest can be overwritten.
-    mbarrier_wait(shared.q_empty(), parity);
     WorkItem& item = shared.work_items[index];
-    if (thread == 0) source.next(item, false);
+    // Consumers have begun the last work item, and are done with the one that was here.
+    if (thread == 0) shared.find_item(source, index);
     sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
     const bool is_end = item.work == kNoWork;
     if (!is_end && (item.is_empty() || item.rows(params.attention).num_rows == 0)) {
@@ -123,11 +133,9 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
       sync_threads<kQueryThreads>(kQueryBarrier);  // and read
       continue;
     }
-    if (thread == 0 && !is_first) mbarrier_arrive(shared.item_full(index));
-    if (!is_end) copy_query(params, item, smem);
-    // Q of the first work item is issued before its tokens, behind which it would arrive late.
-    if (thread == 0 && is_first) mbarrier_arrive(shared.item_full(index));
-    is_first = false;
+    if (thread == 0) mbarrier_arrive(shared.item_full(index));
+    mbarrier_wait(shared.q_empty(), parity);
+    if (!is_end) copy_next_query(params, item, smem);
     cp_async_wait_all();
     fence_before_tma();
     mbarrier_arrive(shared.q_full());
