@@ -15,6 +15,7 @@ from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, writ
 from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig, WorkspacePlace
 from jitattn.kernels.common.spec import AttentionSpec
+from jitattn.kernels.common.tile import WarpgroupTile
 from jitattn.kernels.common.tma import MapForm, TmaTile
 from jitattn.kernels.mla.check import LatentViews, MLACall
 from jitattn.kernels.mla.config import mla_specs
@@ -37,6 +38,7 @@ TRAITS = FamilyTraits(
     min_slot_cost=2,
     has_one_kernel=True,
     merges_in_kernel=False,
+    slot_counters=2,
     params=MLA_FIELDS,
 )
 
@@ -47,13 +49,19 @@ _UNSCALED = Scale(1.0)
 
 
 class MLAKernel(PlannedKernel):
-    """A kernel of MLA, and its second one, which merges splits."""
+    """A kernel of MLA, and the one that merges its splits, unless its own CTAs do."""
 
     _merge: LoadedKernel | None = None
 
+    @property
+    def has_merge(self) -> bool:
+        """Whether another kernel merges its splits."""
+        return not isinstance(self.tile, WarpgroupTile)
+
     def load(self) -> LoadedKernel:
         """Load both."""
-        self.load_merge()
+        if self.has_merge:
+            self.load_merge()
         return super().load()
 
     def load_merge(self) -> LoadedKernel:
@@ -85,11 +93,13 @@ class MLAKernelLaunch(KernelLaunch):
         self._merge_launches: dict[PlannedKernel, Launch] = {}
 
     def steps_of(self, kernels: BoundKernels) -> tuple[Launch, ...]:
-        """Return the launch of the attention kernel, and of what merges its splits."""
+        """Return the launch of the attention kernel, and of one that merges where it doesn't."""
         kernel = kernels.of(self.role)
+        assert isinstance(kernel, MLAKernel)
+        if not kernel.has_merge:
+            return (self.launch_of(kernels),)
         merge = self._merge_launches.get(kernel)
         if merge is None:
-            assert isinstance(kernel, MLAKernel)
             threads = kernel.tile.value_dim // 4
             merge = Launch(kernel.load_merge(), self.params, self._merge_grid, threads)
             self._merge_launches[kernel] = merge

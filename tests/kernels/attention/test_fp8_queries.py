@@ -25,7 +25,9 @@ def test_every_form(form: str) -> None:
     inputs.check(inputs.attend())
 
 
-@pytest.mark.parametrize("name", [name for name in GPU_CASES if "long" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in GPU_CASES if "long" not in name and "fast" not in name]
+)
 def test_every_case(name: str) -> None:
     inputs = FP8Inputs(GPU_CASES[name], "cpu")
     inputs.check(inputs.attend())

@@ -1,4 +1,4 @@
-// Merge of a query tile's splits. Splits in one slot are merged by its CTA, splits in several slots
+// Merge of a query tile's splits, of kernels with products of warps. Splits in one slot are merged by its CTA, splits in several slots
 // by a second kernel with a row for each CTA: one CTA would take longer to merge the wide rows than
 // all CTAs to compute them.
 #pragma once

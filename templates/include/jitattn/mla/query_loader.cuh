@@ -105,13 +105,11 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Que
 
 // Whether Q is converted to another product type, with a scale for each row.
 constexpr bool kScalesRows = QType::kMantissaBits != ProductType::kMantissaBits;
-// Whether consumers copy the first Q: those that convert it have no registers for that.
-constexpr bool kCopiesFirstQuery = !kScalesRows;
 
 // Issues those that consumers don't, for the threads that load Q.
 __device__ __forceinline__ void copy_next_query(const KernelParams& params, const WorkItem& item,
                                                 uint32_t smem) {
-  if (kCopiesFirstQuery && item.is_first) return;
+  if (item.is_first) return;
   const int warp = threadIdx.x % kQueryThreads / kWarpSize;
   copy_query<kRowTile * kWarpSize / kQueryThreads>(params, item.rows(params.attention), smem, warp);
 }
