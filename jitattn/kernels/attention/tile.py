@@ -238,7 +238,7 @@ _DEQUANT_TILES = (
 _FP8_TILES = (
     _WarpgroupRow(64, 64, 2, 1, 192, 160, 160, 2, 2),
     _WarpgroupRow(128, 128, 2, 1, 160, 128, 128, 2, 2),
-    _WarpgroupRow(256, 256, 2, 1, 64, 64, 64, 2, 1),
+    _WarpgroupRow(256, 256, 2, 1, 96, 64, 64, 2, 1),
 )
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
 # warpgroup of producers, where pages are too small for TMA.

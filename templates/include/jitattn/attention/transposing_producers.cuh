@@ -24,25 +24,32 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
     const HeadBlock block(params.attention, item.work);
     const int32_t begin = item.begin, end = item.end;
     const PageTable::Row page_row = params.pages.row(item.query_tile.request);
+    // Looked up before the stages are empty, but where one warp gathers both: registers are few.
+    constexpr bool kLooksAhead = kTileLoader != TileLoader::kGather;
+    const auto keys_of = [&](int32_t tile) {
+      return TileAddresses<true>(params, page_row, item, tile);
+    };
+    const auto values_of = [&](int32_t tile) {
+      return TileAddresses<false>(params, page_row, item, tile);
+    };
     TileAddresses<true> next_keys;
     TileAddresses<false> next_values;
+    if (kLooksAhead) next_keys = keys_of(begin), next_values = values_of(begin);
 #pragma unroll 1
-    for (int32_t tile = begin; tile <= end; ++tile) {
-      const TileAddresses<true> now_keys = next_keys;
+    for (int32_t tile = begin; tile < end; ++tile) {
+      const TileAddresses<true> now_keys = kLooksAhead ? next_keys : keys_of(tile);
       const TileAddresses<false> now_values = next_values;
-      // Looked up before the stages are empty.
-      if (tile < end) {
-        next_keys = TileAddresses<true>(params, page_row, item, tile);
-        next_values = TileAddresses<false>(params, page_row, item, tile);
+      if (kLooksAhead && tile + 1 < end) {
+        next_keys = keys_of(tile + 1), next_values = values_of(tile + 1);
       }
-      if (tile == begin) continue;
       mbarrier_wait(shared.k_empty(keys.stage), keys.parity);
       now_keys.load(params, block, smem + kKeyOffset + keys.stage * kKeyStageBytes,
                     shared.k_full(keys.stage), 0);
       keys.next(kNumStages);
       mbarrier_wait(shared.landing_empty(landings.stage), landings.parity);
-      now_values.load(params, block, smem + kLandingOffset + landings.stage * kLandingBytes,
-                      shared.landing_full(landings.stage), 0);
+      (kLooksAhead ? now_values : values_of(tile))
+          .load(params, block, smem + kLandingOffset + landings.stage * kLandingBytes,
+                shared.landing_full(landings.stage), 0);
       landings.next(kNumLandings);
     }
     if (is_first) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
@@ -58,6 +65,9 @@ struct Transposer {
   static_assert(kValueDim % (16 * kTransposeWarps) == 0, "warps have equal parts");
   // Of them, those whose loads overlap: registers are few.
   static constexpr int kAtOnce = kVectors % 4 == 0 ? 4 : kVectors % 3 == 0 ? 3 : 2 - kVectors % 2;
+
+  // Vectors of a warp lie in one segment, and differ in some bits of their places.
+  static constexpr bool kIsAligned = 8 % kVectors == 0;
 
   int warp;  // of those that transpose
   // Matrices of 8 x 16 bytes: the tokens that this lane names, and the columns.
@@ -86,12 +96,13 @@ struct Transposer {
       const int segment = block / 4, vector = block % 4 * 2 + lane_idx() / 16;
       const uint32_t place = ColumnLayout::row(stage, segment, warp * kVectors * 16 + column) +
                              (vector ^ column % 8) * 16;
+      const uint32_t first = vector_of(landing, row, 0);
       for_each<kVectors / kAtOnce>([&](int part) {
         uint4 words[kAtOnce];
         for_each<kAtOnce>([&](int i) {
-          const int from = warp * kVectors + part * kAtOnce + i;
-          words[i] = ldmatrix_x4_trans(ValueLayout::row(landing, from / 8, row) +
-                                       (from % 8 ^ row % 8) * 16);
+          const int own = part * kAtOnce + i;
+          words[i] =
+              ldmatrix_x4_trans(kIsAligned ? first ^ own * 16 : vector_of(landing, row, own));
         });
         for_each<kAtOnce>([&](int i) {
           const uint4& from = words[i];
@@ -102,6 +113,12 @@ struct Transposer {
         });
       });
     }
+  }
+
+  // Vector `own` of this warp, of a row of a landing.
+  __device__ __forceinline__ uint32_t vector_of(uint32_t landing, int row, int own) const {
+    const int vector = warp * kVectors + own;
+    return ValueLayout::row(landing, vector / 8, row) + (vector % 8 ^ row % 8) * 16;
   }
 
   // Zeros in the rows that no request owns, or that no TMA tile loaded: a NaN there must not meet a
