@@ -5,6 +5,7 @@
     python -m bench.bundle --prefill figures,more -o bundle-bench
     python -m bench.bundle --mla figures,heads,ragged,pages,forms,queries,layouts -o bundle-bench
     python -m bench.bundle --decoder --generate -o bundle-bench
+    python -m bench.bundle --engine -o bundle-engine
 
 Needs no GPU. Cases that jitattn doesn't support yet are left out.
 """
@@ -23,6 +24,7 @@ from bench.cases import GROUPS, select
 from bench.contenders import VARIANTS, Ours
 from bench.decoder_contenders import kernel_configs
 from bench.decoder_model import DECODER_CASES, LLAMA_8B
+from bench.engines.llama import SIZES
 from bench.mla_cases import MLA_GROUPS, MLACase, select_mla
 from bench.mla_contenders import MLA_WAYS
 from bench.options import make_parser
@@ -83,6 +85,22 @@ def decoder_configurations() -> list[Mapping[str, object] | str]:
     ]
 
 
+def engine_configurations(page_size: int = 16) -> list[Mapping[str, object] | str]:
+    """Return what the layers of the model of engines.vllm_engine launch, with pages of vLLM's."""
+    sizes = SIZES["8b"]
+    heads = {
+        "num_qo_heads": sizes["num_attention_heads"],
+        "num_kv_heads": sizes["num_key_value_heads"],
+        "head_dim": sizes["head_dim"],
+    }
+    append = f"kernel=preprocess,head_dim={sizes['head_dim']},page_table=slots,pairing=none"
+    found: list[Mapping[str, object] | str] = []
+    for kv_dtype in ("bfloat16", "float8_e4m3fn"):
+        cache = {"page_size": page_size, "kv_dtype": kv_dtype}
+        found += [{**heads, **cache}, f"{append},page_size={page_size},kv_dtype={kv_dtype}"]
+    return found
+
+
 def _supported(wanted: Sequence[Arguments], arch: str) -> list[Arguments]:
     return [
         arguments
@@ -99,10 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mla", metavar="CASES", help="of bench_mla")
     parser.add_argument("--decoder", action="store_true", help="of bench_decoder")
     parser.add_argument("--generate", action="store_true", help="of bench_generate")
+    parser.add_argument("--engine", action="store_true", help="of engines.vllm_engine")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args(argv)
-    is_other = options.decoder or options.generate
+    is_other = options.decoder or options.generate or options.engine
     if options.cases is options.prefill is options.mla is None and not is_other:
         options.cases = "figures"
     report = jitattn.precompile(_chosen(options), options.arch, options.out)
@@ -125,6 +144,8 @@ def _chosen(options: argparse.Namespace) -> list[Mapping[str, object] | str]:
         chosen += decoder_configurations()
     if options.generate:
         chosen += bench_generate.kernel_configs(bench_generate.LLAMA)
+    if options.engine:
+        chosen += engine_configurations()
     return chosen
 
 

@@ -54,8 +54,8 @@ def record(kind: str, env: Mapping[str, object], **facts: object) -> dict[str, o
     """Return one measurement as it is stored.
 
     Args:
-        kind: which bench wrote it: "decode", "prefill", "mla", "decoder", "generate", "gather",
-            "select", "compile", "import", "dispatch", "manager" or "parallel".
+        kind: which bench wrote it: "decode", "prefill", "mla", "decoder", "generate", "engine",
+            "gather", "select", "compile", "import", "dispatch", "manager" or "parallel".
         env: see `environment`.
         **facts: the figures; seconds end in ``_s``, microseconds in ``_us``.
     """

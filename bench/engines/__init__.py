@@ -1,0 +1,1 @@
+"""Engines run whole, with random weights: jitattn as their attention beside what they come with."""
