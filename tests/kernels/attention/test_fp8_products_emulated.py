@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from jitattn.kernels.attention.api import FP8ProductsPlan
 from tests.emulator.attention import EmulatedCuda
 from tests.support.fp8_queries import FAST, FP8, FP8Case, FP8Inputs
+from tests.support.harness import assert_same
 
 
 def planner_of(host: EmulatedCuda, case: FP8Case) -> Any:
@@ -35,9 +37,70 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = EmulatedCuda(monkeypatch, "sm_90a", seed)
+def test_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=1)
     check(host, CASES[name])
     assert host.kinds == {"decode", "prefill"}
+
+
+SMALL = replace(CASES["small pages"], view="whole", q_lens=(1, 17), kv_lens=(9, 40))
+
+
+def test_one_call_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run reads its own scale, whatever the run before was, and launches nothing in front."""
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    planner = planner_of(host, SMALL)
+    inputs = FP8Inputs(SMALL, "cpu")
+    plan, kv = inputs.plan(planner), inputs.bind(planner)
+    for turn, form in enumerate(("rows", "0-d", "none"), start=1):
+        inputs = FP8Inputs(replace(SMALL, form=form), "cpu")
+        arguments: dict[str, Any] = {"q_scale": inputs.q_scale}
+        found = plan.run(inputs.q, kv, return_lse=True, **arguments)
+        inputs.check(found)
+        for _ in range(2):
+            out = plan.run(inputs.q, kv, out=torch.empty_like(found[0]), **arguments)
+            assert_same((out, found[1]), found)
+        assert len(host.ran) == 2 * 3 * turn
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "q": {"q": torch.zeros(18, 7, 32).to(FP8)},
+    "q has dtype": {"q": torch.zeros(18, 8, 32).half()},
+    "q_scale": {"q_scale": torch.ones(9)},
+    "out_scale": {"out_scale": 2.0},
+    "kv": {"kv": torch.zeros(3)},
+    "out": {"out": torch.zeros(18, 8, 32)},
+    "lse": {"lse": torch.zeros(18, 9)},
+    "sinks": {"sinks": torch.zeros(8)},
+    "custom_mask": {"custom_mask": torch.ones(18, 9, dtype=torch.bool)},
+    "variant_params": {"variant_params": {"slopes": 1.0}},
+    "extra": {"extra": (None, None)},
+}
+
+
+def test_nothing_is_launched_for_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    planner = planner_of(host, SMALL)
+    inputs = FP8Inputs(SMALL, "cpu")
+    plan, kv = inputs.plan(planner), inputs.bind(planner)
+    for name, changes in WRONG.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            plan.run(**{"q": inputs.q, "kv": kv} | changes)
+    assert not host.ran
+
+
+def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    planner = planner_of(host, SMALL)
+    inputs = FP8Inputs(replace(SMALL, form="rows"), "cpu")
+    plan, kv = inputs.plan(planner), inputs.bind(planner)
+    call = torch.compile(
+        lambda q, q_scale: plan.run(q, kv, q_scale=q_scale, return_lse=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with torch.no_grad():
+        inputs.check(call(inputs.q, inputs.q_scale))
+    assert len(host.ran) == 2
