@@ -30,6 +30,7 @@ from jitattn.kernels.registry import config_of
 from jitattn.spec.dtype import BLOCK_DTYPES
 
 RUNS = 32
+_FP8 = "float8_e4m3fn"
 _FA3_HEAD_DIMS = range(8, 257, 8)
 
 
@@ -53,6 +54,8 @@ class Point:
     page_size: int | None = 16
     page_table: str = "shared"
     kv_dtype: str = "bfloat16"
+    q_dtype: str = "bfloat16"
+    fp8_products: str = "exact"
     window_left: int = -1
     logits_soft_cap: float = 0.0
     use_sinks: bool = False
@@ -69,6 +72,9 @@ class Point:
         parts.append(f"p{self.page_size}" if self.page_size else "nopages")
         parts += [self.page_table] * (self.page_table not in ("shared", "ragged"))
         parts += [self.kv_dtype] * (self.kv_dtype != "bfloat16")
+        parts += ["q8"] * self.has_fp8_queries + [self.fp8_products] * (
+            self.fp8_products != "exact"
+        )
         parts += [f"w{self.window_left}"] * (self.window_left >= 0)
         parts += [f"cap{self.logits_soft_cap:g}"] * (self.logits_soft_cap > 0)
         parts += ["sinks"] * self.use_sinks + ["full"] * (not self.causal)
@@ -81,9 +87,14 @@ class Point:
         names = (
             *("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "page_size"),
             *("page_table", "kv_dtype", "window_left", "logits_soft_cap", "use_sinks", "causal"),
-            "batch_invariant",
+            *("batch_invariant", "q_dtype", "fp8_products"),
         )
-        return {"q_dtype": "bfloat16"} | {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def has_fp8_queries(self) -> bool:
+        """Whether queries have 8 bits."""
+        return self.q_dtype == _FP8
 
     @property
     def flop(self) -> int:
@@ -101,7 +112,7 @@ class Point:
     def has_rival(self) -> bool:
         """Whether FlashAttention-3 takes it over pages, in whatever pages it can."""
         return (
-            self.kv_dtype == "bfloat16"
+            self.kv_dtype == self.q_dtype
             and self.head_dim in _FA3_HEAD_DIMS
             and (self.head_dim_vo in (None, self.head_dim))
         )
@@ -199,6 +210,24 @@ def _wide_heads() -> Iterator[Point]:
     yield from (replace(base, **change) for change in changes)
 
 
+def _fp8_queries() -> Iterator[Point]:
+    """Yield prefill and decode of FP8 queries, with products of 8 bits and of 16."""
+    queries = {"q_dtype": _FP8, "kv_dtype": _FP8}
+    fast = replace(PREFILL, fp8_products="fast", **queries)  # type: ignore[arg-type]
+    for lens in ((16384,), (2048,) * 4, (2048,) * 8):
+        yield replace(fast, q_len=lens[0], kv_lens=lens)
+        for dim in (64, 256):
+            yield replace(_with_head_dim(fast, dim), q_len=lens[0], kv_lens=lens)
+        yield replace(fast, q_len=lens[0], kv_lens=lens, fp8_products="exact")
+        yield replace(PREFILL, q_len=lens[0], kv_lens=lens)
+    for page_size in (4, 64):
+        yield replace(fast, page_size=page_size)
+    yield replace(fast, causal=False)
+    yield replace(fast, q_len=512, kv_lens=(16384,) * 4)
+    for products in ("fast", "exact"):
+        yield replace(DECODE, fp8_products=products, **queries)  # type: ignore[arg-type]
+
+
 def _invariant() -> Iterator[Point]:
     """Yield batch-invariant twins of points, to be held against these."""
     yield from (PREFILL, DECODE, *_batches())
@@ -215,6 +244,7 @@ def grid() -> Iterator[Point]:
     yield from _one_change(DECODE)
     yield from _batches()
     yield from _wide_heads()
+    yield from _fp8_queries()
     yield from (replace(point, batch_invariant=True) for point in _invariant())
 
 
@@ -269,6 +299,8 @@ class Batch:
         dim_vo = point.head_dim_vo or dim
         self.q_lens = [min(point.q_len, n) for n in lens]
         self.q = normal(sum(self.q_lens), point.num_qo_heads, dim)
+        if point.has_fp8_queries:
+            self.q = self.q.to(torch.float8_e4m3fn)
         self.sinks = normal(point.num_qo_heads).float() if point.use_sinks else None
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
         starts = [0, *itertools.accumulate(self.q_lens)]
@@ -427,6 +459,11 @@ def measure_fa3(batch: Batch, runs: int, *, paged: bool) -> float:
         many = range(len(point.kv_lens))
         k, v = (torch.cat([batch.tokens(cache, b) for b in many]) for cache in (k, v))
     sinks = None if batch.sinks is None else batch.sinks.bfloat16()
+    scales = [None] * 3
+    if point.has_fp8_queries:
+        k, v = k.to(batch.q.dtype), v.to(batch.q.dtype)
+        ones = torch.ones(len(point.kv_lens), point.num_kv_heads, device="cuda")
+        scales = [ones] * 3
     most, longest = max(batch.q_lens), max(point.kv_lens)
     left = point.window_left
     right = (0 if point.causal else -1) if left >= 0 else -1
@@ -434,7 +471,7 @@ def measure_fa3(batch: Batch, runs: int, *, paged: bool) -> float:
     def run() -> object:
         return op(
             *(batch.q, k, v, None, None, None, None, batch.qo_indptr, cu, None, None, used),
-            *(most, longest, table, None, None, None, None, None, None, None, None),
+            *(most, longest, table, None, None, None, None, None, *scales),
             *(point.head_dim**-0.5, point.causal, left, right, point.logits_soft_cap, True),
             *(None, 0, None, 0, sinks, 1, 0, None),
         )

@@ -79,10 +79,12 @@ def _cuda_type(dtype: str) -> str:
 
 
 def _warpgroup_product(operands: str, columns: int, dtype: str) -> str:
-    """Return the wrapper in nvidia-cutlass of m64n(columns)k16 with float accumulators.
+    """Return the wrapper in nvidia-cutlass of m64n(columns) with float accumulators.
 
     ``operands`` is "SS" with both in shared memory, "RS" with the left one in registers.
     """
+    if dtype == DType.FLOAT8_E4M3FN:
+        return f"MMA_64x{columns}x32_F32E4M3E4M3_{operands}_TN"
     short = {"bfloat16": "BF16", "float16": "F16"}[dtype]
     return f"MMA_64x{columns}x16_F32{short}{short}_{operands}"
 

@@ -79,8 +79,13 @@ def broken(rules: Iterable[Rule[ConfigT]], config: ConfigT) -> list[str]:
     return [rule.reason(config) for rule in rules if not rule.holds(config)]
 
 
-def fp8_products_rule(kv_dtypes: tuple[str, ...]) -> Rule[QuantisedT]:
-    """Return the rule for products with caches of 8 bits, which are exact in every kernel."""
+def fp8_products_rule(kv_dtypes: tuple[str, ...], difference: str) -> Rule[QuantisedT]:
+    """Return the rule for products with caches of 8 bits.
+
+    Args:
+        kv_dtypes: of these caches.
+        difference: which of them "fast" is another kernel for.
+    """
     fitting = " or ".join(kv_dtypes)
 
     def reason(config: QuantisedT) -> str:
@@ -91,7 +96,7 @@ def fp8_products_rule(kv_dtypes: tuple[str, ...]) -> Rule[QuantisedT]:
 
     return Rule(
         "fp8_products",
-        f"exact, fast (which are the same today); exact unless kv_dtype is {fitting}",
+        f"exact, fast ({difference}); exact unless kv_dtype is {fitting}",
         lambda c: c.fp8_products in (_FP8_PRODUCTS if c.kv_dtype in kv_dtypes else ("exact",)),
         reason,
     )

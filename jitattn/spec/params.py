@@ -37,6 +37,17 @@ class ScaleParams(ctypes.Structure):
     _fields_ = (("values", c_void_p), ("stride", c_int64), ("value", c_float))
 
 
+class QueryScaleParams(ctypes.Structure):
+    """What a stored query of a token and a head is multiplied with."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("token_stride", c_int64),
+        ("head_stride", c_int64),
+        ("value", c_float),
+    )
+
+
 class BlockScales(ctypes.Structure):
     """The scales of the blocks of K or V, with the strides of pages, tokens and heads."""
 

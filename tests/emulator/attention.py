@@ -88,7 +88,10 @@ def compiled(spec: AttentionSpec, arch: str) -> Program:
     source = with_parts(render(spec, arch), set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
     for name in dict.fromkeys(re.findall(r"MMA_64x\w+", source)):
-        kind = "FromShared" if name.endswith("SS") else "FromRegisters"
+        kind = "FromShared" if "_SS" in name else "FromRegisters"
+        if "E4M3" in name:
+            source = source.replace(f"{name}<>", f"{kind}<jitattn::Float8E4M3>")
+            continue
         number = "jitattn::BFloat16" if "BF16" in name else "jitattn::Half"
         source = re.sub(rf"\b{name}<", f"{kind}<{number}, ", source)
     source = re.sub(r'asm\("mov\.b64[^;]*;"[^;]*;', JOIN, source)

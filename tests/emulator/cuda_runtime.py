@@ -160,6 +160,7 @@ struct Bytes {
   static uint2 to_pairs(uint32_t b) { return {at(b, 0, 1), at(b, 2, 3)}; }
 };
 struct Float8E4M3 : Bytes<Float8E4M3> {
+  static constexpr int kMantissaBits = 3;
   static uint16_t half(uint8_t b) {
     const bool is_nan = (b & 0x7f) == 0x7f;
     const float size = Half::to_float((b & 0x7f) << 7) * 256.f;

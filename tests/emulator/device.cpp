@@ -363,6 +363,29 @@ uint32_t movmatrix_trans(uint32_t fragment) {
   return word;
 }
 
+// Lane l has elements 2 t and 2 t + 1 of row g of each matrix, whose rows lanes name.
+void stmatrix_x4(uint32_t smem, uint4 value) {
+  const emulator::Words* places = emulator::meet(&smem, sizeof smem);
+  const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+  for (int m = 0; m < 4; ++m) {
+    if (places[8 * m + lane() / 4][0] % 16) std::abort();
+    st_shared_4(places[8 * m + lane() / 4][0] + lane() % 4 * 4, words[m]);
+  }
+}
+// The nearest number of 8 bits, ties to even.
+static uint32_t rounded_e4m3(float x) {
+  if (x != x) return 0x7f;
+  const uint32_t sign = std::signbit(x) ? 0x80 : 0;
+  const float size = std::min(std::fabs(x), 448.f);
+  const int exponent = size < 0x1p-6f ? -6 : std::ilogb(size);
+  // In units of the last digit; of the next binade where it rounds up to that.
+  const uint32_t digits = std::lrint(std::ldexp(size, 3 - exponent));
+  return sign | (digits + 8 * (exponent + 6));
+}
+uint32_t cvt_e4m3x4(float a, float b, float c, float d) {
+  return rounded_e4m3(a) | rounded_e4m3(b) << 8 | rounded_e4m3(c) << 16 | rounded_e4m3(d) << 24;
+}
+
 // Pairs of numbers that a lane gives in words.
 template <typename Type, int kWords>
 struct Fragment {
@@ -497,10 +520,14 @@ void multiply(const Product& product, uint4 a, uint64_t b) {
   struct {
     float of[2][kMaxDepth];
   } rows;
+  // A word has elements that follow each other; four lanes have 16 bytes of a row, then 16 more.
+  const int size = size_of(product), in_word = 4 / size;
   for (int r = 0; r < 2; ++r) {
-    for (int k = 0; k < 16; ++k) {
-      const uint32_t word = all[lane() / 4 * 4 + k % 8 / 2][r + k / 8 * 2];
-      rows.of[r][k] = value_of(product, word >> k % 2 * 16);
+    for (int k = 0; k < depth_of(product); ++k) {
+      const int word = k / in_word;
+      const uint32_t bits =
+          all[lane() / 4 * 4 + word % 4][r + word / 4 * 2] >> k % in_word * 8 * size;
+      rows.of[r][k] = value_of(product, size == 1 ? bits & 0xff : bits);
     }
   }
   begin(product, [=](float (&mine)[2][kMaxDepth]) { std::memcpy(mine, rows.of, sizeof mine); }, b);

@@ -134,6 +134,8 @@ uint2 ldmatrix_x2_trans(uint32_t smem);
 uint4 ldmatrix_x4(uint32_t smem);
 uint4 ldmatrix_x4_trans(uint32_t smem);
 uint32_t movmatrix_trans(uint32_t fragment);
+void stmatrix_x4(uint32_t smem, uint4 value);
+uint32_t cvt_e4m3x4(float a, float b, float c, float d);
 template <typename Type>
 void multiply(float (&d)[4], uint4 a, uint2 b);  // of Half and BFloat16
 template <typename Type>

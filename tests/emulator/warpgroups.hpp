@@ -45,7 +45,7 @@ struct FromShared {
     multiply({kNumber<Type>, kB == Major::MN, all, sizeof...(sums)}, a, b);
   }
 };
-template <typename Type, Major kA, Major kB>
+template <typename Type, Major kA = Major::K, Major kB = Major::K>
 struct FromRegisters {
   template <typename... Sums>
   static void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, Sums&&... sums) {

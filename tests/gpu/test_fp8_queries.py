@@ -9,7 +9,7 @@ import torch
 
 from jitattn.pages import IndexLists
 from tests.gpu.device import DEVICE
-from tests.support.fp8_queries import FORMS, GPU_CASES, LONG, MIXED, FP8Inputs
+from tests.support.fp8_queries import FAST, FORMS, GPU_CASES, LONG, MIXED, FP8Case, FP8Inputs
 from tests.support.harness import assert_same, captured
 
 
@@ -21,22 +21,28 @@ def test_every_case(name: str) -> None:
 
 def test_the_same_bits_whatever_the_form_and_the_view() -> None:
     """A scale of one value is that value, and queries are read wherever they lie."""
-    inputs = FP8Inputs(replace(MIXED, form="number"), DEVICE)
+    _check_forms_and_views(MIXED)
+
+
+def test_the_same_bits_of_products_of_8_bits() -> None:
+    _check_forms_and_views(FAST)
+
+
+def _check_forms_and_views(case: FP8Case) -> None:
+    inputs = FP8Inputs(replace(case, form="number"), DEVICE)
     want = inputs.attend()
-    heads, tokens = MIXED.num_qo_heads, sum(MIXED.q_lens)
+    heads, tokens = case.num_qo_heads, sum(case.q_lens)
     one = torch.tensor(inputs.q_scale, device=DEVICE)
     for scale in (one, one[None], one.expand(heads), one.expand(tokens, heads)):
         inputs.q_scale = scale
         assert_same(inputs.attend(), want)
-    for fp8_products in ("exact", "fast"):
-        assert_same(inputs.attend(inputs.planner(fp8_products=fp8_products)), want)
-    wide = torch.empty(tokens, heads + 1, MIXED.head_dim + 1, device=DEVICE).to(inputs.q.dtype)
+    wide = torch.empty(tokens, heads + 1, case.head_dim + 1, device=DEVICE).to(inputs.q.dtype)
     wide[:, 1:, 1:] = inputs.q
     inputs.q = wide[:, 1:, 1:]
     assert_same(inputs.attend(), want)
 
 
-@pytest.mark.parametrize("case", [MIXED, LONG, replace(LONG, early_kv=True)])
+@pytest.mark.parametrize("case", [MIXED, FAST, LONG, replace(LONG, early_kv=True)])
 @pytest.mark.parametrize("form", ["0-d", "heads", "rows"])
 def test_replays_read_queries_and_scales(form: str, case: object) -> None:
     inputs = FP8Inputs(replace(case, form=form), DEVICE)  # type: ignore[type-var]
@@ -90,10 +96,12 @@ def test_lists_and_two_of_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor
+@pytest.mark.parametrize("fp8_products", ["exact", "fast"])
 @pytest.mark.parametrize("form", FORMS)
-def test_compiled(form: str) -> None:
+def test_compiled(form: str, fp8_products: str) -> None:
     torch._dynamo.reset()
-    inputs = FP8Inputs(replace(MIXED, form=form), DEVICE)
+    case = FAST if fp8_products == "fast" else MIXED
+    inputs = FP8Inputs(replace(case, form=form), DEVICE)
     planner = inputs.planner()
     plan, kv = inputs.plan(planner), inputs.bind(planner)
     call = torch.compile(

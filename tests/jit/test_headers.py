@@ -15,6 +15,7 @@ NEEDS_SM90 = (
     "query_loader",
     "tile_loader",
     "dequant_loader",
+    "producers",
     "wgmma",
     "mla/tma_loader",
 )

@@ -189,17 +189,32 @@ class FP8Inputs:
         # Rounding a query to float16 moves a score, of up to 2**4 here, by 2**-8 at the very most.
         limits = tolerance("float16", self.case.out_dtype or "bfloat16")
         allowed = (limits.out_relative + 2.0**-9) * magnitude + 2.0**-20
-        assert bool(((out.double() - want).abs() <= allowed).all())
+        error = (out.double() - want).abs()
+        if self.case.fp8_products == "fast":
+            # Probabilities may be rounded to three bits. Errors of many tokens cancel.
+            allowed += 2.0**-4 * magnitude
+            assert float((error / magnitude.clamp(min=1e-30)).mean()) <= 2.0**-6
+        assert bool((error <= allowed).all())
         assert bool(((lse.double() - want_lse).abs() <= limits.lse_absolute).all())
 
 
 MIXED = FP8Case(q_lens=(1, 5, 40, 2), kv_lens=(300, 6, 777, 2), seed=5)
 LONG = FP8Case(q_lens=(1,) * 5, kv_lens=(9000, 1, 17, 4096, 333), head_dim=128, seed=6)
+FAST = replace(MIXED, fp8_products="fast", head_dim=128)
+FILLED = replace(FAST, q_lens=(700, 1, 300, 129), kv_lens=(700, 900, 5000, 1024))
 GPU_CASES = {
     **{f"scale {form}": replace(MIXED, form=form) for form in FORMS},
     **{f"q {view}": replace(MIXED, view=view) for view in ("packed", "odd")},
     "float16": replace(MIXED, out_dtype="float16"),
-    "fast": replace(MIXED, fp8_products="fast", head_dim=128),
+    **{f"fast, scale {form}": replace(FAST, form=form) for form in FORMS},
+    "fast, 64": replace(FILLED, head_dim=64, page_size=64),
+    "fast, 128": FILLED,
+    "fast, 192": replace(FILLED, head_dim=192, page_size=8),
+    "fast, 256": replace(FILLED, head_dim=256, page_size=64, group_size=8),
+    "fast, small pages": replace(FILLED, page_size=4),
+    "fast, odd": replace(FILLED, view="odd", out_dtype="float16"),
+    "fast, sinks and a window": replace(FILLED, use_sinks=True, window_left=100),
+    "fast, early": replace(FILLED, early_kv=True),
     "sinks and a window": replace(MIXED, use_sinks=True, window_left=100),
     "long": LONG,
     "long, odd": replace(LONG, view="odd", form="heads"),

@@ -21,6 +21,8 @@ _CONFIGS = {
     "jitattn/kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16",
     "jitattn/dequant_kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16,"
     "kv_dtype=float8_e4m3fn",
+    "jitattn/fp8_kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16,"
+    "q_dtype=float8_e4m3fn,kv_dtype=float8_e4m3fn,fp8_products=fast",
     "jitattn/mla/kernel.cuh": "planner=mla,num_heads=128,page_size=64",
 }
 GUARD = "#define JITATTN_KERNEL  // its own jitattn/kernel.cuh follows\n"
@@ -55,7 +57,11 @@ def sample(name: str) -> str:
     before, after = source.split(GUARD)
     includes = "".join(re.findall(r"^#include .*\n|^\n(?=#include)", before, flags=re.M)).lstrip()
     block = re.sub(r"\n{3,}", "\n\n", after[: after.index(_END)] + _END)
-    what = {"mla": "an MLA kernel", "dequant": "a kernel of FP8 caches"}
+    what = {
+        "mla": "an MLA kernel",
+        "dequant": "a kernel of FP8 caches",
+        "fp8": "a kernel of products of 8 bits",
+    }
     kind = next((text for part, text in what.items() if part in name), "an attention kernel")
     return f"{_HEAD.format(what=kind, guard=GUARD)}{includes}{block}#endif\n"
 

@@ -15,6 +15,7 @@ from jitattn.spec.layout import Layout, Loader
 
 ARCH = "sm_90a"
 
+FP8_PRODUCTS = "q_dtype=float8_e4m3fn,kv_dtype=float8_e4m3fn,fp8_products=fast"
 # Both kernels of each: every tile, boxes of every size, and what needs most registers.
 CONFIGS = (
     "head_dim=64",
@@ -48,6 +49,8 @@ CONFIGS = (
     "head_dim=256,head_dim_vo=512,kv_dtype=nvfp4,logits_soft_cap=30",
     "head_dim=128,kv_dtype=nvfp4,logits_soft_cap=30",
     "head_dim=256,page_table=token,q_dtype=float16,kv_dtype=nvfp4,use_custom_mask=true",
+    f"head_dim=128,{FP8_PRODUCTS}",
+    f"head_dim=256,page_size=4,use_custom_mask=true,logits_soft_cap=30,{FP8_PRODUCTS}",
 )
 
 

@@ -23,8 +23,12 @@ from jitattn.kernels.attention.check import (
 )
 from jitattn.kernels.attention.config import check_rules
 from jitattn.kernels.attention.queries import (
+    FP8,
+    FP8_VECTOR,
     QueryDequantizer,
     QueryScale,
+    QueryScales,
+    check_fp8_queries,
     load_kernel,
 )
 from jitattn.kernels.attention.reference_plan import AttentionReferencePlan, ListsReferencePlan
@@ -57,7 +61,7 @@ from jitattn.tensors.page_table_base import PlannedTable
 from jitattn.tensors.page_tables import check_view
 from jitattn.tensors.quantization import KVCache, QuantizedKV, tensors_of
 from jitattn.tensors.scales import Scale, ScaleLike, view_scale
-from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch, RowLayout
 from jitattn.tensors.token_lists import IndexLists
 from jitattn.tensors.variant_params import VariantParams, refuse_compiled
 
@@ -112,7 +116,9 @@ class AttentionPlanner(_Arguments):
             they may be read before that kernel has ended (programmatic dependent launch).
         fp8_products: of an 8-bit cache: "exact" computes as if K and V were dequantised, with
             products in 16 bits and sums in float32. "fast" allows products of 8 bits, whose P is
-            rounded to e4m3; no kernel has those yet, so that it makes no difference.
+            rounded to e4m3: prefill of FP8 queries has them on compute capability 9.0, with head
+            dims that are multiples of 32 up to 256, without lists or a variant. Elsewhere, and in
+            decode, it makes no difference.
         num_sms: multiprocessors to use; None is all.
         workspace: scratch memory; None is one for each device and stream.
         device: None is the current CUDA device, or the CPU without one.
@@ -187,10 +193,14 @@ class AttentionPlanner(_Arguments):
         return exact
 
     def _prepare_queries(self) -> None:
-        if self.backend == "cuda":
-            load_kernel(self.device)
-        else:
+        kernels: Any = self.kernels
+        if self.backend != "cuda":
             self.tensor_dtypes = self.tensor_dtypes._replace(q=torch.float64)
+        elif kernels.reads_fp8_queries:
+            self.make_plan = FP8ProductsPlan
+            self.tensor_dtypes = self.tensor_dtypes._replace(q=FP8)
+        else:
+            load_kernel(self.device)
 
     def bind(
         self,
@@ -326,7 +336,7 @@ class Plan(PlanBase[Call]):
             lse: float32 [num_tokens, num_qo_heads], any strides; filled when given.
             return_lse: return lse as well, allocated when None.
             q_scale: of FP8 queries, 1 when None: a number, or float32 [], [1], [num_qo_heads] or
-                [num_tokens, num_qo_heads], read by the kernel. A q times it is held as float16.
+                [num_tokens, num_qo_heads], read by the kernel; docs/quantisation.md has how.
             out_scale: for quantised outputs, which are not built yet.
             sinks: [num_qo_heads], any float dtype and stride, with ``use_sinks``.
             custom_mask: with ``use_custom_mask``: bool [tokens, width] or packed uint8 [tokens,
@@ -558,6 +568,56 @@ class FP8QueryPlan(Plan):
     def _run_both(self, queries: tuple[Tensor, ...], *others: Any) -> None:
         self._dequantize()
         super()._run_both(queries, *others)
+
+
+class FP8ProductsPlan(Plan):
+    """A batch of FP8 queries, which attention kernels read, and their scales."""
+
+    __slots__ = ("_scales",)
+
+    backend: Any
+
+    def __init__(self, planner: AttentionPlanner, batch: Batch, backend: PlanBackend[Call]) -> None:
+        """Made by ``plan``."""
+        super().__init__(planner, batch, backend)
+        self._scales = QueryScales()
+
+    def run(
+        self,
+        q: Tensor,
+        kv: BoundCache | KVCache,
+        *,
+        pages: PlannedTable | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        q_scale: ScaleLike | None = None,
+        out_scale: ScaleLike | None = None,
+        sinks: Tensor | None = None,
+        custom_mask: CustomMask | None = None,
+        variant_params: VariantParams | None = None,
+        extra: tuple[IndexLists, BoundCache | KVCache] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend: arguments, results and errors are those of ``Plan.run``."""
+        others: dict[str, Any] = {
+            **{"pages": pages, "out": out, "lse": lse, "return_lse": return_lse},
+            **{"out_scale": out_scale, "sinks": sinks, "custom_mask": custom_mask},
+            **{"variant_params": variant_params, "extra": extra},
+        }
+        if is_dynamo_compiling():
+            self._refuse(out_scale=out_scale, extra=extra)
+            refuse_compiled(variant_params)
+            return self._traced(q, kv, pages, out, lse, return_lse, sinks, custom_mask, q_scale)
+        if not self._q_layout.fits(q):
+            self._check_q(q)
+        self.backend.write_query_scale(self._scales.of(q, q_scale))
+        return super().run(q, kv, **others)
+
+    def _check_q(self, q: Tensor) -> None:
+        check_fp8_queries(q)
+        super()._check_q(q)
+        self._q_layout = RowLayout(q, vector=FP8_VECTOR)
+        self._scales.forget()
 
 
 class _Kernels(Kernels[PlanBackend[Call]], Protocol):

@@ -12,7 +12,12 @@ from jitattn.kernels.attention.spec import (
     NarrowPrefillSpec,
     PrefillSpec,
 )
-from jitattn.kernels.attention.tile import has_narrow_tile, max_row_tile, row_tile_for
+from jitattn.kernels.attention.tile import (
+    has_fp8_tile,
+    has_narrow_tile,
+    max_row_tile,
+    row_tile_for,
+)
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.spec.arch import ARCHS, check_arch
 from jitattn.spec.config import HEAD_DIMS, PlannerConfig
@@ -155,7 +160,11 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
         lambda c: c.logits_soft_cap >= 0.0,
         "is negative: give 0.0 for no soft cap",
     ),
-    fp8_products_rule(BYTE_DTYPES),
+    fp8_products_rule(
+        BYTE_DTYPES,
+        f"of 8 bits in prefill of q_dtype={FP8_QUERIES} on sm_90a: head dims a multiple of 32 up "
+        "to 256, no lists, no variant; else the same",
+    ),
     rule(
         "num_sms",
         "None (all), 1 and up",
@@ -200,12 +209,13 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
     check_rules(config)
     head_dim_vo = config.head_dim_vo or config.head_dim
     out_dtype = DType(config.kernel_out_dtype)
+    is_fp8 = has_fp8_products(config, arch)
     row_tile = row_tile_for(config.head_dim, head_dim_vo, config.group_size)
     fields = {
         "head_dim": config.head_dim,
         "head_dim_vo": head_dim_vo,
         "page_size": config.page_size or 1,
-        "q_dtype": DType(config.kernel_q_dtype),
+        "q_dtype": DType(config.q_dtype if is_fp8 else config.kernel_q_dtype),
         "kv_dtype": DType(config.kv_dtype),
         "out_dtype": out_dtype,
         "page_table": layout_of(config.page_table),
@@ -228,8 +238,16 @@ def attention_specs(config: PlannerConfig, arch: str) -> tuple[KernelSpec, ...]:
         *(spec for decode in wide for spec in specs_of_loaders(decode, arch)),
         *(spec for few in narrow for spec in specs_of_loaders(few, arch)),
         ScheduleSpec(has_lists=is_list),
-        *([DequantizeQueriesSpec()] if config.has_fp8_queries else []),
+        *([DequantizeQueriesSpec()] if config.has_fp8_queries and not is_fp8 else []),
     )
+
+
+def has_fp8_products(config: PlannerConfig, arch: str) -> bool:
+    """Return whether products of prefill have 8 bits, and kernels read FP8 queries themselves."""
+    is_fast = config.has_fp8_queries and config.fp8_products == "fast"
+    is_plain = config.page_table not in LISTS and config.variant is None
+    has_tile = has_fp8_tile(config.head_dim, config.head_dim_vo or config.head_dim)
+    return is_fast and is_plain and has_tile and ARCHS[arch].has_wgmma
 
 
 def fixes_maximum(config: PlannerConfig, arch: str) -> bool:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from jitattn.jit.build import Pending
-from jitattn.kernels.attention.config import attention_specs, wide_row_tile
+from jitattn.kernels.attention.config import (
+    attention_specs,
+    has_fp8_products,
+    wide_row_tile,
+)
 from jitattn.kernels.attention.spec import DecodeSpec, NarrowPrefillSpec, PrefillSpec
 from jitattn.kernels.attention.tile import NARROW_ROWS
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
@@ -19,6 +24,7 @@ from jitattn.kernels.common.tile import DecodeTile
 from jitattn.kernels.common.tma import TmaTile, tma_tile_of
 from jitattn.spec.config import PlannerConfig
 from jitattn.spec.layout import Loader
+from jitattn.spec.params import QueryScaleParams
 from jitattn.tensors.bound_cache import LeadingForm
 from jitattn.tensors.cache_views import BlockArguments, BlockCaches, CacheView
 
@@ -33,12 +39,21 @@ TRAITS = FamilyTraits(
 )
 
 
+# The same of kernels that read FP8 queries, with their scales.
+FP8_TRAITS = replace(TRAITS, params=(("queries", QueryScaleParams),))
+
+
 class AttentionKernels(CudaKernels):
-    """The kernels of an attention configuration; the plain loader's are built when needed."""
+    """The kernels of an attention configuration; the plain loader's are built when needed.
+
+    Attributes:
+        reads_fp8_queries: whether they do; else FP8 queries are dequantised in front.
+    """
 
     def __init__(self, config: PlannerConfig, device: torch.device) -> None:
         """Start to build them, and load those of decode."""
         target = TargetDevice.of(device)
+        self.reads_fp8_queries = has_fp8_products(config, target.arch)
         self._by_alignment: dict[bool, list[DecodeSpec | PrefillSpec]] = {True: [], False: []}
         specs = [
             spec
@@ -55,7 +70,7 @@ class AttentionKernels(CudaKernels):
         super().__init__(
             config,
             target,
-            TRAITS,
+            FP8_TRAITS if self.reads_fp8_queries else TRAITS,
             specs=specs,
             main_specs=self._by_alignment[True],
             make_kernels=functools.partial(_make_kernels, target.arch, target.facts.index),

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from jitattn.device.driver import Launch
 
 FP8 = DType(FP8_QUERIES).torch_dtype
-_VECTOR = 16
+FP8_VECTOR = 16
+"""Elements of FP8 queries that kernels read at once."""
 _SPEC = DequantizeQueriesSpec()
 
 
@@ -45,7 +46,7 @@ def check_fp8_queries(q: Tensor) -> None:
         TypeError, ValueError: naming it.
     """
     check_tensor("q", q, (FP8,))
-    if q.dim() != 3 or q.shape[2] % _VECTOR:
+    if q.dim() != 3 or q.shape[2] % FP8_VECTOR:
         raise ValueError(
             f"q has shape {list(q.shape)}: expected [num_tokens, num_qo_heads, head_dim]"
         )
@@ -97,7 +98,7 @@ def dequantize_into(q: Tensor, scale: QueryScale, out: Tensor) -> None:
         card = device_kernels.card_of(q.device)
         assert card is not None
         launch = _launch_of(card, q)
-        _write_addresses(launch.params, q, RowLayout(q, vector=_VECTOR), scale, out)
+        _write_addresses(launch.params, q, RowLayout(q, vector=FP8_VECTOR), scale, out)
         device_kernels.launch_on(card, launch)
 
 
@@ -107,18 +108,45 @@ def load_kernel(device: torch.device) -> None:
         device_kernels.load(_SPEC, card)
 
 
+class QueryScales:
+    """Checks of scales: those that lie like the last ones take little time.
+
+    For one thread at a time.
+    """
+
+    __slots__ = ("_layout", "_strides")
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Check the next one, since queries lie in another way."""
+        self._layout, self._strides = NO_LAYOUT, (0, 0)
+
+    def of(self, q: Tensor, q_scale: ScaleLike | None) -> QueryScale:
+        """Return the scale of queries that passed their checks, as ``check_q_scale`` does."""
+        if self._layout.fits(q_scale):
+            assert isinstance(q_scale, Tensor)
+            return QueryScale(1.0, q_scale, self._strides)
+        scale = check_q_scale(q_scale, q)
+        if scale.tensor is not None:
+            self._strides, self._layout = scale.strides, RowLayout(scale.tensor)
+        return scale
+
+
 class QueryDequantizer:
     """Checks and launches of a plan's queries: those that lie like the last ones take little time.
 
     For one thread at a time.
     """
 
-    __slots__ = ("_launch", "_layout", "_scale_layout", "_strides")
+    __slots__ = ("_launch", "_layout", "_scales")
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._layout = self._scale_layout = NO_LAYOUT
-        self._strides = (0, 0)
+        self._layout = NO_LAYOUT
+        self._scales = QueryScales()
         self._launch: Launch | None = None
 
     def knows(self, q: Tensor) -> bool:
@@ -136,18 +164,13 @@ class QueryDequantizer:
         check_fp8_queries(q)
         wanted = (q.shape[0] if shape[0] < 0 else shape[0], *shape[1:])
         check_rows("q", q, wanted, FP8, device)
-        self._layout = RowLayout(q, vector=_VECTOR)
-        self._scale_layout, self._launch = NO_LAYOUT, None
+        self._layout = RowLayout(q, vector=FP8_VECTOR)
+        self._scales.forget()
+        self._launch = None
 
     def scale_of(self, q: Tensor, q_scale: ScaleLike | None) -> QueryScale:
         """Return the scale of queries that passed, as ``check_q_scale`` does."""
-        if self._scale_layout.fits(q_scale):
-            assert isinstance(q_scale, Tensor)
-            return QueryScale(1.0, q_scale, self._strides)
-        scale = check_q_scale(q_scale, q)
-        if scale.tensor is not None:
-            self._strides, self._scale_layout = scale.strides, RowLayout(scale.tensor)
-        return scale
+        return self._scales.of(q, q_scale)
 
     def launch(self, q: Tensor, scale: QueryScale, out: Tensor) -> None:
         """Write the values of queries that passed into ``out``, as ``dequantize_into`` does."""
@@ -165,7 +188,7 @@ def _launch_of(card: int, q: Tensor) -> Launch:
     from jitattn.device.driver import Launch
 
     num_tokens, num_heads, head_dim = q.shape
-    row_vectors = head_dim // _VECTOR
+    row_vectors = head_dim // FP8_VECTOR
     params = QueryParams(
         q_token_stride=q.stride(0),
         q_head_stride=q.stride(1),

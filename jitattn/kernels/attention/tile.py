@@ -77,6 +77,8 @@ def decode_tile(spec: DecodeSpec, arch: str) -> DecodeTile:
 
 def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
     """Return the prefill tile of ``spec``: long tiles first, then two stages."""
+    if spec.has_fp8_queries:
+        return _fp8_tile(spec)
     if ARCHS[arch].has_wgmma:
         return _warpgroup_tile(spec, _warpgroup_row(spec))
     tiles = (
@@ -101,6 +103,12 @@ def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
         and (tile.value_dim <= _MAX_VALUE_DIM // 2 or tile.tile_tokens <= 32)
         and (tile.value_dim <= _BUSY_VALUE_DIM or tile.tile_tokens <= 16)
     )
+
+
+def has_fp8_tile(head_dim: int, head_dim_vo: int) -> bool:
+    """Return whether products of 8 bits have a tile of warpgroups."""
+    # A product takes 32 elements of a row, and two warps transpose 16 columns of V at a time.
+    return all(dim % 32 == 0 and dim <= 256 for dim in (head_dim, head_dim_vo))
 
 
 def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
@@ -178,7 +186,12 @@ class _WarpgroupRow(NamedTuple):
             return self.variant_tokens
         # Without a maximum a cap takes registers only beside what gathers or dequantises.
         has_registers = spec.page_size % 8 == 0 or 64 < spec.head_dim <= 192
-        is_light = not spec.use_custom_mask and spec.fixed_maximum and spec.kv_dtype is spec.q_dtype and has_registers
+        is_light = (
+            not spec.use_custom_mask
+            and spec.fixed_maximum
+            and spec.kv_dtype is spec.q_dtype
+            and has_registers
+        )
         if spec.use_logits_soft_cap and not is_light:
             return self.soft_cap_tokens
         return self.plain_tokens
@@ -221,6 +234,12 @@ _DEQUANT_TILES = (
     _WarpgroupRow(256, 512, 2, 1, 64, 48, 48, 2, 1),
     _WarpgroupRow(512, 512, 2, 1, 32, 32, 32, 1, 1),
 )
+# The same of queries, K and V of 8 bits, whose V lands in shared memory before it is transposed.
+_FP8_TILES = (
+    _WarpgroupRow(64, 64, 2, 1, 192, 160, 160, 2, 2),
+    _WarpgroupRow(128, 128, 2, 1, 160, 128, 128, 2, 2),
+    _WarpgroupRow(256, 256, 2, 1, 96, 64, 64, 2, 1),
+)
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
 # warpgroup of producers, where pages are too small for TMA.
 _GATHERED_BYTES = (192 + 128) * 2
@@ -237,6 +256,9 @@ _WARPGROUP_REGISTERS = {
 _WIDE_REGISTERS = _Registers(producer=88, consumer=208)
 # The same of two warpgroups each that dequantise, and accumulate few columns.
 _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
+
+# The same of two warpgroups whose V is transposed.
+_FP8_REGISTERS = _Registers(producer=64, consumer=224)
 
 
 def _stored_bytes(spec: AttentionSpec, dim: int) -> int:
@@ -305,6 +327,8 @@ def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
 
 
 def _decode_product_dtype(spec: DecodeSpec) -> str:
+    if spec.has_fp8_queries:  # which become float16 with their scales
+        return DType.FLOAT16.value
     # float16 holds every dequantised number, and the conversion is shorter than that to bfloat16.
     # Rows of q in another type take registers, which wide kernels have none of.
     has_registers = spec.head_dim <= 256 and spec.row_tile <= 16
@@ -367,17 +391,17 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
 
 
 def _warpgroup_row(spec: AttentionSpec) -> _WarpgroupRow:
-    is_dequantised = spec.kv_dtype is not spec.q_dtype
+    rows = _WARPGROUP_TILES if spec.kv_dtype is spec.q_dtype else _DEQUANT_TILES
     return next(
         row
-        for row in (_DEQUANT_TILES if is_dequantised else _WARPGROUP_TILES)
+        for row in (_FP8_TILES if spec.has_fp8_queries else rows)
         if spec.head_dim <= row.max_head_dim and spec.head_dim_vo <= row.max_head_dim_vo
     )
 
 
-def _segment_bytes(columns: int) -> int:
-    """Return the bytes of a row of 16 bits, in whole segments."""
-    return -(-2 * columns // SEGMENT_BYTES) * SEGMENT_BYTES
+def _segment_bytes(columns: int, item_bytes: int = 2) -> int:
+    """Return the bytes of a row of products' operands, in whole segments."""
+    return -(-item_bytes * columns // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
 def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
@@ -429,6 +453,41 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
         product_dtype=spec.q_dtype.value,
         output_columns=value_dim,
         key_parts=row.key_parts,
+    )
+
+
+def _fp8_tile(spec: AttentionSpec) -> WarpgroupTile:
+    """Return the tile of products of 8 bits."""
+    row = _warpgroup_row(spec)
+    tile_tokens = row.tile_tokens(spec)
+    key_bytes = _segment_bytes(spec.head_dim, item_bytes=1)
+    landing_bytes = tile_tokens * _segment_bytes(spec.head_dim_vo, item_bytes=1)
+    # A column of V has all tokens of a tile, in whole segments.
+    value_bytes = spec.head_dim_vo * _segment_bytes(tile_tokens, item_bytes=1)
+    smem_bytes = row.num_stages * (tile_tokens * key_bytes + value_bytes + landing_bytes)
+    smem_bytes += 64 * row.num_consumers * row.num_query_stages * key_bytes
+    registers = _FP8_REGISTERS
+    return WarpgroupTile(
+        num_warps=4 * row.num_consumers,
+        tile_tokens=tile_tokens,
+        num_stages=row.num_stages,
+        num_query_stages=row.num_query_stages,
+        num_landings=row.num_stages,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        smem_bytes=smem_bytes,
+        row_tile=64 * row.num_consumers,
+        merge_rows=2 if spec.changes_scores else 4,
+        merge_splits=8,
+        merge_loads=2 if spec.changes_scores else 4,
+        tma_tokens=_prefill_tma_tokens(spec, tile_tokens),
+        key_tma_columns=SEGMENT_BYTES,
+        num_producers=row.num_producers,
+        producer_registers=registers.producer,
+        consumer_registers=registers.consumer,
+        product_dtype=spec.q_dtype.value,
+        output_columns=spec.head_dim_vo,
     )
 
 

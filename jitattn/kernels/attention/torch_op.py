@@ -16,7 +16,6 @@ from jitattn.kernels.attention.queries import (
 )
 from jitattn.kernels.common.torch_op import (
     CACHE,
-    OUTPUTS,
     PAGES,
     PLAN,
     bound_of,
@@ -51,6 +50,8 @@ def attention(
     mask_indptr: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    q_scale: Tensor | None = None,
+    q_factor: float | None = None,
 ) -> None:
     """Run a plan: ``torch.ops.jitattn.attention``.
 
@@ -69,13 +70,17 @@ def attention(
         mask_indptr: of a ragged mask.
         out: likewise; written.
         lse: likewise; written if given.
+        q_scale: of FP8 queries that attention kernels read: a tensor; or else
+        q_factor: a number, or neither.
 
     Raises:
         TypeError, ValueError: as ``Plan.run``, or a handle of nothing that lives.
     """
     found: Any = find("plan", plan, "Plan")
     bound = bound_of(found, kv_cache, kv, "BoundCache", k_scale=k_scale, v_scale=v_scale)
-    run: Any = Plan.run  # of FP8 queries, too, which are dequantised by then
+    # Queries that are dequantised in front are by then.
+    reads_fp8 = found.planner.tensor_dtypes.q is FP8
+    run: Any = type(found).run if reads_fp8 else Plan.run
     run(
         found,
         q,
@@ -85,13 +90,15 @@ def attention(
         lse=lse,
         sinks=sinks,
         custom_mask=custom_mask if mask_indptr is None else (custom_mask, mask_indptr),
+        q_scale=scale_of(q_scale, q_factor),
     )
 
 
 define(
     attention,
     f"{PLAN}Tensor q, {CACHE}Tensor? v_scale, {PAGES}Tensor? sinks, Tensor? custom_mask, "
-    f"Tensor? mask_indptr, {OUTPUTS}",
+    "Tensor? mask_indptr, Tensor(a!) out, Tensor(b!)? lse, Tensor? q_scale=None, "
+    "float? q_factor=None) -> ()",
 )
 
 
@@ -143,6 +150,7 @@ def trace_attention(
     return_lse: bool,
     sinks: Tensor | None,
     custom_mask: Any,
+    q_scale: ScaleLike | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Put a ``Plan.run`` into the graph."""
     refuse_gradients({"q": q, "sinks": sinks})
@@ -154,7 +162,7 @@ def trace_attention(
     out, lse = new_outputs(q, width, dtype, out, lse, return_lse)
     torch.ops.jitattn.attention(
         plan.handle, q, tensors, handle, k_scale, v_scale, *pages_tensors(pages),
-        sinks, mask, indptr, out, lse,
+        sinks, mask, indptr, out, lse, *scale_parts(q_scale),
     )  # fmt: skip
     if return_lse:
         assert lse is not None

@@ -90,6 +90,11 @@ class CudaPlan:
             for step in launch.steps_of(kernels):
                 self._launch(step)
 
+    def write_query_scale(self, scale: object) -> None:
+        """Write the scale of queries that kernels read with theirs."""
+        for launch in self.launches:
+            launch.write_query_scale(scale)
+
     def replay_of(self, call: PlannedCall) -> Replay | None:
         """Return what repeats ``call``, the last one, with other addresses; None if nothing can."""
         stream = _C._cuda_getCurrentRawStream(self._index)

@@ -281,6 +281,13 @@ class KernelLaunch:
             numbers = k_at, k.stride, k.value, v_at, v.stride, v.value
             _SCALES.pack_into(self._raw, _SCALES_AT, *numbers)
 
+    def write_query_scale(self, scale: Any) -> None:
+        """Write the scale of FP8 queries into the parameters of kernels that read them."""
+        queries = self.params.queries
+        queries.values = None if scale.tensor is None else scale.tensor.data_ptr()
+        queries.token_stride, queries.head_stride = scale.strides
+        queries.value = scale.value
+
     def _write_layouts(self, q: RowLayout, out: RowLayout, lse: RowLayout) -> None:
         attention = self._attention
         attention.num_tokens = q.shape[0]

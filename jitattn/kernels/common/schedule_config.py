@@ -61,7 +61,6 @@ class FamilyTraits:
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
         has_one_kernel: whether the decode kernel is the prefill kernel, too.
         merges_in_kernel: whether a CTA of the prefill kernel merges the splits of a query tile.
-        slot_counters: counters of a slot and head block.
         params: what its kernels get besides the parameters of attention.
     """
 
@@ -73,7 +72,6 @@ class FamilyTraits:
     min_slot_cost: int
     has_one_kernel: bool = False
     merges_in_kernel: bool = True
-    slot_counters: int = 1
     params: ParamFields = ()
 
 
@@ -189,7 +187,7 @@ def schedule_config(
         num_first_items=work.num_first_items,
         num_values=num_values,
         num_partials=num_values + 2 * num_rows,
-        num_counters=_num_counters(traits, work, blocks),
+        num_counters=SLICE_BYTES // 4 + work.max_slots * blocks.num_head_blocks,
         pool_entries=_pool_entries(config),
         has_lists=layout.is_list,
         bounds_requests=layout.has_offsets or layout.is_list,
@@ -213,11 +211,6 @@ def schedule_config(
 def _partial_values(num_rows: int, kernel: PlannedKernel) -> int:
     """Return the floats of partial rows. Their sums follow, in front of what CTAs have claimed."""
     return aligned(4 * num_rows * kernel.tile.value_dim) // 4
-
-
-def _num_counters(traits: FamilyTraits, work: _WorkSlots, blocks: _HeadBlocks) -> int:
-    # Behind what CTAs have claimed.
-    return SLICE_BYTES // 4 + traits.slot_counters * work.max_slots * blocks.num_head_blocks
 
 
 class _FixedSplits(NamedTuple):

@@ -38,6 +38,11 @@ class AttentionSpec(KernelSpec):
         return self.use_logits_soft_cap or self.variant is not None
 
     @property
+    def has_fp8_queries(self) -> bool:
+        """Whether the kernel reads FP8 queries and their scales."""
+        return self.q_dtype is DType.FLOAT8_E4M3FN
+
+    @property
     def _suffix(self) -> str:
         """The part of the symbol that follows the kernel's own."""
         same = self.head_dim == self.head_dim_vo
@@ -69,6 +74,8 @@ class AttentionSpec(KernelSpec):
         chosen = {name: value for name, value in self.context().items() if name in known}
         if self.variant is not None:
             chosen["variant"] = self.variant.name
+        if self.has_fp8_queries:
+            chosen["fp8_products"] = "fast"
         return ",".join(f"{name}={value}" for name, value in chosen.items())
 
     def context(self) -> dict[str, object]:

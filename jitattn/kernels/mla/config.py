@@ -65,7 +65,7 @@ RULES: tuple[Rule[MLAConfig], ...] = (
     ),
     one_of("page_table", (*PAGE_TABLES, ListLayout.INDICES.value)),
     not_with_lists("variant", default=None, choices=VARIANT_RANGE),
-    fp8_products_rule((DType.FLOAT8_E4M3FN.value,)),
+    fp8_products_rule((DType.FLOAT8_E4M3FN.value,), "which are the same"),
     rule(
         "num_sms",
         "None (all), 1 and up",

@@ -38,7 +38,6 @@ TRAITS = FamilyTraits(
     min_slot_cost=2,
     has_one_kernel=True,
     merges_in_kernel=False,
-    slot_counters=2,
     params=MLA_FIELDS,
 )
 

@@ -22,6 +22,7 @@ struct Float8E5M2 {
 
 struct Float8E4M3 {
   using Storage = uint8_t;
+  static constexpr int kMantissaBits = 3;
   static __device__ __forceinline__ uint2 to_halves(uint32_t bytes) {
     if constexpr (kArch < 890) return {shift(bytes << 8), shift(bytes)};
     uint16_t b0, b1, b2, b3;

@@ -19,6 +19,7 @@
 namespace jitattn {
 
 // The spec and its tile as constants: the only place where numbers are substituted.
+// Of FP8 queries what they are once they are multiplied with their scales.
 using QType = BFloat16;
 using ProductType = BFloat16;  // of both products
 using KVType = BFloat16;
@@ -26,6 +27,8 @@ using OutType = BFloat16;
 constexpr int kKeyDim = 128;
 constexpr int kPageSize = 16;
 constexpr int kRowTile = 128;
+// Queries of 8 bits with scales of their own, which decode kernels multiply them with.
+constexpr bool kHasFP8Queries = 0;
 constexpr bool kUseLogitsSoftCap = 0;
 constexpr bool kUseCustomMask = 0;
 constexpr bool kHasVariant = 0;
@@ -50,8 +53,13 @@ constexpr bool kSharesTiles = 1;
 constexpr int kNumThreads = kNumWarps * kWarpSize;
 constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 
-// Caches of 8 and 4 bits are dequantised to ProductType.
-constexpr bool kDequantises = sizeof(KVType::Storage) == 1;
+// Caches of 8 and 4 bits have scales, and are dequantised to ProductType but for products of 8 bits.
+constexpr bool kHasScales = sizeof(KVType::Storage) == 1;
+constexpr bool kHasFP8Products = 0;
+constexpr bool kDequantises = kHasScales && !kHasFP8Products;
+// Probabilities of 8 bits are 2**8 times as large, of at most 448: small ones keep their digits.
+constexpr float kProbabilityBits = kHasFP8Products ? 8.f : 0.f;
+constexpr float kProbabilityFactor = kHasFP8Products ? 256.f : 1.f;
 // Two elements a byte, in blocks with a scale, and with int4 a zero. Where consumers dequantise,
 // products take 32 dims in two steps.
 constexpr bool kHasBlocks = BlocksOf<KVType>::kExist;
@@ -167,11 +175,13 @@ struct KernelParams {
 constexpr bool kHasWholeQueryTiles = true;
 constexpr int kNumQueryStages = 2;
 constexpr int kNumLandings = 0;
+// Whether a soft cap bounds scores so closely that 0 serves as the maximum of every row: their
+// probabilities and sums stay within the exponents of float32 and bfloat16.
+constexpr bool kFixedMaximum = 0;
 constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
 
 using cute::SM90::GMMA::Major;
 using ScoreProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
 using OutputProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
-
 }  // namespace jitattn
 #endif

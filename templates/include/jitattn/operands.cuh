@@ -29,4 +29,18 @@ struct Scale {
   }
 };
 
+// Scales of stored queries, of a token and a head.
+struct QueryScales {
+  const float* values;  // [num_tokens, num_qo_heads], strides of 0 where one serves several; null:
+  int64_t token_stride;
+  int64_t head_stride;
+  float value;  // for all
+
+  // NaN instead of an infinity, which is no scale.
+  __device__ __forceinline__ float of(int64_t token, int64_t head) const {
+    const float scale = values ? values[token * token_stride + head * head_stride] : value;
+    return scale - scale == 0.f ? scale : scale - scale;
+  }
+};
+
 }  // namespace jitattn

@@ -337,6 +337,14 @@ __device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
   return r;
 }
 
+// Stores four 8 x 8 matrices of 16-bit elements, two of a row a lane; lane l names row l % 8 of
+// matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint4 value) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 // Transposes an 8 x 8 matrix of 16-bit elements that a warp holds, two a lane.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t fragment) {
   uint32_t r;
@@ -436,6 +444,19 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 __device__ __forceinline__ uint32_t cvt_e4m3x2(float low, float high) {
   uint16_t bytes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+  return bytes;
+}
+// Likewise four, the first in the lowest byte.
+__device__ __forceinline__ uint32_t cvt_e4m3x4(float a, float b, float c, float d) {
+  uint32_t bytes;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(bytes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
   return bytes;
 }
 __device__ __forceinline__ uint32_t cvt_e5m2x2(float low, float high) {

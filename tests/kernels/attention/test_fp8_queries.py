@@ -14,7 +14,7 @@ from jitattn.cascade import CascadePlanner
 from jitattn.kernels.registry import specs_of
 from jitattn.spec.arch import ARCHITECTURES
 from jitattn.spec.config import PlannerConfig
-from tests.support.fp8_queries import FORMS, FP8, GPU_CASES, MIXED, FP8Case, FP8Inputs
+from tests.support.fp8_queries import FAST, FORMS, FP8, GPU_CASES, MIXED, FP8Case, FP8Inputs
 
 SMALL = FP8Case(head_dim=16, q_lens=(1, 3, 2), kv_lens=(20, 3, 40))
 
@@ -25,7 +25,9 @@ def test_every_form(form: str) -> None:
     inputs.check(inputs.attend())
 
 
-@pytest.mark.parametrize("name", [name for name in GPU_CASES if "long" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in GPU_CASES if "long" not in name and "fast" not in name]
+)
 def test_every_case(name: str) -> None:
     inputs = FP8Inputs(GPU_CASES[name], "cpu")
     inputs.check(inputs.attend())
@@ -214,3 +216,38 @@ def test_the_kernels(arch: str) -> None:
     assert {spec for spec in specs if spec not in same} == {
         spec for spec in specs if spec.kernel == "dequantize_queries"
     }
+
+
+FAST_TWINS: dict[str, dict[str, Any]] = {
+    "16-bit queries": {"q_dtype": "bfloat16"},
+    "a head dim": {"head_dim": 80},
+    "a wide head dim": {"head_dim": 512},
+    "a value head dim": {"head_dim_vo": 48},
+    "lists": {"page_table": "page_lists"},
+    "a variant": {"variant": jitattn.ALIBI},
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_kernels_of_products_of_8_bits(arch: str) -> None:
+    """They read FP8 queries, on one architecture."""
+    kinds = ("decode", "prefill")
+    symbols = [spec.symbol for spec in specs_of(FAST.config, arch) if spec.kernel in kinds]
+    has_fp8 = arch == "sm_90a"
+    assert all(("_qe4m3_kve4m3_" in symbol) is has_fp8 for symbol in symbols)
+    others = {spec.kernel for spec in specs_of(FAST.config, arch)}
+    assert ("dequantize_queries" in others) is not has_fp8
+
+
+@pytest.mark.parametrize("name", FAST_TWINS)
+def test_what_has_no_products_of_8_bits(name: str) -> None:
+    fast = replace(FAST.config, **FAST_TWINS[name])
+    assert specs_of(fast, "sm_90a") == specs_of(replace(fast, fp8_products="exact"), "sm_90a")
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 224, 256])
+def test_a_kernel_names_its_configuration(head_dim: int) -> None:
+    for spec in specs_of(replace(FAST.config, head_dim=head_dim), "sm_90a"):
+        if spec.kernel in ("decode", "prefill"):
+            again = specs_of(PlannerConfig.parse(spec.config_text()), "sm_90a")
+            assert spec.symbol in {other.symbol for other in again}

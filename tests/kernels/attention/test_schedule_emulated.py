@@ -125,8 +125,16 @@ def suits_whole_query_tiles(costs: list[int], num_ctas: int, num_head_blocks: in
         many = (
             100 * work_tiles >= 93 * passes * num_ctas or work_tiles >= MANY_WORK_TILES * num_ctas
         )
-        return many or passes * longest * num_ctas <= even
+        return many or passes_cost(costs, num_ctas, num_head_blocks) * num_ctas <= even
     return longest * num_ctas <= even
+
+
+def passes_cost(costs: list[int], num_ctas: int, num_head_blocks: int) -> int:
+    """``passes_cost()``: the first of each pass, the costliest first, in sixteenths rounded up."""
+    longest = max(costs)
+    steps = sorted(((cost - 1) * 16 // longest for cost in costs), reverse=True)
+    firsts = range(0, len(costs) * num_head_blocks, num_ctas)
+    return sum(-(-(steps[i // num_head_blocks] + 1) * longest // 16) for i in firsts)
 
 
 def bucket_of(cost: int, longest: int) -> int:
@@ -349,7 +357,8 @@ def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
     assert set(query_tiles[num_query_tiles:].flatten().tolist()) == {UNWRITTEN}
     found = [QueryTile(*query_tile) for query_tile in query_tiles[:num_query_tiles].tolist()]
     begins = cost_begin[:num_query_tiles].tolist()
-    costs = [_VISIT_COST + len(query_tile.tiles(batch.tile_tokens)) for query_tile in found]
+    counts = [len(query_tile.tiles(batch.tile_tokens)) for query_tile in found]
+    costs = [count + (_VISIT_COST if count else min(_VISIT_COST, 1)) for count in counts]
     # The scan is of the query tiles as requests list them.
     listed = costs if not is_whole else [costs[i] for i in as_requests_list(found)]
     tile_cost = _VISIT_COST

@@ -9,19 +9,48 @@
 
 namespace jitattn {
 
-// All producer warps, where they dequantise.
-constexpr int kNumQueryWarps = kDequantises ? kProducerThreads / kWarpSize : 2;
+// All producer warps, where they dequantise; and one, where others transpose V.
+constexpr int kNumQueryWarps = kDequantises      ? kProducerThreads / kWarpSize
+                               : kHasFP8Products ? 1
+                                                 : 2;
 constexpr int kQueryThreads = kNumQueryWarps * kWarpSize;
 // Producer warps of K, and of V.
-constexpr int kTileWarps = (kProducerThreads / kWarpSize - 2) / 2;
+constexpr int kTileWarps = kHasFP8Products ? 1 : (kProducerThreads / kWarpSize - 2) / 2;
+constexpr int kTransposeWarps = kHasFP8Products ? kProducerThreads / kWarpSize - 2 : 0;
 
 // Hardware barriers; 0 is the whole CTA's.
 constexpr int kTurnBarrier = 1;  // and the next, one a warpgroup
 constexpr int kConsumerBarrier = kTurnBarrier + kNumGroups;
 constexpr int kQueryBarrier = kConsumerBarrier + 1;
 constexpr int kFirstQueryBarrier = kQueryBarrier + 1;  // and the next, one a warpgroup
+constexpr int kTransposeBarrier = kFirstQueryBarrier + kNumGroups;
 
-struct Shared {
+// Where products have 8 bits: landings of V, and scales of the rows of Q.
+template <bool kExist>
+struct FP8Shared {
+  __device__ __forceinline__ void init_barriers(int loaders) {}
+};
+template <>
+struct FP8Shared<true> {
+  static constexpr int kCount = kNumLandings > 0 ? kNumLandings : 1;
+  uint64_t landing_barriers[2][kCount];
+  ScoreScale row_scales[kNumQueryStages][kRowTile];
+
+  __device__ __forceinline__ uint32_t landing_full(int i) {
+    return smem_address(landing_barriers[0] + i);
+  }
+  __device__ __forceinline__ uint32_t landing_empty(int i) {
+    return smem_address(landing_barriers[1] + i);
+  }
+  __device__ __forceinline__ void init_barriers(int loaders) {
+    for (int i = 0; i < kCount; ++i) {
+      mbarrier_init(landing_full(i), loaders);
+      mbarrier_init(landing_empty(i), kTransposeWarps);
+    }
+  }
+};
+
+struct Shared : FP8Shared<kHasFP8Products> {
   WorkItem work_items[kNumWorkItems];
   WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
   SplitMerges merges;
@@ -51,10 +80,11 @@ struct Shared {
     }
     for (int i = 0; i < kNumKeyParts; ++i) {
       mbarrier_init(k_full(i), kLoaders);
-      if (i < kNumStages) mbarrier_init(v_full(i), kLoaders);
+      if (i < kNumStages) mbarrier_init(v_full(i), kHasFP8Products ? kTransposeWarps : kLoaders);
       mbarrier_init(k_empty(i), kNumWarps);
       if (i < kNumStages) mbarrier_init(v_empty(i), kNumWarps);
     }
+    FP8Shared<kHasFP8Products>::init_barriers(kLoaders);
     for_each<2>([&](int i) { merges.items[i].work = kNoWork; });
     fence_mbarrier_init();
   }

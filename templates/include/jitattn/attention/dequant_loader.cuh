@@ -25,7 +25,6 @@ constexpr int kVectorSize = stored_bytes(kVectorElements) / sizeof(KVType::Stora
 // A warp has eight rows of a tile at a time, four lanes a row: their writes meet no bank twice.
 constexpr int kRowGroups = kTileTokens / 8;
 constexpr int kWarpGroups = (kRowGroups + kOperandWarps - 1) / kOperandWarps;
-constexpr int kLandingOffset = kQueryOffset + kNumQueryStages * kQueryStageBytes;
 
 static_assert(8 * kWarpGroups <= kWarpSize, "each lane finds one row");
 static_assert(kLandingOffset + kNumLandings * kWarpGroups * (kKeySegments + kValueSegments) *

@@ -65,7 +65,7 @@ struct ScoreScale {
 
   template <int kCount>
   __device__ __forceinline__ void multiply_first(float (&scores)[kCount]) const {
-    if constexpr (kDequantises) {
+    if constexpr (kHasScales) {
       if (first != 1.f) for_each<kCount>([&](int i) { scores[i] *= first; });
     }
   }
@@ -74,7 +74,7 @@ struct ScoreScale {
 // Score scale of a KV head.
 __device__ __forceinline__ ScoreScale score_scale_of(const AttentionParams& params,
                                                      int32_t kv_head) {
-  if constexpr (!kDequantises) return {1.f, params.score_scale};
+  if constexpr (!kHasScales) return {1.f, params.score_scale};
   const float k_scale = params.k_scale.of(kv_head);
   float product = params.score_scale * k_scale;
   if constexpr (kProductFactor != 1.f) product *= kProductFactor;
@@ -109,8 +109,9 @@ struct RowResult {
     const float sum = d * scale + exp2_approx(sink - finite_maximum(top));
     // The sum is at least 1 where the maximum is finite, and NaN where a score is.
     factor = scale * reciprocal_approx(sum);
-    if constexpr (kDequantises) factor *= params.v_scale.of(params.group_size.divide(head));
+    if constexpr (kHasScales) factor *= params.v_scale.of(params.group_size.divide(head));
     if constexpr (kProductFactor != 1.f) factor *= kProductFactor;
+    if constexpr (kHasFP8Products) factor *= 1.f / kProbabilityFactor;
     if (sum == 0.f) factor = 0.f;
     lse = sum == 0.f ? neg_inf() : kLn2 * (finite_maximum(top) + log2_approx(sum));
     if (query_tile.kv_end == kInvalidLength) factor = lse = quiet_nan();

@@ -92,8 +92,9 @@ __device__ __forceinline__ float reduce_large_offset(Scores& s, int half, float 
   return 0.f;
 }
 
-// Raises the maxima `m` to those of both rows of a lane, turns scores into probabilities, and adds
-// these to the sums `d`. Exponentials of the first row run beside the maximum of the second.
+// Raises the maxima `m` to those of both rows of a lane, turns scores into probabilities times
+// kProbabilityFactor, and adds these to the sums `d`. Exponentials of the first row run beside the
+// maximum of the second.
 template <int kGroups, bool kHasLargeScores, typename Scores>
 __device__ __forceinline__ void exponentiate_rows(Scores& s, const float (&scales)[2],
                                                   float (&m)[2], float (&d)[2],
@@ -107,6 +108,7 @@ __device__ __forceinline__ void exponentiate_rows(Scores& s, const float (&scale
       offset[half] = reduce_large_offset<kGroups>(s, half, m[half], offset[half]);
   };
   const auto add = [&](int half) {
+    if constexpr (kHasFP8Products) offset[half] -= kProbabilityBits;
     const float sum = exponentiate_row<kGroups>(s, half, scales[half], offset[half]);
     d[half] = d[half] * old_scale[half] + sum;
   };

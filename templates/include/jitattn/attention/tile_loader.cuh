@@ -1,4 +1,4 @@
-// Producers of Q, K and V: kTileWarps warps for K, as many for V, two for Q.
+// Loaders of Q, K and V to shared memory.
 #pragma once
 
 #include "jitattn/attention/barriers.cuh"
@@ -50,12 +50,12 @@ struct TileAddresses<kIsKey, TileLoader::kTma> {
                                        uint32_t smem, uint32_t barrier, int part) const {
     // TMA tiles of K have one segment each, so that a tile's rows follow each other; so have those
     // of V whose last segment is cut off by the end of a row, where the hardware fills in zeros.
-    constexpr bool kIsClipped = Source<kIsKey>::kDim * 2 % kSegmentBytes != 0;
+    constexpr bool kIsClipped = Source<kIsKey>::kDim * kItemBytes % kSegmentBytes != 0;
     constexpr bool kHasOneSegment = kIsKey || kIsClipped;
     constexpr int kTmaTileSegments = kHasOneSegment ? 1 : kValueSegments;
     constexpr int kSteps = kIsKey ? kKeyPartSegments : kIsClipped ? kValueSegments : 1;
     static_assert(!kIsClipped || (kIsKey ? kKeyParts : kNumValueBlocks) == 1, "all segments");
-    constexpr int kSegmentColumns = kSegmentBytes / 2;
+    constexpr int kSegmentColumns = kSegmentBytes / kItemBytes;
     constexpr int kCopyBytes = kTmaTokens * kTmaTileSegments * kSegmentBytes;
     const int begin = first_tma_tile(), end = end_tma_tile();
     const int32_t head = block.kv_head;
@@ -119,7 +119,8 @@ struct TileAddresses<kIsKey, TileLoader::kGather> {
       if (row < tokens.first || row >= tokens.last) return;
       const int32_t token = tokens.begin + row;
       const Location at = PageTable::locate(S::id(params, page_row, token), token);
-      offsets[i] = 2 * (at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
+      offsets[i] =
+          kItemBytes * (at.page * (kIsKey ? attention.k_page_stride : attention.v_page_stride) +
                         at.token * (kIsKey ? attention.k_token_stride : attention.v_token_stride));
     });
   }
@@ -191,7 +192,7 @@ struct TileAddresses<kIsKey, TileLoader::kElements> {
         if (first_row + row < kTileTokens) {
           copy(
               S::row(smem, vector / 8, first_row + row) + (vector % 8 ^ (first_row + row) % 8) * 16,
-              base + max(place, 0ll) + vector * 8, place >= 0);
+              base + max(place, 0ll) + vector * (16 / kItemBytes), place >= 0);
         }
       }
     }
@@ -289,37 +290,16 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
     }
     if (is_first) mbarrier_arrive(shared.item_full(index));
     if (!is_end && !is_copied_by_consumers(item)) {
-      copy_query<kWarpSize>(params.attention, item.rows(params.attention),
-                            smem + queries.stage * kQueryStageBytes,
-                            threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
+      const int warp = threadIdx.x % kQueryThreads / kWarpSize;
+      const QueryRows rows = item.rows(params.attention);
+      copy_query<kWarpSize>(params.attention, rows, smem + queries.stage * kQueryStageBytes, warp,
+                            kNumQueryWarps);
+      write_row_scales<kWarpSize>(params, shared, rows, queries.stage, warp, kNumQueryWarps);
     }
     mbarrier_arrive(shared.q_full(queries.stage));
     if (is_end) break;
     queries.next(kNumQueryStages);
     index = (index + 1) % kNumWorkItems;
-  }
-}
-
-__device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
-  if constexpr (kTileWarps > 1) {
-    // In this order and by threads: the compiler then gives each role its registers.
-    constexpr int kTileThreads = kTileWarps * kWarpSize;
-    if (threadIdx.x >= kNumThreads + 2 * kTileThreads) {
-      load_queries(params, shared, smem + kQueryOffset);
-    } else if (threadIdx.x >= kNumThreads + kTileThreads) {
-      load_tiles<false>(params, shared, smem + kValueOffset);
-    } else {
-      load_tiles<true>(params, shared, smem + kKeyOffset);
-    }
-    return;
-  }
-  const int warp = warp_idx() - kNumWarps;
-  if (warp == 0) {
-    load_tiles<true>(params, shared, smem + kKeyOffset);
-  } else if (warp == 1) {
-    load_tiles<false>(params, shared, smem + kValueOffset);
-  } else {
-    load_queries(params, shared, smem + kQueryOffset);
   }
 }
 

@@ -1,6 +1,7 @@
 // Coordinates of a work tile: slot, query tiles, KV tiles and query rows.
 #pragma once
 
+#include "jitattn/fp8.cuh"
 #include "jitattn/kernel.cuh"
 #include "jitattn/lanes.cuh"
 #include "jitattn/ptx.cuh"
@@ -234,10 +235,23 @@ struct WorkItemRef {
   }
 };
 
+// Eight queries of 8 bits times their scale.
+__device__ __forceinline__ uint4 scaled_eight(uint2 bytes, float scale) {
+  const auto times = [&](uint32_t pair) {
+    uint16_t low, high;
+    split(pair, low, high);
+    return Half::pack(Half::to_float(low) * scale, Half::to_float(high) * scale);
+  };
+  const uint2 first = Float8E4M3::to_pairs(bytes.x), last = Float8E4M3::to_pairs(bytes.y);
+  return {times(first.x), times(first.y), times(last.x), times(last.y)};
+}
+
 // Q of the rows in shared memory, zeros past the last row and dim. The caller synchronises. Where K
 // has 8 bits, the even ones of each 16 dims come first, since load_keys() loads those of K in that
 // order; where it has 4, dims i and i + 4 of each eight are neighbours, for load_key_blocks().
-__device__ __forceinline__ void load_query(const QueryRows& rows, uint32_t q_smem) {
+template <typename Params>
+__device__ __forceinline__ void load_query(const Params& all, const QueryRows& rows,
+                                           uint32_t q_smem) {
   constexpr int kVectors = 2 * kKeyTiles;
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRowTile * kVectors; i += kNumThreads) {
@@ -246,9 +260,17 @@ __device__ __forceinline__ void load_query(const QueryRows& rows, uint32_t q_sme
     const bool exists = row < rows.num_rows && (!kHasBlocks || vector < kKeyDim / 8);
     if (exists) {
       const AttentionParams& params = rows.params;
-      const uint16_t* source = params.q + rows.token(row) * params.q_token_stride +
-                               rows.head(row) * params.q_head_stride + vector * 8;
-      words = params.q_is_aligned ? *reinterpret_cast<const uint4*>(source) : load_16(source);
+      const int64_t element = rows.token(row) * params.q_token_stride +
+                              rows.head(row) * params.q_head_stride + vector * 8;
+      if constexpr (kHasFP8Queries) {
+        const uint8_t* source = reinterpret_cast<const uint8_t*>(params.q) + element;
+        const uint2 bytes =
+            params.q_is_aligned ? *reinterpret_cast<const uint2*>(source) : load_8(source);
+        words = scaled_eight(bytes, all.queries.of(rows.token(row), rows.head(row)));
+      } else {
+        const uint16_t* source = params.q + element;
+        words = params.q_is_aligned ? *reinterpret_cast<const uint4*>(source) : load_16(source);
+      }
     }
     const uint32_t place = q_smem + row * kQueryRowBytes;
     if constexpr (kHasBlocks) {

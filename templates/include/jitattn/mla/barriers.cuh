@@ -3,6 +3,7 @@
 
 #include "jitattn/mla/kernel.cuh"
 
+#include "jitattn/attention/merge_counter.cuh"
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/mla/query_loader.cuh"
 #include "jitattn/mla/wgmma_tiles.cuh"
@@ -15,7 +16,6 @@ constexpr int kProbabilityBarrier = 1;  // and the next: those of a warpgroup ar
 constexpr int kGroupBarrier = 3;        // and the next: of a warpgroup
 constexpr int kConsumerBarrier = 5;
 constexpr int kQueryBarrier = 6;
-constexpr int kTeamBarrier = 7;  // and the next: of a team that merges rows
 
 // Whether tokens arrive by asynchronous copies.
 constexpr bool kCopiesLater = kUseVectorLoads && !kDequantises;
@@ -23,12 +23,6 @@ constexpr bool kCopiesLater = kUseVectorLoads && !kDequantises;
 // TMA tiles of a KV tile, and warps that copy them in turn.
 constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
 constexpr int kTileWarps = kNumTmaTiles > 1 ? 2 : 1;
-
-// Teams of consumers that merge a row at a time.
-constexpr int kMergeTeams = kNumThreads / (kLatentDim / 4);
-
-// What a CTA has to do once its splits of a query tile have arrived.
-enum class MergeRole : int32_t { kNone, kHelps, kMergesAlone };
 
 // Each half of a stage holds the values of one warpgroup, which empties it after the probabilities,
 // hence after the scores.
@@ -38,8 +32,8 @@ struct Shared {
   float2 tops[kNumGroups][kRowTile];    // of a warpgroup's last tile: maximum, old scale
   float sums[2][kNumGroups][kRowTile];  // of kv splits in turn
   float row_scales[kRowTile];           // of the last work item
-  int32_t claimed[kMergeTeams][2];      // batches of rows, in turns
-  MergeRole merge_role;
+  WorkItem split_items[2];              // of which splits are published; kNoWork: none
+  RowRange split_rows[2];               // that this CTA merges of them
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2];
   uint64_t tile_barriers[2][2][2];  // full or empty, stage, half
@@ -67,6 +61,8 @@ struct Shared {
       mbarrier_init(empty(i / 2, i % 2), kNumWarps / kNumGroups);
     }
     fence_mbarrier_init();
+    for (WorkItem& item : split_items) item.work = kNoWork;
+    work_items[kNumWorkItems - 1].work = kNoWork;  // before the first
   }
 
   // Whether the first work item is as the schedule has it, with tokens and rows. Else it is found as
@@ -83,7 +79,6 @@ struct Shared {
     const bool is_known = source.work == kUnknownWork && knows_first_item(source.params);
     if (is_known) static_cast<WorkItemFacts&>(item) = first_item;
     source.next(item, is_known);
-    item.index = source.query_tile;
   }
 };
 

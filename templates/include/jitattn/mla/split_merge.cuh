@@ -1,13 +1,11 @@
-// Merge of a query tile's splits by consumers of a warpgroup kernel, where all splits have arrived.
-//
-// A CTA that has written its splits counts them. The one that finds all merges them, and with it
-// those that came before, have nothing else to do and have waited for a while: they claim batches of
-// rows. Nobody has to wait for the work of another, so CTAs need not run at the same time. A row's
-// splits are merged in their order, whoever does it.
+// Merges of query tiles with several splits, by the consumers of a warpgroup kernel: of those that lie
+// in one slot at once, of others when a CTA has no more work, by all CTAs that have splits of it and are
+// there. A row's splits are merged in their order, whoever does it.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"
 
+#include "jitattn/attention/merge_counter.cuh"
 #include "jitattn/attention/output.cuh"
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/attention/work_tile.cuh"
@@ -19,25 +17,23 @@ namespace jitattn {
 
 // Threads that merge a row together, four columns each.
 constexpr int kTeamThreads = kLatentDim / 4;
-static_assert(kNumThreads / kTeamThreads == kMergeTeams, "all consumers merge");
+constexpr int kMergeTeams = kNumThreads / kTeamThreads;
 
-__device__ __forceinline__ int team_idx() { return threadIdx.x / kTeamThreads; }
-
-// Vectors of partials that a thread loads at a time: nothing else hides their latency.
-constexpr int kMergeVectors = 16;
-
-// Rows of a query tile that a team merges at a time, 2^log_splits of the vectors each. Lanes have
-// the sums of a split of a row, of a vector each; they share what they find for their row.
+// Rows of a query tile that a team merges at a time, 2^log_splits of kVectors vectors of partials each.
+// A thread loads all vectors together: nothing else hides their latency. Lanes have the sums of a split
+// of a row, of a vector each; they share what they find for their row.
+template <int kVectors>
 struct MergeBatch {
   const PartialRows& partials;
   const QueryRows& rows;
   const QueryTile& query_tile;
   int log_splits;
   int32_t first_row;
+  int32_t end_row;
 
   // So that most query tiles have all their splits under way together.
   static __device__ __forceinline__ int log_splits_of(int32_t num_splits) {
-    return num_splits <= 2 ? 1 : num_splits <= 4 ? 2 : num_splits <= 8 ? 3 : 4;
+    return num_splits <= 2 ? 1 : num_splits <= 4 ? 2 : num_splits <= 8 || kVectors <= 8 ? 3 : 4;
   }
 
   __device__ __forceinline__ void merge() const {
@@ -50,15 +46,15 @@ struct MergeBatch {
       float2 sums = {neg_inf(), 0.f};
       // Loads from L2, since other SMs write partials during this launch.
       if (index >= 0) sums = __ldcg(rows.params.partial_sums + index);
-      float4 parts[kMergeVectors];
-      for_each<kMergeVectors>([&](int v) { parts[v] = load(of_vector(index, v)); });
+      float4 parts[kVectors];
+      for_each<kVectors>([&](int v) { parts[v] = load(of_vector(index, v)); });
       const float top = fmaxf(m, maximum(sums.x)), old_scale = exp2_approx(m - finite_maximum(top));
       m = top;
       const float scale = exp2_approx(sums.x - finite_maximum(m));
       d = add_sums(__fmul_rn(d, old_scale), sums.y, scale);
       o = o * old_scale;  // a row of more splits has all vectors
       const Row row(*this, m, d);
-      for_each<kMergeVectors>([&](int v) {
+      for_each<kVectors>([&](int v) {
         const int32_t split = v % count;
         const bool is_end = v % 2 == 1 && split + 1 == count;  // a row has two vectors at least
         if (v % 2 == 0 && split == 0 && first == 0) o = {0.f, 0.f, 0.f, 0.f};
@@ -78,11 +74,11 @@ struct MergeBatch {
     __device__ __forceinline__ Row(const MergeBatch& batch, float m, float d)
         : params(batch.rows.params), offset(-1), factor(0.f) {
       const int32_t row = batch.lane_row();
-      if (row >= batch.rows.num_rows) return;
+      if (row >= batch.end_row) return;
       const int32_t token = batch.rows.token(row), head = batch.rows.head(row);
       const RowResult result(params, batch.query_tile, head, m, d);
       const int thread = threadIdx.x % kTeamThreads;
-      if (thread < kMergeVectors && batch.lane_split() == 0) {
+      if (thread < kVectors && batch.lane_split() == 0) {
         write_lse(params, token, head, result.lse);
       }
       offset = token * params.out_token_stride + head * params.out_head_stride;
@@ -99,7 +95,7 @@ struct MergeBatch {
   };
 
   static __device__ __forceinline__ int dim() { return threadIdx.x % kTeamThreads * 4; }
-  static __device__ __forceinline__ int lane_vector() { return lane_idx() % kMergeVectors; }
+  static __device__ __forceinline__ int lane_vector() { return lane_idx() % kVectors; }
   template <typename T>
   static __device__ __forceinline__ T of_vector(T value, int vector) {
     return __shfl_sync(0xffffffff, value, vector);
@@ -114,7 +110,7 @@ struct MergeBatch {
   // The row of the partials that a lane's vector is in; -1 where there is none.
   __device__ __forceinline__ int32_t lane_index(int32_t first_split) const {
     const int32_t split = first_split + lane_split();
-    if (split >= query_tile.num_splits || lane_row() >= rows.num_rows) return -1;
+    if (split >= query_tile.num_splits || lane_row() >= end_row) return -1;
     return static_cast<int32_t>(partials.row(split)) + lane_row();
   }
   __device__ __forceinline__ float4 load(int32_t index) const {
@@ -140,115 +136,74 @@ struct MergeBatch {
   }
 };
 
-// Merges the rows of a work item's query tile, for all consumers: teams claim batches of rows from a
-// counter, or without one take them in turns.
-__device__ __forceinline__ void merge_splits(const AttentionParams& params, const WorkItem& item,
-                                             Shared& shared, int32_t* claims) {
+// Merges some rows of a work item's query tile, for all consumers.
+template <int kVectors>
+__device__ __forceinline__ void merge_rows(const AttentionParams& params, const WorkItem& item,
+                                           RowRange range) {
+  using Batch = MergeBatch<kVectors>;
   const QueryRows rows = item.rows(params);
   const PartialRows partials(params, item.block(params), item.query_tile);
-  const int log_splits = MergeBatch::log_splits_of(item.query_tile.num_splits);
-  const int32_t batch_rows = kMergeVectors >> log_splits;
-  const int team = team_idx();
-  const bool claims_for_team = claims && threadIdx.x % kTeamThreads == 0;
-  int32_t claimed = 0;
-  if (claims_for_team) claimed = atomicAdd(claims, 1);
+  const int log_splits = Batch::log_splits_of(item.query_tile.num_splits);
+  // Of this thread's team.
+  const int32_t size = (range.end - range.begin + kMergeTeams - 1) / kMergeTeams;
+  const int32_t begin = range.begin + size * (threadIdx.x / kTeamThreads);
+  const int32_t end = min(begin + size, range.end);
 #pragma unroll 1
-  for (int32_t turn = 0;; ++turn) {
-    int32_t batch = turn * kMergeTeams + team;
-    if (claims) {
-      int32_t& place = shared.claimed[team][turn % 2];
-      if (claims_for_team) place = claimed;
-      sync_threads<kTeamThreads>(kTeamBarrier + team);
-      batch = place;
-    }
-    if (batch * batch_rows >= rows.num_rows) return;
-    // The next, while this one is merged.
-    if (claims_for_team) claimed = atomicAdd(claims, 1);
-    MergeBatch{partials, rows, item.query_tile, log_splits, batch * batch_rows}.merge();
+  for (int32_t row = begin; row < end; row += kVectors >> log_splits) {
+    Batch{partials, rows, item.query_tile, log_splits, row, end}.merge();
   }
 }
 
-// Counters of a query tile in several slots, zero between launches: of splits that have arrived, and
-// in the upper half of those whose CTAs have left; and of claimed batches.
-struct SplitCounters {
-  static constexpr int32_t kHasLeft = 1 << 16;
-  // Reads of a counter by a CTA that waits: some microseconds.
-  static constexpr int kMostReads = 12;
-
-  int32_t* splits;
-  int32_t* claims;
-  int32_t num_splits;
-  int32_t own_splits;
-
-  __device__ __forceinline__ SplitCounters(const AttentionParams& params, const WorkItem& item,
-                                           int32_t own_splits)
-      : num_splits(item.query_tile.num_splits), own_splits(own_splits) {
-    const int32_t place = item.query_tile.first_slot * params.num_head_blocks;
-    splits = params.counters + 2 * (place + item.block(params).index);
-    claims = splits + 1;
-  }
-
-  // Counts this CTA's splits. Returns whether all have arrived, for which it waits a while; it is to
-  // leave in any case.
-  __device__ __forceinline__ bool arrive() const {
-    int32_t arrived = atomic_add_acq_rel(splits, own_splits) + own_splits;
-#pragma unroll 1
-    for (int i = 0; i < kMostReads && arrived % kHasLeft != num_splits; ++i) {
-      arrived = load_acquire(splits);
-    }
-    return arrived % kHasLeft == num_splits;
-  }
-  __device__ __forceinline__ void leave() const { end(own_splits * kHasLeft); }
-  // Both, without a wait.
-  __device__ __forceinline__ bool arrive_and_leave() const {
-    return end(own_splits * (kHasLeft + 1)) % kHasLeft == num_splits;
-  }
-
- private:
-  __device__ __forceinline__ int32_t end(int32_t addend) const {
-    const int32_t counted = atomic_add_acq_rel(splits, addend) + addend;
-    // Nobody is left: ready for the next launch.
-    if (counted / kHasLeft == num_splits) *claims = *splits = 0;
-    return counted;
-  }
-};
-
-// Whether a work item is the last of its CTA, as far as can be told from its slot.
-__device__ __forceinline__ bool is_last_item(const AttentionParams& params, const WorkItem& item) {
-  if (item.query_tile.last_slot > item.slot) return true;
-  const SlotBoundary end = params.schedule.boundaries[item.slot + 1];
-  return end.query_tile == item.index + 1 && end.tile == 0;
-}
-
-// Counts the splits of a work item whose query tile lies in several slots, for one thread. Returns
-// what its CTA has to do for them.
-__device__ __forceinline__ MergeRole arrive(const AttentionParams& params, const WorkItem& item,
-                                            const SplitCounters& counters) {
-  if (!is_last_item(params, item)) {
-    return counters.arrive_and_leave() ? MergeRole::kMergesAlone : MergeRole::kNone;
-  }
-  if (counters.arrive()) return MergeRole::kHelps;
-  counters.leave();
-  return MergeRole::kNone;
-}
-
-// Ends a work item whose query tile has several splits, after `own_splits` of them.
-__device__ __forceinline__ void merge_work_item(const AttentionParams& params, const WorkItem& item,
-                                                Shared& shared, int32_t own_splits) {
-  const SplitCounters counters(params, item, own_splits);
-  const bool is_here = item.query_tile.first_slot == item.query_tile.last_slot;
+// Merges the splits of a query tile that lies in one slot, when they are written.
+__device__ __forceinline__ void merge_here(const AttentionParams& params, const WorkItem& item) {
   sync_threads<kNumThreads>(kConsumerBarrier);  // every thread's part is written
-  if (threadIdx.x == 0) {
-    shared.merge_role = is_here ? MergeRole::kMergesAlone : arrive(params, item, counters);
+  merge_rows<8>(params, item, {0, item.rows(params).num_rows});
+  // The splits have been read: those of the slot's next query tile may overwrite them.
+  sync_threads<kNumThreads>(kConsumerBarrier);
+}
+
+// Publishes `count` splits of a query tile in several slots. At most one of this CTA's began in an
+// earlier slot, and one goes on in the next.
+__device__ __forceinline__ void publish(const AttentionParams& params, Shared& shared,
+                                        const WorkItem& item, int32_t count) {
+  constexpr int kWords = sizeof(WorkItem) / 4;
+  static_assert(kWords <= kNumThreads, "a word a thread");
+  sync_threads<kNumThreads>(kConsumerBarrier);  // every thread's part is written
+  if (threadIdx.x == 0) MergeCounter(params, item).publish(count);
+  WorkItem& copy = shared.split_items[item.slot == item.query_tile.first_slot];
+  if (threadIdx.x < kWords) {
+    reinterpret_cast<uint32_t*>(&copy)[threadIdx.x] =
+        reinterpret_cast<const uint32_t*>(&item)[threadIdx.x];
+  }
+}
+
+// Merges this CTA's parts of the query tiles that it has published splits of, when it has no more work.
+__device__ __forceinline__ void merge_published(const AttentionParams& params, Shared& shared) {
+  sync_threads<kNumThreads>(kConsumerBarrier);  // the last is noted
+  // A warp for each of both, since either may have to wait.
+  const int own = warp_idx();
+  int32_t word = 0, taken = 0;
+  if (own < 2 && lane_idx() == 0 && shared.split_items[own].work != kNoWork) {
+    const WorkItem& item = shared.split_items[own];
+    const MergeCounter counter(params, item);
+    word = counter.wait(item.query_tile.num_splits);
+    const bool is_there = MergeCounter::num_published(word) == item.query_tile.num_splits;
+    RowRange range = {0, 0};
+    if (is_there) {
+      taken = counter.take_next();
+      range = MergeCounter::part(word, taken, item, item.rows(params).num_rows, 1);
+    } else {
+      word = 0;
+    }
+    shared.split_rows[own] = range;
   }
   sync_threads<kNumThreads>(kConsumerBarrier);
-  const MergeRole role = shared.merge_role;
-  if (role == MergeRole::kNone) return;
-  merge_splits(params, item, shared, role == MergeRole::kHelps ? counters.claims : nullptr);
-  // All claims are made; and splits of one slot have been read, so that those of its next query tile
-  // may overwrite them.
-  sync_threads<kNumThreads>(kConsumerBarrier);
-  if (threadIdx.x == 0 && role == MergeRole::kHelps) counters.leave();
+  if (word) MergeCounter(params, shared.split_items[own]).clear_last(word, taken);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const WorkItem& item = shared.split_items[i];
+    if (item.work != kNoWork) merge_rows<16>(params, item, shared.split_rows[i]);
+  }
 }
 
 }  // namespace jitattn

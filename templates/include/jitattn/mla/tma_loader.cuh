@@ -135,7 +135,7 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
     }
     if (thread == 0) mbarrier_arrive(shared.item_full(index));
     mbarrier_wait(shared.q_empty(), parity);
-    if (!is_end) copy_next_query(params, item, smem);
+    if (!is_end) copy_next_query(params, shared.work_items, index, smem);
     cp_async_wait_all();
     fence_before_tma();
     mbarrier_arrive(shared.q_full());
