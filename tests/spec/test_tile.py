@@ -246,3 +246,15 @@ def test_tiles_of_warpgroups_do_not_go_by_pages(head_dim: int) -> None:
         )
         tiles.add(warpgroup_tile(spec)._replace(**same))
     assert len(tiles) == 1
+
+
+def test_warpgroups_ask_for_no_more_registers_than_a_launch_has() -> None:
+    """Who asks for more waits for ever: a launch has as many a thread as fit, a multiple of 8."""
+    tiles = {spec.tile("sm_90a") for spec in warpgroup_specs()}
+    assert {tile.product_dtype for tile in tiles} >= {"bfloat16", "float16", "float8_e4m3fn"}
+    for tile in tiles:
+        assert isinstance(tile, WarpgroupTile)
+        launched = 65536 // tile.num_threads // 8 * 8 * tile.num_threads
+        producers = 128 * tile.num_producers * tile.producer_registers
+        consumers = 32 * tile.num_warps * tile.consumer_registers
+        assert producers + consumers <= launched, tile
