@@ -357,7 +357,8 @@ def schedule(call: EmulatedSchedule, batch: Batch) -> Scheduled:
     assert set(query_tiles[num_query_tiles:].flatten().tolist()) == {UNWRITTEN}
     found = [QueryTile(*query_tile) for query_tile in query_tiles[:num_query_tiles].tolist()]
     begins = cost_begin[:num_query_tiles].tolist()
-    costs = [_VISIT_COST + len(query_tile.tiles(batch.tile_tokens)) for query_tile in found]
+    counts = [len(query_tile.tiles(batch.tile_tokens)) for query_tile in found]
+    costs = [count + (_VISIT_COST if count else min(_VISIT_COST, 1)) for count in counts]
     # The scan is of the query tiles as requests list them.
     listed = costs if not is_whole else [costs[i] for i in as_requests_list(found)]
     tile_cost = _VISIT_COST

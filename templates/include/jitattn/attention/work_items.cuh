@@ -193,7 +193,8 @@ struct TileTokens {
   }
 };
 
-// Writes the rows of a query tile that sees no token: thread `thread` of `num_threads`.
+// Writes the rows of a query tile that sees no token: thread `thread` of `num_threads`, in whole warps.
+// Each lane finds what is written of one of a warp's rows.
 __device__ __forceinline__ void write_empty(const AttentionParams& params, const WorkItem& item,
                                             int thread, int num_threads) {
   const HeadBlock block = item.block(params);
@@ -201,13 +202,23 @@ __device__ __forceinline__ void write_empty(const AttentionParams& params, const
 #pragma unroll 1
   do {
 #pragma unroll 1
-    for (int i = thread; i < rows.num_rows * (kValueDim / 4); i += num_threads) {
-      const int row = i / (kValueDim / 4), dim = i % (kValueDim / 4) * 4;
+    for (int first = thread / kWarpSize * kWarpSize; first < rows.num_rows; first += num_threads) {
+      const int count = min(rows.num_rows - first, kWarpSize);
+      const int row = first + min(static_cast<int>(lane_idx()), count - 1);
       const int32_t token = rows.token(row), head = rows.head(row);
       const RowResult result(params, item.query_tile, head, neg_inf(), 0.f);
-      const float4 zeros = {0.f, 0.f, 0.f, 0.f};
-      write_out(params, token, head, block.value_block * kValueDim + dim, zeros * result.factor);
-      if (dim == 0) write_lse(params, token, head, result.lse);
+      write_lse(params, token, head, result.lse);
+      const int64_t place = token * params.out_token_stride + head * params.out_head_stride +
+                            block.value_block * kValueDim;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const float zero = 0.f * __shfl_sync(0xffffffff, result.factor, i);
+        auto* out = static_cast<OutType::Storage*>(params.out) + __shfl_sync(0xffffffff, place, i);
+#pragma unroll 1
+        for (int dim = lane_idx() * 4; dim < kValueDim; dim += kWarpSize * 4) {
+          store_four(params, out + dim, {zero, zero, zero, zero});
+        }
+      }
     }
     // An invalid length has one query tile, which answers for all rows of the request.
   } while (item.query_tile.kv_end == kInvalidLength &&

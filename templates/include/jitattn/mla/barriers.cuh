@@ -62,6 +62,7 @@ struct Shared {
     }
     fence_mbarrier_init();
     for (WorkItem& item : split_items) item.work = kNoWork;
+    work_items[kNumWorkItems - 1].work = kNoWork;  // before the first
   }
 
   // Whether the first work item is as the schedule has it, with tokens and rows. Else it is found as

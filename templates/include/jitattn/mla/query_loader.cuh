@@ -13,8 +13,14 @@ namespace jitattn {
 
 constexpr int kQueryThreads = 2 * kWarpSize;
 
+// Row `index` of those of a warp that has kRows: each eighth group of eight, so that warps share few rows.
+template <int kRows>
+__device__ __forceinline__ int query_row(int warp, int index) {
+  return (index / 8 * (kRowTile / kRows) + warp) * 8 + index % 8;
+}
+
 // Places of a warp's vectors of Q, kVectors for each of kRows rows: some vectors of a row, or some
-// rows, at a time.
+// rows, at a time. The rows from `end_row` on are as they shall be.
 template <int kVectors, int kRows>
 struct QueryVectors {
   static constexpr int kNumRows = kRows;
@@ -24,6 +30,7 @@ struct QueryVectors {
   uint32_t smem;  // of Q
   int segment;    // the first
   int warp;       // of those that load Q
+  int end_row;
 
   // The lane's row of those from `first` on.
   static __device__ __forceinline__ int row(int first) { return first + lane_idx() / kVectors; }
@@ -31,8 +38,11 @@ struct QueryVectors {
     return pass * kWarpSize + lane_idx() % kVectors;
   }
   __device__ __forceinline__ uint32_t place(int first, int pass) const {
-    const int v = vector(pass), r = warp * kRows + row(first);
+    const int v = vector(pass), r = query_row<kRows>(warp, row(first));
     return QueryLayout::row(smem, segment + v / 8, r) + (v % 8 ^ r % 8) * 16;
+  }
+  __device__ __forceinline__ bool is_done(int first) const {
+    return query_row<kRows>(warp, first) >= end_row;
   }
   // Source of a row whose address a lane holds; nullptr without a row.
   static __device__ __forceinline__ const uint16_t* source(const uint16_t* lane_source, int first) {
@@ -50,6 +60,7 @@ __device__ __forceinline__ void copy_part(const Q& q, const uint16_t* lane_sourc
   constexpr int kBatch = kMost < kWanted ? kMost : kWanted;
 #pragma unroll 1
   for (int first = 0; first < Q::kNumRows; first += kBatch * Q::kPassRows) {
+    if (q.is_done(first)) return;
     const uint16_t* sources[kBatch];
     for_each<kBatch>([&](int i) { sources[i] = Q::source(lane_source, first + i * Q::kPassRows); });
     for_each<kBatch>([&](int i) {
@@ -67,6 +78,7 @@ __device__ __forceinline__ void copy_plain(const Q& q, const uint16_t* lane_sour
 #pragma unroll 1
   for (int i = 0; i < Q::kNumRows / Q::kPassRows * Q::kPasses; ++i) {
     const int first = i / Q::kPasses * Q::kPassRows, pass = i % Q::kPasses;
+    if (q.is_done(first)) return;
     const uint16_t* source = Q::source(lane_source, first);
     uint4 words = {};
     if (source) words = load_16(source + Q::vector(pass) * 8);
@@ -76,24 +88,24 @@ __device__ __forceinline__ void copy_plain(const Q& q, const uint16_t* lane_sour
 }
 
 // Issues the copies of Q of a work item, for warp `warp` of those that have kRows rows each: parts of
-// two tensors, zeros past the last row. Scores are multiplied with the scale's amount only, so Q
-// takes its sign.
+// two tensors, zeros past the last row and before `end_row`. Scores are multiplied with the scale's
+// amount only, so Q takes its sign.
 template <int kRows>
 __device__ __forceinline__ void copy_query(const KernelParams& params, const QueryRows& rows,
-                                           uint32_t smem, int warp) {
+                                           uint32_t smem, int warp, int end_row) {
   const AttentionParams& attention = params.attention;
   const MLAParams& mla = params.mla;
   const uint32_t sign = attention.score_scale < 0.f ? 0x80008000u : 0u;
   static_assert(kRows <= kWarpSize, "a lane finds one row");
-  const int row = warp * kRows + lane_idx() % kRows;
+  const int row = query_row<kRows>(warp, lane_idx() % kRows);
   const uint16_t *nope = nullptr, *pe = nullptr;
   if (row < rows.num_rows) {
     const int64_t token = rows.token(row), head = rows.head(row);
     nope = attention.q + token * attention.q_token_stride + head * attention.q_head_stride;
     pe = mla.q_pe + token * mla.q_pe_token_stride + head * mla.q_pe_head_stride;
   }
-  const QueryVectors<kLatentDim / 8, kRows> nope_vectors = {smem, 0, warp};
-  const QueryVectors<kKpeDim / 8, kRows> pe_vectors = {smem, kKpeSegment, warp};
+  const QueryVectors<kLatentDim / 8, kRows> nope_vectors = {smem, 0, warp, end_row};
+  const QueryVectors<kKpeDim / 8, kRows> pe_vectors = {smem, kKpeSegment, warp, end_row};
   if (attention.q_is_aligned && mla.q_pe_is_aligned && !sign) {
     copy_part(nope_vectors, nope);
     copy_part(pe_vectors, pe);
@@ -103,15 +115,41 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Que
   }
 }
 
+// Asks for Q of a CTA's first work item, for the consumers: four threads have a row.
+__device__ __forceinline__ void prefetch_query(const KernelParams& params,
+                                               const WorkItemFacts& item) {
+  static_assert(kNumThreads == 4 * kRowTile, "they have all rows");
+  constexpr int kLine = 64, kPart = kLatentDim / 4;  // elements of a line of L2, and of a thread
+  const AttentionParams& attention = params.attention;
+  const HeadBlock block(attention, item.work);
+  const QueryRows rows(attention, block, item.query_tile, item.request);
+  const int row = threadIdx.x / 4, part = threadIdx.x % 4;
+  if (row >= rows.num_rows) return;
+  const int64_t token = rows.token(row), head = rows.head(row);
+  const uint16_t* nope = attention.q + token * attention.q_token_stride +
+                         head * attention.q_head_stride + part * kPart;
+  for_each<kPart / kLine>([&](int i) { prefetch_to_l2(nope + i * kLine); });
+  if (part > 0) return;
+  prefetch_to_l2(params.mla.q_pe + token * params.mla.q_pe_token_stride +
+                 head * params.mla.q_pe_head_stride);
+}
+
 // Whether Q is converted to another product type, with a scale for each row.
 constexpr bool kScalesRows = QType::kMantissaBits != ProductType::kMantissaBits;
 
-// Issues those that consumers don't, for the threads that load Q.
-__device__ __forceinline__ void copy_next_query(const KernelParams& params, const WorkItem& item,
-                                                uint32_t smem) {
+// Issues those of ring place `index` that consumers don't, for the threads that load Q. Rows that the
+// work item before it did not have are zeros already.
+__device__ __forceinline__ void copy_next_query(const KernelParams& params,
+                                                const WorkItem (&work_items)[kNumWorkItems],
+                                                int32_t index, uint32_t smem) {
+  const WorkItem& item = work_items[index];
   if (item.is_first) return;
   const int warp = threadIdx.x % kQueryThreads / kWarpSize;
-  copy_query<kRowTile * kWarpSize / kQueryThreads>(params, item.rows(params.attention), smem, warp);
+  const QueryRows rows = item.rows(params.attention);
+  const WorkItem& last = work_items[(index + kNumWorkItems - 1) % kNumWorkItems];
+  int end_row = kRowTile;
+  if (last.work != kNoWork) end_row = max(rows.num_rows, last.rows(params.attention).num_rows);
+  copy_query<kRowTile * kWarpSize / kQueryThreads>(params, rows, smem, warp, end_row);
 }
 
 }  // namespace jitattn
