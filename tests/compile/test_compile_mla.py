@@ -53,7 +53,7 @@ def product_dtype(spec: MLASpec, arch: str) -> str:
 
 def code_allowed(spec: MLASpec) -> int:
     """KiB: conversions are unrolled over half a tile, and of lists some count as nothing."""
-    return 112 if spec.kv_dtype is spec.q_dtype else 155 if spec.page_table.is_list else 148
+    return 132 if spec.kv_dtype is spec.q_dtype else 175 if spec.page_table.is_list else 168
 
 
 def spills_allowed(spec: MLASpec, arch: str) -> int:

@@ -58,6 +58,7 @@ inline void wait_for_previous_kernel() {}
 inline void prefetch_tensor_map(const void*) {}
 inline void prefetch_line(const void*) {}
 inline void prefetch_to_l2(const void*) {}
+inline void prefetch_tma(const void*, int32_t, int32_t, int32_t, int32_t) {}
 inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomicAdd(place, value); }
 inline void add_release(int32_t* place, int32_t value) { atomicAdd(place, value); }
 inline int32_t load_acquire(const int32_t* place) { return *place; }

@@ -16,7 +16,9 @@ HOST = f"""
 constexpr int kBlock = $(num_threads);
 {QUALIFIERS}{WORDS}{THREADS}
 inline void __threadfence() {{}}
-inline int atomicAdd(int* place, int value) {{ return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }}
+inline int atomicAdd(int* place, int value) {{
+  return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
+}}
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {{ return value; }}
 inline int64_t __shfl_up_sync(unsigned, int64_t value, int) {{ return value; }}
 namespace jitattn {{

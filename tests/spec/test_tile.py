@@ -213,22 +213,26 @@ def test_a_tile_of_warpgroups_fits(spec: PrefillSpec) -> None:
         # rows at a time, which lie in one TMA tile, or in two of eight.
         assert tile.value_dim == tile.output_columns
         assert tile.tma_tokens == 8 or tile.tma_tokens % 16 == 0
-        assert tile.key_tma_columns == 64
+        assert tile.key_tma_columns == (128 if spec.has_fp8_queries else 64)
 
 
 @pytest.mark.parametrize("spec", WARPGROUPS, ids=lambda spec: spec.symbol)
 def test_the_products_are_those_that_there_are(spec: PrefillSpec) -> None:
     tile = warpgroup_tile(spec)
     source = render(spec, "sm_90a")
-    dtypes = "BF16BF16" if spec.q_dtype is DType.BFLOAT16 else "F16F16"
+    short = {DType.BFLOAT16: "BF16", DType.FLOAT16: "F16", DType.FLOAT8_E4M3FN: "E4M3"}[
+        spec.q_dtype
+    ]
+    depth, end = (32, "_TN") if spec.has_fp8_queries else (16, "")
     wanted = {
-        f"MMA_64x{tile.tile_tokens}x16_F32{dtypes}_SS",
-        f"MMA_64x{tile.value_dim}x16_F32{dtypes}_RS",
+        f"MMA_64x{tile.tile_tokens}x{depth}_F32{short}{short}_SS{end}",
+        f"MMA_64x{tile.value_dim}x{depth}_F32{short}{short}_RS{end}",
     }
     assert set(re.findall(r"\bMMA_\w+", source)) == wanted
     text = headers_of(source)[cutlass.WRAPPERS[0]]
     # Those of integers are there in any case.
-    assert set(re.findall(r"^struct (MMA_\w+_F32B?F16B?F16_\w+)$", text, re.MULTILINE)) == wanted
+    found = re.findall(r"^struct (MMA_\w+_F32(?:B?F16B?F16|E4M3E4M3)_\w+)$", text, re.MULTILINE)
+    assert set(found) == wanted
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])

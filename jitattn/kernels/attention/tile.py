@@ -258,7 +258,7 @@ _WIDE_REGISTERS = _Registers(producer=88, consumer=208)
 _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
 
 # The same of two warpgroups whose V is transposed.
-_FP8_REGISTERS = _Registers(producer=64, consumer=224)
+_FP8_REGISTERS = _Registers(producer=56, consumer=224)
 
 
 def _stored_bytes(spec: AttentionSpec, dim: int) -> int:

@@ -167,6 +167,15 @@ __device__ __forceinline__ void copy_tma(uint32_t smem, const void* map, uint32_
       : "memory");
 }
 
+// Asks for what copy_tma() loads, into the cache that all SMs share: it may be written yet. What is not
+// in the tensor is not asked for.
+__device__ __forceinline__ void prefetch_tma(const void* map, int32_t token, int32_t segment,
+                                             int32_t head, int32_t page) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+               "r"(0), "r"(token), "r"(segment), "r"(head), "r"(page)
+               : "memory");
+}
+
 // Loads 16 bytes, or zeros where they don't exist, straight to where they are needed: of a load
 // under a condition the compiler would wait for the outcome.
 __device__ __forceinline__ uint4 ld_global_16(const void* global, bool exists) {

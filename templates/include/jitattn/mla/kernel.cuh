@@ -114,6 +114,9 @@ static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
 //   kHasPages             tokens lie in pages; else their entries are their places in K and V
 //   holds(request, n)     whether the request may read n tokens, since run() may get a table that
 //                         allows less than the planned one
+//   early_k_page(..)      of layouts that list pages: the page of a token of a request while the table may
+//                         be written yet, hence any number; -1 where it can't be looked up so early;
+//                         early_v_page(..) likewise
 //   kIsList               what is listed is seen, and nothing else: a table of lists has besides
 //
 //   row(request, kv_head, first_key, last_key)  a row of which only keys in this range are seen
@@ -145,6 +148,12 @@ struct TableRows {
     return table + row * row_stride;
   }
   static __device__ __forceinline__ bool holds(int32_t, int32_t) { return true; }
+
+ protected:
+  // Past L1, which would keep what is outdated.
+  __device__ __forceinline__ int32_t early_entry(int32_t request, int64_t place) const {
+    return rows ? -1 : __ldcg(table + request * row_stride + place);
+  }
 };
 // table [num_rows, width]: one page id for K and V.
 struct PageTable : TableRows {
@@ -156,6 +165,12 @@ struct PageTable : TableRows {
     return row[token / kPageSize * column_stride];
   }
   __device__ __forceinline__ int32_t v_id(Row row, int32_t token) const { return k_id(row, token); }
+  __device__ __forceinline__ int32_t early_k_page(int32_t request, int32_t token) const {
+    return early_entry(request, token / kPageSize * column_stride);
+  }
+  __device__ __forceinline__ int32_t early_v_page(int32_t request, int32_t token) const {
+    return early_k_page(request, token);
+  }
   static __device__ __forceinline__ Location locate(int32_t id, int32_t token) {
     return {id, token % kPageSize};
   }

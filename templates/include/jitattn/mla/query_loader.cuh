@@ -115,6 +115,25 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Que
   }
 }
 
+// Asks for Q of a CTA's first work item, for the consumers: four threads have a row.
+__device__ __forceinline__ void prefetch_query(const KernelParams& params,
+                                               const WorkItemFacts& item) {
+  static_assert(kNumThreads == 4 * kRowTile, "they have all rows");
+  constexpr int kLine = 64, kPart = kLatentDim / 4;  // elements of a line of L2, and of a thread
+  const AttentionParams& attention = params.attention;
+  const HeadBlock block(attention, item.work);
+  const QueryRows rows(attention, block, item.query_tile, item.request);
+  const int row = threadIdx.x / 4, part = threadIdx.x % 4;
+  if (row >= rows.num_rows) return;
+  const int64_t token = rows.token(row), head = rows.head(row);
+  const uint16_t* nope = attention.q + token * attention.q_token_stride +
+                         head * attention.q_head_stride + part * kPart;
+  for_each<kPart / kLine>([&](int i) { prefetch_to_l2(nope + i * kLine); });
+  if (part > 0) return;
+  prefetch_to_l2(params.mla.q_pe + token * params.mla.q_pe_token_stride +
+                 head * params.mla.q_pe_head_stride);
+}
+
 // Whether Q is converted to another product type, with a scale for each row.
 constexpr bool kScalesRows = QType::kMantissaBits != ProductType::kMantissaBits;
 

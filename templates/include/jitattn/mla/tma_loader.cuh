@@ -23,13 +23,23 @@ struct TileAddresses {
 
   __device__ __forceinline__ TileAddresses(const KernelParams& params, PageTable::Row page_row,
                                            const WorkItemFacts& item, int32_t tile)
-      : tokens(item, tile) {
-    latent_page = k_pe_page = 0;
-    if (static_cast<int32_t>(lane_idx()) < num_tma_tiles()) {
-      const int32_t token = tokens.begin + lane_idx() * kTmaTokens;
-      latent_page = params.pages.k_id(page_row, token);
-      k_pe_page = PageTable::kSharesPages ? latent_page : params.pages.v_id(page_row, token);
+      : TileAddresses(item, tile) {
+    if (has_tma_tile()) {
+      latent_page = params.pages.k_id(page_row, own_token());
+      k_pe_page = PageTable::kSharesPages ? latent_page : params.pages.v_id(page_row, own_token());
     }
+  }
+  // Before the wait for the previous kernel: pages may be any numbers.
+  static __device__ __forceinline__ TileAddresses early(const KernelParams& params,
+                                                        const WorkItemFacts& item, int32_t tile) {
+    TileAddresses found(item, tile);
+    const int32_t request = item.query_tile.request, token = found.own_token();
+    if (found.has_tma_tile()) {
+      found.latent_page = params.pages.early_k_page(request, token);
+      found.k_pe_page =
+          PageTable::kSharesPages ? found.latent_page : params.pages.early_v_page(request, token);
+    }
+    return found;
   }
 
   // Copies a half of the latents, and k_pe with the second: one TMA tile for each page, since each
@@ -57,7 +67,30 @@ struct TileAddresses {
     });
   }
 
+  // Asks for the tile, so that it is in L2.
+  __device__ __forceinline__ void prefetch(const KernelParams& params) const {
+    for_each<kNumTmaTiles / kTileWarps>([&](int i) {
+      const int tma_tile = i * kTileWarps + warp_idx() % kTileWarps;
+      const int32_t latent = __shfl_sync(0xffffffff, latent_page, tma_tile);
+      const int32_t k_pe = __shfl_sync(0xffffffff, k_pe_page, tma_tile);
+      if (tma_tile >= num_tma_tiles() || !elect_one()) return;
+      const int32_t group = group_in_page(tma_tile);
+      prefetch_tma(&params.k_map, 0, 0, group, latent);
+      prefetch_tma(&params.k_map, 0, kHalfSegments, group, latent);
+      prefetch_tma(&params.v_map, 0, 0, group, k_pe);
+    });
+  }
+
  private:
+  __device__ __forceinline__ TileAddresses(const WorkItemFacts& item, int32_t tile)
+      : tokens(item, tile), latent_page(0), k_pe_page(0) {}
+
+  __device__ __forceinline__ bool has_tma_tile() const {
+    return static_cast<int32_t>(lane_idx()) < num_tma_tiles();
+  }
+  __device__ __forceinline__ int32_t own_token() const {
+    return tokens.begin + lane_idx() * kTmaTokens;
+  }
   __device__ __forceinline__ int32_t num_tma_tiles() const {
     return (tokens.last + kTmaTokens - 1) / kTmaTokens;
   }
@@ -67,6 +100,17 @@ struct TileAddresses {
     return (tokens.begin / uint32_t(kTmaTokens) + tma_tile) % kPageTmaTiles * (kTmaTokens / 8);
   }
 };
+
+// Asks for the first tiles of a CTA's first work item while the previous kernel ends, and leaves memory
+// idle: nothing is kept of them, as they may be written yet. For one of the warps that copy tiles.
+__device__ __forceinline__ void prefetch_tiles(const KernelParams& params,
+                                               const WorkItemFacts& first) {
+  constexpr int kEarlyTiles = 2;
+#pragma unroll 1
+  for (int32_t tile = first.begin; tile < min(first.begin + kEarlyTiles, first.end); ++tile) {
+    TileAddresses::early(params, first, tile).prefetch(params);
+  }
+}
 
 // Loads the tiles of a work item.
 __device__ __forceinline__ void load_item(const KernelParams& params, Shared& shared,
@@ -87,6 +131,8 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
       mbarrier_wait(shared.empty(stage, half), parities >> stage & 1);
       now.load(params, half, smem + stage * kTileBytes, shared.full(stage, half));
     }
+    // The ring alone asks for too little at a time to keep memory busy.
+    if (tile + 1 < end) addresses.prefetch(params);
     parities ^= 1 << stage;
     stage ^= 1;
     if (++tile == end) break;
