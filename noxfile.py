@@ -70,6 +70,7 @@ TRANSFORMERS = (
     "5.23.0",
     "5.24.0",
 )
+VLLM = ("vllm==0.26.0", "transformers==5.17.0")
 TORCHES = {
     "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
     "torch2.13": ("torch==2.13.0",),
@@ -140,6 +141,15 @@ def newest_transformers(session: nox.Session) -> None:
     """Likewise with the newest one, whichever that is."""
     session.install("-c", "constraints.txt", "-e", ".[test]", "transformers", "psutil")
     session.run("pytest", "-q", *(session.posargs or ENGINES))
+
+
+@nox.session(python="3.12")
+def vllm(session: nox.Session) -> None:
+    """Decode with vLLM's engine on the CPU, from its wheel for CUDA, with both of its runners."""
+    # The newest release whose torch has builds that also run without a card; its Triton kernels are
+    # interpreted, with a numpy that still takes arrays of one element for numbers.
+    session.install(*VLLM, "-e", ".[test]", "numpy<2.3")
+    session.run("pytest", "-q", *(session.posargs or ("tests/integrations/test_vllm_engine.py",)))
 
 
 @nox.session(python="3.11")

@@ -18,12 +18,12 @@ exec > >(tee -a "$OUT/summary.txt") 2>&1
 SECONDS=0
 
 if [[ ! -e $SITE/.unpacked ]]; then
-  xz -dc "$ENGINE/C.xz" >"$SITE/vllm/_C_stable_libtorch.abi3.so" &
-  xz -dc "$ENGINE/FA3.xz" >"$SITE/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so" &
-  tar -C "$SITE" -xJf "$ENGINE/py.txz" &
-  tar -C "$SITE" -xJf "$ENGINE/deps.txz" &
-  wait
-  python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1
+  xz -dc "$ENGINE/C.xz" >"$SITE/vllm/_C_stable_libtorch.abi3.so" & jobs=($!)
+  xz -dc "$ENGINE/FA3.xz" >"$SITE/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so" & jobs+=($!)
+  tar -C "$SITE" -xJf "$ENGINE/py.txz" & jobs+=($!)
+  tar -C "$SITE" -xJf "$ENGINE/deps.txz" & jobs+=($!)
+  wait "${jobs[@]}"  # alone, it would wait for tee, too
+  timeout 40 python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1
   touch "$SITE/.unpacked"
 fi
 echo "[$SECONDS s] unpacked"

@@ -1,7 +1,9 @@
-"""vLLM's engine with jitattn and with FlashAttention-3: tokens, their probabilities, speed.
+r"""vLLM's engine with jitattn and with FlashAttention-3: tokens, their probabilities, speed.
 
     python -m bench.engines.vllm_engine --out engine-out
-    python -m bench.engines.vllm_engine --out engine-out --kv-dtypes auto --graphs compiled
+    python -m bench.engines.vllm_engine --out engine-out --graphs compiled
+    python -m bench.engines.vllm_engine --out engine-out --phases decode,judge,agreement \
+        --engines CUSTOM,FLASH_ATTN,TRITON_ATTN,EXACT
 
 A model of Llama-3.1-8B's shape with random weights in bfloat16, vLLM's own scheduler, runner,
 layers and CUDA graphs of decode batches. Both engines are in one process, with the same weights,
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,10 +31,12 @@ from rich.table import Table
 
 from bench import report
 from bench.engines import llama
+from bench.engines.vllm_pair import PHASES
 from bench.engines.vllm_session import GRAPHS
 from bench.options import make_parser
 
-BACKENDS = ("CUSTOM", "FLASH_ATTN")
+ENGINES = ("CUSTOM,FLASH_ATTN", "CUSTOM:fp8,FLASH_ATTN:fp8")
+"""Those of a process each; see ``vllm_pair``."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # errors and records stay in one process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -136,70 +140,83 @@ class Runner:
                     print(line[:_WIDTH].rstrip(), flush=True)
 
 
-def measure(runner: Runner, options: argparse.Namespace, kv_dtype: str) -> bool:
-    """Run the engines with one dtype of caches, in the first way that works; whether one did."""
+def measure(runner: Runner, options: argparse.Namespace, engines: str) -> bool:
+    """Run engines together, in the first way that works; whether one did."""
     for number, attempt in enumerate(attempts_of(options.graphs)):
         if runner.left() < _LEAST_S:
             print(f"no time is left for {attempt}", flush=True)
             return False
-        folder = options.out / f"{kv_dtype}-{number}"
-        common = ["--model", options.model, "--kv-dtype", kv_dtype, "--folder", str(folder)]
-        common += ["--rounds", str(options.rounds)]
-        common += ["--kv-gib", str(options.kv_gib)]
-        if options.layers is not None:
-            common += ["--layers", str(options.layers)]
+        folder = options.out / f"{engines.replace(',', '-').replace(':', '-')}-{number}"
+        common = ["--model", options.model, "--folder", str(folder)]
+        common += ["--rounds", str(options.rounds), "--kv-gib", str(options.kv_gib)]
+        for name in ("layers", "racers"):
+            if getattr(options, name) is not None:
+                common += [f"--{name}", str(getattr(options, name))]
         if attempt.apart:
-            return _run_apart(runner, attempt, common)
-        if runner.run(attempt, [*common, "--backends", ",".join(BACKENDS)]) == 0:
+            return _run_apart(runner, attempt, common, engines.split(","))
+        if runner.run(attempt, [*common, "--engines", engines, "--phases", options.phases]) == 0:
             return True
     return False
 
 
-def _run_apart(runner: Runner, attempt: Attempt, common: Sequence[str]) -> bool:
-    """Run A B B A, each in a process of its own; whether the first two worked."""
+def _run_apart(
+    runner: Runner, attempt: Attempt, common: Sequence[str], names: Sequence[str]
+) -> bool:
+    """Run A B B A, each in a process of its own; whether the first of each worked."""
     found = []
-    for backend in (*BACKENDS, *reversed(BACKENDS)):
-        phases = "observe,race" if len(found) < len(BACKENDS) else "race"
-        which = ["--backends", backend, "--phases", phases, "--reference", BACKENDS[0]]
+    for name in (*names, *reversed(names)):
+        phases = PHASES if len(found) < len(names) else ("race",)
+        which = ["--engines", name, "--phases", ",".join(phases), "--reference", names[0]]
         if runner.left() >= _LEAST_S:
             found.append(runner.run(attempt, [*common, *which]) == 0)
-    return found[: len(BACKENDS)] == [True] * len(BACKENDS)
+    return found[: len(names)] == [True] * len(names)
 
 
 def print_tables(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Print speeds and differences of each dtype of caches."""
-    for kv_dtype in dict.fromkeys(line["kv_dtype"] for line in lines):
-        of_dtype = [line for line in lines if line["kv_dtype"] == kv_dtype]
-        _print_speeds(kv_dtype, [line for line in of_dtype if line["phase"] == "race"])
-        for line in of_dtype:
-            if line["phase"] == "agreement" and line["status"] == "done":
-                facts = {name: line[name] for name in line if name not in ("environment", "schema")}
-                print(json.dumps(facts))
-
-
-def _print_speeds(kv_dtype: str, races: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(title=f"vLLM, kv_cache_dtype {kv_dtype}: medians")
-    for name in ("workload", "graphs", "attention", "new tokens/s", "prompt tokens/s", "ms/step"):
+    """Print speeds, and how far engines are apart."""
+    done = [line for line in lines if line["status"] == "done"]
+    table = Table(title="vLLM: medians")
+    for name in ("workload", "graphs", "engine", "new tokens/s", "prompt tokens/s", "ms/step"):
         table.add_column(name, justify="right" if "/" in name else "left")
-    done = [line for line in races if line["status"] == "done"]
-    for key in dict.fromkeys((r["workload"], r["graphs"], r["backend"]) for r in done):
-        same = [r for r in done if (r["workload"], r["graphs"], r["backend"]) == key]
+    for key, same in _grouped(done, "race", ("workload", "graphs", "engine")):
         new, prompt, step = (
-            statistics.median(r[name] for r in same)
+            statistics.median(line[name] for line in same)
             for name in ("new_tokens_per_s", "prompt_tokens_per_s", "step_s")
         )
         table.add_row(*key, f"{new:.0f}", f"{prompt:.0f}", f"{1e3 * step:.3f}")
     report.console().print(table)
+    table = Table(title="differences of the logarithmic probabilities of the same tokens")
+    for name in ("engine", "other", "mean", "p99", "greedy tokens that are equal"):
+        table.add_column(name)
+    for line in done:
+        if line["phase"] == "agreement" and line.get("forced_tokens"):
+            figures = (f"{line[name]:.4f}" for name in ("forced_mean", "forced_p99"))
+            table.add_row(*line["engines"], *figures, str(line.get("equal_tokens", "-")))
+    report.console().print(table)
+
+
+def _grouped(
+    lines: Sequence[Mapping[str, Any]], phase: str, names: Sequence[str]
+) -> Iterator[tuple[tuple[str, ...], list[Mapping[str, Any]]]]:
+    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if line["phase"] == phase:
+            found.setdefault(tuple(line[name] for name in names), []).append(line)
+    yield from found.items()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, and print what came of it; the exit status is 1 unless all dtypes ran."""
+    """Run, and print what came of it; the exit status is 1 unless all engines ran."""
     parser = make_parser("bench.engines.vllm_engine", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of records and logs")
     parser.add_argument("--model", choices=llama.SIZES, default="8b")
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--kv-gib", type=float, default=20.0, help="of each engine's cache")
-    parser.add_argument("--kv-dtypes", default="auto,fp8", help="vLLM's kv_cache_dtype, several")
+    parser.add_argument("--engines", nargs="+", default=ENGINES, help="of a process each")
+    parser.add_argument("--racers", help="those that are timed; default: all")
+    parser.add_argument(
+        "--phases", default=",".join(PHASES), help=f"of {','.join(PHASES)}, in turn"
+    )
     parser.add_argument("--graphs", choices=GRAPHS, default="decode")
     parser.add_argument("--rounds", type=int, default=1, help="of A B B A")
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything")
@@ -208,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     runner = Runner(options.out, options.seconds, options.each)
-    worked = [measure(runner, options, kv_dtype) for kv_dtype in options.kv_dtypes.split(",")]
+    worked = [measure(runner, options, engines) for engines in options.engines]
     if runner.records.exists():
         print_tables([json.loads(line) for line in runner.records.read_text().splitlines()])
     return int(not all(worked))

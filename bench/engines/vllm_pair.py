@@ -1,167 +1,33 @@
 """vLLM's engine with several attention backends in one process; ``vllm_engine`` starts it.
 
-    python -m bench.engines.vllm_pair --backends CUSTOM,FLASH_ATTN --model 8b --json out.jsonl
+    python -m bench.engines.vllm_pair --engines CUSTOM,FLASH_ATTN,CUSTOM:fp8 --json out.jsonl
 
-Each phase writes its record as it ends, and what it raises into that record: the next ones have
-their turn. The exit status is 3 when an engine did not start, and 1 when
+An engine is a name of vLLM's for attention, and its ``kv_cache_dtype`` behind a colon; "EXACT" is
+attention in float32. Each phase writes its record as it ends, and what it raises into that record:
+the next ones have their turn. The exit status is 3 when an engine did not start, and 1 when
 a phase failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import faulthandler
-import json
+import itertools
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bench import records
-from bench.engines import agreement, llama, prompts
-from bench.engines.agreement import Greedy
+from bench.engines import llama, prompts
+from bench.engines.log import Log
+from bench.engines.observer import Observer, compare, path_of
 from bench.engines.prompts import Prompts, Workload
-from bench.engines.vllm_session import GRAPHS, Session, Setting
+from bench.engines.vllm_session import EXACT, GRAPHS, Session, Setting
 from bench.options import make_parser
 
 DID_NOT_START = 3
-_TAIL = 3000  # characters of a traceback that a record keeps
-
-
-class Log:
-    """Writes records as they come, and says what happens when."""
-
-    def __init__(self, path: Path | None, seconds: float, facts: Mapping[str, object]) -> None:
-        """Start the clock.
-
-        Args:
-            path: of the JSON lines, or None.
-            seconds: until when phases start.
-            facts: that every record has.
-        """
-        self._path, self._facts = path, dict(facts)
-        self._started, self._until = time.monotonic(), time.monotonic() + seconds
-        self._env = records.environment()
-        self.num_failed = 0
-
-    def say(self, text: str) -> None:
-        """Print a line with the seconds since the start."""
-        print(f"[{time.monotonic() - self._started:6.1f} s] {text}", flush=True)
-
-    def left(self) -> float:
-        """Return the seconds until the limit."""
-        return self._until - time.monotonic()
-
-    def write(self, phase: str, **facts: object) -> None:
-        """Append a record."""
-        line = records.record("engine", self._env, phase=phase, **self._facts, **facts)
-        records.append_json(self._path, [line])
-        reason = str(facts.pop("reason", ""))
-        self.say(f"{phase}: {json.dumps(facts)} {reason.strip().rpartition(chr(10))[2]}")
-        if reason:
-            print(reason, flush=True)
-
-    def phase(self, name: str, work: Callable[[], Mapping[str, object]], **facts: object) -> bool:
-        """Write what ``work`` returns, or the end of what it raises; whether it returned.
-
-        Args:
-            name: of the phase.
-            work: returns the record's facts.
-            **facts: others.
-        """
-        if self.left() <= 0:
-            self.write(name, status="skipped", reason="no time is left", **facts)
-            return False
-        self.say(f"{name} {facts or ''} ...")
-        started = time.monotonic()
-        try:
-            found = work()
-        except Exception as error:  # an engine may raise anything, and other phases have their turn
-            self.num_failed += 1
-            text = "".join(traceback.format_exception(error))
-            self.write(name, status="failed", reason=text[-_TAIL:], **facts)
-            return False
-        self.write(name, status="done", seconds=time.monotonic() - started, **facts, **found)
-        return True
-
-
-class Observer:
-    """Decodes the compared prompts with one engine and judges the reference's tokens."""
-
-    def __init__(self, session: Session, folder: Path, reference: str) -> None:
-        """Draw the prompts.
-
-        Args:
-            session: an engine.
-            folder: where ``tokens-BACKEND.json`` of each engine are.
-            reference: the backend whose tokens all judge.
-        """
-        self._session = session
-        self.path = folder / f"tokens-{session.backend}.json"
-        self._reference = folder / f"tokens-{reference}.json"
-        setting = session.setting
-        self._asked, self._num_new = prompts.compared(setting.model, setting.sizes()["vocab_size"])
-        self._kept: dict[str, Any] = {}
-
-    def decode(self) -> Mapping[str, object]:
-        """Decode all prompts in one batch, without cached prefixes at first."""
-        self._session.forget()
-        found = self._session.greedy(self._asked, self._num_new)
-        self._keep(greedy=[dataclasses.asdict(one) for one in found])
-        return {"first_tokens": [one.tokens[:4] for one in found[:4]]}
-
-    def again(self) -> Mapping[str, object]:
-        """Decode in other batches: what differs then differs within one engine."""
-        asked, num_new = self._asked, self._num_new
-        found: list[Greedy] = []
-        for i in range(0, len(asked), 3):
-            found += self._session.greedy(asked[i : i + 3], num_new)
-        cached = [one.num_cached for one in found]
-        return {"cached_tokens": cached, **agreement.of_greedy(read_greedy(self.path), found)}
-
-    def judge(self) -> Mapping[str, object]:
-        """Return what the loss of one page's tokens does to the figure that engines differ by."""
-        judged = self._reference if self._reference.exists() else self.path
-        tokens = [one.tokens for one in read_greedy(judged)]
-        forced = self._session.forced(self._asked, tokens)
-        self._keep(forced=forced)
-        shorter = [prompt[min(16, len(prompt) - 1) :] for prompt in self._asked]
-        lost = agreement.of_forced(forced, self._session.forced(shorter, tokens))
-        return {"without_16_tokens": lost}
-
-    def _keep(self, **found: object) -> None:
-        self._kept |= found
-        self.path.write_text(json.dumps(self._kept))
-
-
-def read_greedy(path: Path) -> list[Greedy]:
-    """Return what an engine decoded, from its file."""
-    return [Greedy(**one) for one in json.loads(path.read_text())["greedy"]]
-
-
-def compare(log: Log, folder: Path, what: str) -> None:
-    """Write how far jitattn and FlashAttention are apart, if both have been observed.
-
-    Args:
-        log: of records.
-        folder: see `Observer`.
-        what: "greedy" or "forced".
-    """
-
-    def both() -> Mapping[str, object]:
-        ours, theirs = (folder / f"tokens-{backend}.json" for backend in ("CUSTOM", "FLASH_ATTN"))
-        if what == "greedy":
-            return agreement.of_greedy(read_greedy(ours), read_greedy(theirs))
-        forced = (json.loads(path.read_text())["forced"] for path in (ours, theirs))
-        return agreement.of_forced(*forced)
-
-    if len(list(folder.glob("tokens-*.json"))) > 1:
-        log.phase("agreement", both, what=what)
+PHASES = ("decode", "again", "race", "judge", "lost", "agreement")
 
 
 def once(session: Session, workload: Workload, asked: Prompts) -> Mapping[str, object]:
@@ -186,42 +52,47 @@ class Engines:
         self._log, self._setting = log, setting
         self.sessions: dict[str, Session] = {}
 
-    def start(self, backend: str) -> bool:
+    def start(self, name: str) -> bool:
         """Start an engine; whether it did."""
 
         def work() -> Mapping[str, object]:
-            self.sessions[backend] = Session(backend, self._setting)
-            return self.sessions[backend].facts()
+            self.sessions[name] = Session(name, self._setting)
+            return self.sessions[name].facts()
 
-        return self._try("start", backend, work)
+        return self._try("start", name, work)
 
-    def observe(self, observers: Mapping[str, Observer], phases: Sequence[str]) -> None:
-        """Compare tokens, of all engines that are there.
+    def observe(self, observers: Mapping[str, Observer], phase: str) -> None:
+        """Go through a phase of `Observer` with all engines that are there.
 
         Args:
             observers: of each engine.
-            phases: methods of `Observer`.
+            phase: a method; EXACT, which takes its time, has "judge" alone.
         """
-        for phase in phases:
-            for backend in list(self.sessions):
-                self._try(phase, backend, getattr(observers[backend], phase))
+        for name in list(self.sessions):
+            if phase == "judge" or not name.startswith(EXACT):
+                self._try(phase, name, getattr(observers[name], phase))
 
-    def race(self, rounds: int) -> None:
-        """Time the workloads in the order A B B A, after each engine has run them once."""
+    def race(self, racers: Sequence[str], rounds: int) -> None:
+        """Time the workloads in the order A B B A, after each engine has run them once.
+
+        Args:
+            racers: names of engines.
+            rounds: how often.
+        """
         setting = self._setting
         for workload in prompts.WORKLOADS[setting.model]:
             asked = prompts.draw(workload.lengths, setting.sizes()["vocab_size"], seed=3)
-            for backend, session in list(self.sessions.items()):
-                self._try("warm", backend, partial(warm, session, workload, asked))
-            for backend in [*self.sessions, *reversed(self.sessions)] * rounds:
-                if session := self.sessions.get(backend):
-                    self._try("race", backend, partial(once, session, workload, asked))
+            for name in [name for name in racers if name in self.sessions]:
+                self._try("warm", name, partial(warm, self.sessions[name], workload, asked))
+            for name in [*racers, *reversed(racers)] * rounds:
+                if session := self.sessions.get(name):
+                    self._try("race", name, partial(once, session, workload, asked))
 
-    def _try(self, phase: str, backend: str, work: Callable[[], Mapping[str, object]]) -> bool:
-        if self._log.phase(phase, work, backend=backend):
+    def _try(self, phase: str, name: str, work: Callable[[], Mapping[str, object]]) -> bool:
+        if self._log.phase(phase, work, engine=name):
             return True
         if self._log.left() > 0:
-            self.sessions.pop(backend, None)
+            self.sessions.pop(name, None)
         return False
 
 
@@ -233,17 +104,19 @@ def warm(session: Session, workload: Workload, asked: Prompts) -> Mapping[str, o
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser("bench.engines.vllm_pair", __doc__)
-    parser.add_argument("--backends", default="CUSTOM,FLASH_ATTN", help="vLLM's names")
+    parser.add_argument("--engines", default="CUSTOM,FLASH_ATTN", help="see above")
+    parser.add_argument("--racers", help="engines that are timed; default: all but EXACT")
     parser.add_argument("--model", choices=llama.SIZES, default="8b")
     parser.add_argument("--layers", type=int, help="instead of the model's")
-    parser.add_argument("--kv-dtype", default="auto", help="vLLM's kv_cache_dtype")
     parser.add_argument("--kv-gib", type=float, default=20.0, help="of each engine's cache")
     parser.add_argument("--block-size", type=int, help="tokens of a page; default: vLLM's choice")
     parser.add_argument("--graphs", choices=GRAPHS, default="decode")
     parser.add_argument("--rounds", type=int, default=1, help="of A B B A")
     parser.add_argument("--seconds", type=float, default=240.0, help="until when phases start")
-    parser.add_argument("--phases", default="observe,race", help="of observe,race")
-    parser.add_argument("--reference", help="whose tokens all judge; default: the first backend")
+    parser.add_argument(
+        "--phases", default=",".join(PHASES), help=f"of {','.join(PHASES)}, in turn"
+    )
+    parser.add_argument("--reference", help="whose tokens all judge; default: the first engine")
     parser.add_argument("--folder", type=Path, help="for tokens; default: a temporary one")
     parser.add_argument("--json", type=Path, help="file to which records are appended")
     return parser.parse_args(argv)
@@ -252,52 +125,69 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the engines, compare and time them."""
     options = options_of(argv)
-    backends = options.backends.split(",")
-    folder = options.folder or Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = {"model": options.model, "kv_dtype": options.kv_dtype, "graphs": options.graphs}
-    log = Log(options.json, options.seconds, facts)
+    names = options.engines.split(",")
+    options.folder = options.folder or Path(tempfile.mkdtemp())
+    options.folder.mkdir(parents=True, exist_ok=True)
+    log = Log(options.json, options.seconds, {"model": options.model, "graphs": options.graphs})
     # A kernel that never ends would say nothing.
     faulthandler.dump_traceback_later(options.seconds + 10, exit=True)
     setting = Setting(
         model=options.model,
-        folder=folder / "model",
-        kv_dtype=options.kv_dtype,
+        folder=options.folder / "model",
         graphs=options.graphs,
         num_layers=options.layers,
         kv_bytes=int(options.kv_gib * 2**30),
         block_size=options.block_size,
     )
     llama.write_config(setting.folder, setting.sizes(), prompts.LIMITS[options.model][0])
-
-    def load() -> Mapping[str, object]:
-        import vllm
-
-        from jitattn.integrations.vllm import register
-
-        register()
-        return {"vllm": vllm.__version__, "argv": sys.argv[1:]}
-
-    if not log.phase("import", load):
+    if not log.phase("import", partial(load, names)):
         return DID_NOT_START
     engines = Engines(log, setting)
-    if not all(map(engines.start, backends)):
+    if not all(map(engines.start, names)):
         return DID_NOT_START
-    reference = backends[0] if options.reference is None else options.reference
-    observers = {
-        backend: Observer(session, folder, reference)
-        for backend, session in engines.sessions.items()
-    }
-    if "observe" in options.phases:
-        engines.observe(observers, ["decode", "again"])
-        compare(log, folder, "greedy")
-    if "race" in options.phases:
-        engines.race(options.rounds)
-    if "observe" in options.phases:  # last, since it asks the most of an engine
-        engines.observe(observers, ["judge"])
-        compare(log, folder, "forced")
+    go(log, engines, options)
     log.say("done")
     return int(log.num_failed > 0)
+
+
+def load(names: Sequence[str]) -> Mapping[str, object]:
+    """Import vLLM and register the backends that it does not bring."""
+    import vllm
+
+    from jitattn.integrations.vllm import register
+
+    register()
+    if any(name.startswith(EXACT) for name in names):
+        from bench.engines import exact
+
+        exact.register()
+    return {"vllm": vllm.__version__, "argv": sys.argv[1:]}
+
+
+def go(log: Log, engines: Engines, options: argparse.Namespace) -> None:
+    """Go through the phases in the order that was asked for."""
+    names = options.engines.split(",")
+    reference = options.reference or names[0]
+    observers = {
+        name: Observer(session, options.folder, reference)
+        for name, session in engines.sessions.items()
+    }
+    racers = [name for name in names if not name.startswith(EXACT)]
+    for phase in options.phases.split(","):
+        if phase == "race":
+            engines.race(options.racers.split(",") if options.racers else racers, options.rounds)
+        elif phase == "agreement":
+            compare_all(log, options.folder, dict.fromkeys([reference, *names]))
+        else:
+            engines.observe(observers, phase)
+
+
+def compare_all(log: Log, folder: Path, names: Iterable[str]) -> None:
+    """Compare each two engines that have decoded or judged, in this process or an earlier one."""
+    for pair in itertools.combinations(names, 2):
+        paths = [path_of(folder, name) for name in pair]
+        if all(path.exists() for path in paths):
+            log.phase("agreement", partial(compare, *paths), engines=pair)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ GRAPHS: Mapping[str, Mapping[str, object]] = {
 """vLLM's compilation_config: graphs of decode batches, also of what lies between the attention of
 others (with VLLM_USE_BREAKABLE_CUDAGRAPH=1), that and torch.compile, and eager calls alone."""
 
+EXACT, EXACT_AS = "EXACT", "NO_ATTENTION"
+"""Attention in float32, and the name among vLLM's that it is registered as."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -29,7 +32,6 @@ class Setting:
     Attributes:
         model: a name in ``llama.SIZES``.
         folder: that holds the model's config.json.
-        kv_dtype: vLLM's ``kv_cache_dtype``.
         graphs: a name in ``GRAPHS``.
         num_layers: in place of the model's, or None.
         kv_bytes: of the cache.
@@ -38,7 +40,6 @@ class Setting:
 
     model: str
     folder: Path
-    kv_dtype: str = "auto"
     graphs: str = "decode"
     num_layers: int | None = None
     kv_bytes: int = 20 << 30
@@ -51,12 +52,14 @@ class Setting:
             sizes["num_hidden_layers"] = self.num_layers
         return sizes
 
-    def arguments(self, backend: str) -> dict[str, Any]:
+    def arguments(self, name: str) -> dict[str, Any]:
         """Return what vLLM's ``LLM`` is given.
 
         Args:
-            backend: vLLM's name of an attention backend; "CUSTOM" is jitattn.
+            name: vLLM's name of an attention backend, "CUSTOM" being jitattn, or "EXACT"; behind a
+                colon vLLM's ``kv_cache_dtype``.
         """
+        backend, _, kv_dtype = name.partition(":")
         max_length, max_tokens, max_requests = LIMITS[self.model]
         powers = [1 << i for i in range(max_requests.bit_length()) if 1 << i <= max_requests]
         graphs = dict(GRAPHS[self.graphs])
@@ -68,9 +71,9 @@ class Setting:
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
             "seed": 0,
-            "kv_cache_dtype": self.kv_dtype,
+            "kv_cache_dtype": kv_dtype or "auto",
             "kv_cache_memory_bytes": self.kv_bytes,
-            "gpu_memory_utilization": 0.2,
+            "gpu_memory_utilization": 0.1,  # that must be free; kv_bytes decides
             "max_model_len": max_length,
             "max_num_batched_tokens": max_tokens,
             "max_num_seqs": max_requests,
@@ -78,7 +81,7 @@ class Setting:
             "enable_chunked_prefill": True,
             "enforce_eager": self.graphs == "none",
             "compilation_config": graphs,
-            "attention_config": {"backend": backend},
+            "attention_config": {"backend": EXACT_AS if backend == EXACT else backend},
             **({} if self.block_size is None else {"block_size": self.block_size}),
         }
 
@@ -86,20 +89,20 @@ class Setting:
 class Session:
     """An engine that decodes."""
 
-    def __init__(self, backend: str, setting: Setting, llm: Any = None) -> None:
+    def __init__(self, name: str, setting: Setting, llm: Any = None) -> None:
         """Start it and fill its weights.
 
         Args:
-            backend: as of ``Setting.arguments``.
+            name: as of ``Setting.arguments``.
             setting: what else it is started with.
             llm: what stands for vLLM's ``LLM``.
         """
-        self.backend, self.setting = backend, setting
+        self.name, self.setting = name, setting
         started = time.perf_counter()
         if llm is None:
             import vllm
 
-            llm = vllm.LLM(**setting.arguments(backend))
+            llm = vllm.LLM(**setting.arguments(name))
         self._llm = llm
         self._llm.apply_model(llama.fill)
         self.start_s = time.perf_counter() - started
@@ -179,6 +182,6 @@ def attentions(model: Any) -> dict[str, int]:
         if backend is None:
             continue
         version = getattr(getattr(module, "impl", None), "vllm_flash_attn_version", "")
-        name = f"{backend.get_name()}{version}"
+        name = f"{backend.__name__}{version}"
         found[name] = found.get(name, 0) + 1
     return found

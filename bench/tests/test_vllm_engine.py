@@ -15,6 +15,7 @@ from torch import nn
 from bench.bundle import engine_configurations
 from bench.engines import agreement, llama, prompts, vllm_engine, vllm_pair
 from bench.engines.agreement import Greedy
+from bench.engines.log import Log
 from bench.engines.vllm_engine import Attempt, attempts_of
 from bench.engines.vllm_session import Session, Setting
 from jitattn.bundles.precompile import kernels_of
@@ -121,23 +122,19 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "vllm", fake)
 
 
-def run_pair(folder: Path, fails: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+NAMES = ["CUSTOM", "FLASH_ATTN", "EXACT"]
+
+
+def run_pair(folder: Path, phases: Sequence[str], fails: tuple[str, ...] = ()) -> list[Any]:
     setting = Setting(model="tiny", folder=folder / "model", graphs="none")
     path = folder / "out.jsonl"
-    log = vllm_pair.Log(path, 100, {"kv_dtype": "auto", "graphs": "none"})
+    log = Log(path, 100, {"model": "tiny", "graphs": "none"})
     engines = vllm_pair.Engines(log, setting)
-    for backend in vllm_engine.BACKENDS:
-        llm = FakeLLM(setting.sizes()["vocab_size"], backend in fails)
-        engines.sessions[backend] = Session(backend, setting, llm)
-    observers = {
-        backend: vllm_pair.Observer(session, folder, "CUSTOM")
-        for backend, session in engines.sessions.items()
-    }
-    engines.observe(observers, ["decode", "again"])
-    vllm_pair.compare(log, folder, "greedy")
-    engines.race(1)
-    engines.observe({b: observers[b] for b in engines.sessions}, ["judge"])
-    vllm_pair.compare(log, folder, "forced")
+    for name in NAMES:
+        llm = FakeLLM(setting.sizes()["vocab_size"], name in fails)
+        engines.sessions[name] = Session(name, setting, llm)
+    given = ["--engines", ",".join(NAMES), "--phases", ",".join(phases), "--folder", str(folder)]
+    vllm_pair.go(log, engines, vllm_pair.options_of(given))
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -145,37 +142,50 @@ def run_pair(folder: Path, fails: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 def test_engines_are_compared_and_race_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = run_pair(tmp_path)
+    lines = run_pair(tmp_path, vllm_pair.PHASES)
     assert all(line["status"] == "done" for line in lines)
-    races = [(line["workload"], line["backend"]) for line in lines if line["phase"] == "race"]
-    ours, theirs = vllm_engine.BACKENDS
+    races = [(line["workload"], line["engine"]) for line in lines if line["phase"] == "race"]
+    ours, theirs, exact = NAMES
     turns = [ours, theirs, theirs, ours]
-    assert races == [(name, backend) for name in ("decode", "ragged") for backend in turns]
-    greedy, forced = (line for line in lines if line["phase"] == "agreement")
-    assert greedy["equal_requests"] == greedy["num_requests"] == 3
-    assert forced["forced_tokens"] == 15
+    assert races == [(name, engine) for name in ("decode", "ragged") for engine in turns]
+    assert {line["phase"] for line in lines if line.get("engine") == exact} == {"judge"}
+    pairs = {tuple(line["engines"]): line for line in lines if line["phase"] == "agreement"}
+    assert set(pairs) == {(ours, theirs), (ours, exact), (theirs, exact)}
+    assert pairs[ours, theirs]["equal_requests"] == 3
+    assert pairs[theirs, exact]["forced_tokens"] == 15
+    assert "equal_requests" not in pairs[theirs, exact]
     capsys.readouterr()
     vllm_engine.print_tables(lines)
     table = capsys.readouterr().out
     assert "FLASH_ATTN" in table
-    assert '"equal_requests": 3' in table
+    assert "0.0000" in table
 
 
 @pytest.mark.usefixtures("sampling")
 def test_an_engine_that_failed_is_left_alone(tmp_path: Path) -> None:
-    lines = run_pair(tmp_path, fails=("CUSTOM",))
-    failed = [line for line in lines if line["backend"] == "CUSTOM"]
+    lines = run_pair(tmp_path, ["decode", "race", "judge"], fails=("CUSTOM",))
+    failed = [line for line in lines if line["engine"] == "CUSTOM"]
     assert [(line["phase"], line["status"]) for line in failed] == [("decode", "failed")]
     assert "an illegal address" in failed[0]["reason"]
-    theirs = [line for line in lines if line["backend"] == "FLASH_ATTN"]
-    assert {line["phase"] for line in theirs} == {"decode", "again", "warm", "race", "judge"}
+    theirs = [line for line in lines if line["engine"] == "FLASH_ATTN"]
+    assert {line["phase"] for line in theirs} == {"decode", "warm", "race", "judge"}
 
 
 def test_phases_end_with_the_time(tmp_path: Path) -> None:
-    log = vllm_pair.Log(tmp_path / "out.jsonl", 0, {})
+    log = Log(tmp_path / "out.jsonl", 0, {})
     assert not log.phase("race", dict)
     (line,) = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
     assert line["status"] == "skipped"
+
+
+def test_an_engine_is_a_backend_and_a_dtype_of_caches(tmp_path: Path) -> None:
+    setting = Setting(model="8b", folder=tmp_path, num_layers=3)
+    assert setting.sizes()["num_hidden_layers"] == 3
+    given = {name: setting.arguments(name) for name in ("CUSTOM", "FLASH_ATTN:fp8", "EXACT")}
+    assert [one["kv_cache_dtype"] for one in given.values()] == ["auto", "fp8", "auto"]
+    backends = [one["attention_config"]["backend"] for one in given.values()]
+    assert backends == ["CUSTOM", "FLASH_ATTN", "NO_ATTENTION"]
+    assert given["CUSTOM"]["compilation_config"]["cudagraph_capture_sizes"][-1] == 64
 
 
 class FakeRunner:
@@ -194,9 +204,10 @@ class FakeRunner:
 
 def measure(runner: FakeRunner, tmp_path: Path) -> bool:
     options = SimpleNamespace(
-        graphs="decode", out=tmp_path, model="8b", rounds=1, layers=None, kv_gib=20.0
+        **{"graphs": "decode", "out": tmp_path, "model": "8b", "rounds": 1, "layers": None},
+        **{"kv_gib": 20.0, "racers": None, "phases": "decode,race"},
     )
-    return vllm_engine.measure(runner, options, "auto")  # type: ignore[arg-type]
+    return vllm_engine.measure(runner, options, vllm_engine.ENGINES[0])  # type: ignore[arg-type]
 
 
 def test_less_is_tried_after_failures(tmp_path: Path) -> None:
@@ -206,6 +217,8 @@ def test_less_is_tried_after_failures(tmp_path: Path) -> None:
     runner = FakeRunner([3, 124, 1, 0, 0, 0, 0])
     assert measure(runner, tmp_path)
     assert [attempt for attempt, _ in runner.asked[:3]] == attempts_of("decode")[:3]
-    apart = [arguments[arguments.index("--backends") + 1] for _, arguments in runner.asked[3:]]
-    assert apart == ["CUSTOM", "FLASH_ATTN", "FLASH_ATTN", "CUSTOM"]
+    apart = [vllm_pair.options_of(arguments) for _, arguments in runner.asked[3:]]
+    assert [one.engines for one in apart] == ["CUSTOM", "FLASH_ATTN", "FLASH_ATTN", "CUSTOM"]
+    assert {one.reference for one in apart} == {"CUSTOM"}
+    assert len({one.folder for one in apart}) == 1
     assert not measure(FakeRunner([3], seconds=120), tmp_path)
