@@ -41,7 +41,8 @@ TRAITS = FamilyTraits(
     params=MLA_FIELDS,
 )
 
-# Splits of a query tile that its CTAs merge, where they can: more are sooner merged by many small CTAs.
+# Splits of a query tile that its CTAs merge, where they can: more are sooner merged by many small
+# CTAs.
 _MOST_SPLITS_HERE = 8
 
 # CTAs of the merge kernel for each of the attention kernel's: they are small, and wait for memory.
