@@ -33,7 +33,7 @@ random_examples = examples(300)
 # --- the model ------------------------------------------------------------------------------------
 
 
-MIN_CLAIM = 4
+MIN_CLAIM = 6
 LATER = 8  # the part of the cost that later waves have
 SPARE = 8  # the part of the slots that even query tiles may cost
 NUM_BUCKETS = 6
@@ -176,9 +176,9 @@ def test_more_work_has_more_waves() -> None:
     counts = [Waves(total, 132, 6).count for total in range(132, 200_000, 100)]
     assert counts == sorted(counts)
     assert set(counts) == {1, 2, 3, 4, 5, 6}
-    # An eighth of the work is worth four positions a slot.
-    assert Waves(8 * 4 * 132 - 1, 132, 6).count == 1
-    assert Waves(8 * 4 * 132, 132, 6).count == 2
+    # An eighth of the work is worth so many positions a slot.
+    assert Waves(8 * MIN_CLAIM * 132 - 1, 132, 6).count == 1
+    assert Waves(8 * MIN_CLAIM * 132, 132, 6).count == 2
 
 
 @random_examples
@@ -692,14 +692,14 @@ def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> N
     [
         # Requests that are worth all waves, and some.
         (Batch((10**6, 10**5), wave_slots=16), 16 * 6),
-        (Batch((100_000, 90_000), wave_slots=16), 16 * 4),
+        (Batch((100_000, 90_000), wave_slots=16), 16 * 3),
         # One that is cut evenly.
         (Batch((10**6,), wave_slots=16), 16),
         # Whole ones, claimed one by one at the end.
         (Batch((1000,) * 256, wave_slots=16), 16 * 3),
         # Too little to claim.
         (Batch((3000,), wave_slots=16), 16),
-        (Batch((70_000,) * 3, wave_slots=5), 5 * 6),
+        (Batch((70_000,) * 3, wave_slots=5), 5 * 5),
         # Requests of one tile: whole ones in each slot, at most a slot each.
         (Batch((17,) * 264, wave_slots=132), 132),
         (Batch((17,) * 120, wave_slots=132), 120),
@@ -709,8 +709,8 @@ def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> N
         (Batch((0, -5, 0)), 3),
         (Batch((10**6, *[0] * 299), wave_slots=132), 132 * 3),
         # All rows fit a wider tile, and one tile of rows has too many for the narrower.
-        (Batch((100_000, 90_000), (4, 2), wave_slots=16, decode_rows=16), 16 * 4),
-        (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16 * 3),
+        (Batch((100_000, 90_000), (4, 2), wave_slots=16, decode_rows=16), 16 * 3),
+        (Batch((100_000, 90_000), (4, 2), wave_slots=16), 16 * 2),
         (Batch((100_000, 90_000), (4, 4), wave_slots=16), 0),
         # No request is for this kernel.
         (Batch((100, 100), (1, 1), prefill_rows=64, max_waves=1), 0),
