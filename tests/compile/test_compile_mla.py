@@ -73,10 +73,7 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
     spec = job.spec
     assert isinstance(spec, MLASpec)
     tile, result = mla_tile(spec, job.arch), compile_kernel(spec, job.arch)
-    symbols = [(spec.symbol, tile.smem_bytes)]
-    if not isinstance(tile, WarpgroupTile):  # else its CTAs merge
-        symbols.append((spec.merge_symbol, 0))
-    for symbol, smem_bytes in symbols:
+    for symbol, smem_bytes in ((spec.symbol, tile.smem_bytes), (spec.merge_symbol, 0)):
         resources = resources_of(result.cubin, symbol, job.arch)
         assert resources.spill_bytes <= spills_allowed(spec, job.arch)
         assert resources.smem_bytes + smem_bytes <= ARCHS[job.arch].smem_bytes

@@ -208,6 +208,8 @@ class CudaKernels:
         # Without requests of many rows the others would have nothing to do.
         if max_q_len <= self._decode[0].max_q_len:
             return self._decode
+        if self.traits.has_one_kernel:  # which would be launched twice
+            return self._alone(prefill)
         return self._multi_token if max_q_len <= self._multi_token_q_len else self._mixed(prefill)
 
     def _new_plan(
@@ -270,9 +272,7 @@ class CudaKernels:
     def _invariant(self, prefill: Role, *, is_alone: bool) -> ScheduleConfigs:
         # A token has the same bits in a decode step and in a prefill if one kernel computes both.
         if is_alone:
-            return self._remembered(
-                ("alone", prefill), lambda: (self._schedule_config(prefill, decode_rows=-1),)
-            )
+            return self._alone(prefill)
         # The decode kernel writes the rows of invalid requests and those of none.
         return self._remembered(
             ("invariant", prefill),
@@ -280,6 +280,11 @@ class CudaKernels:
                 self._schedule_config(prefill, decode_rows=0),
                 self._schedule_config("decode", decode_rows=0),
             ),
+        )
+
+    def _alone(self, prefill: Role) -> ScheduleConfigs:
+        return self._remembered(
+            ("alone", prefill), lambda: (self._schedule_config(prefill, decode_rows=-1),)
         )
 
     def _remembered(

@@ -25,7 +25,7 @@ from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import DType
 from jitattn.spec.layout import Loader
 from jitattn.tensors.scales import Scale
-from jitattn.tensors.tensor_layouts import NO_LAYOUT
+from jitattn.tensors.tensor_layouts import NO_LAYOUT, Batch
 
 # Costs are measured: docs/perf-log.md. Partial rows are wide, so that splits are few; Q takes as
 # long to load as two tiles, and each eight splits of a row take as long to merge as a tile or two.
@@ -41,6 +41,10 @@ TRAITS = FamilyTraits(
     params=MLA_FIELDS,
 )
 
+# Splits of a query tile that its CTAs merge, where they can: more are sooner merged by many small
+# CTAs.
+_MOST_SPLITS_HERE = 8
+
 # CTAs of the merge kernel for each of the attention kernel's: they are small, and wait for memory.
 _MERGE_CTAS = 8
 
@@ -48,19 +52,18 @@ _UNSCALED = Scale(1.0)
 
 
 class MLAKernel(PlannedKernel):
-    """A kernel of MLA, and the one that merges its splits, unless its own CTAs do."""
+    """A kernel of MLA, and its second one, which merges splits unless CTAs of the first do."""
 
     _merge: LoadedKernel | None = None
 
     @property
-    def has_merge(self) -> bool:
-        """Whether another kernel merges its splits."""
-        return not isinstance(self.tile, WarpgroupTile)
+    def can_merge(self) -> bool:
+        """Whether its own CTAs can merge splits."""
+        return isinstance(self.tile, WarpgroupTile)
 
     def load(self) -> LoadedKernel:
         """Load both."""
-        if self.has_merge:
-            self.load_merge()
+        self.load_merge()
         return super().load()
 
     def load_merge(self) -> LoadedKernel:
@@ -75,7 +78,14 @@ class MLAKernel(PlannedKernel):
 class MLAKernelLaunch(KernelLaunch):
     """A kernel of an MLA plan: ``KernelLaunch``, with the query's k_pe part and the merge."""
 
-    __slots__ = ("_merge_grid", "_merge_launches", "_pe_layout")
+    __slots__ = (
+        "_group_size",
+        "_is_invariant",
+        "_merge_grid",
+        "_merge_launches",
+        "_pe_layout",
+        "_row_tile",
+    )
 
     def __init__(
         self,
@@ -90,12 +100,23 @@ class MLAKernelLaunch(KernelLaunch):
         # As many as `num_sms` allows, where it is given: each CTA may be on an SM of its own.
         self._merge_grid = config.grid * (1 if config.limits_sms else _MERGE_CTAS)
         self._merge_launches: dict[PlannedKernel, Launch] = {}
+        self._group_size, self._row_tile = config.group_size, config.kernel.row_tile
+        self._is_invariant = config.class_tokens > 0
+
+    def begin(self, batch: Batch) -> None:
+        """Have the schedule kernel's launch schedule another batch."""
+        super().begin(batch)
+        # How many CTAs share a request, if all are alike. Those of a batch-invariant plan have few
+        # splits, and one way to merge them.
+        num_tiles = batch.batch_size * -(-batch.max_q_len * self._group_size // self._row_tile)
+        is_shared_by_few = self._grid // max(num_tiles, 1) <= _MOST_SPLITS_HERE
+        self.params.mla.merges_splits = self._is_invariant or is_shared_by_few
 
     def steps_of(self, kernels: BoundKernels) -> tuple[Launch, ...]:
         """Return the launch of the attention kernel, and of one that merges where it doesn't."""
         kernel = kernels.of(self.role)
         assert isinstance(kernel, MLAKernel)
-        if not kernel.has_merge:
+        if self.params.mla.merges_splits and kernel.can_merge:
             return (self.launch_of(kernels),)
         merge = self._merge_launches.get(kernel)
         if merge is None:

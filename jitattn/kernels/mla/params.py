@@ -24,7 +24,7 @@ class MLAParams(ctypes.Structure):
         ("scale_page_stride", c_int64),
         ("scale_token_stride", c_int64),
         ("q_pe_is_aligned", c_int32),
-        ("unused", c_int32),
+        ("merges_splits", c_int32),
     )
 
 

@@ -17,7 +17,8 @@ struct MLAParams {
   int64_t scale_token_stride;
 
   int32_t q_pe_is_aligned;  // eight elements of q_pe can be loaded at once
-  int32_t unused;
+  // Whether CTAs merge the splits of query tiles in several slots; else a second kernel does.
+  int32_t merges_splits;
 };
 
 }  // namespace jitattn

@@ -57,12 +57,14 @@ struct MergeCounter {
   __device__ __forceinline__ void clear_last(int32_t word, int32_t taken) const {
     if (taken + 1 == num_there(word)) *place = 0;
   }
+  static __device__ __forceinline__ bool are_all_there(int32_t word, const WorkItem& item) {
+    return num_there(word) == item.query_tile.last_slot - item.query_tile.first_slot + 1;
+  }
   // Needs the number where some have left.
   static __device__ __forceinline__ RowRange part(int32_t word, int32_t taken, const WorkItem& item,
                                                   int32_t num_rows, int32_t step) {
     const int32_t num_parts = num_there(word);
-    const bool are_all = num_parts == item.query_tile.last_slot - item.query_tile.first_slot + 1;
-    const int32_t part = are_all ? item.slot - item.query_tile.first_slot : taken;
+    const int32_t part = are_all_there(word, item) ? item.slot - item.query_tile.first_slot : taken;
     const int32_t size = (num_rows + num_parts * step - 1) / (num_parts * step) * step;
     return {min(part * size, num_rows), min((part + 1) * size, num_rows)};
   }

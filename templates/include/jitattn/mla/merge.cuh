@@ -1,6 +1,6 @@
-// Merge of a query tile's splits, of kernels with products of warps. Splits in one slot are merged by its CTA, splits in several slots
-// by a second kernel with a row for each CTA: one CTA would take longer to merge the wide rows than
-// all CTAs to compute them.
+// Merge of a query tile's splits, of kernels with products of warps, and where query tiles have many
+// splits. Splits in one slot are merged by its CTA, splits in several slots by a second kernel with a
+// row for each CTA: one CTA would take longer to merge the wide rows than all CTAs to compute them.
 #pragma once
 
 #include "jitattn/mla/kernel.cuh"

@@ -188,14 +188,18 @@ __device__ __forceinline__ void merge_published(const AttentionParams& params, S
     const MergeCounter counter(params, item);
     word = counter.wait(item.query_tile.num_splits);
     const bool is_there = MergeCounter::num_published(word) == item.query_tile.num_splits;
-    RowRange range = {0, 0};
-    if (is_there) {
-      taken = counter.take_next();
-      range = MergeCounter::part(word, taken, item, item.rows(params).num_rows, 1);
-    } else {
+    const int32_t num_rows = item.rows(params).num_rows;
+    RowRange& range = shared.split_rows[own];
+    if (!is_there) {
+      range = {0, 0};
       word = 0;
+    } else if (MergeCounter::are_all_there(word, item)) {
+      range = MergeCounter::part(word, 0, item, num_rows, 1);
+      taken = counter.take_next();  // nobody waits for the answer
+    } else {
+      taken = counter.take_next();
+      range = MergeCounter::part(word, taken, item, num_rows, 1);
     }
-    shared.split_rows[own] = range;
   }
   sync_threads<kNumThreads>(kConsumerBarrier);
   if (word) MergeCounter(params, shared.split_items[own]).clear_last(word, taken);

@@ -112,15 +112,16 @@ __device__ __forceinline__ void prefetch_tiles(const KernelParams& params,
   }
 }
 
-// Loads the tiles of a work item.
+// Loads the tiles of a work item. `is_first`: of a CTA, and known early.
 __device__ __forceinline__ void load_item(const KernelParams& params, Shared& shared,
-                                          const WorkItemFacts& item, uint32_t smem,
+                                          const WorkItemFacts& item, bool is_first, uint32_t smem,
                                           uint32_t& parities) {
   const PageTable::Row page_row = params.pages.row(item.query_tile.request);
   const int32_t end = item.end;
   int32_t tile = item.begin, stage = 0;
   int32_t split_end = end_of_split(item.query_tile, tile, end);
   TileAddresses addresses(params, page_row, item, tile);
+  if (!is_first) addresses.prefetch(params);  // the stage is in use yet
 #pragma unroll 1
   while (true) {
     const TileAddresses now = addresses;
@@ -151,7 +152,7 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
     if (!is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
     const WorkItemFacts& item = is_known ? shared.first_item : shared.work_items[work_items.stage];
     if (item.work == kNoWork) break;
-    load_item(params, shared, item, smem, parities);
+    load_item(params, shared, item, is_known, smem, parities);
     if (is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
     is_known = false;
     work_items.next(kNumWorkItems);
