@@ -70,7 +70,31 @@ TRANSFORMERS = (
     "5.23.0",
     "5.24.0",
 )
-VLLM = ("vllm==0.26.0", "transformers==5.17.0")
+# What vLLM's releases want of torch and of what their code does not take in any version; their own
+# pin of tvm-ffi does not go with every xgrammar that they allow.
+VLLM = {
+    "0.26.0": (
+        *("torch==2.11.0", "torchvision==0.26.0", "transformers==5.17.0", "mcp<2"),
+        *("apache-tvm-ffi==0.1.15.post2", "xgrammar==0.2.9"),
+    ),
+    "0.33.0": (
+        *("torch==2.14.0", "torchvision==0.29.0", "transformers==5.20.2", "mcp<3", "orjson"),
+        *("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8", "oss-harmony"),
+    ),
+}
+VLLM_TESTS = ("tests/integrations/test_vllm.py", "tests/integrations/test_vllm_engine.py")
+# What else is imported on the way to an engine. Triton's interpreter takes arrays of one element
+# for numbers, as numpy did to 2.2.
+VLLM_NEEDS = (
+    *("numpy==2.2.*", "aiohttp", "anthropic<1", "blake3", "cachetools", "cbor2", "cloudpickle"),
+    *("compressed-tensors==0.17.0", "depyf", "einops", "fastapi<0.137", "jsonschema"),
+    *("llguidance<1.8", "lm-format-enforcer", "loguru", "mistral-common", "msgspec", "openai<3"),
+    *("model-hosting-container-standards", "openai-harmony", "opencv-python-headless"),
+    *("opentelemetry-sdk", "outlines-core", "partial-json-parser", "prometheus-client"),
+    *("protobuf", "psutil", "py-cpuinfo", "pybase64", "pycountry", "pydantic<2.13"),
+    *("pydantic-extra-types", "python-multipart", "pyzmq", "regex", "requests", "sentencepiece"),
+    *("setproctitle", "tiktoken", "uvloop"),
+)
 TORCHES = {
     "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
     "torch2.13": ("torch==2.13.0",),
@@ -144,12 +168,12 @@ def newest_transformers(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12")
-def vllm(session: nox.Session) -> None:
+@nox.parametrize("version", [nox.param(version, id=version) for version in VLLM])
+def vllm(session: nox.Session, version: str) -> None:
     """Decode with vLLM's engine on the CPU, from its wheel for CUDA, with both of its runners."""
-    # The newest release whose torch has builds that also run without a card; its Triton kernels are
-    # interpreted, with a numpy that still takes arrays of one element for numbers.
-    session.install(*VLLM, "-e", ".[test]", "numpy<2.3")
-    session.run("pytest", "-q", *(session.posargs or ("tests/integrations/test_vllm_engine.py",)))
+    session.install(*VLLM[version], *VLLM_NEEDS, "-e", ".[test]")
+    session.install("--no-deps", f"vllm=={version}")
+    session.run("pytest", "-q", *(session.posargs or VLLM_TESTS))
 
 
 @nox.session(python="3.11")

@@ -3,7 +3,7 @@
     VLLM_USE_V2_MODEL_RUNNER=0 python -m tests.support.vllm_cpu JOB.json
 
 It is a program, since vLLM asks once in a process where it runs. What its build for CPUs would
-bring is here, in torch: five operations. The newer model runner's kernels are Triton's, which
+bring is here, in torch: a few operations. The newer model runner's kernels are Triton's, which
 ``TRITON_INTERPRET=1`` runs; the older one has others for CPUs.
 """
 
@@ -66,6 +66,8 @@ def define_operations() -> torch.library.Library:
     for kind in ("silu", "gelu", "gelu_tanh"):
         library.define(f"{kind}_and_mul(Tensor(a!) out, Tensor x) -> ()")
         library.impl(f"{kind}_and_mul", lambda out, x, kind=kind: gated(out, x, kind), "CPU")
+    library.define("greedy_argmax(Tensor logits) -> Tensor")  # of 0.33
+    library.impl("greedy_argmax", lambda logits: logits.argmax(dim=-1), "CPU")
     name = "compute_slot_mapping_kernel_impl"
     library.define(f"{name}(Tensor q, Tensor p, Tensor t, Tensor(a!) out, int size) -> ()")
     library.impl(name, slots_of, "CPU")
