@@ -95,6 +95,7 @@ def _spec_of(row: dict[str, object], arch: str) -> DecodeSpec | PrefillSpec:
     row_tile, is_aligned = fields.pop("row_tile"), fields.pop("is_aligned")
     fields["loader"] = Loader.VECTOR
     if row_tile is None and ARCHS[arch].has_wgmma and fields["q_dtype"] is DType.BFLOAT16:
-        fields["fixed_maximum"] = fields["use_logits_soft_cap"]
+        is_masked = fields["use_custom_mask"]
+        fields["fixed_maximum"] = fields["use_logits_soft_cap"] and not is_masked
     spec = PrefillSpec(**fields) if row_tile is None else DecodeSpec(row_tile=row_tile, **fields)  # type: ignore[arg-type]
     return specs_of_loaders(spec, arch)[not is_aligned]

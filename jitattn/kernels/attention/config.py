@@ -254,12 +254,14 @@ def fixes_maximum(config: PlannerConfig, arch: str) -> bool:
     """Return whether 0 serves prefill by warpgroups as the maximum of every row's scores.
 
     A soft cap of 50 leaves probabilities between 2 ** -72 and 2 ** 72, which bfloat16 has and
-    float16 has not; what a variant makes of a capped score has no bound.
+    float16 has not; what a variant makes of a capped score has no bound. Reading a mask leaves no
+    registers for larger tiles, which are what it gains most by.
     """
     return (
         ARCHS[arch].has_wgmma
         and 0.0 < config.logits_soft_cap <= _MAX_FIXED_CAP
         and config.kernel_q_dtype == DType.BFLOAT16.value
+        and not config.use_custom_mask
         and config.variant is None
     )
 

@@ -185,13 +185,8 @@ class _WarpgroupRow(NamedTuple):
         if spec.variant is not None or is_busy:
             return self.variant_tokens
         # Without a maximum a cap takes registers only beside what gathers or dequantises.
-        has_registers = spec.page_size % 8 == 0 or 64 < spec.head_dim <= 192
-        is_light = (
-            not spec.use_custom_mask
-            and spec.fixed_maximum
-            and spec.kv_dtype is spec.q_dtype
-            and has_registers
-        )
+        has_registers = spec.head_dim > 64 and (spec.page_size % 8 == 0 or spec.head_dim <= 192)
+        is_light = spec.fixed_maximum and spec.kv_dtype is spec.q_dtype and has_registers
         if spec.use_logits_soft_cap and not is_light:
             return self.soft_cap_tokens
         return self.plain_tokens

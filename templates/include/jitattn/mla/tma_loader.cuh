@@ -132,8 +132,6 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
       mbarrier_wait(shared.empty(stage, half), parities >> stage & 1);
       now.load(params, half, smem + stage * kTileBytes, shared.full(stage, half));
     }
-    // The ring alone asks for too little at a time to keep memory busy.
-    if (tile + 1 < end) addresses.prefetch(params);
     parities ^= 1 << stage;
     stage ^= 1;
     if (++tile == end) break;
