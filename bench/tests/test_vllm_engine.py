@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bench.bundle import engine_configurations
-from bench.engines import agreement, llama, prompts, vllm_engine, vllm_pair
+from bench.engines import agreement, llama, prompts, rounding, vllm_engine, vllm_pair
 from bench.engines.agreement import Greedy
 from bench.engines.log import Log
 from bench.engines.vllm_engine import Attempt, attempts_of
@@ -222,3 +222,12 @@ def test_less_is_tried_after_failures(tmp_path: Path) -> None:
     assert {one.reference for one in apart} == {"CUSTOM"}
     assert len({one.folder for one in apart}) == 1
     assert not measure(FakeRunner([3], seconds=120), tmp_path)
+
+
+def test_rounding_is_seen_and_small_in_one_layer() -> None:
+    sizes = {"layers": 1, "hidden": 64, "inner": 96, "vocab": 50, "heads": 2, "kv_heads": 1}
+    found = rounding.differences(sizes, 200)
+    assert all(0 < apart.mean().item() < 0.05 for apart in found.values())
+    scores, v = torch.randn(2, 9, 9), torch.randn(2, 9, 4)
+    wanted = scores.softmax(-1) @ v
+    torch.testing.assert_close(rounding.in_tiles(scores, v, 4), wanted, atol=2e-2, rtol=0)

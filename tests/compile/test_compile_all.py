@@ -135,6 +135,8 @@ def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path:
 def check_machine_code(spec: AttentionSpec, arch: str, found: list[str]) -> None:
     has_warpgroups = isinstance(spec.tile(arch), WarpgroupTile)
     kind, other = ("HGMMA", "HMMA") if has_warpgroups else ("HMMA", "HGMMA")
+    if isinstance(spec, PrefillSpec) and spec.has_fp8_queries:
+        kind = "QGMMA"
     products = [op for op in found if op.startswith(kind)]
     is_bfloat16 = spec.q_dtype == "bfloat16" and not multiplies_in_float16(spec)
     assert all(".F32" in op and (".BF16" in op) == is_bfloat16 for op in products)

@@ -163,7 +163,7 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
     fp8_products_rule(
         BYTE_DTYPES,
         f"of 8 bits in prefill of q_dtype={FP8_QUERIES} on sm_90a: head dims a multiple of 32 up "
-        "to 256, no lists, no variant; else the same",
+        "to 224, no lists, no variant; else the same",
     ),
     rule(
         "num_sms",

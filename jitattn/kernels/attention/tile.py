@@ -107,8 +107,9 @@ def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
 
 def has_fp8_tile(head_dim: int, head_dim_vo: int) -> bool:
     """Return whether products of 8 bits have a tile of warpgroups."""
-    # A product takes 32 elements of a row, and two warps transpose 16 columns of V at a time.
-    return all(dim % 32 == 0 and dim <= 256 for dim in (head_dim, head_dim_vo))
+    # A product takes 32 elements of a row, and two warps transpose 16 columns of V at a time. Wider
+    # outputs leave no registers for sums besides.
+    return all(dim % 32 == 0 and dim <= 224 for dim in (head_dim, head_dim_vo))
 
 
 def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
@@ -117,7 +118,7 @@ def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
     One of two consumers without rows costs less than a kernel; two of three cost much, and beside
     one consumer there is room for another warpgroup that dequantises (docs/perf-log.md).
     """
-    if not ARCHS[arch].has_wgmma:
+    if not ARCHS[arch].has_wgmma or spec.has_fp8_queries:
         return False
     return spec.kv_dtype is not spec.q_dtype or _warpgroup_row(spec).num_consumers > 2
 
@@ -231,9 +232,11 @@ _DEQUANT_TILES = (
 )
 # The same of queries, K and V of 8 bits, whose V lands in shared memory before it is transposed.
 _FP8_TILES = (
-    _WarpgroupRow(64, 64, 2, 1, 192, 160, 160, 2, 2),
+    _WarpgroupRow(32, 32, 2, 1, 192, 160, 160, 2, 2),
+    _WarpgroupRow(64, 64, 3, 1, 128, 96, 96, 2, 2),
     _WarpgroupRow(128, 128, 2, 1, 160, 128, 128, 2, 2),
-    _WarpgroupRow(256, 256, 2, 1, 96, 64, 64, 2, 1),
+    _WarpgroupRow(192, 192, 2, 1, 96, 64, 64, 2, 1),
+    _WarpgroupRow(224, 224, 2, 1, 64, 64, 64, 2, 1),
 )
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
 # warpgroup of producers, where pages are too small for TMA.
@@ -252,6 +255,9 @@ _WIDE_REGISTERS = _Registers(producer=88, consumer=208)
 # The same of two warpgroups each that dequantise, and accumulate few columns.
 _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
 
+# Tokens whose products of 8 bits tensor cores add up: the sums have 14 bits or so, and lose a part
+# of 0.8e-6 of out a token.
+_SUM_TOKENS = 4096
 # The same of two warpgroups whose V is transposed.
 _FP8_REGISTERS = _Registers(producer=56, consumer=224)
 
@@ -454,7 +460,8 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
 def _fp8_tile(spec: AttentionSpec) -> WarpgroupTile:
     """Return the tile of products of 8 bits."""
     row = _warpgroup_row(spec)
-    tile_tokens = row.tile_tokens(spec)
+    is_busy = spec.use_logits_soft_cap or spec.use_custom_mask
+    tile_tokens = row.soft_cap_tokens if is_busy else row.plain_tokens
     key_bytes = _segment_bytes(spec.head_dim, item_bytes=1)
     landing_bytes = tile_tokens * _segment_bytes(spec.head_dim_vo, item_bytes=1)
     # A column of V has all tokens of a tile, in whole segments.
@@ -462,6 +469,8 @@ def _fp8_tile(spec: AttentionSpec) -> WarpgroupTile:
     smem_bytes = row.num_stages * (tile_tokens * key_bytes + value_bytes + landing_bytes)
     smem_bytes += 64 * row.num_consumers * row.num_query_stages * key_bytes
     registers = _FP8_REGISTERS
+    if row.num_consumers > 2:
+        registers = _WARPGROUP_REGISTERS[row.num_consumers, row.num_producers]
     return WarpgroupTile(
         num_warps=4 * row.num_consumers,
         tile_tokens=tile_tokens,
@@ -483,6 +492,7 @@ def _fp8_tile(spec: AttentionSpec) -> WarpgroupTile:
         consumer_registers=registers.consumer,
         product_dtype=spec.q_dtype.value,
         output_columns=spec.head_dim_vo,
+        sum_tiles=_SUM_TOKENS // tile_tokens,
     )
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from jitattn.kernels.attention import tile as attention_tile
 from jitattn.kernels.attention.api import FP8ProductsPlan
 from tests.emulator.attention import EmulatedCuda
 from tests.support.fp8_queries import FAST, FP8, FP8Case, FP8Inputs
 from tests.support.harness import assert_same
 
 
-def planner_of(host: EmulatedCuda, case: FP8Case) -> Any:
+def planner_of(host: EmulatedCuda, case: FP8Case, **others: object) -> Any:
     """A planner of a card, for tensors on the CPU."""
-    planner = host.planner(**case.planner_arguments())
+    planner = host.planner(**case.planner_arguments(), **others)
     assert planner.kernels.reads_fp8_queries
     planner.make_plan = FP8ProductsPlan
     planner.tensor_dtypes = planner.tensor_dtypes._replace(q=FP8)
@@ -32,7 +33,7 @@ STEP = replace(FAST, q_lens=(1, 5, 40, 2), kv_lens=(300, 6, 177, 2))
 CASES = {
     "128": STEP,
     "64, a window": replace(STEP, head_dim=64, page_size=8, window_left=50, use_sinks=True),
-    "256": replace(STEP, head_dim=256, page_size=64, num_kv_heads=1, group_size=8, form="negative"),
+    "224": replace(STEP, head_dim=224, page_size=64, num_kv_heads=1, group_size=8, form="negative"),
     "small pages": replace(STEP, head_dim=32, page_size=3, view="odd", form="none"),
 }
 
@@ -42,6 +43,19 @@ def test_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = EmulatedCuda(monkeypatch, "sm_90a", seed=1)
     check(host, CASES[name])
     assert host.kinds == {"decode", "prefill"}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sums_that_begin_anew(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tiles each: some tokens on, a query tile's output has several."""
+    monkeypatch.setattr(attention_tile, "_SUM_TOKENS", 2 * 192)
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=2, num_sms=1)
+    case = replace(STEP, head_dim=32, page_size=32, num_kv_heads=1, q_lens=(9, 1))
+    case = replace(case, kv_lens=(1900, 1), window_left=1500)
+    inputs = FP8Inputs(case, "cpu")
+    planner = planner_of(host, case, batch_invariant=batch_invariant)
+    inputs.check(inputs.attend(planner))
+    assert planner.kernels.kernels.of("prefill").tile.sum_tiles == 2
 
 
 SMALL = replace(CASES["small pages"], view="whole", q_lens=(1, 17), kv_lens=(9, 40))
@@ -88,6 +102,20 @@ def test_nothing_is_launched_for_what_is_refused(monkeypatch: pytest.MonkeyPatch
         with pytest.raises((TypeError, ValueError), match=name):
             plan.run(**{"q": inputs.q, "kv": kv} | changes)
     assert not host.ran
+
+
+@pytest.mark.parametrize("place", [0, 16])
+def test_a_nan_in_a_key(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sees it is NaN, out and lse, whichever way its exponential is found."""
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    inputs = FP8Inputs(SMALL, "cpu")
+    page, offset = divmod(23 + place, SMALL.page_size)  # the first token of 17 is the key 23 of 40
+    inputs.cache.view(torch.uint8)[inputs.table[1, page].item(), 0, offset] = 0x7F
+    out, lse = inputs.attend(planner_of(host, SMALL))
+    seen = torch.arange(18) > place
+    assert torch.equal(out.isnan().all(-1).all(-1), seen)
+    assert torch.equal(lse.isnan().all(-1), seen)
+    assert not bool(out[~seen].isnan().any() | lse[~seen].isnan().any())
 
 
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

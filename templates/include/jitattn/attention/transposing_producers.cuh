@@ -58,16 +58,17 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
   }
 }
 
-// A warp's part of the transposition of V: some columns of all tokens.
+// A warp's part of the transposition of V: of all tokens every kTransposeWarps-th 16 columns.
 struct Transposer {
   static constexpr int kBlockTokens = 32;
   static constexpr int kVectors = kValueDim / 16 / kTransposeWarps;  // of 16 columns, of a warp
   static_assert(kValueDim % (16 * kTransposeWarps) == 0, "warps have equal parts");
+  static_assert(8 % kTransposeWarps == 0, "vectors of a warp differ in some bits of their places");
   // Of them, those whose loads overlap: registers are few.
-  static constexpr int kAtOnce = kVectors % 4 == 0 ? 4 : kVectors % 3 == 0 ? 3 : 2 - kVectors % 2;
-
-  // Vectors of a warp lie in one segment, and differ in some bits of their places.
-  static constexpr bool kIsAligned = 8 % kVectors == 0;
+  static constexpr int kAtOnce = kVectors == 4       ? 4
+                                 : kVectors % 4 == 0 ? 2
+                                 : kVectors % 3 == 0 ? 3
+                                                     : 2 - kVectors % 2;
 
   int warp;  // of those that transpose
   // Matrices of 8 x 16 bytes: the tokens that this lane names, and the columns.
@@ -92,33 +93,27 @@ struct Transposer {
 #pragma unroll 1
     for (int block = 0; block < kTileTokens / kBlockTokens; ++block) {
       const int row = block * kBlockTokens + token;
+      const uint32_t source = ValueLayout::row(landing, 0, row) + (warp ^ row % 8) * 16;
       // Vectors of 16 tokens: two of this block, one a pair of matrices.
       const int segment = block / 4, vector = block % 4 * 2 + lane_idx() / 16;
-      const uint32_t place = ColumnLayout::row(stage, segment, warp * kVectors * 16 + column) +
-                             (vector ^ column % 8) * 16;
-      const uint32_t first = vector_of(landing, row, 0);
+      const uint32_t target =
+          ColumnLayout::row(stage, segment, warp * 16 + column) + (vector ^ column % 8) * 16;
       for_each<kVectors / kAtOnce>([&](int part) {
         uint4 words[kAtOnce];
         for_each<kAtOnce>([&](int i) {
-          const int own = part * kAtOnce + i;
-          words[i] =
-              ldmatrix_x4_trans(kIsAligned ? first ^ own * 16 : vector_of(landing, row, own));
+          const int from = (part * kAtOnce + i) * kTransposeWarps;
+          words[i] = ldmatrix_x4_trans((source ^ from % 8 * 16) + ValueLayout::row(0, from / 8, 0));
         });
         for_each<kAtOnce>([&](int i) {
+          const int to = (part * kAtOnce + i) * kTransposeWarps;
           const uint4& from = words[i];
           stmatrix_x4(
-              place + (part * kAtOnce + i) * 16 * kSegmentBytes,
+              target + ColumnLayout::row(0, 0, to * 16),
               {__byte_perm(from.x, from.y, first_bytes), __byte_perm(from.x, from.y, last_bytes),
                __byte_perm(from.z, from.w, first_bytes), __byte_perm(from.z, from.w, last_bytes)});
         });
       });
     }
-  }
-
-  // Vector `own` of this warp, of a row of a landing.
-  __device__ __forceinline__ uint32_t vector_of(uint32_t landing, int row, int own) const {
-    const int vector = warp * kVectors + own;
-    return ValueLayout::row(landing, vector / 8, row) + (vector % 8 ^ row % 8) * 16;
   }
 
   // Zeros in the rows that no request owns, or that no TMA tile loaded: a NaN there must not meet a
