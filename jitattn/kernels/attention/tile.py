@@ -181,7 +181,8 @@ class _WarpgroupRow(NamedTuple):
     """Parts of columns in which a tile of K comes and goes, so that one stage is enough."""
 
     def tile_tokens(self, spec: AttentionSpec) -> int:
-        is_wide = spec.head_dim > 192 and spec.kv_dtype is not spec.q_dtype
+        is_dequantised = spec.kv_dtype is not spec.q_dtype
+        is_wide = spec.head_dim > (192 if is_dequantised else 256)
         is_busy = spec.use_logits_soft_cap and spec.use_custom_mask and is_wide
         if spec.variant is not None or is_busy:
             return self.variant_tokens
