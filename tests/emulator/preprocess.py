@@ -14,6 +14,7 @@ HOST_HEADERS = ("prelude", "ptx", "types", "fp8")
 HOST = f"""
 inline float rsqrtf(float x) {{ return 1.f / std::sqrt(x); }}
 namespace jitattn {{
+inline float max_or_nan(float a, float b) {{ return a != a || b != b ? NAN : a < b ? b : a; }}
 {CONVERSIONS}
 }}  // namespace jitattn
 """

@@ -39,6 +39,7 @@ template <typename T> T __shfl_up_sync(unsigned mask, T value, int offset) {
   return __shfl_sync(mask, value, lane < offset ? lane : lane - offset);
 }
 namespace jitattn {
+inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline uint32_t warp_sum(uint32_t value) {
   const emulator::Words* all = emulator::meet(&value, sizeof value);
   uint32_t sum = 0;

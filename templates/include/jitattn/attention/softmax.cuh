@@ -7,16 +7,10 @@
 
 namespace jitattn {
 
-// The larger score. Exponentials without a unit of their own know no NaN, which a row then has from
-// its maximum.
-__device__ __forceinline__ float larger(float a, float b) {
-  return kHasFP8Products ? max_or_nan(a, b) : fmaxf(a, b);
-}
-
 // Maximum over the four lanes of a row.
 __device__ __forceinline__ float max_of_four(float value) {
-  value = larger(value, __shfl_xor_sync(0xffffffff, value, 1));
-  return larger(value, __shfl_xor_sync(0xffffffff, value, 2));
+  value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
 // Sum over the four lanes of a row.
@@ -51,31 +45,12 @@ __device__ __forceinline__ float raise_scaled_maximum(const Scores& s, int half,
                                                       float& m, float& old_scale) {
   float top = m;
   for_each<kGroups>(
-      [&](int j) { top = larger(top, larger(s.at(j, 2 * half), s.at(j, 2 * half + 1))); });
+      [&](int j) { top = fmaxf(top, fmaxf(s.at(j, 2 * half), s.at(j, 2 * half + 1))); });
   top = max_of_four(top);
   const float reference = finite_maximum(top);
   old_scale = exp2_approx((m - reference) * scale);
   m = top;
   return reference * scale;
-}
-
-// 2**x by sums and products, for numbers below 128: within 1.1e-4 of it, and 0 up to -127. The
-// integer next to x is in the low bits of a sum with 1.5 * 2**23, and becomes the exponent.
-__device__ __forceinline__ float exp2_by_products(float x) {
-  constexpr float kMagic = 12582912.f;
-  x = fmaxf(x, -127.f);
-  const float shifted = __fadd_rn(x, kMagic);
-  const float rest = __fadd_rn(x, -__fadd_rn(shifted, -kMagic));
-  float power = fmaf(rest, 0.05500875f, 0.24221076f);
-  power = fmaf(power, rest, 0.69328292f);
-  power = fmaf(power, rest, 1.f);
-  return __uint_as_float(__float_as_uint(power) + (__float_as_uint(shifted) << 23));
-}
-
-// Whether a probability is found in that way: of products of 8 bits an eighth, which take so little
-// time that the unit of exponentials, and of conversions to 8 bits, is what others wait for.
-__device__ __forceinline__ constexpr bool has_own_unit(int group, int i) {
-  return !kHasFP8Products || group % 4 != 0 || i != 0;
 }
 
 // Turns scores of row `half` into probabilities, and returns this lane's sum of them.
@@ -85,8 +60,7 @@ __device__ __forceinline__ float exponentiate_row(Scores& s, int half, float sca
   for_each<kGroups>([&](int j) {
     for_each<2>([&](int i) {
       float& value = s.at(j, 2 * half + i);
-      const float exponent = fmaf(value, scale, -offset);
-      value = has_own_unit(j, i) ? exp2_approx(exponent) : exp2_by_products(exponent);
+      value = exp2_approx(fmaf(value, scale, -offset));
       sum += value;
     });
   });
