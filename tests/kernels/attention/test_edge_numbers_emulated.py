@@ -14,8 +14,8 @@ from tests.support.edge_numbers import (
     check_large_latent_scores,
     check_large_scores,
 )
-from tests.support.harness import attend
-from tests.support.inputs import Inputs
+from tests.support.harness import attend, check, expected
+from tests.support.inputs import Inputs, make_inputs
 from tests.support.mla import MLACase
 
 BASE = Case(head_dim=64, num_kv_heads=1, group_size=2)
@@ -51,6 +51,18 @@ def test_scales_whose_product_is_infinite(
     host = EmulatedCuda(monkeypatch, arch)
     fp8 = replace(case, kv_dtype="float8_e4m3fn")
     check_far_scales(fp8, "cpu", lambda inputs: on(host, inputs))
+
+
+@pytest.mark.parametrize("sink", [-500.0, -100.0, 200.0])
+def test_far_sinks_of_rows_without_keys(sink: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows with keys, in a query tile whose scores a soft cap bounds: lse is the sink."""
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    case = of(replace(BASE, logits_soft_cap=50.0, sinks="float32"), (70, 40), (140, 150))
+    inputs = make_inputs(case, "cpu")
+    assert inputs.sinks is not None
+    inputs.sinks.fill_(sink)
+    check(case, *on(host, inputs), expected(inputs))
+    assert any("fixedmax" in symbol for symbol in host.ran)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
