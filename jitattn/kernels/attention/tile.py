@@ -145,12 +145,14 @@ def decode_uses_tma(spec: AttentionSpec, arch: str) -> bool:
 
 def prefill_uses_tma(spec: AttentionSpec, arch: str) -> bool:
     """Return whether TMA loads K and V of caches whose strides allow it."""
+    return ARCHS[arch].has_wgmma and spec.kv_dtype is spec.q_dtype and _has_boxes(spec)
+
+
+def _has_boxes(spec: AttentionSpec) -> bool:
     # Of any head dim: the hardware fills the last segment of a row up with zeros. Tokens without
     # pages follow each other, as those of one page do.
-    has_tile = ARCHS[arch].has_wgmma and spec.kv_dtype is spec.q_dtype
-    layout = spec.page_table
-    has_pages = layout.lists_pages and spec.page_size % 8 == 0
-    return has_tile and (has_pages or layout is Layout.RAGGED)
+    has_pages = spec.page_table.lists_pages and spec.page_size % 8 == 0
+    return has_pages or spec.page_table is Layout.RAGGED
 
 
 def _has_tma_tile(spec: AttentionSpec, arch: str) -> bool:
@@ -188,8 +190,10 @@ class _WarpgroupRow(NamedTuple):
         is_busy = spec.use_custom_mask and is_wide
         if spec.variant is not None or is_busy:
             return self.variant_tokens
-        # Without a maximum a cap takes registers only beside what gathers or dequantises.
-        has_registers = spec.head_dim > 64 and (spec.page_size % 8 == 0 or spec.head_dim <= 192)
+        # Without a maximum a cap takes registers only beside what dequantises, or gathers wide rows
+        # or by two warpgroups. All loaders have one tile.
+        has_room = spec.head_dim <= 192 and not _is_gathered_by_two(spec)
+        has_registers = spec.head_dim > 64 and (_has_boxes(spec) or has_room)
         is_light = spec.fixed_maximum and spec.kv_dtype is spec.q_dtype and has_registers
         if spec.use_logits_soft_cap and not is_light:
             return self.soft_cap_tokens
@@ -408,6 +412,12 @@ def _segment_bytes(columns: int, item_bytes: int = 2) -> int:
     return -(-item_bytes * columns // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
+def _is_gathered_by_two(spec: AttentionSpec) -> bool:
+    """Return whether two warpgroups of producers bring rows of 16 bits, where TMA doesn't."""
+    row_bytes = _segment_bytes(spec.head_dim) + _segment_bytes(spec.head_dim_vo)
+    return spec.head_dim_vo <= 192 and row_bytes <= _GATHERED_BYTES
+
+
 def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     is_dequantised = spec.kv_dtype is not spec.q_dtype
     groups, num_producers = row.num_consumers, row.num_producers
@@ -417,8 +427,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     smem_bytes = row.num_stages * tile_tokens * (key_bytes + value_bytes)
     smem_bytes += 64 * groups * row.num_query_stages * key_bytes
     gathers = spec.loader is Loader.VECTOR and not is_dequantised
-    has_registers = value_dim <= 192 and key_bytes + value_bytes <= _GATHERED_BYTES
-    if gathers and groups <= 2 and has_registers:
+    if gathers and groups <= 2 and _is_gathered_by_two(spec):
         num_producers = 2
     if is_dequantised and groups == 1:
         num_producers = 3 if spec.head_dim_vo <= 128 else 2
