@@ -118,7 +118,7 @@ class AttentionPlanner(_Arguments):
             products in 16 bits and sums in float32. "fast" allows products of 8 bits, whose P is
             rounded to e4m3: prefill of FP8 queries has them on compute capability 9.0, with head
             dims that are multiples of 32 up to 224, without lists or a variant. Elsewhere, and in
-            decode, it makes no difference.
+            decode steps without ``batch_invariant``, it makes no difference.
         num_sms: multiprocessors to use; None is all.
         workspace: scratch memory; None is one for each device and stream.
         device: None is the current CUDA device, or the CPU without one.

@@ -254,7 +254,8 @@ def fixes_maximum(config: PlannerConfig, arch: str) -> bool:
     """Return whether 0 serves prefill by warpgroups as the maximum of every row's scores.
 
     A soft cap of 50 leaves probabilities between 2 ** -72 and 2 ** 72, which bfloat16 has and
-    float16 has not; what a variant makes of a capped score has no bound. Reading a mask leaves no
+    float16 has not; what a variant makes of a capped score has no bound. Sums of their products
+    with V stay finite for V up to 2 ** 56 over the number of tokens. Reading a mask leaves no
     registers for larger tiles, which are what it gains most by.
     """
     return (

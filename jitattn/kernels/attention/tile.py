@@ -190,8 +190,8 @@ class _WarpgroupRow(NamedTuple):
         is_busy = spec.use_custom_mask and is_wide
         if spec.variant is not None or is_busy:
             return self.variant_tokens
-        # Without a maximum a cap takes registers only beside what dequantises, and what gathers wide
-        # rows or by two warpgroups. All loaders have one tile.
+        # Without a maximum a cap takes registers only beside what dequantises, or gathers wide rows
+        # or by two warpgroups. All loaders have one tile.
         has_room = spec.head_dim <= 192 and not _is_gathered_by_two(spec)
         has_registers = spec.head_dim > 64 and (_has_boxes(spec) or has_room)
         is_light = spec.fixed_maximum and spec.kv_dtype is spec.q_dtype and has_registers
