@@ -68,9 +68,9 @@ EVERYDAY = (
 def jobs() -> Iterator[Job]:
     """Half of the sample for sm_90a; of the others a twelfth each, and what needs most registers.
 
-    JITATTN_TEST_ALL_KERNELS=1 compiles the whole sample for sm_90a.
+    ALL_KERNELS=1 compiles the whole sample for sm_90a.
     """
-    step = 1 if os.environ.get("JITATTN_TEST_ALL_KERNELS") else 2
+    step = 1 if os.environ.get("ALL_KERNELS") else 2
     for spec in warpgroup_specs():
         yield Job(spec, "sm_90a", disassemble=True)
     for config in EVERYDAY:
