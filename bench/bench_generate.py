@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import command, records, report
+from bench.engines.llama import SIZES
 from bench.options import make_parser
 from bench.timing import summarize
 from bench.turns import Result
@@ -63,15 +64,7 @@ class Workload:
 
 LLAMA = Workload(
     name="llama-8-layers",
-    sizes={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+    sizes={**SIZES["8b"], "vocab_size": 32000, "num_hidden_layers": 8},
     num_requests=192,
     longest=1024,
     num_new=96,
@@ -79,15 +72,7 @@ LLAMA = Workload(
 )
 TINY = Workload(
     name="dry",
-    sizes={
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
+    sizes=SIZES["tiny"],
     num_requests=5,
     longest=20,
     num_new=4,

@@ -212,8 +212,8 @@ def _num_places(
     kernel: PlannedKernel, work: _WorkSlots, fixed: _FixedSplits, num_head_blocks: int
 ) -> int:
     """Return how many row tiles a workspace has: those of splits, and CTAs' sums behind them."""
-    num_sums = work.grid if getattr(kernel.tile, "sum_tiles", 0) else 0
-    return fixed.num_places(work, num_head_blocks) + num_sums
+    has_sums = isinstance(kernel.tile, WarpgroupTile) and kernel.tile.sum_tiles > 0
+    return fixed.num_places(work, num_head_blocks) + (work.grid if has_sums else 0)
 
 
 def _partial_values(num_rows: int, kernel: PlannedKernel) -> int:

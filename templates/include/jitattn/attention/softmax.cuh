@@ -53,28 +53,16 @@ __device__ __forceinline__ float raise_scaled_maximum(const Scores& s, int half,
   return reference * scale;
 }
 
-// Turns scores of row `half` into probabilities, and returns this lane's sum of them.
-template <int kGroups, typename Scores>
-__device__ __forceinline__ float exponentiate_row(Scores& s, int half, float scale, float offset) {
+// Turns scores of row `half` into probabilities, and returns this lane's sum of them. `exponent_of` a
+// score is that of its probability, in log2 units.
+template <int kGroups, typename Scores, typename ExponentOf>
+__device__ __forceinline__ float exponentiate_row(Scores& s, int half,
+                                                  const ExponentOf& exponent_of) {
   float sum = 0.f;
   for_each<kGroups>([&](int j) {
     for_each<2>([&](int i) {
       float& value = s.at(j, 2 * half + i);
-      value = exp2_approx(fmaf(value, scale, -offset));
-      sum += value;
-    });
-  });
-  return sum;
-}
-
-// The same of scores whose maximum is fixed at 0, which are exponents.
-template <int kGroups, typename Scores>
-__device__ __forceinline__ float exponentiate_row(Scores& s, int half) {
-  float sum = 0.f;
-  for_each<kGroups>([&](int j) {
-    for_each<2>([&](int i) {
-      float& value = s.at(j, 2 * half + i);
-      value = exp2_approx(value);
+      value = exp2_approx(exponent_of(value));
       sum += value;
     });
   });
@@ -109,7 +97,8 @@ __device__ __forceinline__ void exponentiate_rows(Scores& s, const float (&scale
   };
   const auto add = [&](int half) {
     if constexpr (kHasFP8Products) offset[half] -= kProbabilityBits;
-    const float sum = exponentiate_row<kGroups>(s, half, scales[half], offset[half]);
+    const float sum = exponentiate_row<kGroups>(
+        s, half, [&](float score) { return fmaf(score, scales[half], -offset[half]); });
     d[half] = d[half] * old_scale[half] + sum;
   };
   raise(0);
