@@ -80,6 +80,7 @@ def kinds_of() -> list[str]:
     cases += [replace(_BASE, page_table=table) for table in TABLES]
     cases += [replace(_BASE, kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
+    cases += [replace(KINDS["hadamard e4m3"], kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype="bfloat16", q_out="new")]
     # Written, and gathered.
     cases += [replace(_APPEND, kv_dtype=name, page_table="slots") for name in ("int4", "int4_g32")]

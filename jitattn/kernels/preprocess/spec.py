@@ -101,8 +101,8 @@ PREPROCESS_RANGES: Mapping[str, str] = {
     "kv_dtype": ", ".join(KV_DTYPES),
     "kv_layout": "NHD, HND; any strides",
     "pages": ", ".join(_TABLES),
-    "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4: "
-    "multiples of 32, into int4: of 16), sections of three positions",
+    "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4 without "
+    "qk_transform: multiples of 32, into int4: of 16), sections of three positions",
     "bias": "None, or in qkv_dtype",
     "q_norm, k_norm": "None, float16, bfloat16, float32",
     "qk_transform, v_transform": "None, hadamard (not with a head dim of 208); preprocess_qkv",
