@@ -242,7 +242,7 @@ _DEQUANT_TILES = (
 _FP8_TILES = (
     _WarpgroupRow(32, 32, 2, 1, 192, 160, 160, 2, 2),
     _WarpgroupRow(64, 64, 3, 1, 96, 64, 64, 2, 2),
-    _WarpgroupRow(128, 128, 2, 1, 96, 64, 64, 2, 2),
+    _WarpgroupRow(128, 128, 2, 1, 128, 64, 64, 2, 2),
     _WarpgroupRow(224, 128, 2, 1, 96, 64, 64, 2, 1),
 )
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second

@@ -40,10 +40,10 @@ constexpr int kNumValueBlocks = 128 / kValueDim;
 // Warps of consumers, and producer warpgroups beside them.
 constexpr int kNumWarps = 8;
 constexpr int kNumProducers = 1;
-constexpr int kTileTokens = 96;
+constexpr int kTileTokens = 128;
 constexpr int kNumStages = 2;
 constexpr int kCtasPerSm = 1;
-constexpr int kSmemBytes = 114688;
+constexpr int kSmemBytes = 131072;
 constexpr int kMergeSplits = 8;  // of a row at a time
 // Splits loaded at a time; 0 in the tile stands for all.
 constexpr int kMergeLoads = 4 > 0 ? 4 : kMergeSplits;
@@ -197,7 +197,7 @@ constexpr bool kFixedMaximum = 0;
 constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
 
 using cute::SM90::GMMA::Major;
-using ScoreProduct = cute::SM90::GMMA::MMA_64x96x32_F32E4M3E4M3_SS_TN<>;
+using ScoreProduct = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
 using OutputProduct = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>;
 }  // namespace jitattn
 #endif
