@@ -16,8 +16,9 @@ class IndexLogitsTile(NamedTuple):
     product: str = ""
     """The wrapper of a warpgroup's product, where there is one."""
     num_threads: int = 128
+    ctas_per_sm: int = 1
     max_chunk_tokens: int = 1024
-    """The most keys of a CTA, whose places it holds."""
+    """The most keys of a CTA, which may hold their places. More balance worse."""
 
 
 class ChoiceTile(NamedTuple):
