@@ -54,18 +54,15 @@ class IndexLogitsSpec(KernelSpec):
         """Return the shape of a CTA on ``arch``."""
         rows = self.query_tokens * self.num_heads
         if ARCHS[arch].has_wgmma:
-            head_tile = min(self.num_heads, 64)
+            tile_tokens, num_stages, head_tile = 64, 4, min(self.num_heads, 64)
             product = f"MMA_64x{head_tile}x32_F32E4M3E4M3_SS_TN"
-            smem_bytes = 5 * 64 * (_ROW_BYTES + 4) + rows * (_ROW_BYTES + 4)
-            # As many CTAs as have room, up to what registers allow: their waits overlap.
-            ctas_per_sm = min(4, ARCHS[arch].smem_bytes // (smem_bytes + 2048))
-            return IndexLogitsTile(
-                64, 5, head_tile, smem_bytes, product, 160, ctas_per_sm, max_chunk_tokens=2048
-            )
-        tile = IndexLogitsTile(tile_tokens=128, num_stages=3, head_tile=8, smem_bytes=0)
-        smem_bytes = tile.num_stages * tile.tile_tokens * (_ROW_BYTES + 4)
-        smem_bytes += rows * (2 * self.head_dim + 4) + 12 * tile.max_chunk_tokens
-        return tile._replace(smem_bytes=smem_bytes)
+            query_bytes = rows * _ROW_BYTES
+        else:
+            tile_tokens, num_stages, head_tile, product = 128, 3, 8, ""
+            query_bytes = rows * self.head_dim * 2
+        tile = IndexLogitsTile(tile_tokens, num_stages, head_tile, 0, product)
+        smem_bytes = num_stages * tile_tokens * (_ROW_BYTES + 4) + query_bytes + 4 * rows
+        return tile._replace(smem_bytes=smem_bytes + 12 * tile.max_chunk_tokens)
 
     def template(self, arch: str) -> str:
         """Return the template on ``arch``."""

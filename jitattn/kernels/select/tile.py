@@ -16,9 +16,8 @@ class IndexLogitsTile(NamedTuple):
     product: str = ""
     """The wrapper of a warpgroup's product, where there is one."""
     num_threads: int = 128
-    ctas_per_sm: int = 1
     max_chunk_tokens: int = 1024
-    """The most keys of a CTA, which may hold their places. More balance worse."""
+    """The most keys of a CTA, whose places it holds."""
 
 
 class ChoiceTile(NamedTuple):
