@@ -50,9 +50,8 @@ _ALWAYS = (
     "kernel=preprocess,kv_dtype=int4_g32,use_norm=true,use_bias=true,use_mrope=true",
     "kernel=preprocess,kv_dtype=int8,pairing=interleaved,use_norm=true,use_bias=true,page_table=csr",
     "kernel=preprocess,head_dim=512,head_dim_vo=64,pairing=none,page_table=slots",
-    "kernel=preprocess,kv_dtype=nvfp4,use_qk_hadamard=true,use_v_hadamard=true",
-    "kernel=preprocess,kv_dtype=int4,head_dim=112,use_norm=true,use_bias=true,use_mrope=true,"
-    "use_qk_hadamard=true,use_v_hadamard=true",
+    "kernel=preprocess,kv_dtype=int4,head_dim=112,head_dim_vo=64,use_norm=true,use_bias=true,"
+    "use_mrope=true,use_qk_hadamard=true,use_v_hadamard=true",
 )
 
 

@@ -122,6 +122,47 @@ def test_v_is_undone_after_attention_or_in_the_projection() -> None:
     torch.testing.assert_close(half, folded.bfloat16(), rtol=0, atol=0.1)
 
 
+def attended(kv_dtype: str, qkv: Tensor, **transforms: str) -> Tensor:
+    """Out of a prompt of a request, whose K and V are read from a cache."""
+    num_tokens, pages = len(qkv), jitattn.BlockTable(torch.arange(3, dtype=torch.int32)[None])
+    lengths = torch.tensor([num_tokens], dtype=torch.int32)
+    qo_indptr = torch.tensor([0, num_tokens], dtype=torch.int32)
+    cache: Any = torch.zeros(3, 2, 16, 2, 96, dtype=torch.bfloat16)
+    if kv_dtype == "int4":
+        codes = torch.zeros(2, 3, 16, 2, 48, dtype=torch.uint8)
+        cache = jitattn.QuantizedKV(*codes, *torch.zeros(2, 3, 16, 2, 1, 2, dtype=torch.float16))
+    q = jitattn.preprocess_qkv(
+        qkv, cache, num_qo_heads=4, num_kv_heads=2, head_dim=96, pages=pages, seq_lens=lengths,
+        qo_indptr=qo_indptr, rope=jitattn.Rope(96, rotary_dim=64), **transforms,  # type: ignore[arg-type]
+    )  # fmt: skip
+    planner = jitattn.AttentionPlanner(
+        num_qo_heads=4, num_kv_heads=2, head_dim=96, page_size=16, kv_dtype=kv_dtype,
+        logits_soft_cap=20.0, device="cpu",
+    )  # fmt: skip
+    out = planner.plan(pages, lengths, qo_indptr, max_q_len=num_tokens).run(q, cache)
+    assert isinstance(out, Tensor)
+    return jitattn.quant.hadamard_transform(out, inverse=True) if transforms else out
+
+
+def test_attention_over_a_rotated_cache_is_that_over_a_plain_one() -> None:
+    """But for rounding, of which four bits have less where a channel is large."""
+    rng = torch.Generator().manual_seed(5)
+    heads = torch.randn(40, 8, 96, generator=rng)
+    heads[:, 4:6, 70] += 12  # of K, behind the elements that turn
+    heads[:, 6:, 3] *= 9
+    qkv = heads.flatten(1).bfloat16()
+    transforms = {"qk_transform": "hadamard", "v_transform": "hadamard"}
+    right = attended("bfloat16", qkv).float()
+    rotated = attended("bfloat16", qkv, **transforms).float()
+    size = right.square().mean().sqrt()
+    assert (rotated - right).square().mean().sqrt() < 0.02 * size
+    plain, better = (
+        (attended("int4", qkv, **given).float() - right).square().mean().sqrt() / size
+        for given in ({}, transforms)
+    )
+    assert better < 0.7 * plain
+
+
 def test_refused() -> None:
     x = torch.zeros(2, 208)
     with pytest.raises(ValueError, match="x has a head_dim of 208: there is a Hadamard matrix of"):
