@@ -67,6 +67,9 @@ bool elect_one();
 
 // Memory.
 uint4 ld_global_16(const void* source, bool exists);
+uint4 ld_past_l1_16(const void* source);
+uint2 ld_past_l1_8(const void* source);
+uint2 ld_global_8(const void* source, bool exists);
 uint32_t ld_global_4(const void* source, bool exists);
 uint2 load_8(const void* source);
 template <typename T>
