@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -500,10 +501,46 @@ def test_metrics_count_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
                 for state in ("used", "held", "reusable", "free")
             ]
             assert sum(metrics_of(server)[name] for name in names) == pool.total
-    lines = [record.getMessage() for record in caplog.records]
-    assert sum("POST '/v1/completions' 200" in line for line in lines) == 2
+
+    def lines_of() -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    # Lines of the log come after answers.
+    wait_until(lambda: sum("POST '/v1/completions' 200" in line for line in lines_of()) == 2)
+    lines = lines_of()
     assert any(f"{usage[0]['prompt_tokens']} tokens + 3" in line for line in lines)
     assert not any("\n" in line for line in lines)
+
+
+def test_whoever_has_an_answer_finds_it_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        end_request = server.metrics.end_request
+
+        def end_late(path: str, status: int, seconds: float) -> None:
+            time.sleep(0.1)
+            end_request(path, status, seconds)
+
+        monkeypatch.setattr(server.metrics, "end_request", end_late)
+
+        def counted(status: int) -> tuple[float, float, float]:
+            found = metrics_of(server)
+            name = f'requests_total{{path="/v1/completions",status="{status}"}}'
+            return found.get(name, 0), found["generated_tokens_total"], found["disconnects_total"]
+
+        complete(server, "whole", max_tokens=2)
+        assert counted(200) == (1, 2, 0)
+        connection = connect(server)
+        body = {"prompt": "in pieces", "max_tokens": 3, "temperature": 0, "stream": True}
+        connection.request("POST", COMPLETIONS, json.dumps(body))
+        response = connection.getresponse()
+        assert "[DONE]" in events_of(response)  # and not the end of the connection
+        assert counted(200) == (2, 5, 0)
+        response.close()
+        connection.close()
+        request(server, "POST", COMPLETIONS, {"prompt": 3})
+        assert counted(400) == (1, 5, 0)
+        assert b" 411 " in exchange(server, b"POST /v1/completions HTTP/1.1\r\n\r\n")
+        assert counted(411) == (1, 5, 0)
 
 
 def test_many_that_go_give_all_pages_back() -> None:
