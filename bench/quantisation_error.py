@@ -23,6 +23,9 @@ NUM_HEADS, NUM_QUERIES, NUM_KEYS, HEAD_DIM = 8, 64, 4096, 128
 DTYPES = (*("bfloat16", "int8", "float8_e4m3fn", "int4_g32", "int4_g64", "nvfp4", "int4"),)
 KIVI = "K by channel"
 """K of int4 in blocks of a channel and 32 tokens, which no kernel reads, beside V of "int4_g32"."""
+ROTATED = " rotated"
+"""Ends the name of a cache whose K and V have the Hadamard transform, as q has."""
+CACHES = (*DTYPES, KIVI, *(f"{kv_dtype}{ROTATED}" for kv_dtype in DTYPES[1:]))
 INPUTS = ("gaussian", "heavy tails", "channel outliers")
 _ALL: dict[str, Any] = {
     "causal": False,
@@ -92,43 +95,58 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(q, k.double(), v.double(), rows, keys, **_ALL)[0]
 
 
-def error_of(kind: str, kv_dtype: str) -> Error:
-    """Return the errors of a cache."""
+def error_of(kind: str, cache: str) -> Error:
+    """Return the errors of a cache, of K and V after what takes a rotation back."""
     q, k, v = inputs_of(kind)
-    if kv_dtype == KIVI:
+    if cache == KIVI:
         stored = by_channel(k), stored_values(v, "int4_g32")
     else:
-        stored = stored_values(k, kv_dtype), stored_values(v, kv_dtype)
+        stored = kept_values(k, cache), kept_values(v, cache)
     return Error(
-        _relative(stored[0], k),
-        _relative(stored[1], v),
-        _relative(attend(q, *stored), attend(q, k, v)),
+        relative_error(stored[0], k),
+        relative_error(stored[1], v),
+        relative_error(attend(q, *stored), attend(q, k, v)),
     )
 
 
-def _relative(found: Tensor, right: Tensor) -> float:
+def kept_values(x: Tensor, cache: str) -> Tensor:
+    """Return the values of a cache of ``x``; those of a rotated one are rotated back, in float64.
+
+    Scores of q and such K are those of rotated q and K.
+    """
+    kv_dtype = cache.removesuffix(ROTATED)
+    if kv_dtype == cache:
+        return stored_values(x, kv_dtype)
+    stored = stored_values(jitattn.quant.hadamard_transform(x), kv_dtype)
+    return jitattn.quant.hadamard_transform(stored.double(), inverse=True)
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    """Return the root mean square of the difference over that of ``right``."""
     difference = (found.double() - right.double()).square().mean().sqrt()
     return float(difference / right.double().square().mean().sqrt())
 
 
-def bytes_of(kv_dtype: str) -> int:
+def bytes_of(cache: str) -> int:
     """Return the bytes of K and V of a token and head."""
-    kind = DType("int4_g32" if kv_dtype == KIVI else kv_dtype)
+    kind = DType("int4_g32" if cache == KIVI else cache.removesuffix(ROTATED))
     scales = 0 if kind.blocks is None else kind.blocks.row_bytes(HEAD_DIM)
     return 2 * (kind.bits * HEAD_DIM // 8 + scales)
+
+
+def title_of(cache: str) -> str:
+    """Return a cache's name in a table, types as code."""
+    kv_dtype = cache.removesuffix(ROTATED)
+    return cache if cache == KIVI else f"`{kv_dtype}`{', rotated' * (kv_dtype != cache)}"
 
 
 def table(errors: dict[tuple[str, str], Error]) -> str:
     """Return the table in Markdown: errors of K, V and out, in percent."""
     heading = ["`kv_dtype`", "bytes", *(f"{kind}: K, V, out" for kind in INPUTS)]
     lines = [heading, ["--", "--:", *("--:" for _ in INPUTS)]]
-    for kv_dtype in (*DTYPES, KIVI):
-        cells = [
-            ", ".join(f"{100 * part:.2g}" for part in errors[kind, kv_dtype]) for kind in INPUTS
-        ]
-        lines.append(
-            [kv_dtype if kv_dtype == KIVI else f"`{kv_dtype}`", str(bytes_of(kv_dtype)), *cells]
-        )
+    for cache in CACHES:
+        cells = [", ".join(f"{100 * part:.2g}" for part in errors[kind, cache]) for kind in INPUTS]
+        lines.append([title_of(cache), str(bytes_of(cache)), *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -139,21 +157,18 @@ def plot(errors: dict[tuple[str, str], Error], path: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "jitattn"
     figure = Figure(figsize=(8.5, 3.4), layout="constrained")
-    colors = (
-        "#999999",
-        "#0072B2",
-        "#56B4E9",
-        "#D55E00",
-        "#E69F00",
-        "#009E73",
-        "#CC79A7",
-        "#D55E00",
-    )
+    colors = ("#999999", "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
+    color_of = dict(zip(DTYPES, colors, strict=True)) | {KIVI: "#D55E00"}
     for axes, kind in zip(figure.subplots(1, 3, sharey=True), INPUTS, strict=True):
-        for kv_dtype, color in zip((*DTYPES, KIVI), colors, strict=True):
-            error = 100 * errors[kind, kv_dtype].out
-            marker = "x" if kv_dtype == KIVI else "o"
-            axes.plot(bytes_of(kv_dtype), error, marker, color=color, label=kv_dtype)
+        for cache in CACHES:
+            kv_dtype = cache.removesuffix(ROTATED)
+            marker = "x" if cache == KIVI else "o"
+            axes.plot(
+                *(bytes_of(cache), 100 * errors[kind, cache].out, marker),
+                color=color_of[kv_dtype],
+                fillstyle="full" if kv_dtype == cache else "none",
+                label=cache if kv_dtype == cache else None,
+            )
         axes.set_xscale("log", base=2)
         axes.set_xlim(112, 600)
         axes.set_yscale("log")
@@ -163,6 +178,7 @@ def plot(errors: dict[tuple[str, str], Error], path: Path) -> None:
         axes.set_title(kind, fontsize=10)
         axes.set_xlabel("bytes of a token and head")
     figure.axes[0].set_ylabel("error of out, percent")
+    figure.axes[2].plot([], [], "o", color="black", fillstyle="none", label="rotated")
     figure.axes[2].legend(fontsize=7, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -173,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("bench.quantisation_error", __doc__)
     parser.add_argument("-o", type=Path, metavar="FILE", help="an .svg or .png to draw")
     options = parser.parse_args(argv)
-    errors = {(kind, dtype): error_of(kind, dtype) for kind in INPUTS for dtype in (*DTYPES, KIVI)}
+    errors = {(kind, cache): error_of(kind, cache) for kind in INPUTS for cache in CACHES}
     print(table(errors), end="")
     if options.o is not None:
         plot(errors, options.o)

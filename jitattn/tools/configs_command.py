@@ -144,6 +144,8 @@ def _words_of(need: Need) -> str:
         pairs[config.pairing] + (" by three positions" if config.use_mrope else ""),
         *["biases"] * config.use_bias,
         *["norms of heads"] * config.use_norm,
+        *["Hadamard transforms of q and K"] * config.use_qk_hadamard,
+        *["Hadamard transforms of V"] * config.use_v_hadamard,
         f"{config.qkv_dtype} into {config.kv_dtype} pages of {config.page_size}, by {where}",
     ]
     return ", ".join(parts)

@@ -123,11 +123,21 @@ def code_budget(spec: KernelSpec, arch: str) -> int:
     return 78 * 1024 + 288 * spec.head_dim
 
 
+def spills_allowed(spec: KernelSpec) -> int:
+    """Bytes that a thread may spill besides.
+
+    Sums of a tile's 8-bit products beside the output's leave the widest kernel too few registers
+    for some numbers. Tiles of 96 tokens need none, and take 9 % longer (docs/perf-log.md).
+    """
+    has_sums = isinstance(spec, PrefillSpec) and spec.has_fp8_queries
+    return 24 if has_sums and spec.head_dim_vo == 128 else 0
+
+
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_kernel(job: Job, compiled: dict[Job, Future[nvrtc.Compiled]], tmp_path: Path) -> None:
     result = compiled[job].result()
     resources = resources_of(result.cubin, job.spec.symbol, job.arch)
-    assert resources.spill_bytes <= most_spilled()
+    assert resources.spill_bytes <= most_spilled() + spills_allowed(job.spec)
     assert resources.registers <= 255
     smem_bytes = resources.smem_bytes + job.spec.tile(job.arch).smem_bytes
     assert smem_bytes <= ARCHS[job.arch].smem_bytes
@@ -147,7 +157,7 @@ def check_machine_code(spec: AttentionSpec, arch: str, found: list[str]) -> None
     is_bfloat16 = spec.q_dtype == "bfloat16" and not multiplies_in_float16(spec)
     assert all(".F32" in op and (".BF16" in op) == is_bfloat16 for op in products)
     assert len(products) >= num_products(spec, arch)
-    spills = () if most_spilled() else ("LDL", "STL")
+    spills = () if most_spilled() + spills_allowed(spec) else ("LDL", "STL")
     assert not [op for op in found if op.startswith((other, *spills))]
     # Boxes and vectors go around the registers into shared memory; single elements can't.
     assert any(op.startswith("UTMALDG") for op in found) == (spec.loader is Loader.TENSOR)

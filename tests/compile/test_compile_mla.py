@@ -62,13 +62,17 @@ def code_allowed(spec: MLASpec) -> int:
 def spills_allowed(spec: MLASpec, arch: str) -> int:
     """Bytes: single elements, looked up in a list or two tables, leave two registers too few.
 
+    Listed rows with scales do, since the next tile's are brought to L2: with that spill they take
+    a tenth less time (docs/perf-log.md).
+
     So does a merge of rows of FP8 whose requests' pages are counted, on compute capability 12.0.
     """
     is_csr, is_dequantised = spec.page_table == "csr", spec.kv_dtype is not spec.q_dtype
     is_plain = spec.loader is Loader.PLAIN and not is_dequantised
     is_looked_up = is_plain and spec.page_table in ("csr", "separate")
-    is_known = {"sm_90a": is_looked_up, "sm_120f": is_csr and is_dequantised}.get(arch, False)
-    return 8 if is_known else 0
+    has_scales = spec.page_table.is_list and spec.has_scales
+    spilling = {"sm_90a": is_looked_up or has_scales, "sm_120f": is_csr and is_dequantised}
+    return 8 if spilling.get(arch, False) else 0
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)

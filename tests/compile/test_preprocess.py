@@ -50,6 +50,8 @@ _ALWAYS = (
     "kernel=preprocess,kv_dtype=int4_g32,use_norm=true,use_bias=true,use_mrope=true",
     "kernel=preprocess,kv_dtype=int8,pairing=interleaved,use_norm=true,use_bias=true,page_table=csr",
     "kernel=preprocess,head_dim=512,head_dim_vo=64,pairing=none,page_table=slots",
+    "kernel=preprocess,kv_dtype=int4,head_dim=112,head_dim_vo=64,use_norm=true,use_bias=true,"
+    "use_mrope=true,use_qk_hadamard=true,use_v_hadamard=true",
 )
 
 
@@ -79,7 +81,8 @@ def test_kernel(spec: PreprocessSpec, arch: str) -> None:
     resources = resources_of(kernel.cubin, spec.symbol, arch)
     assert resources.spill_bytes == 0
     assert resources.registers <= (128 if spec.loader is Loader.VECTOR else 255)
-    assert resources.smem_bytes == 0
+    # What a product with a Hadamard matrix moves between the threads of rows.
+    assert resources.smem_bytes <= (9 * 1024 if spec.use_qk_hadamard else 0)
     assert resources.code_bytes <= 90 * 1024
 
 

@@ -86,7 +86,9 @@ static Barrier warp_barriers[32][32];  // of a warp, of lanes from one on
 static int lane() { return threadIdx.x % 32; }
 static int warp() { return threadIdx.x / 32; }
 void __syncthreads() { cta_barrier.wait(lanes.size()); }
-void __syncwarp() { warp_barriers[warp()][0].wait(32); }
+void __syncwarp(unsigned mask) {
+  warp_barriers[warp()][__builtin_ctz(mask)].wait(__builtin_popcount(mask));
+}
 int __syncthreads_or(int vote) {
   static int votes;
   __syncthreads();

@@ -6,7 +6,7 @@ struct Index {
 };
 extern Index threadIdx, blockIdx, gridDim;
 void __syncthreads();
-void __syncwarp();
+void __syncwarp(unsigned mask = 0xffffffff);
 int __syncthreads_or(int vote);
 bool __any_sync(unsigned mask, bool value);
 bool __all_sync(unsigned mask, bool value);

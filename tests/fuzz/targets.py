@@ -469,6 +469,7 @@ def _() -> Call:
         "k_norm": _values(D),
         "norm_eps": 1e-5,
         "bias": _values((HQ + 2 * HKV) * D),
+        "qk_transform": "hadamard",
     }
     return Call(jitattn.preprocess_qkv, arguments)
 
@@ -484,6 +485,7 @@ def _() -> Call:
         "slots": _ints(3, -1, 9),
         "rope": jitattn.Rope(D),
         "positions": _ints(0, 5, 7, dtype=torch.int64),
+        "v_transform": "hadamard",
     }
     return Call(jitattn.preprocess_qkv, arguments)
 

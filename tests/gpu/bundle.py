@@ -33,6 +33,7 @@ from tests.support import (
     fp8_queries,
     hf_models,
     invariance,
+    kv_quantised,
     kv_serving,
     list_examples,
     lists,
@@ -79,6 +80,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
         found += kernel_configs(arch)
         for module in (
             mla,
+            kv_quantised,
             kv_serving,
             deepseek,
             edge_numbers,

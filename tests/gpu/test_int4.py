@@ -80,7 +80,8 @@ def test_every_code_of_k(case: Case, q_len: int) -> None:
     if cap := case.logits_soft_cap:
         scores = cap * torch.tanh(scores / cap)
     want = scores.view(1024, 1).expand(1024, lse.numel() // 1024)
-    torch.testing.assert_close(lse.view(1024, -1).double(), want, rtol=1e-5, atol=1e-4)
+    atol = 1e-4 + 6e-6 * cap  # by which a tanh is off
+    torch.testing.assert_close(lse.view(1024, -1).double(), want, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("case", INT4_FAMILIES, ids=str)

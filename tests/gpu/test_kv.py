@@ -13,6 +13,7 @@ from tests.gpu.device import DEVICE
 from tests.support import kv_tables
 from tests.support.examples import examples
 from tests.support.harness import forbid_waiting
+from tests.support.kv_quantised import KV_DTYPES, check_pages_that_move
 from tests.support.kv_serving import Pressure, check_tables_written_in_place, check_worked_example
 
 
@@ -86,6 +87,12 @@ def test_pages_return_from_the_host_in_the_order_of_the_stream() -> None:
             seq.suspend()
     stats = manager.stats()
     assert min(stats.offloaded_pages, stats.reloaded_pages) > 500
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_pages_of_four_bits_keep_numbers_and_scales(kv_dtype: str, kv_layout: str) -> None:
+    check_pages_that_move(kv_dtype, DEVICE, kv_layout)
 
 
 def test_a_replay_reads_tables_that_were_written_in_place() -> None:

@@ -150,6 +150,21 @@ def test_numbers_of_tokens(num_tokens: int) -> None:
     check_tokens(replace(BASE, pairs=many, extra_rows=0, num_qo_heads=8), DEVICE)
 
 
+@pytest.mark.parametrize("name", ["hadamard nvfp4", "hadamard in place", "hadamard plain"])
+def test_transforms_of_rows_by_turns(name: str) -> None:
+    """A group of threads has up to four rows, of which each moves through the same memory."""
+    many = replace(KINDS[name], pairs=((5000, 5017), (1, 0), (3, 17)), num_kv_heads=4)
+    check_tokens(replace(many, num_qo_heads=28), DEVICE)
+
+
+@pytest.mark.parametrize("kv_dtype", CACHE_DTYPES)
+def test_transforms_into_every_cache(kv_dtype: str) -> None:
+    scales = "none" if kv_dtype in ("bfloat16", "float16") else "heads"
+    for memory in MEMORY:
+        case = replace(KINDS["hadamard e4m3"], kv_dtype=kv_dtype, scales=scales, memory=memory)
+        check_tokens(case, DEVICE)
+
+
 @pytest.mark.parametrize("head", [(1, 1), (32, 8), (28, 4), (64, 1), (5, 5)])
 def test_numbers_of_heads(head: tuple[int, int]) -> None:
     check_tokens(replace(BASE, num_qo_heads=head[0], num_kv_heads=head[1]), DEVICE)

@@ -203,8 +203,8 @@ def test_plans_of_all_kinds_in_turn(case: Case) -> None:
         (D128, 16, 2, ["prefill", "decode"]),
         (D64, 8, 1, ["decode"]),
         (D64, 8, 2, ["decode_multi_token"]),
-        (D64, 8, 3, ["prefill", "decode_multi_token"]),
-        (D64, 16, 2, ["prefill", "decode"]),
+        (D64, 8, 3, ["prefill_narrow", "decode_multi_token"]),
+        (D64, 16, 2, ["prefill_narrow", "decode"]),
     ],
     ids=str,
 )

@@ -59,6 +59,8 @@ class TokenCase:
     positions: str = "lengths"  # "given", "delta"
     use_bias: bool = False
     use_norm: bool = False
+    qk_transform: str | None = None
+    v_transform: str | None = None
     scales: str = "none"  # "number", "tensor", "heads"
     zero_tail: bool = False
     extra_rows: int = 3  # of q, k and v past the last request
@@ -75,8 +77,9 @@ class TokenCase:
 
     @property
     def computes(self) -> bool:
-        """Whether K is more than copied or converted."""
-        return not self.is_append and (self.rotary != "none" or self.use_bias or self.use_norm)
+        """Whether K or V is more than copied or converted."""
+        steps = self.use_bias, self.use_norm, self.qk_transform, self.v_transform
+        return not self.is_append and (self.rotary != "none" or any(steps))
 
     @property
     def num_tokens(self) -> int:
@@ -281,6 +284,9 @@ def _transformations(case: TokenCase, rng: torch.Generator) -> dict[str, Any]:
     if case.use_norm:
         found["q_norm"] = 1 + torch.randn(case.head_dim, generator=rng) / 4
         found["k_norm"] = (torch.randn(case.head_dim, generator=rng)).to(dtype)
+    for name in ("qk_transform", "v_transform"):
+        if getattr(case, name) is not None:
+            found[name] = getattr(case, name)
     if case.rope is None:
         return found
     if case.positions == "given":

@@ -11,6 +11,19 @@ _LATENT = replace(
     _BASE, head_dim=64, head_dim_vo=512, num_kv_heads=1, qkv="tuple", rotary="interleaved",
     rotary_dim=64, page_size=64,
 )  # fmt: skip
+# Powers of two and others, fragments of every kind in front, and every kind of cache behind.
+_TRANSFORMED = {
+    "bf16": _BASE,
+    "e4m3": replace(_BASE, kv_dtype="float8_e4m3fn", scales="heads", q_out="float8_e4m3fn"),
+    "nvfp4": replace(_BASE, kv_dtype="nvfp4", scales="heads", rotary_dim=64, use_norm=True),
+    "int4": replace(_BASE, kv_dtype="int4", head_dim=96, rotary_dim=80, use_bias=True),
+    "int4_g32": replace(_BASE, kv_dtype="int4_g32", head_dim=64, rotary="interleaved"),
+    "plain": replace(_BASE, qkv="strided", memory="odd", rotary_dim=20, head_dim=80),
+    "in place": replace(_BASE, q_out="in place", head_dim=240, page_table="slots"),
+    "wide": replace(_BASE, head_dim=512, rotary_dim=64, rotary="interleaved", use_norm=True),
+    "narrow": replace(_BASE, head_dim=16, rotary="none", dtype="float16", kv_dtype="float16"),
+    "112": replace(_BASE, head_dim=112, page_table="csr", zero_tail=True, kv_dtype="nvfp4"),
+}  # fmt: skip
 KINDS: dict[str, TokenCase] = {
     "bf16": _BASE,
     "fp16": replace(_BASE, dtype="float16", kv_dtype="float16"),
@@ -38,6 +51,14 @@ KINDS: dict[str, TokenCase] = {
     # Of latent attention: K is the rope part, V the latent.
     "latent": replace(_LATENT, page_table="separate"),
     "latent e4m3": replace(_LATENT, kv_dtype="float8_e4m3fn", scales="number"),
+    **{
+        f"hadamard {name}": replace(case, qk_transform="hadamard", v_transform="hadamard")
+        for name, case in _TRANSFORMED.items()
+    },
+    "hadamard of V": replace(_BASE, kv_dtype="int8", scales="heads", v_transform="hadamard"),
+    "hadamard of K": replace(
+        _LATENT, kv_dtype="float8_e4m3fn", scales="number", qk_transform="hadamard"
+    ),
 }
 _APPEND = replace(_BASE, is_append=True)
 APPENDS: dict[str, TokenCase] = {
@@ -59,6 +80,7 @@ def kinds_of() -> list[str]:
     cases += [replace(_BASE, page_table=table) for table in TABLES]
     cases += [replace(_BASE, kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
+    cases += [replace(KINDS["hadamard e4m3"], kv_dtype=kv_dtype) for kv_dtype in CACHE_DTYPES]
     cases += [replace(KINDS["e4m3"], kv_dtype="bfloat16", q_out="new")]
     # Written, and gathered.
     cases += [replace(_APPEND, kv_dtype=name, page_table="slots") for name in ("int4", "int4_g32")]
@@ -82,6 +104,8 @@ def config_text(case: TokenCase) -> str:
         "use_mrope": computes and case.mrope,
         "use_bias": computes and case.use_bias,
         "use_norm": computes and case.use_norm,
+        "use_qk_hadamard": computes and case.qk_transform is not None,
+        "use_v_hadamard": computes and case.v_transform is not None,
     }
     texts = (f"{name}={str(value).lower()}" for name, value in fields.items() if value is not None)
     return ",".join(("kernel=preprocess", *texts))

@@ -50,7 +50,7 @@ CONFIGS = (
     "head_dim=128,kv_dtype=nvfp4,logits_soft_cap=30",
     "head_dim=256,page_table=token,q_dtype=float16,kv_dtype=nvfp4,use_custom_mask=true",
     f"head_dim=128,{FP8_PRODUCTS}",
-    f"head_dim=224,page_size=4,use_custom_mask=true,logits_soft_cap=30,{FP8_PRODUCTS}",
+    f"head_dim=224,head_dim_vo=128,page_size=4,use_custom_mask=true,logits_soft_cap=30,{FP8_PRODUCTS}",
 )
 
 

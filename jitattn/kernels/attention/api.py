@@ -117,8 +117,9 @@ class AttentionPlanner(_Arguments):
         fp8_products: of an 8-bit cache: "exact" computes as if K and V were dequantised, with
             products in 16 bits and sums in float32. "fast" allows products of 8 bits, whose P is
             rounded to e4m3: prefill of FP8 queries has them on compute capability 9.0, with head
-            dims that are multiples of 32 up to 224, without lists or a variant. Elsewhere, and in
-            decode steps without ``batch_invariant``, it makes no difference.
+            dims that are multiples of 32, of Q and K up to 224 and of V up to 128, without lists or
+            a variant. Elsewhere, and in decode steps without ``batch_invariant``, it makes no
+            difference.
         num_sms: multiprocessors to use; None is all.
         workspace: scratch memory; None is one for each device and stream.
         device: None is the current CUDA device, or the CPU without one.

@@ -162,8 +162,8 @@ RULES: tuple[Rule[PlannerConfig], ...] = (
     ),
     fp8_products_rule(
         BYTE_DTYPES,
-        f"of 8 bits in prefill of q_dtype={FP8_QUERIES} on sm_90a: head dims a multiple of 32 up "
-        "to 224, no lists, no variant; else the same",
+        f"of 8 bits in prefill of q_dtype={FP8_QUERIES} on sm_90a: head dims a multiple of 32, of "
+        "Q and K up to 224, of V up to 128, no lists, no variant; else the same",
     ),
     rule(
         "num_sms",

@@ -108,8 +108,9 @@ def prefill_tile(spec: AttentionSpec, arch: str) -> PrefillTile | WarpgroupTile:
 def has_fp8_tile(head_dim: int, head_dim_vo: int) -> bool:
     """Return whether products of 8 bits have a tile of warpgroups."""
     # A product takes 32 elements of a row, and two warps transpose 16 columns of V at a time. Wider
-    # outputs leave no registers for sums besides.
-    return all(dim % 32 == 0 and dim <= 224 for dim in (head_dim, head_dim_vo))
+    # outputs leave no registers for the sums of a tile beside them.
+    is_whole = head_dim % 32 == head_dim_vo % 32 == 0
+    return is_whole and head_dim <= 224 and head_dim_vo <= 128
 
 
 def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
@@ -240,10 +241,9 @@ _DEQUANT_TILES = (
 # The same of queries, K and V of 8 bits, whose V lands in shared memory before it is transposed.
 _FP8_TILES = (
     _WarpgroupRow(32, 32, 2, 1, 192, 160, 160, 2, 2),
-    _WarpgroupRow(64, 64, 3, 1, 128, 96, 96, 2, 2),
-    _WarpgroupRow(128, 128, 2, 1, 160, 128, 128, 2, 2),
-    _WarpgroupRow(192, 192, 2, 1, 96, 64, 64, 2, 1),
-    _WarpgroupRow(224, 224, 2, 1, 64, 64, 64, 2, 1),
+    _WarpgroupRow(64, 64, 3, 1, 96, 64, 64, 2, 2),
+    _WarpgroupRow(128, 128, 2, 1, 128, 64, 64, 2, 2),
+    _WarpgroupRow(224, 128, 2, 1, 96, 64, 64, 2, 1),
 )
 # Bytes of a row of K and one of V up to which the registers of consumers leave room for a second
 # warpgroup of producers, where pages are too small for TMA.
@@ -262,9 +262,6 @@ _WIDE_REGISTERS = _Registers(producer=88, consumer=208)
 # The same of two warpgroups each that dequantise, and accumulate few columns.
 _DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
 
-# Tokens whose products of 8 bits tensor cores add up: the sums have 14 bits or so, and lose a part
-# of 0.8e-6 of out a token.
-_SUM_TOKENS = 4096
 # The same of two warpgroups whose V is transposed.
 _FP8_REGISTERS = _Registers(producer=56, consumer=224)
 
@@ -504,7 +501,6 @@ def _fp8_tile(spec: AttentionSpec) -> WarpgroupTile:
         consumer_registers=registers.consumer,
         product_dtype=spec.q_dtype.value,
         output_columns=spec.head_dim_vo,
-        sum_tiles=_SUM_TOKENS // tile_tokens,
     )
 
 

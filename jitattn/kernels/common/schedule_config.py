@@ -173,7 +173,7 @@ def schedule_config(
     blocks = _head_blocks(config, kernel, num_row_blocks, is_prefill=has_query_tiles)
     work = _work_slots(config, kernel, blocks.num_head_blocks, num_sms, is_prefill=has_query_tiles)
     fixed = _fixed_splits(config, traits, kernel, has_query_tiles or layout.is_list)
-    num_rows = kernel.row_tile * _num_places(kernel, work, fixed, blocks.num_head_blocks)
+    num_rows = kernel.row_tile * fixed.num_places(work, blocks.num_head_blocks)
     num_values = _partial_values(num_rows, kernel)
     params_type = kernel_params(layout, config.variant, traits.params)
     return ScheduleConfig(
@@ -206,14 +206,6 @@ def schedule_config(
             fixed=fixed,
         ),
     )
-
-
-def _num_places(
-    kernel: PlannedKernel, work: _WorkSlots, fixed: _FixedSplits, num_head_blocks: int
-) -> int:
-    """Return how many row tiles a workspace has: those of splits, and CTAs' sums behind them."""
-    has_sums = isinstance(kernel.tile, WarpgroupTile) and kernel.tile.sum_tiles > 0
-    return fixed.num_places(work, num_head_blocks) + (work.grid if has_sums else 0)
 
 
 def _partial_values(num_rows: int, kernel: PlannedKernel) -> int:

@@ -96,7 +96,6 @@ class WarpgroupTile(NamedTuple):
     product_dtype: str
     output_columns: int  # of out that a warpgroup accumulates
     key_parts: int = 1  # of columns, in which a tile of K comes and goes
-    sum_tiles: int = 0  # whose products with V tensor cores add up alone; 0: all
 
     @property
     def num_threads(self) -> int:

@@ -20,19 +20,18 @@ from jitattn.tensors.scales import ScaleLike
 
 # fmt: off
 def preprocess_qkv(
-    qkv: Tensor | QkvParts, kv_cache: KVCache, *,
-    num_qo_heads: int, num_kv_heads: int, head_dim: int, pages: PageTable | None = None,
-    seq_lens: Tensor | None = None, qo_indptr: Tensor | None = None, slots: Tensor | None = None,
-    rope: Rope | None = None, positions: Tensor | None = None, position_delta: Tensor | None = None,
+    qkv: Tensor | QkvParts, kv_cache: KVCache, *, num_qo_heads: int, num_kv_heads: int,
+    head_dim: int, pages: PageTable | None = None, seq_lens: Tensor | None = None,
+    qo_indptr: Tensor | None = None, slots: Tensor | None = None, rope: Rope | None = None,
+    positions: Tensor | None = None, position_delta: Tensor | None = None,
     bias: Tensor | QkvParts | None = None, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, norm_eps: float = 1e-6, q_out: Tensor | None = None,
     q_scale: ScaleLike | None = None, k_scale: ScaleLike | None = None,
-    v_scale: ScaleLike | None = None,
-    kv_layout: str = "NHD", kv_dtype: torch.dtype | str | None = None, zero_tail: bool = False,
+    v_scale: ScaleLike | None = None, qk_transform: str | None = None,
+    v_transform: str | None = None, kv_layout: str = "NHD",
+    kv_dtype: torch.dtype | str | None = None, zero_tail: bool = False,
 ) -> Tensor:
-    """Write K and V of new tokens into the cache and return their q, in one launch.
-
-    Token i of a request is written at position seq_len - q_len + i. Details: docs/preprocessing.md.
+    """Write K and V of new tokens into the cache and return their q: docs/preprocessing.md.
 
     Args:
         qkv: [num_tokens, (num_qo_heads + 2 * num_kv_heads) * head_dim], float16 or bfloat16, any
@@ -42,7 +41,7 @@ def preprocess_qkv(
         num_qo_heads: heads of q.
         num_kv_heads: heads of K and V.
         head_dim: elements of a head.
-        pages: a table of any layout but ragged; or else ``slots``.
+        pages: a table of any layout but ragged, token i goes to seq_len - q_len + i; or ``slots``.
         seq_lens: int32 or int64 [batch_size], this step's tokens included; ``pages`` need it.
         qo_indptr: int32 [batch_size + 1]; None: a token a request, or ``slots`` alone.
         slots: int32 or int64 [num_tokens], page * page_size + place; -1: only q is computed.
@@ -57,6 +56,8 @@ def preprocess_qkv(
         q_scale: of an FP8 ``q_out``: a number, or float32 [] or [1].
         k_scale: of a quantised cache: a number, or float32 [], [1] or [num_kv_heads].
         v_scale: likewise of V.
+        qk_transform: "hadamard" rotates heads of q and K, after rope: scores are what they were.
+        v_transform: "hadamard" rotates heads of V, and so out: ``quant.fold_hadamard`` undoes it.
         kv_layout: "NHD" or "HND", the order in which the cache's dimensions are named.
         kv_dtype: what the bytes of a uint8 cache are: "float8_e4m3fn", "float8_e5m2" or "int8".
         zero_tail: write zeros after the last token of each request, to the end of its page.
@@ -72,8 +73,7 @@ def preprocess_qkv(
     call = new_call(PreprocessCall, (
         qkv, kv_cache, pages, seq_lens, qo_indptr, slots, kv_layout, kv_dtype, k_scale, v_scale,
         zero_tail, num_qo_heads, num_kv_heads, head_dim, rope, positions, position_delta, bias,
-        q_norm, k_norm, norm_eps, q_out, q_scale,
-    ))
+        q_norm, k_norm, norm_eps, q_out, q_scale, qk_transform, v_transform))
     if is_dynamo_compiling():
         from jitattn.kernels.preprocess.torch_op import trace_preprocess
 

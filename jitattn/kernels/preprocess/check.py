@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jitattn.base.validate import check_count, check_flag, check_number
+from jitattn.base.validate import check_count, check_flag, check_name, check_number
 from jitattn.kernels.preprocess.check_cache import WrittenCache, as_divisor
 from jitattn.spec.config import HEAD_DIMS, MAX_KV_LEN
 from jitattn.spec.dtype import DType
+from jitattn.spec.hadamard import hadamard_of, no_hadamard
 from jitattn.spec.layout import Layout, Pairing
 from jitattn.tensors.cache_views import CacheView, view_of
 from jitattn.tensors.overlap import refuse_shared_bytes
@@ -73,6 +74,8 @@ class PreprocessCall(NamedTuple):
     norm_eps: float = 0.0
     q_out: Tensor | None = None
     q_scale: ScaleLike | None = None
+    qk_transform: str | None = None
+    v_transform: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,7 @@ def check(given: PreprocessCall) -> TokenCall:
     _check_places(given, call)
     _check_rotation(given, call)
     _check_norms(given, call)
+    _check_transforms(given, call)
     _check_output(given, call)
     _check_memory(given, call, cache)
     return call
@@ -357,7 +361,7 @@ def _check_lengths(given: PreprocessCall, call: TokenCall, batch_size: int | Non
         )
 
 
-# --- rotation, norms and output -------------------------------------------------------------------
+# --- rotation, norms, transforms and output -------------------------------------------------------
 
 
 def _check_rotation(given: PreprocessCall, call: TokenCall) -> None:
@@ -371,18 +375,25 @@ def _check_rotation(given: PreprocessCall, call: TokenCall) -> None:
         raise TypeError(f"rope is a {type(rope).__name__}: expected a jitattn.Rope")
     if rope.head_dim != call.k.shape[2]:
         raise ValueError(f"rope has head_dim={rope.head_dim}: expected {call.k.shape[2]}")
-    blocks = call.kv_dtype.blocks
-    if blocks is not None and not rope.interleaved and rope.rotary_dim % blocks.neox_multiple:
-        raise ValueError(
-            f"rope has rotary_dim={rope.rotary_dim}: into a cache of {call.kv_dtype.value} NeoX "
-            f"pairs turn a multiple of {blocks.neox_multiple}, so that blocks have whole vectors"
-        )
+    _check_pairs(rope, call)
     if positions is not None:
         _check_positions(positions, rope, call)
     elif given.seq_lens is None:
         raise ValueError("positions is None: rope needs them where there are no seq_lens")
     if given.position_delta is not None:
         _check_delta(given.position_delta, given)
+
+
+def _check_pairs(rope: Rope, call: TokenCall) -> None:
+    """Refuse pairs that are no whole vectors of a block apart; transformed rows have others."""
+    blocks = call.kv_dtype.blocks
+    if blocks is None or rope.interleaved or call.given.qk_transform is not None:
+        return
+    if rope.rotary_dim % blocks.neox_multiple:
+        raise ValueError(
+            f"rope has rotary_dim={rope.rotary_dim}: into a cache of {call.kv_dtype.value} NeoX "
+            f"pairs turn a multiple of {blocks.neox_multiple}, so that blocks have whole vectors"
+        )
 
 
 def _check_delta(delta: Tensor, given: PreprocessCall) -> None:
@@ -415,6 +426,15 @@ def _check_norms(given: PreprocessCall, call: TokenCall) -> None:
         if weights is not None:
             _check_vector_of(name, weights, call.k.shape[2], _NORM_FLOATS, call.device)
     check_number("norm_eps", given.norm_eps, least=0.0)
+
+
+def _check_transforms(given: PreprocessCall, call: TokenCall) -> None:
+    for name, heads in (("qk_transform", call.k), ("v_transform", call.v)):
+        if getattr(given, name) is None:
+            continue
+        check_name(name, getattr(given, name), ("hadamard",))
+        if hadamard_of(heads.shape[2]) is None:
+            raise ValueError(f"{name} is 'hadamard', but {no_hadamard(heads.shape[2])}")
 
 
 def _check_output(given: PreprocessCall, call: TokenCall) -> None:

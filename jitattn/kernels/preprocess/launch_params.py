@@ -41,6 +41,8 @@ def spec_of(call: TokenCall, layout: Layout | None, loader: Loader) -> Preproces
         use_mrope=rope is not None and bool(rope.axes),
         use_bias=call.biases is not None,
         use_norm=given.q_norm is not None or given.k_norm is not None,
+        use_qk_hadamard=given.qk_transform is not None,
+        use_v_hadamard=given.v_transform is not None,
         loader=loader,
     )
 

@@ -1,8 +1,9 @@
 """The definition of ``preprocess_qkv`` and ``append_kv``, in float64 PyTorch.
 
 A row of Q, K or V gets its bias, is scaled to a mean square of 1 and by the weights of its norm (Q
-and K), is turned by its position (Q and K), and is rounded to the type of qkv. That is stored: as
-it is, or as ``quantization.quantize_kv`` says. So one call stores what several would, one after
+and K), is turned by its position (Q and K), is multiplied by a Hadamard matrix where that is asked
+for, and is rounded to the type of qkv. That is stored: as it is, or as
+``quantization.quantize_kv`` says. So one call stores what several would, one after
 the other. What nothing is done to keeps its bits.
 
 Written from the definition alone: it knows nothing of the kernel.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from jitattn.base.validate import check_number
 from jitattn.kernels.preprocess.check import TokenCall
+from jitattn.kernels.preprocess.hadamard import hadamard_transform
 from jitattn.spec.dtype import DType
 from jitattn.tensors.cache_views import CacheView
 from jitattn.tensors.page_table_base import PageTable
@@ -35,6 +37,15 @@ class Places(NamedTuple):
     v_slots: Tensor
 
 
+class Steps(NamedTuple):
+    """What is done to rows; None: is not."""
+
+    bias: Tensor | None
+    norm: Tensor | None
+    positions: Tensor | None  # [3, num_rows]
+    transform: str | None
+
+
 def preprocess(call: TokenCall) -> Tensor | None:
     """Write K and V into the cache, and return q; None where there is none.
 
@@ -44,16 +55,16 @@ def preprocess(call: TokenCall) -> Tensor | None:
     places = places_of(call)
     rows = places.rows
     biases = [None] * 3 if call.biases is None else list(call.biases)
-    positions = _rotary_positions(call, places)
+    positions, qk_transform = _rotary_positions(call, places), given.qk_transform
     out = None
     if call.q is not None:
         out = given.q_out
         if out is None:
             out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.device)
-        q = _computed(call.q[rows], biases[0], given.q_norm, call, positions)
+        q = _computed(call.q[rows], call, Steps(biases[0], given.q_norm, positions, qk_transform))
         out[rows] = _stored(q, DType.of(out.dtype), call.q_scale)[0]
-    k = _computed(call.k[rows], biases[1], given.k_norm, call, positions)
-    v = _computed(call.v[rows], biases[2], None, call, None)
+    k = _computed(call.k[rows], call, Steps(biases[1], given.k_norm, positions, qk_transform))
+    v = _computed(call.v[rows], call, Steps(biases[2], None, None, given.v_transform))
     _write(call.k_cache, call.k_blocks, _stored(k, call.kv_dtype, call.k_scale), places.k_slots)
     _write(call.v_cache, call.v_blocks, _stored(v, call.kv_dtype, call.v_scale), places.v_slots)
     if given.zero_tail:
@@ -129,15 +140,10 @@ def _rotary_positions(call: TokenCall, places: Places) -> Tensor | None:
     return positions.expand(3, -1)
 
 
-def _computed(
-    values: Tensor,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    call: TokenCall,
-    positions: Tensor | None,
-) -> Tensor:
+def _computed(values: Tensor, call: TokenCall, steps: Steps) -> Tensor:
     """Return rows [num_rows, num_heads, dim] in their own type."""
-    if bias is None and norm is None and positions is None:
+    bias, norm, positions, transform = steps
+    if all(step is None for step in steps):
         return values
     x = values.double()
     if bias is not None:
@@ -148,6 +154,8 @@ def _computed(
     if positions is not None:
         assert call.given.rope is not None
         x = rotate(x, call.given.rope, positions)
+    if transform is not None:
+        x = hadamard_transform(x)
     return saturated(x, values.dtype)
 
 

@@ -14,6 +14,7 @@ from jitattn.spec.arch import check_arch
 from jitattn.spec.config import HEAD_DIMS, MAX_PAGE_SIZE
 from jitattn.spec.dtype import FP8_DTYPES, KV_DTYPES, Q_DTYPES, DType, row_multiple
 from jitattn.spec.family import KernelSpec, plain
+from jitattn.spec.hadamard import hadamard_of, no_hadamard
 from jitattn.spec.layout import Layout, Loader, Pairing
 
 
@@ -38,6 +39,8 @@ class PreprocessSpec(KernelSpec):
     use_mrope: bool  # pairs may have positions of their own
     use_bias: bool
     use_norm: bool
+    use_qk_hadamard: bool
+    use_v_hadamard: bool
     loader: Loader  # VECTOR where all rows begin at multiples of their vectors, else PLAIN
 
     @property
@@ -53,15 +56,22 @@ class PreprocessSpec(KernelSpec):
         ]
         parts += [self.pairing.value] * (self.pairing is not Pairing.NONE)
         parts += ["mrope"] * self.use_mrope + ["bias"] * self.use_bias + ["norm"] * self.use_norm
+        parts += ["hqk"] * self.use_qk_hadamard + ["hv"] * self.use_v_hadamard
         return "_".join(parts)
 
     def context(self) -> dict[str, object]:
-        """Return the template variables: fields, symbol and the pairing's name."""
+        """Return the template variables: fields, symbol, the pairing's name and matrices."""
         fields = {name: plain(value) for name, value in vars(self).items()}
         fields["page_table"] = self.page_table.value if self.page_table else "slots"
         pairing_name = f"k{self.pairing.value.capitalize()}"
         del fields["pairing"]
-        return fields | {"symbol": self.symbol, "pairing_name": pairing_name}
+        used = {
+            "KeyHadamard": hadamard_of(self.head_dim) if self.use_qk_hadamard else None,
+            "ValueHadamard": hadamard_of(self.head_dim_vo) if self.use_v_hadamard else None,
+        }
+        matrices = {name: matrix for name, matrix in used.items() if matrix is not None}
+        names = {"symbol": self.symbol, "pairing_name": pairing_name}
+        return fields | names | {"hadamard_matrices": matrices}
 
     def tile(self, arch: str) -> PreprocessTile:
         """Return the shape of a CTA on ``arch``."""
@@ -91,10 +101,11 @@ PREPROCESS_RANGES: Mapping[str, str] = {
     "kv_dtype": ", ".join(KV_DTYPES),
     "kv_layout": "NHD, HND; any strides",
     "pages": ", ".join(_TABLES),
-    "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4: "
-    "multiples of 32, into int4: of 16), sections of three positions",
+    "rope": "None, NeoX or interleaved pairs, any even rotary_dim (NeoX pairs into nvfp4 without "
+    "qk_transform: multiples of 32, into int4: of 16), sections of three positions",
     "bias": "None, or in qkv_dtype",
     "q_norm, k_norm": "None, float16, bfloat16, float32",
+    "qk_transform, v_transform": "None, hadamard (not with a head dim of 208); preprocess_qkv",
 }
 """What each argument may be, for the support table."""
 
@@ -103,7 +114,8 @@ class PreprocessConfig(Value):
     """What selects the kernels that take tokens in; all else is a launch argument.
 
     ``pairing`` is "none" without a Rope, "neox" or "interleaved"; ``use_mrope`` is for a Rope with
-    sections, ``use_norm`` for q_norm, k_norm or both; ``page_table`` is "slots" for slots.
+    sections, ``use_norm`` for q_norm, k_norm or both; ``use_qk_hadamard`` and ``use_v_hadamard``
+    for ``qk_transform`` and ``v_transform``; ``page_table`` is "slots" for slots.
     """
 
     head_dim: int = 128
@@ -117,6 +129,8 @@ class PreprocessConfig(Value):
     use_mrope: bool = False
     use_bias: bool = False
     use_norm: bool = False
+    use_qk_hadamard: bool = False
+    use_v_hadamard: bool = False
 
     @classmethod
     def parse(cls, text: str) -> PreprocessConfig:
@@ -149,6 +163,11 @@ class PreprocessConfig(Value):
             for name, choices in _CHOICES.items()
             if getattr(self, name) not in choices
         ]
+        found += [
+            f"{field.name}={getattr(self, field.name)} is neither true nor false"
+            for field in fields(self)
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool)
+        ]
         for name in ("head_dim", "head_dim_vo"):
             dim = getattr(self, name)
             is_same = name == "head_dim_vo" and dim is None
@@ -166,7 +185,16 @@ class PreprocessConfig(Value):
             found.append(f"out_dtype={self.out_dtype} is neither qkv_dtype nor an FP8 type")
         if self.use_mrope and self.pairing == Pairing.NONE:
             found.append("use_mrope=True has no meaning with pairing=none")
-        return found
+        return found + self._hadamard_reasons()
+
+    def _hadamard_reasons(self) -> list[str]:
+        value_dim = self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+        dims = (("use_qk_hadamard", self.head_dim), ("use_v_hadamard", value_dim))
+        return [
+            f"{name}=True: {no_hadamard(dim)}"
+            for name, dim in dims
+            if getattr(self, name) and dim in HEAD_DIMS and hadamard_of(dim) is None
+        ]
 
     def arguments_text(self) -> str:
         """Return the arguments that differ from the defaults as ``parse`` reads them."""
@@ -202,6 +230,8 @@ class PreprocessConfig(Value):
                 use_mrope=self.use_mrope,
                 use_bias=self.use_bias,
                 use_norm=self.use_norm,
+                use_qk_hadamard=self.use_qk_hadamard,
+                use_v_hadamard=self.use_v_hadamard,
                 loader=loader,
             )
             for loader in (Loader.VECTOR, Loader.PLAIN)
@@ -223,6 +253,8 @@ def config_of(spec: PreprocessSpec) -> PreprocessConfig:
         use_mrope=spec.use_mrope,
         use_bias=spec.use_bias,
         use_norm=spec.use_norm,
+        use_qk_hadamard=spec.use_qk_hadamard,
+        use_v_hadamard=spec.use_v_hadamard,
     )
 
 

@@ -40,6 +40,7 @@ def preprocess_qkv(
     bias: list[Tensor], q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float,
     q_scale: Tensor | None, q_factor: float | None, k_scale: Tensor | None,
     k_factor: float | None, v_scale: Tensor | None, v_factor: float | None,
+    qk_transform: str | None, v_transform: str | None,
     kv_layout: str, kv_dtype: str | None, zero_tail: bool,
 ) -> None:
     """Write tokens: ``torch.ops.jitattn.preprocess_qkv``, with the function's arguments.
@@ -69,6 +70,8 @@ def preprocess_qkv(
         k_factor: a number.
         v_scale: a tensor.
         v_factor: a number.
+        qk_transform: "hadamard", or none.
+        v_transform: likewise.
         kv_layout: "NHD" or "HND".
         kv_dtype: the name of what the bytes of a uint8 cache are.
         zero_tail: write zeros after a request's last token.
@@ -81,7 +84,7 @@ def preprocess_qkv(
         qo_indptr, slots, kv_layout, kv_dtype, scale_of(k_scale, k_factor),
         scale_of(v_scale, v_factor), zero_tail, num_qo_heads, num_kv_heads, head_dim,
         _rope_of(rope), positions, position_delta, _one_or_parts(bias) if bias else None,
-        q_norm, k_norm, norm_eps, q_out, scale_of(q_scale, q_factor),
+        q_norm, k_norm, norm_eps, q_out, scale_of(q_scale, q_factor), qk_transform, v_transform,
     ))
 # fmt: on
 
@@ -152,7 +155,7 @@ define(
     "Tensor[] qkv, Tensor(a!)[] kv_cache, Tensor(b!) q_out, int num_qo_heads, int num_kv_heads, "
     f"int head_dim, {_PLACES}Tensor? rope, Tensor? positions, Tensor? position_delta, "
     "Tensor[] bias, Tensor? q_norm, Tensor? k_norm, float norm_eps, Tensor? q_scale, "
-    f"float? q_factor, {_KV_SCALES}{_WRITTEN}",
+    f"float? q_factor, {_KV_SCALES}str? qk_transform, str? v_transform, {_WRITTEN}",
 )
 define(
     append_kv,
@@ -180,7 +183,8 @@ def trace_preprocess(call: PreprocessCall) -> Tensor:
         call.num_qo_heads, call.num_kv_heads, call.head_dim,
         *_places(call), None if rope is None else rope.handle, call.positions,
         call.position_delta, biases, call.q_norm, call.k_norm, float(call.norm_eps),
-        *scale_parts(call.q_scale), *_written(call),
+        *scale_parts(call.q_scale), *_scales(call), call.qk_transform, call.v_transform,
+        *_written(call),
     )  # fmt: skip
     return q_out
 
@@ -190,21 +194,19 @@ def trace_append(call: PreprocessCall) -> None:
     k, v, *_ = call.qkv
     refuse_gradients({"k": k, "v": v})
     cache = cache_tensors(call.kv_cache, call.pages)[0]
-    torch.ops.jitattn.append_kv(k, v, cache, *_places(call), *_written(call))
+    torch.ops.jitattn.append_kv(k, v, cache, *_places(call), *_scales(call), *_written(call))
 
 
 def _places(call: PreprocessCall) -> tuple[Any, ...]:
     return *pages_tensors(call.pages), call.seq_lens, call.qo_indptr, call.slots
 
 
+def _scales(call: PreprocessCall) -> tuple[Any, ...]:
+    return *scale_parts(call.k_scale), *scale_parts(call.v_scale)
+
+
 def _written(call: PreprocessCall) -> tuple[Any, ...]:
     kv_dtype = call.kv_dtype
     if isinstance(kv_dtype, torch.dtype):
         kv_dtype = str(kv_dtype).removeprefix("torch.")
-    return (
-        *scale_parts(call.k_scale),
-        *scale_parts(call.v_scale),
-        call.kv_layout,
-        kv_dtype,
-        call.zero_tail,
-    )
+    return call.kv_layout, kv_dtype, call.zero_tail

@@ -40,10 +40,10 @@ constexpr int kNumValueBlocks = 128 / kValueDim;
 // Warps of consumers, and producer warpgroups beside them.
 constexpr int kNumWarps = 8;
 constexpr int kNumProducers = 1;
-constexpr int kTileTokens = 160;
+constexpr int kTileTokens = 128;
 constexpr int kNumStages = 2;
 constexpr int kCtasPerSm = 1;
-constexpr int kSmemBytes = 180224;
+constexpr int kSmemBytes = 131072;
 constexpr int kMergeSplits = 8;  // of a row at a time
 // Splits loaded at a time; 0 in the tile stands for all.
 constexpr int kMergeLoads = 4 > 0 ? 4 : kMergeSplits;
@@ -194,12 +194,10 @@ constexpr int kNumLandings = 2;
 // Whether a soft cap bounds scores so closely that 0 serves as the maximum of every row: their
 // probabilities and sums stay within the exponents of float32 and bfloat16.
 constexpr bool kFixedMaximum = 0;
-// Tiles whose products with V tensor cores add up alone; 0: all.
-constexpr int kSumTiles = 25;
 constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
 
 using cute::SM90::GMMA::Major;
-using ScoreProduct = cute::SM90::GMMA::MMA_64x160x32_F32E4M3E4M3_SS_TN<>;
+using ScoreProduct = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
 using OutputProduct = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>;
 }  // namespace jitattn
 #endif

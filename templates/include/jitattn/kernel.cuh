@@ -193,8 +193,6 @@ constexpr int kNumLandings = 0;
 // Whether a soft cap bounds scores so closely that 0 serves as the maximum of every row: their
 // probabilities and sums stay within the exponents of float32 and bfloat16.
 constexpr bool kFixedMaximum = 0;
-// Tiles whose products with V tensor cores add up alone; 0: all.
-constexpr int kSumTiles = 0;
 constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
 
 using cute::SM90::GMMA::Major;

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from jitattn.kernels.attention import tile as attention_tile
 from jitattn.kernels.attention.api import FP8ProductsPlan
 from tests.emulator.attention import EmulatedCuda
 from tests.support.fp8_queries import FAST, FP8, FP8Case, FP8Inputs
@@ -33,7 +32,15 @@ STEP = replace(FAST, q_lens=(1, 5, 40, 2), kv_lens=(300, 6, 177, 2))
 CASES = {
     "128": STEP,
     "64, a window": replace(STEP, head_dim=64, page_size=8, window_left=50, use_sinks=True),
-    "224": replace(STEP, head_dim=224, page_size=64, num_kv_heads=1, group_size=8, form="negative"),
+    "224": replace(
+        STEP,
+        head_dim=224,
+        head_dim_vo=128,
+        page_size=64,
+        num_kv_heads=1,
+        group_size=8,
+        form="negative",
+    ),
     "small pages": replace(STEP, head_dim=32, page_size=3, view="odd", form="none"),
 }
 
@@ -46,16 +53,13 @@ def test_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_sums_that_begin_anew(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two tiles each: some tokens on, a query tile's output has several."""
-    monkeypatch.setattr(attention_tile, "_SUM_TOKENS", 2 * 192)
+def test_many_tiles(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one query tile, whose sums are added one after the other."""
     host = EmulatedCuda(monkeypatch, "sm_90a", seed=2, num_sms=1)
     case = replace(STEP, head_dim=32, page_size=32, num_kv_heads=1, q_lens=(9, 1))
     case = replace(case, kv_lens=(1900, 1), window_left=1500)
     inputs = FP8Inputs(case, "cpu")
-    planner = planner_of(host, case, batch_invariant=batch_invariant)
-    inputs.check(inputs.attend(planner))
-    assert planner.kernels.kernels.of("prefill").tile.sum_tiles == 2
+    inputs.check(inputs.attend(planner_of(host, case, batch_invariant=batch_invariant)))
 
 
 SMALL = replace(CASES["small pages"], view="whole", q_lens=(1, 17), kv_lens=(9, 40))

@@ -213,7 +213,7 @@ def test_q_in_its_own_place(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_argument_of_tokens(backend: str) -> None:
-    """Slots, positions, parts, biases, norms, FP8 on both sides, bytes with a name."""
+    """Slots, positions, parts, biases, norms, transforms, FP8 on both sides, bytes with a name."""
     case = Case.of(max_q_len=4, seed=9)
     num_tokens = case.x.shape[0]
     heads = (case.x @ case.weights[0]).view(num_tokens, -1, HEAD_DIM)
@@ -227,6 +227,7 @@ def test_every_argument_of_tokens(backend: str) -> None:
             slots=slots, rope=case.rope, positions=slots, bias=tuple(bias),
             q_norm=torch.ones(HEAD_DIM), k_norm=torch.ones(HEAD_DIM), norm_eps=1e-5, q_out=q_out,
             q_scale=0.5, k_scale=scale, v_scale=2, kv_dtype=torch.float8_e4m3fn,
+            qk_transform="hadamard", v_transform="hadamard",
         )  # fmt: skip
         jitattn.append_kv(
             k, v, (cache[:, 0], cache[:, 1]), slots=slots.flip(0), kv_dtype="float8_e4m3fn",
@@ -313,7 +314,7 @@ def test_operators_are_as_declared(name: str) -> None:
     kv = planner.bind(case.cache)
     tables = [case.pages.table], "shared"
     places = *tables, case.seq_lens, case.qo_indptr, None
-    written = None, None, None, None, "NHD", None, False
+    scales, written = (None,) * 4, ("NHD", None, False)
     out = torch.empty_like(case.q)
     lse = torch.empty(out.shape[:2])
     if name == "attention":
@@ -329,11 +330,11 @@ def test_operators_are_as_declared(name: str) -> None:
         qkv = case.x @ case.weights[0]
         arguments = (
             [qkv], [case.cache], out, HEADS, KV_HEADS, HEAD_DIM, *places, case.rope.handle, None,
-            None, [], None, None, 1e-6, None, None, *written,
+            None, [], None, None, 1e-6, None, None, *scales, "hadamard", None, *written,
         )  # fmt: skip
     else:
         k, v = case.q[:, :KV_HEADS], case.q[:, KV_HEADS : 2 * KV_HEADS]
-        arguments = k, v, [case.cache], *places, *written
+        arguments = k, v, [case.cache], *places, *scales, *written
     torch.library.opcheck(getattr(torch.ops.jitattn, name).default, arguments)
 
 

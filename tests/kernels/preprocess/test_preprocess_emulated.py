@@ -26,6 +26,7 @@ from jitattn.kernels.preprocess import launch as preprocess_launch
 from jitattn.kernels.preprocess.spec import PreprocessSpec
 from tests.emulator.preprocess import compiled
 from tests.support.token_cases import TokenCase, compare, make_token_inputs
+from tests.support.token_sets import KINDS
 
 # Of calls that launch; others follow the definition.
 LAUNCHES = api.LAUNCHES.anew()
@@ -113,6 +114,7 @@ CASES = {
         *(BASE,), is_append=True, kv_dtype="int4", memory="odd", head_dim=48, zero_tail=True
     ),
     "append int4 of 64": replace(BASE, is_append=True, kv_dtype="int4_g64", page_table="slots"),
+    **{name: KINDS[name] for name in KINDS if name.startswith("hadamard")},
     "other 16 bits": replace(BASE, dtype="float16", q_out="in place", rotary="none", page_size=3),
 }
 

@@ -26,6 +26,10 @@ constexpr int kCtaThreads = kNumThreads + kProducerThreads;
 constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
 constexpr int kTokenGroups = kTileTokens / 8;
 
+// Tensor cores add products of 8 bits with 14 bits or so, rounding towards zero: the sums of tiles are
+// added in float32.
+constexpr bool kSumsTiles = kHasFP8Products;
+
 constexpr int kItemBytes = kHasFP8Products ? 1 : 2;  // of an element in products
 // Products of a row of Q and one of K, 32 bytes each.
 constexpr int kKeySteps = kItemBytes * kKeyDim / 32;
@@ -142,7 +146,14 @@ struct OutputTile {
       Descriptor<kTmaTokens == 8 && !kHasFP8Products ? ValueLayout::kTmaBytes : 8 * kSegmentBytes,
                  kHasFP8Products ? 0 : kTmaTokens * kSegmentBytes>;
 
-  // Begins O += P V.
+  __device__ __forceinline__ void clear() {
+    for_each<kValueDim / 2>([&](int i) { values[i] = 0.f; });
+  }
+  __device__ __forceinline__ void add(const OutputTile& other) {
+    for_each<kValueDim / 2>([&](int i) { values[i] += other.values[i]; });
+  }
+
+  // Begins O += P V, or O = P V where kSumsTiles.
   __device__ __forceinline__ void multiply(const ProbabilityTile& p, const Values& v) {
     using namespace cute::SM90::GMMA;
     for_each<kValueDim / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
@@ -150,7 +161,7 @@ struct OutputTile {
     for_each<ProbabilityTile::kFragments>([&](int j) {
       const uint32_t (&a)[4] = p.fragments[j];
       FirstRegisters<kValueDim / 2>::multiply<OutputProduct>(
-          values, ScaleOut::One, a[0], a[1], a[2], a[3],
+          values, kSumsTiles && j == 0 ? ScaleOut::Zero : ScaleOut::One, a[0], a[1], a[2], a[3],
           v.at(kHasFP8Products ? ColumnLayout::row(j % 4 * 32, j / 4, 0)
                                : ValueLayout::row(0, 0, j * 16)));
     });
