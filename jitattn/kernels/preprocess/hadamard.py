@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_count, check_flag
 from jitattn.spec.hadamard import Hadamard, hadamard_of, no_hadamard
@@ -41,9 +42,7 @@ def hadamard_transform(x: Tensor, *, inverse: bool = False) -> Tensor:
     if matrix is None:
         raise ValueError(f"x has a head_dim of {x.shape[-1]}: {no_hadamard(x.shape[-1])}")
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    # What stands for a tensor, as tracers have it, meets nothing real.
-    is_real = type(x) in (Tensor, torch.nn.Parameter)
-    rotation = (_kept_matrix if is_real else _new_matrix)(matrix.dim, x.device, dtype)
+    rotation = _matrix_for(x, matrix.dim, dtype)
     if not check_flag("inverse", inverse):
         rotation = rotation.T
     with torch.autocast(x.device.type, enabled=False):
@@ -95,9 +94,18 @@ def hadamard_matrix(matrix: Hadamard) -> Tensor:
 _kept: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
 
 
-# Or compiled functions would make it at every call.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _kept_matrix(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _matrix_for(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    if is_dynamo_compiling():
+        from jitattn.kernels.preprocess.torch_op import constant_matrix
+
+        found: Tensor = constant_matrix(dim, x.device, dtype)
+        return found
+    # What stands for a tensor, as tracers have it, meets nothing real.
+    is_real = type(x) in (Tensor, torch.nn.Parameter)
+    return (kept_matrix if is_real else _new_matrix)(dim, x.device, dtype)
+
+
+def kept_matrix(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the matrix where it is needed; it stays there, so that a graph may read it."""
     key = dim, device, dtype
     found = _kept.get(key)
