@@ -198,6 +198,6 @@ def sglang(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def nano_vllm(session: nox.Session) -> None:
-    """Decode with nano-vllm's model on the CPU, with its functions compiled and without."""
+    """Decode with nano-vllm's engine on the CPU, with its functions compiled and without."""
     session.install("-c", "constraints.txt", "-e", ".[test]", "nano-vllm-fork==20260210")
     session.run("pytest", "-q", *(session.posargs or ("tests/integrations/test_nano_vllm.py",)))

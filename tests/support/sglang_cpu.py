@@ -30,7 +30,6 @@ ENGINE = {
     "attention_backend": "jitattn",
     "sampling_backend": "pytorch",
     "skip_tokenizer_init": True,
-    "disable_overlap_schedule": True,  # there are no streams
     "chunked_prefill_size": 48,
     "context_length": 256,
     "max_running_requests": 4,
