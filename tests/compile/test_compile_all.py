@@ -66,11 +66,11 @@ EVERYDAY = (
 
 
 def jobs() -> Iterator[Job]:
-    """Half of the sample for sm_90a; of the others a twelfth each, and what needs most registers.
+    """A third of the sample for sm_90a; of the others a sixteenth each, and what needs most registers.
 
     ALL_KERNELS=1 compiles the whole sample for sm_90a.
     """
-    step = 1 if os.environ.get("ALL_KERNELS") else 2
+    step = 1 if os.environ.get("ALL_KERNELS") else 3
     for spec in warpgroup_specs():
         yield Job(spec, "sm_90a", disassemble=True)
     for config in EVERYDAY:
@@ -81,7 +81,7 @@ def jobs() -> Iterator[Job]:
         yield Job(ScheduleSpec(), arch)
         yield Job(ScheduleSpec(has_lists=True), arch)
         for n, spec in enumerate(sample_specs(arch)):
-            is_chosen = n % step == 0 if arch == "sm_90a" else n % 12 == i
+            is_chosen = n % step == 0 if arch == "sm_90a" else n % 16 == i
             if is_chosen or is_heavy(spec):
                 yield Job(spec, arch, disassemble=n % 9 == i)
 
