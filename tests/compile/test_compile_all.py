@@ -66,7 +66,7 @@ EVERYDAY = (
 
 
 def jobs() -> Iterator[Job]:
-    """A third of the sample for sm_90a; of the others a sixteenth each, and what needs most registers.
+    """A third of the sample for sm_90a, of the others a sixteenth each; what needs most registers.
 
     ALL_KERNELS=1 compiles the whole sample for sm_90a.
     """
