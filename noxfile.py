@@ -95,6 +95,18 @@ VLLM_NEEDS = (
     *("pydantic-extra-types", "python-multipart", "pyzmq", "regex", "requests", "sentencepiece"),
     *("setproctitle", "tiktoken", "uvloop"),
 )
+# What SGLang's release wants of others, and what else is imported on the way to its engine. Python
+# ends in a fault with the sentencepiece that it names, 0.2.1.
+SGLANG = (
+    *("torch==2.14.1", "torchvision==0.29.1", "transformers==5.19.0", "compressed-tensors==0.18.0"),
+    *("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7", "llguidance<2", "openai==2.8.0"),
+    *("numba==0.65.1", "openai-harmony==0.0.4", "sentencepiece==0.2.3", "aiohttp", "anthropic"),
+    *("dill", "distro", "einops", "fastapi", "gguf", "interegular", "ipython", "mistral-common"),
+    *("msgspec", "nvidia-ml-py", "orjson", "partial-json-parser", "pillow", "prometheus-client"),
+    *("psutil", "pybase64", "pydantic", "python-multipart", "pyzmq", "regex", "requests", "scipy"),
+    *("setproctitle", "tiktoken", "uvicorn", "uvloop", "xxhash", "zstandard"),
+)
+SGLANG_TESTS = ("tests/integrations/test_sglang.py", "tests/integrations/test_sglang_engine.py")
 TORCHES = {
     "torch2.6": ("torch==2.6.0", "numpy==1.26.4"),  # the oldest of each
     "torch2.13": ("torch==2.13.0",),
@@ -177,7 +189,15 @@ def vllm(session: nox.Session, version: str) -> None:
 
 
 @nox.session(python="3.11")
+def sglang(session: nox.Session) -> None:
+    """Decode with SGLang's engine on the CPU, from its wheel for CUDA."""
+    session.install(*SGLANG, "-e", ".[test]")
+    session.install("--no-deps", "sglang==0.5.23")
+    session.run("pytest", "-q", *(session.posargs or SGLANG_TESTS))
+
+
+@nox.session(python="3.11")
 def nano_vllm(session: nox.Session) -> None:
-    """Decode with nano-vllm's model on the CPU, with its functions compiled and without."""
+    """Decode with nano-vllm's engine on the CPU, with its functions compiled and without."""
     session.install("-c", "constraints.txt", "-e", ".[test]", "nano-vllm-fork==20260210")
     session.run("pytest", "-q", *(session.posargs or ("tests/integrations/test_nano_vllm.py",)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 def lazy_names(
     module: str, homes: Mapping[str, str], submodules: Sequence[str] = ()
 ) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a module with lazy names.
+    """Return the ``__getattr__`` of a module with lazy names, and have its ``dir()`` list them.
 
     Args:
         module: the module's name; imported names become its attributes.
@@ -27,4 +27,6 @@ def lazy_names(
         setattr(sys.modules[module], name, value)
         return value
 
+    listed = sorted((*homes, *submodules))
+    vars(sys.modules[module])["__dir__"] = lambda: listed
     return resolve

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 # Orders of Paley's matrices, and their primes. 13 * 16 = 208 would need order 52 or 104.
 _PRIMES = {12: 11, 20: 19, 28: 13, 36: 17, 44: 43, 60: 59}
+_LARGEST = 512  # of heads: what is larger is several
 
 
 class Hadamard(NamedTuple):
@@ -39,17 +40,25 @@ class Hadamard(NamedTuple):
 
 def hadamard_of(dim: int) -> Hadamard | None:
     """Return the matrix of a head dim; None where there is none."""
-    for order in (1, *_PRIMES):
-        power, rest = divmod(dim, order)
-        if not rest and power and not power & (power - 1):
-            return Hadamard(dim, order)
-    return None
+    # By comparison: the dims of traced shapes can be compared, but are no keys.
+    return next((matrix for matrix in _MATRICES if matrix.dim == dim), None)
 
 
 def no_hadamard(dim: int) -> str:
     """Say why there is no matrix."""
     orders = ", ".join(map(str, _PRIMES))
-    return f"there is a Hadamard matrix of powers of two, and of {orders} times one, none of {dim}"
+    return (
+        f"there is a Hadamard matrix of powers of two, and of {orders} times one, up to "
+        f"{_LARGEST}, none of {dim}"
+    )
+
+
+_MATRICES = tuple(
+    Hadamard(order << power, order)
+    for order in (1, *_PRIMES)
+    for power in range(_LARGEST.bit_length())
+    if order << power <= _LARGEST
+)
 
 
 @functools.cache

@@ -1357,7 +1357,10 @@ def test_a_latent_cache_in_fp8_needs_both_scales_to_be_one() -> None:
     }
     latents(**fp8, ckv_scale=0.5, kpe_scale=0.5)
     for scales, message in (
-        ({}, "ckv_scale is None"),
+        ({}, "Exactly one of ckv_scale or ckv_scale_arr"),
+        ({"ckv_scale": 0.5, "ckv_scale_arr": ONE}, "Exactly one of ckv_scale or ckv_scale_arr"),
+        ({"ckv_scale_arr": ONE}, "Invalid shape of ckv_scale_arr"),
+        ({"ckv_scale_arr": torch.ones(3, 4, 2)}, "ckv_scale_arr is a tensor"),
         ({"ckv_scale": 0.5}, "kpe_scale is None"),
         ({"ckv_scale": 0.5, "kpe_scale": 0.25}, "kpe_scale is 0.25"),
         ({"ckv_scale": "a", "kpe_scale": 0.25}, "ckv_scale is a str"),

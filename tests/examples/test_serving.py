@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from docs.examples.serving.sampling import Sampler
 from docs.examples.serving.server import MAX_BODY_BYTES, Server
 from docs.examples.serving.text import ByteTokenizer, GrowingText
+from jitattn.kv import KVCacheManager
 from tests.support.serving import (
     at_once,
     complete,
@@ -44,8 +46,14 @@ def say(server: Server, content: object, **arguments: object) -> tuple[int, Any]
 
 
 def is_idle(server: Server) -> bool:
-    engine = server.engine
-    return not engine.running and not engine.waiting and engine.manager.stats().num_sequences == 0
+    """Whether the engine has ended all it was asked for, and leaves the manager alone."""
+    return server.engine.is_idle and server.engine.manager.stats().num_sequences == 0
+
+
+def manager_of(server: Server) -> KVCacheManager:
+    """The manager, when the engine's thread leaves it alone."""
+    wait_until(lambda: is_idle(server))
+    return server.engine.manager
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -75,22 +83,22 @@ def test_an_answer(server: Server) -> None:
 
 def test_requests_at_once_are_answered_as_alone(server: Server) -> None:
     alone = [text_of(complete(server, prompt, max_tokens=12)) for prompt in PROMPTS]
-    server.engine.manager.clear_reusable()
+    manager_of(server).clear_reusable()
     calls = [lambda p=prompt: text_of(complete(server, p, max_tokens=12)) for prompt in PROMPTS]
     assert at_once(calls) == alone
     assert len(set(alone)) > 1
 
 
 def test_prefixes_are_reused(server: Server) -> None:
-    server.engine.manager.clear_reusable()
-    before = server.engine.manager.stats().reused_tokens
+    manager_of(server).clear_reusable()
+    before = manager_of(server).stats().reused_tokens
     prompt = "a system prompt that many share, " * 4
     answers = [complete(server, prompt + end, max_tokens=5) for end in ("x", "y", "x")]
     cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
     assert cached[0] == 0
     assert 0 < cached[1] <= len(prompt) + 1
     assert cached[2] == len(prompt) + 1  # all but the last token, whose logits are wanted
-    assert server.engine.manager.stats().reused_tokens - before == sum(cached)
+    assert manager_of(server).stats().reused_tokens - before == sum(cached)
     assert text_of(answers[0]) == text_of(answers[2])
 
 
@@ -134,8 +142,7 @@ def test_a_streamed_chat_of_several_choices(server: Server) -> None:
 
 def test_choices_share_a_prompt(server: Server) -> None:
     """It is computed once, and the first choice is what its seed alone gives."""
-    wait_until(lambda: is_idle(server))
-    server.engine.manager.clear_reusable()
+    manager_of(server).clear_reusable()
     before = server.engine.num_computed
     status, found = say(server, "tell me " * 20, n=4, seed=3, temperature=1.5, max_tokens=6)
     assert status == 200
@@ -209,9 +216,8 @@ def test_pages_of_who_goes_are_given_back(server: Server, is_stream: bool) -> No
     else:
         wait_until(lambda: server.engine.num_computed > computed)
     connection.close()
-    wait_until(lambda: is_idle(server))
+    pools = manager_of(server).stats().pools
     assert server.engine.num_computed - computed < wanted
-    pools = server.engine.manager.stats().pools
     assert all(pool.used == pool.held == 0 for pool in pools)
 
 
@@ -227,7 +233,7 @@ def test_memory_that_runs_out_makes_requests_wait() -> None:
             calls = [lambda p=p: text_of(complete(server, p, max_tokens=24)) for p in prompts]
             assert at_once(calls) == alone
             assert server.engine.num_suspended > 0
-            assert is_idle(server)
+            wait_until(lambda: is_idle(server))
 
 
 def test_all_that_fits_is_answered() -> None:
@@ -249,7 +255,7 @@ def test_choices_wait_too() -> None:
         assert len(found["choices"]) == 5
         status, again = say(server, "hi", n=5, seed=1, temperature=1.0, max_tokens=40)
         assert again["choices"] == found["choices"]
-        assert is_idle(server)
+        wait_until(lambda: is_idle(server))
 
 
 def test_an_engine_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,10 +506,46 @@ def test_metrics_count_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
                 for state in ("used", "held", "reusable", "free")
             ]
             assert sum(metrics_of(server)[name] for name in names) == pool.total
-    lines = [record.getMessage() for record in caplog.records]
-    assert sum("POST '/v1/completions' 200" in line for line in lines) == 2
+
+    def lines_of() -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    # Lines of the log come after answers.
+    wait_until(lambda: sum("POST '/v1/completions' 200" in line for line in lines_of()) == 2)
+    lines = lines_of()
     assert any(f"{usage[0]['prompt_tokens']} tokens + 3" in line for line in lines)
     assert not any("\n" in line for line in lines)
+
+
+def test_whoever_has_an_answer_finds_it_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        end_request = server.metrics.end_request
+
+        def end_late(path: str, status: int, seconds: float) -> None:
+            time.sleep(0.1)
+            end_request(path, status, seconds)
+
+        monkeypatch.setattr(server.metrics, "end_request", end_late)
+
+        def counted(status: int) -> tuple[float, float, float]:
+            found = metrics_of(server)
+            name = f'requests_total{{path="/v1/completions",status="{status}"}}'
+            return found.get(name, 0), found["generated_tokens_total"], found["disconnects_total"]
+
+        complete(server, "whole", max_tokens=2)
+        assert counted(200) == (1, 2, 0)
+        connection = connect(server)
+        body = {"prompt": "in pieces", "max_tokens": 3, "temperature": 0, "stream": True}
+        connection.request("POST", COMPLETIONS, json.dumps(body))
+        response = connection.getresponse()
+        assert "[DONE]" in events_of(response)  # and not the end of the connection
+        assert counted(200) == (2, 5, 0)
+        response.close()
+        connection.close()
+        request(server, "POST", COMPLETIONS, {"prompt": 3})
+        assert counted(400) == (1, 5, 0)
+        assert b" 411 " in exchange(server, b"POST /v1/completions HTTP/1.1\r\n\r\n")
+        assert counted(411) == (1, 5, 0)
 
 
 def test_many_that_go_give_all_pages_back() -> None:

@@ -243,6 +243,25 @@ def test_a_capture_of_something_new_is_refused() -> None:
 
 
 @on_the_device
+def test_a_capture_finds_the_matrix_of_a_transform() -> None:
+    """Of a dim that nothing else here has."""
+    x = torch.randn(5, 56, device=DEVICE)
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(x)
+    with torch.cuda.graph(graph):
+        out.fill_(1.0)
+        with pytest.raises(ValueError, match="before it"):
+            jitattn.quant.hadamard_transform(x)
+    jitattn.quant.hadamard_transform(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(jitattn.quant.hadamard_transform(x))
+    x.normal_()
+    graph.replay()
+    want = jitattn.quant.hadamard_transform(x.cpu().double())
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+@on_the_device
 def test_other_streams_and_threads() -> None:
     def work(seed: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,4 +1,4 @@
-"""nano-vllm's model with jitattn in flash-attn's place, on the CPU: transformers' tokens.
+"""nano-vllm's engine with jitattn in flash-attn's place, on the CPU: transformers' tokens.
 
 With its functions compiled by ``torch.compile``, as it comes, and without.
 """
@@ -32,29 +32,21 @@ def test_tokens_are_those_of_transformers(compiled: bool, tmp_path: Path) -> Non
     nano.make_checkpoint(tmp_path, "float16")
     first, second, third = hf_models.prompts_of((nano.BLOCK + 9, nano.BLOCK + 30, 17))
     prompts = [first, first[: nano.BLOCK] + second[nano.BLOCK :], third]
-    requests = [
-        nano_cpu.Request(list(prompts[0]), [3, 1]),
-        nano_cpu.Request(list(prompts[1]), [3, 4], num_cached=nano.BLOCK),
-        nano_cpu.Request(list(prompts[2]), [2]),
-    ]
-    calls = nano.JitAttn()
     torch._dynamo.reset()
     counters.clear()
-    with nano_cpu.model_of(tmp_path, calls, num_blocks=5, compiled=compiled) as model:
-        nano_cpu.step(model, requests[::2])
-        nano_cpu.step(model, requests[1:2])
-        while len(requests[0].found) < NUM_NEW:
-            nano_cpu.step(model, requests)
+    run = nano_cpu.decode(tmp_path, prompts, NUM_NEW, compiled=compiled)
     layers = nano.NUM_LAYERS
-    assert calls.counts == {"prefill": layers, "prefix": layers, "decode": layers * (NUM_NEW - 1)}
+    # The engine measures a prefill first.
+    wanted = {"prefill": layers, "prefix": layers, "decode": layers * (NUM_NEW - 1)}
+    assert {kind: run.counts[kind] for kind in wanted} == wanted
     # Its functions became graphs, which nothing broke.
     assert (counters["stats"]["unique_graphs"] > 0) == compiled
     assert not counters["graph_break"]
 
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float16
     )
-    compared = hf_models.compare(wanted, prompts, [request.found for request in requests])
+    compared = hf_models.compare(model, prompts, run.tokens)
     assert compared.num_tokens == len(prompts) * NUM_NEW
     assert compared.num_ties <= 1
-    assert len({token for request in requests for token in request.found}) > 5
+    assert len({token for tokens in run.tokens for token in tokens}) > 5

@@ -663,6 +663,9 @@ def test_sglang_knows_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(backend, AttentionBackend)
     assert isinstance(backend, Backend)
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
+    # Models take the pools from it.
+    assert backend.token_to_kv_pool is run.runner.token_to_kv_pool
+    assert backend.req_to_token_pool is run.runner.req_to_token_pool
     decode = engine.mode.DECODE
     assert backend.shared_read_ends(decode) is SharedReadEnds.IN_REPLAY
     run.runner.page_size = 1

@@ -10,7 +10,7 @@ import atexit
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,9 +216,20 @@ class Sampler:
 
 
 @contextmanager
-def engine_of(folder: Path, calls: Calls, *, compiled: bool = False) -> Iterator[Any]:
-    """An engine with graphs, whose attention makes ``calls``."""
+def engine_of(
+    folder: Path,
+    calls: Calls,
+    *,
+    compiled: bool = False,
+    prepare: Callable[[], None] = lambda: None,
+    enforce_eager: bool = False,
+) -> Iterator[Any]:
+    """An engine, with graphs unless eager, whose attention makes ``calls``.
+
+    ``prepare`` is called when it is imported.
+    """
     nano = import_engine(compiled=compiled)
+    prepare()
     layer: Any = importlib.import_module("nanovllm.layers.attention")
     layer.flash_attn_varlen_func = calls.flash_attn_varlen_func
     layer.flash_attn_with_kvcache = calls.flash_attn_with_kvcache
@@ -232,6 +243,7 @@ def engine_of(folder: Path, calls: Calls, *, compiled: bool = False) -> Iterator
             max_num_seqs=MAX_REQUESTS,
             max_model_len=MAX_LEN,
             gpu_memory_utilization=0.03,
+            enforce_eager=enforce_eager,
         )
         atexit.unregister(engine.exit)
         yield engine
@@ -250,14 +262,13 @@ def decode(
     prompts: list[list[int]],
     num_new: int,
     forced: Sequence[Tensor] | None = None,
-    *,
-    compiled: bool = False,
+    **of_engine: Any,
 ) -> Run:
-    """Decode greedily, or along the tokens of another run."""
+    """Decode greedily, or along the tokens of another run, in ``engine_of``."""
     run = Run()
-    with engine_of(folder, calls, compiled=compiled) as engine:
+    with engine_of(folder, calls, **of_engine) as engine:
         runner = engine.model_runner
-        run.counts["graphs"] = len(runner.graphs)
+        run.counts["graphs"] = len(getattr(runner, "graphs", ()))
         run.counts["decode while capturing"] = calls.counts["decode"]
         runner.sampler = Sampler(run, forced)
         params = importlib.import_module("nanovllm").SamplingParams(

@@ -1,7 +1,7 @@
-"""nano-vllm's model on the CPU, where its engine does not run.
+"""nano-vllm's engine on the CPU, which knows only cards: scheduler, blocks, runner, model, sampler.
 
-Weights, layers, its context of a step and its calls of flash-attn are nano-vllm's own; steps are
-made here, and its Triton kernel that writes K and V by slots is a copy by index.
+Its runner gets a torch whose cards are the CPU, and its Triton kernel that writes K and V by slots
+is a copy by index. All else is nano-vllm's own; it decodes without graphs.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from tests.support import nano
+
+# What the engine is told that a card has, of which it takes a part for its blocks.
+MEMORY = 160 << 20
 
 
 def store_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -24,91 +27,60 @@ def store_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots:
         cache.flatten(0, 1)[slots.long()] = new
 
 
-@contextmanager
-def model_of(folder: Path, calls: nano.Calls, num_blocks: int, *, compiled: bool) -> Iterator[Any]:
-    """A model with a cache, whose attention makes ``calls``."""
-    import transformers
+class HostTorch:
+    """torch, as far as the runner asks of it."""
 
-    nano.import_engine(compiled=compiled)
+    cuda = SimpleNamespace(
+        set_device=lambda rank: None,
+        synchronize=lambda: None,
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        mem_get_info=lambda: (MEMORY, MEMORY),
+        memory_stats=lambda: {"allocated_bytes.all.current": 0},
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def set_default_device(self, device: str) -> None:
+        """Leave the CPU the default."""
+
+    def zeros(self, *sizes: int, pin_memory: bool = False, **given: Any) -> Tensor:
+        return torch.zeros(*sizes, **given)
+
+    def tensor(self, values: Any, *, pin_memory: bool = False, **given: Any) -> Tensor:
+        return torch.tensor(values, **given)
+
+
+class HostGroups:
+    """torch.distributed, likewise."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    def init_process_group(self, backend: str, *others: Any, **given: Any) -> None:
+        assert backend == "nccl"
+        torch.distributed.init_process_group("gloo", *others, **given)
+
+
+def be_on_the_cpu() -> None:
+    """Let the engine that was imported run here."""
+    runner: Any = importlib.import_module("nanovllm.engine.model_runner")
+    runner.torch, runner.dist = HostTorch(), HostGroups()
     layer: Any = importlib.import_module("nanovllm.layers.attention")
-    layer.flash_attn_varlen_func = calls.flash_attn_varlen_func
-    layer.flash_attn_with_kvcache = calls.flash_attn_with_kvcache
     layer.store_kvcache = store_kvcache
-    config = transformers.AutoConfig.from_pretrained(folder)
-    default = torch.get_default_dtype()
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", world_size=1, rank=0
-    )
-    try:
-        torch.set_default_dtype(config.dtype)
-        model = importlib.import_module("nanovllm.models.qwen3").Qwen3ForCausalLM(config)
-        importlib.import_module("nanovllm.utils.loader").load_model(model, str(folder))
-        shape = (2, nano.NUM_LAYERS, num_blocks, nano.BLOCK, nano.KV_HEADS, nano.HEAD_DIM)
-        k_caches, v_caches = torch.zeros(shape)
-        attentions = [m for m in model.modules() if isinstance(m, layer.Attention)]
-        for module, k_cache, v_cache in zip(attentions, k_caches, v_caches, strict=True):
-            module.k_cache, module.v_cache = k_cache, v_cache
-        yield model
-    finally:
-        torch.set_default_dtype(default)
-        torch.distributed.destroy_process_group()
 
 
-@dataclass
-class Request:
-    """Tokens, how many of them are in the cache, and the blocks they are in."""
-
-    tokens: list[int]
-    blocks: list[int]
-    num_cached: int = 0
-    num_prompt: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
-
-    @property
-    def found(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
-
-    @property
-    def slots(self) -> list[int]:
-        """Of the tokens that are not cached."""
-        places = range(self.num_cached, len(self.tokens))
-        return [self.blocks[n // nano.BLOCK] * nano.BLOCK + n % nano.BLOCK for n in places]
+@contextmanager
+def cards_are_the_cpu() -> Iterator[None]:
+    with mock.patch.object(Tensor, "cuda", lambda self, **given: self):
+        yield
 
 
-@torch.no_grad()
-def step(model: Any, requests: list[Request]) -> None:
-    """Append the best next token to each of some requests, by prefill or by decode."""
-    context: Any = importlib.import_module("nanovllm.utils.context")
-
-    def ints(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    new = [request.tokens[request.num_cached :] for request in requests]
-    positions = [range(request.num_cached, len(request.tokens)) for request in requests]
-    lens = [len(request.tokens) for request in requests]
-    width = max(len(request.blocks) for request in requests)
-    rows = [request.blocks + [-1] * (width - len(request.blocks)) for request in requests]
-    tables = torch.tensor(rows, dtype=torch.int32)
-    given: dict[str, Any] = {"slot_mapping": ints([s for r in requests for s in r.slots])}
-    is_prefill = any(not request.found for request in requests)
-    if is_prefill:
-        q_lens = [len(tokens) for tokens in new]
-        for name, counts in (("q", q_lens), ("k", lens)):
-            given[f"cu_seqlens_{name}"] = ints([0, *torch.tensor(counts).cumsum(0).tolist()])
-            given[f"max_seqlen_{name}"] = max(counts)
-        if any(request.num_cached for request in requests):
-            given["block_tables"] = tables
-    else:
-        given |= {"context_lens": ints(lens), "block_tables": tables}
-    context.set_context(is_prefill, **given)
-    hidden = model(
-        torch.tensor([token for tokens in new for token in tokens]),
-        torch.tensor([place for places in positions for place in places]),
-    )
-    best = model.compute_logits(hidden).argmax(-1).tolist()
-    context.reset_context()
-    for request, token in zip(requests, best, strict=True):
-        request.num_cached = len(request.tokens)
-        request.tokens.append(token)
+def decode(folder: Any, prompts: list[list[int]], num_new: int, *, compiled: bool) -> nano.Run:
+    """Decode greedily through jitattn."""
+    with cards_are_the_cpu():
+        return nano.decode(
+            *(folder, nano.JitAttn(), prompts, num_new),
+            compiled=compiled, prepare=be_on_the_cpu, enforce_eager=True,
+        )  # fmt: skip

@@ -82,6 +82,7 @@ class Engine(Scheduler):
         max_len: tokens of a prompt and its answer that fit for certain.
         error: the exception that stopped the engine, or None.
         load: what it does, for all threads; the manager is for its own alone.
+        is_idle: whether it waits for a request, so that until the next one the manager is at rest.
     """
 
     max_running = 32
@@ -92,6 +93,7 @@ class Engine(Scheduler):
         self.max_len = _longest(manager, model.max_position, chunk)
         self.error: str | None = None
         self.load = self._load()
+        self.is_idle = False
         self._changed = threading.Condition()
         self._new: list[Choice] = []
         self._gone: list[Choice] = []
@@ -106,20 +108,24 @@ class Engine(Scheduler):
             if self.error is not None or self._is_closing:
                 raise RuntimeError(self.error or "the engine is closing")
             self._new.append(choices[0])
-            self._changed.notify()
+            self._wake()
 
     def cancel(self, choices: list[Choice]) -> None:
         """Cancel an answer; ended choices stay as they are."""
         with self._changed:
             self._gone += choices
-            self._changed.notify()
+            self._wake()
 
     def close(self) -> None:
         """End all requests, and the thread."""
         with self._changed:
             self._is_closing = True
-            self._changed.notify()
+            self._wake()
         self._thread.join()
+
+    def _wake(self) -> None:
+        self.is_idle = False
+        self._changed.notify()
 
     # --- in the thread
 
@@ -145,6 +151,7 @@ class Engine(Scheduler):
             while not (self._new or self._gone or self.running or self.waiting):
                 if self._is_closing:
                     return False
+                self.is_idle = True
                 self._changed.wait()
             self.waiting.extend(self._new)
             gone = self._gone

@@ -120,11 +120,11 @@ class Server(ThreadingHTTPServer):
         latest = time.monotonic() - self.idle_s
         with self._lock:
             late = [c for c, since in self._connections.items() if since and since < latest]
+            if late:
+                self.metrics.count(closed_idle_connections=len(late))
             for connection in late:
                 _hang_up(connection)
                 self._connections[connection] = None
-        if late:
-            self.metrics.count(closed_idle_connections=len(late))
 
     def end_connections(self, seconds: float = 5.0) -> None:
         """Close idle connections, and the others when they are answered or time is up."""
@@ -191,6 +191,11 @@ class Answer:
                 self._engine.cancel(self.choices)
 
     @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._asked.prompt)
+
+    @property
     def num_generated(self) -> int:
         """Tokens of all choices."""
         return sum(choice.num_generated for choice in self.choices)
@@ -210,7 +215,7 @@ class Answer:
                 continue
 
     def usage(self) -> dict[str, Any]:
-        return usage_of(len(self._asked.prompt), self.num_generated, self.num_reused)
+        return usage_of(self.num_prompt, self.num_generated, self.num_reused)
 
 
 def is_gone(connection: socket.socket) -> bool:
@@ -238,7 +243,7 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         self.timeout = self.server.idle_s + 5  # of a read or a write; see `service_actions`
         super().setup()
-        self._status, self._what, self._begun = 0, "", time.monotonic()
+        self._begin()
 
     def do_GET(self) -> None:
         self._serve(self._read_state)
@@ -257,7 +262,7 @@ class Handler(BaseHTTPRequestHandler):
     def _serve(self, answer: Callable[[str, bytes], None]) -> None:
         """Read a request, answer it, and write a line of the log."""
         path = unquote(self.path.partition("?")[0])
-        self._status, self._what, self._begun = 0, "", time.monotonic()
+        self._begin(path)
         try:
             # Read the body first, or its rest would be the next request.
             body = self._body()
@@ -269,18 +274,40 @@ class Handler(BaseHTTPRequestHandler):
         except (ClientGoneError, ConnectionError, TimeoutError):
             self.close_connection = True
             self.server.metrics.count(disconnects=1)
-            self._what += " gone"
+            self._is_gone = True
         finally:
-            self._log_request(path)
+            self._log_request()
             self.server.note_wait(self.connection, is_waiting=True)
 
-    def _log_request(self, path: str) -> None:
+    def _begin(self, path: str = "?") -> None:
+        self._path, self._status, self._begun = path, 0, time.monotonic()
+        self._answer: Answer | None = None
+        self._is_counted = self._is_gone = False
+
+    def _count(self) -> None:
+        """Count the request, once: before the end of its answer, which a client may act upon."""
+        if self._is_counted:
+            return
+        self._is_counted = True
+        metrics, answer = self.server.metrics, self._answer
+        if answer is not None:
+            metrics.count(
+                prompt_tokens=answer.num_prompt,
+                cached_prompt_tokens=answer.num_reused,
+                generated_tokens=answer.num_generated,
+            )
+        known = self._path in _PATHS or self._path in _READS
         seconds = time.monotonic() - self._begun
-        known = path if path in _PATHS or path in _READS else "other"
-        self.server.metrics.end_request(known, self._status, seconds)
+        metrics.end_request(self._path if known else "other", self._status, seconds)
+
+    def _log_request(self) -> None:
+        self._count()
+        answer = self._answer
+        what = "" if answer is None else f", {answer.num_prompt} tokens + {answer.num_generated}"
         _REQUESTS.info(
-            "%s %s %.200r %d %.3f s%s",
-            self.address_string(), self.command, path, self._status, seconds, self._what,
+            "%s %s %.200r %d %.3f s%s%s",
+            self.address_string(), self.command, self._path, self._status,
+            time.monotonic() - self._begun, what, " gone" if self._is_gone else "",
         )  # fmt: skip
 
     def _read_state(self, path: str, body: bytes) -> None:
@@ -327,9 +354,9 @@ class Handler(BaseHTTPRequestHandler):
             _json(body), is_chat=_PATHS[path], tokenizer=self.server.tokenizer,
             model=self.server.model, max_len=self.server.engine.max_len,
         )  # fmt: skip
-        answer = Answer(self.server, asked)
+        self._answer = answer = Answer(self.server, asked)
         try:
-            self._answer(asked, answer)
+            self._send_answer(asked, answer)
         except (ClientGoneError, ConnectionError, TimeoutError):
             raise
         except Exception:
@@ -337,17 +364,10 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             if not asked.stream:
                 self._send(500, error_body("the server has failed", "server_error"))
-        finally:
-            self._what = f", {len(asked.prompt)} tokens + {answer.num_generated}"
-            self.server.metrics.count(
-                prompt_tokens=len(asked.prompt),
-                cached_prompt_tokens=answer.num_reused,
-                generated_tokens=answer.num_generated,
-            )
 
     # --- answers
 
-    def _answer(self, asked: Asked, answer: Answer) -> None:
+    def _send_answer(self, asked: Asked, answer: Answer) -> None:
         answers = Answers(asked.is_chat, self.server.model)
         if asked.stream:
             self._stream(asked, answer, answers)
@@ -379,8 +399,10 @@ class Handler(BaseHTTPRequestHandler):
             if asked.include_usage:
                 self._event(answers.last(answer.usage()))
         except EngineError as error:
+            self._count()
             self._event(error_body(str(error), "server_error"))
             return
+        self._count()
         self._event("[DONE]")
 
     def _events(self, answer: Answer) -> Iterator[Event]:
@@ -433,18 +455,20 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         if self.close_connection:
             self.send_header("Connection", "close")
+        self._count()
         self.end_headers()
         self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Format errors of http.server in the same way."""
         del explain
+        self._begin()
         self.close_connection = True
         self.server.note_wait(self.connection, is_waiting=False)
         text = (message or "bad request")[:300]
         self._send(code, error_body(text, "invalid_request_error"))
         self.command = self.command or "?"
-        self._log_request("?")
+        self._log_request()
 
     def send_response(self, code: int, message: str | None = None) -> None:
         self._status = code

@@ -36,6 +36,7 @@ from jitattn.compat.flashinfer.trtllm.xqa import xqa_batch_decode_with_kv_cache_
 from jitattn.compat.gradients import refuse_gradients
 from jitattn.kernels.mla.api import MLAPlan, MLAPlanner
 from jitattn.kernels.mla.config import KV_LORA_RANKS, QK_ROPE_HEAD_DIMS
+from jitattn.spec.config import MLAConfig
 from jitattn.spec.dtype import dtype_name
 from jitattn.tensors.page_table_base import PageTable
 from jitattn.tensors.page_tables import BlockTable, CsrPages
@@ -224,7 +225,7 @@ class BatchMLAPagedAttentionWrapper:
             TypeError, ValueError: naming the argument, before any launch.
         """
         given = dict(locals())
-        refuse_unbuilt(given)
+        refuse_unbuilt(given, but=("ckv_scale_arr",))
         for name in ("sinks", "bmm1_scale", "bmm2_scale"):
             if given[name] is not None:
                 why = _NO_SINKS if name == "sinks" else "the scale is plan's sm_scale"
@@ -361,13 +362,32 @@ def _checked_cache(
     return kv
 
 
+def _refuse_group_scales(given: Mapping[str, Any], config: MLAConfig, *, is_fp8: bool) -> None:
+    """Raise for scales of 128 elements each of a latent, in the words of FlashInfer's checks."""
+    scales = given["ckv_scale_arr"]
+    if is_fp8:
+        if (given["ckv_scale"] is None) is (scales is None):
+            raise ValueError(
+                "Exactly one of ckv_scale or ckv_scale_arr is needed for a cache of "
+                f"{config.kv_dtype}: ckv_scale, since scales of groups are not built"
+            )
+        wanted = [config.page_size, config.kv_lora_rank // 128]
+        if isinstance(scales, Tensor) and list(scales.shape[1:]) != wanted:
+            raise ValueError(
+                f"Invalid shape of ckv_scale_arr: {list(scales.shape)} is not [num_pages, "
+                f"{wanted[0]}, {wanted[1]}], and a cache has one scale here: ckv_scale"
+            )
+    refuse_unbuilt({"ckv_scale_arr": scales})
+
+
 def _kv_scale(given: Mapping[str, Any], planner: MLAPlanner) -> float | None:
     """Return the scale of an FP8 cache: latents and rope parts have one here."""
     names = ("ckv_scale", "kpe_scale")
     is_fp8 = planner.config.kv_dtype == dtype_name(_FP8)
+    _refuse_group_scales(given, planner.config, is_fp8=is_fp8)
+    if is_fp8 and given["kpe_scale"] is None:
+        raise ValueError("kpe_scale is None: a cache of float8_e4m3fn needs it")
     for name in names:
-        if is_fp8 and given[name] is None:
-            raise ValueError(f"{name} is None: a cache of float8_e4m3fn needs it")
         if not is_fp8 and given[name] is not None:
             raise ValueError(
                 f"{name} is given, but the cache is {planner.config.kv_dtype}, not FP8"

@@ -31,6 +31,9 @@ class JitattnBackend(Backend, AttentionBackend):  # type: ignore[misc]
         """
         AttentionBackend.__init__(self)
         super().__init__(runner, batch_invariant=_is_deterministic())
+        # Models read them from the backend of the step, as to let rotation write K and V.
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         if _context_parallel_size() > 1:
             raise ValueError(

@@ -444,55 +444,37 @@ def _warpgroup_product_dtype(spec: AttentionSpec) -> DType:
     return DType.FLOAT16 if is_float16 else spec.q_dtype
 
 
+def _probability_bits(spec: AttentionSpec) -> int:
+    """Return the powers of two that probabilities are larger by in products."""
+    if spec.has_fp8_queries:  # of at most 448
+        return 8
+    return 15 if _warpgroup_product_dtype(spec) is not spec.q_dtype else 0  # of at most 2**16
+
+
 def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     is_dequantised = spec.kv_dtype is not spec.q_dtype
     groups, num_producers = row.num_consumers, row.num_producers
-    tile_tokens = row.tile_tokens(spec)
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
-    key_bytes, value_bytes = _segment_bytes(spec.head_dim), _segment_bytes(value_dim)
-    smem_bytes = row.num_stages * tile_tokens * (key_bytes + value_bytes)
-    smem_bytes += 64 * groups * row.num_query_stages * key_bytes
     gathers = spec.loader is Loader.VECTOR and not is_dequantised
     if gathers and groups <= 2 and _is_gathered_by_two(spec):
         num_producers = 2
     if is_dequantised and groups == 1:
         num_producers = 3 if spec.head_dim_vo <= 128 else 2
     registers = _warpgroup_registers(spec, groups, num_producers)
-    product_dtype = _warpgroup_product_dtype(spec)
+    row = row._replace(num_producers=num_producers)
+    tile_tokens = row.tile_tokens(spec)
+    row_bytes = _segment_bytes(spec.head_dim) + _segment_bytes(value_dim)
+    smem_bytes = row.num_stages * tile_tokens * row_bytes
+    smem_bytes += 64 * groups * row.num_query_stages * _segment_bytes(spec.head_dim)
     num_landings = 0
     if is_dequantised and not _dequantises_registers(spec):
         # Half of the producer warps load eight rows of K at a time, the others of V.
         step = 8 * 2 * num_producers
-        landing_bytes = -(-tile_tokens // step) * step * (key_bytes + value_bytes) // 2
+        landing_bytes = -(-tile_tokens // step) * step * row_bytes // 2
         room = (_WARPGROUP_SMEM - smem_bytes) // landing_bytes
         num_landings = max(1, min(room, -(-_LANDING_BYTES // landing_bytes)))
         smem_bytes += num_landings * landing_bytes
-    return WarpgroupTile(
-        num_warps=4 * groups,
-        tile_tokens=tile_tokens,
-        num_stages=row.num_stages,
-        num_query_stages=row.num_query_stages,
-        num_landings=num_landings,
-        shares_tiles=True,
-        ctas_per_sm=1,
-        value_dim=value_dim,
-        smem_bytes=smem_bytes,
-        row_tile=64 * groups,
-        merge_rows=2 if spec.changes_scores else 4,
-        merge_splits=8,
-        merge_loads=2 if spec.changes_scores or groups > 2 else 4,
-        tma_tokens=_prefill_tma_tokens(spec, tile_tokens),
-        # A segment: that puts all rows of a tile one after the other.
-        key_tma_columns=0 if is_dequantised else SEGMENT_BYTES // spec.kv_dtype.num_bytes,
-        num_producers=num_producers,
-        producer_registers=registers.producer,
-        consumer_registers=registers.consumer,
-        query_registers=registers.query,
-        probability_bits=15 if product_dtype is not spec.q_dtype else 0,  # of at most 2**16
-        product_dtype=product_dtype.value,
-        output_columns=value_dim,
-        key_parts=row.key_parts,
-    )
+    return _tile_of(spec, row, registers, tile_tokens, value_dim, smem_bytes, num_landings)
 
 
 def _fp8_tile(spec: AttentionSpec) -> WarpgroupTile:
@@ -509,28 +491,46 @@ def _fp8_tile(spec: AttentionSpec) -> WarpgroupTile:
     registers = _FP8_REGISTERS
     if row.num_consumers > 2:
         registers = _WARPGROUP_REGISTERS[row.num_consumers, row.num_producers]
+    value_dim, num_landings = spec.head_dim_vo, row.num_stages
+    return _tile_of(spec, row, registers, tile_tokens, value_dim, smem_bytes, num_landings)
+
+
+def _tile_of(
+    spec: AttentionSpec,
+    row: _WarpgroupRow,
+    registers: _Registers,
+    tile_tokens: int,
+    value_dim: int,
+    smem_bytes: int,
+    num_landings: int,
+) -> WarpgroupTile:
+    groups = row.num_consumers
+    # A segment: that puts all rows of a tile one after the other.
+    columns = SEGMENT_BYTES // spec.kv_dtype.num_bytes if spec.kv_dtype is spec.q_dtype else 0
     return WarpgroupTile(
-        num_warps=4 * row.num_consumers,
+        num_warps=4 * groups,
         tile_tokens=tile_tokens,
         num_stages=row.num_stages,
         num_query_stages=row.num_query_stages,
-        num_landings=row.num_stages,
+        num_landings=num_landings,
         shares_tiles=True,
         ctas_per_sm=1,
-        value_dim=spec.head_dim_vo,
+        value_dim=value_dim,
         smem_bytes=smem_bytes,
-        row_tile=64 * row.num_consumers,
+        row_tile=64 * groups,
         merge_rows=2 if spec.changes_scores else 4,
         merge_splits=8,
-        merge_loads=2 if spec.changes_scores else 4,
+        merge_loads=2 if spec.changes_scores or groups > 2 else 4,
         tma_tokens=_prefill_tma_tokens(spec, tile_tokens),
-        key_tma_columns=SEGMENT_BYTES,
+        key_tma_columns=columns,
         num_producers=row.num_producers,
         producer_registers=registers.producer,
         consumer_registers=registers.consumer,
-        product_dtype=spec.q_dtype.value,
-        output_columns=spec.head_dim_vo,
-        probability_bits=8,  # of at most 448
+        query_registers=registers.query,
+        probability_bits=_probability_bits(spec),
+        product_dtype=_warpgroup_product_dtype(spec).value,
+        output_columns=value_dim,
+        key_parts=row.key_parts,
     )
 
 

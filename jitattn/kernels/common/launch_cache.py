@@ -100,7 +100,8 @@ class LaunchCache(Generic[Call, Checked, Result]):
             checked = self._check(call)
             card = device_kernels.card_of(checked.device)
             if card is None:
-                return self._define(checked)
+                with torch.no_grad():  # as on a card
+                    return self._define(checked)
             launcher = self._prepare(checked, CallTensors(form.names_of(call), tensors), card)
             form.add(tensors, launcher)
             if form not in forms:

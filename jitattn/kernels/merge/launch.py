@@ -15,9 +15,10 @@ from jitattn.spec.dtype import DType
 def dispatch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge states that were checked into ``out`` and ``lse``, of any strides."""
     if outs.device.type != "cuda":
-        merged, merged_lse = merge_by_definition(outs, lses)
-        out.copy_(merged)
-        lse.copy_(merged_lse)
+        with torch.no_grad():  # as on a card
+            merged, merged_lse = merge_by_definition(outs, lses)
+            out.copy_(merged)
+            lse.copy_(merged_lse)
     elif out.is_contiguous() and lse.is_contiguous():
         _merge_on_device(outs, lses, out, lse)
     else:

@@ -7,10 +7,9 @@ where V has it so does out, which the inverse takes back.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from jitattn.base.validate import check_count, check_flag
 from jitattn.spec.hadamard import Hadamard, hadamard_of, no_hadamard
@@ -26,14 +25,15 @@ def hadamard_transform(x: Tensor, *, inverse: bool = False) -> Tensor:
     capture needs an earlier call, which copies the matrix to the device.
 
     Args:
-        x: [.., head_dim], float16, bfloat16, float32 or float64, any strides.
+        x: [.., head_dim], float16, bfloat16, float32 or float64, any strides; head_dim up to 512.
         inverse: take the rotation back.
 
     Returns:
         A new tensor like ``x``; sums are in float32, or float64 of float64.
 
     Raises:
-        TypeError, ValueError: ``x`` is no such tensor, or there is no matrix of its head_dim.
+        TypeError, ValueError: ``x`` is no such tensor, there is no matrix of its head_dim, or a
+            capture is the first to need it.
     """
     check_tensor("x", x, _FLOATS)
     if x.dim() == 0:
@@ -42,10 +42,11 @@ def hadamard_transform(x: Tensor, *, inverse: bool = False) -> Tensor:
     if matrix is None:
         raise ValueError(f"x has a head_dim of {x.shape[-1]}: {no_hadamard(x.shape[-1])}")
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    rotation = _matrix_on(matrix, x.device, dtype)
+    rotation = _matrix_for(x, matrix.dim, dtype)
     if not check_flag("inverse", inverse):
         rotation = rotation.T
-    return (x.to(dtype) @ rotation).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return (x.to(dtype) @ rotation).to(x.dtype)
 
 
 def fold_hadamard(weight: Tensor, *, head_dim: int) -> Tensor:
@@ -69,11 +70,10 @@ def fold_hadamard(weight: Tensor, *, head_dim: int) -> Tensor:
         )
     if hadamard_of(dim) is None:
         raise ValueError(f"head_dim is {dim}: {no_hadamard(dim)}")
-    heads = weight.reshape(*weight.shape[:-1], -1, dim)
+    heads = weight.reshape(*weight.shape[:-1], weight.shape[-1] // dim, dim)
     return hadamard_transform(heads).flatten(-2)
 
 
-@functools.cache
 def hadamard_matrix(matrix: Hadamard) -> Tensor:
     """Return the orthogonal matrix, float64 [dim, dim], on the CPU."""
     paley = torch.tensor(
@@ -91,7 +91,36 @@ def hadamard_matrix(matrix: Hadamard) -> Tensor:
     return product * matrix.factor
 
 
-@functools.cache
-def _matrix_on(matrix: Hadamard, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return it where it is needed; it stays there, so that a graph may read it."""
+_kept: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+
+
+def _matrix_for(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    if is_dynamo_compiling():
+        from jitattn.kernels.preprocess.torch_op import constant_matrix
+
+        found: Tensor = constant_matrix(dim, x.device, dtype)
+        return found
+    # What stands for a tensor, as tracers have it, meets nothing real.
+    is_real = type(x) in (Tensor, torch.nn.Parameter)
+    return (kept_matrix if is_real else _new_matrix)(dim, x.device, dtype)
+
+
+def kept_matrix(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the matrix where it is needed; it stays there, so that a graph may read it."""
+    key = dim, device, dtype
+    found = _kept.get(key)
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"x has a head_dim of {dim}, whose matrix is not on {device} yet, and a capture "
+                "can't copy it: make such a call before it"
+            )
+        with torch.inference_mode(mode=False):  # gradients may need it later
+            found = _kept[key] = _new_matrix(dim, device, dtype)
+    return found
+
+
+def _new_matrix(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    matrix = hadamard_of(dim)
+    assert matrix is not None
     return hadamard_matrix(matrix).to(device, dtype)

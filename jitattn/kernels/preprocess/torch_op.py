@@ -18,6 +18,7 @@ from jitattn.kernels.common.torch_op import (
 )
 from jitattn.kernels.preprocess.api import LAUNCHES
 from jitattn.kernels.preprocess.check import PreprocessCall, QkvParts
+from jitattn.kernels.preprocess.hadamard import kept_matrix
 from jitattn.tensors.page_tables import table_from_tensors
 from jitattn.tensors.quantization import cache_of
 from jitattn.tensors.rope import Rope
@@ -172,7 +173,11 @@ def trace_preprocess(call: PreprocessCall) -> Tensor:
     qkv, bias, rope, q_out = call.qkv, call.bias, call.rope, call.q_out
     parts = [qkv] if isinstance(qkv, Tensor) else list(qkv)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
-    refuse_gradients({"qkv": parts[0], "bias": biases[0] if biases else None})
+    refuse_gradients(
+        _named("qkv", parts)
+        | _named("bias", biases)
+        | {"q_norm": call.q_norm, "k_norm": call.k_norm}
+    )
     if q_out is None:
         assert call.num_qo_heads is not None
         assert call.head_dim is not None
@@ -189,12 +194,25 @@ def trace_preprocess(call: PreprocessCall) -> Tensor:
     return q_out
 
 
+def _named(name: str, tensors: list[Tensor]) -> dict[str, Tensor | None]:
+    """Return an argument's tensors, with numbers where it has several."""
+    if len(tensors) == 1:
+        return {name: tensors[0]}
+    return {f"{name}[{i}]": tensor for i, tensor in enumerate(tensors)}
+
+
 def trace_append(call: PreprocessCall) -> None:
     """Put an ``append_kv`` into the graph."""
     k, v, *_ = call.qkv
     refuse_gradients({"k": k, "v": v})
     cache = cache_tensors(call.kv_cache, call.pages)[0]
     torch.ops.jitattn.append_kv(k, v, cache, *_places(call), *_scales(call), *_written(call))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant_matrix(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a Hadamard matrix, which a graph holds: it would make it at every call."""
+    return kept_matrix(dim, device, dtype)
 
 
 def _places(call: PreprocessCall) -> tuple[Any, ...]:

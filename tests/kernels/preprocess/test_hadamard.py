@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitattn
 from jitattn.spec.config import HEAD_DIMS
@@ -163,10 +164,59 @@ def test_attention_over_a_rotated_cache_is_that_over_a_plain_one() -> None:
     assert better < 0.7 * plain
 
 
+def plain(x: Tensor) -> Tensor:
+    return x.double() @ matrix_of(x.shape[-1]).T
+
+
+def test_first_calls_of_tracers_and_modes_leave_nothing_that_later_calls_meet() -> None:
+    """Of dims that nothing else has, so that each is the first call."""
+    transform = jitattn.quant.hadamard_transform
+    with FakeTensorMode():
+        assert transform(torch.empty(3, 28)).shape == (3, 28)
+    real = torch.randn(3, 28)
+    torch.testing.assert_close(transform(real).double(), plain(real), rtol=1e-5, atol=1e-5)
+    with FakeTensorMode():  # after a real one
+        assert transform(torch.empty(3, 28)).shape == (3, 28)
+    with torch.inference_mode():
+        transform(torch.ones(2, 44))
+    weight = torch.nn.Parameter(torch.ones(2, 88))
+    for made in (jitattn.quant.fold_hadamard(weight, head_dim=44), transform(weight[:, :44])):
+        made.sum().backward()
+    assert weight.grad is not None
+
+
+def test_autocast_leaves_sums_in_float32() -> None:
+    x = torch.randn(3, 128)
+    want = jitattn.quant.hadamard_transform(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(jitattn.quant.hadamard_transform(x), want)
+
+
+def test_compiled_functions_hold_the_matrix() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def undone(x: Tensor) -> Tensor:
+        return jitattn.quant.hadamard_transform(x, inverse=True)
+
+    compiled = torch.compile(undone, backend=keep, fullgraph=True, dynamic=True)
+    for num_tokens in (3, 5):
+        x = torch.randn(num_tokens, 4, 36)
+        assert torch.equal(compiled(x), undone(x))
+    assert len(graphs) == 1
+    assert "kron" not in graphs[0].code
+
+
 def test_refused() -> None:
     x = torch.zeros(2, 208)
     with pytest.raises(ValueError, match="x has a head_dim of 208: there is a Hadamard matrix of"):
         jitattn.quant.hadamard_transform(x)
+    with pytest.raises(ValueError, match=r"x has a head_dim of 4096: .*up to 512"):  # several heads
+        jitattn.quant.hadamard_transform(torch.zeros(2, 4096))
+    assert jitattn.quant.fold_hadamard(x[:0, :64], head_dim=32).shape == (0, 64)
     with pytest.raises(ValueError, match="x has no dimension"):
         jitattn.quant.hadamard_transform(x[0, 0])
     with pytest.raises(TypeError, match="x has dtype int64"):
