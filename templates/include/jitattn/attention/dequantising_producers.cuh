@@ -327,10 +327,81 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
   } while (!is_last);
 }
 
+// Who finds work items, loads their Q in the type of products, and writes the rows of empty ones.
+// The copies of a Q are under way while the next work item is found.
+struct QueryProducer {
+  const KernelParams& params;
+  Shared& shared;
+  uint32_t smem;  // of Q
+
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kQueryThreads; }
+
+  // Finds the work item of a place, the first one by `is_known`.
+  __device__ __forceinline__ void find(WorkItem& item, int32_t index, bool is_known) const {
+    if (thread() == 0) {
+      WorkItemIterator source(params, shared.work_place);  // kept there: registers are few
+      source.next(item, is_known);
+      item.query_stage = index % kNumQueryStages;
+      shared.work_place = source;
+    }
+    sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
+  }
+
+  // Begins the copies of a work item's Q, once its stage is empty.
+  __device__ __forceinline__ void begin(const WorkItem& item, int32_t index) const {
+    static_assert(kNumWorkItems % (2 * kNumQueryStages) == 0, "a place has one phase");
+    const int32_t stage = index % kNumQueryStages;
+    mbarrier_wait(shared.q_empty(stage), (index / kNumQueryStages + 1) % 2u);
+    if (item.work == kNoWork || is_copied_by_consumers(item)) return;
+    copy_query<kWarpSize>(params.attention, item.rows(params.attention),
+                          smem + stage * kQueryStageBytes, thread() / kWarpSize, kNumQueryWarps);
+  }
+
+  // Hands over the Q of a place, whose copies have begun.
+  __device__ __forceinline__ void end(int32_t index) const {
+    const WorkItem& item = shared.work_items[index];
+    const int32_t stage = index % kNumQueryStages;
+    if (!is_copied_by_consumers(item)) {
+      wait_for_copies();
+      convert_query<kWarpSize>(shared, smem + stage * kQueryStageBytes, stage, thread() / kWarpSize,
+                               kNumQueryWarps);
+    }
+    mbarrier_arrive(shared.q_full(stage));
+  }
+
+  __device__ __forceinline__ void run() const {
+    bool is_known = thread() < kWarpSize && copy_first_item(params, shared.work_items[0]);
+    prefetch_schedule(params.attention.schedule, thread());
+    if (thread() == 0) shared.work_place = WorkItemIterator(params);
+    int32_t index = 0;
+    bool has_begun = false;  // whether copies of the Q before this place are under way
+#pragma unroll 1
+    while (true) {
+      WorkItem& item = shared.work_items[index];
+      // The work item that was here has been read: the Q of a later one was waited for.
+      find(item, index, is_known);
+      is_known = false;
+      const bool is_empty = item.work != kNoWork && item.is_empty();
+      if (!is_empty && thread() == 0) mbarrier_arrive(shared.item_full(index));
+      if (has_begun) end((index + kNumWorkItems - 1) % kNumWorkItems);
+      has_begun = !is_empty;
+      if (is_empty) {
+        write_empty(params.attention, item, thread(), kQueryThreads);
+        sync_threads<kQueryThreads>(kQueryBarrier);  // and read
+        continue;
+      }
+      begin(item, index);
+      if (item.work == kNoWork) break;
+      index = (index + 1) % kNumWorkItems;
+    }
+    mbarrier_arrive(shared.q_full(index % kNumQueryStages));
+  }
+};
+
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   if (threadIdx.x >= kNumThreads + kDequantWarps * kWarpSize) {
     if constexpr (kQueryRegisters > 0) cutlass::arch::warpgroup_reg_dealloc<kQueryRegisters>();
-    load_queries(params, shared, smem + kQueryOffset);
+    QueryProducer{params, shared, smem + kQueryOffset}.run();
   } else {
     if constexpr (kQueryRegisters > 0) cutlass::arch::warpgroup_reg_dealloc<kDequantRegisters>();
     load_keys_and_values(params, shared, smem);

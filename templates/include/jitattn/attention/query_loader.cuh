@@ -93,6 +93,10 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
       }
     }
   }
+}
+
+// What copy_query() copied is there, for products too.
+__device__ __forceinline__ void wait_for_copies() {
   cp_async_wait_all();
   fence_before_tma();
 }
@@ -120,36 +124,39 @@ __device__ __forceinline__ void convert_query(SharedMemory& shared, uint32_t sme
     for (int first = warp * kRows; first < kRowTile; first += num_warps * kRows) {
 #pragma unroll 1
       for (int row = first + lane / 4; row < first + kRows; row += 8) {
-        const auto for_vectors = [&](const auto& body) {
-#pragma unroll 1
-          for (int vector = part; vector < kVectors; vector += 4) {  // registers are few
-            body(QueryLayout::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16);
-          }
+        const auto place_of = [&](int vector) {
+          return QueryLayout::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16;
         };
-        float top = 0.f;
-        for_vectors([&](uint32_t place) {
-          const uint4 words = ld_shared_16(place);
+        // Amounts of bfloat16 are in the order of their bits, NaN last.
+        uint32_t tops = 0;
+#pragma unroll
+        for (int i = 0; i < (kVectors + 3) / 4; ++i) {
+          const int vector = i * 4 + part;
+          if (i * 4 + 4 > kVectors && vector >= kVectors) continue;
+          const uint4 words = ld_shared_16(place_of(vector));
           for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
-            const float2 pair = query_pair(word);
-            top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+            tops = __vmaxu2(tops, word & 0x7fff7fff);
           }
-        });
-        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+        }
+        tops = __vmaxu2(tops, __shfl_xor_sync(0xffffffff, tops, 1));
+        tops = __vmaxu2(tops, __shfl_xor_sync(0xffffffff, tops, 2));
+        const float top = __uint_as_float(max(tops << 16, tops & 0xffff0000));
         const bool is_plain =
             top == 0.f || (top >= 2.f / kQueryFactor && top < 65536.f / kQueryFactor);
         const uint32_t exponent = max(__float_as_uint(top) >> 23, 15u);
         float factor = kQueryFactor;
         if (!is_plain)
           factor = exponent < 255 ? __uint_as_float(268 - exponent << 23) : quiet_nan();
-        for_vectors([&](uint32_t place) {
+#pragma unroll 2  // registers are few
+        for (int vector = part; vector < kVectors; vector += 4) {
+          const uint32_t place = place_of(vector);
           const uint4 words = ld_shared_16(place);  // again: they would take too many registers
           const auto times = [&](uint32_t word) {
             const float2 pair = query_pair(word);
             return PairType::pack(pair.x * factor, pair.y * factor);
           };
           st_shared_16(place, {times(words.x), times(words.y), times(words.z), times(words.w)});
-        });
+        }
         if (part == 0) {
           // The inverse, but for kQueryFactor.
           const float rest = kQueryFactor * __uint_as_float(exponent - 14 << 23);
@@ -211,6 +218,7 @@ __device__ __forceinline__ void copy_first_query(const KernelParams& params, Sha
   const HeadBlock block(params.attention, item.work);
   const QueryRows rows(params.attention, block, item.query_tile, item.request);
   copy_query<16>(params.attention, rows, smem, warp_idx(), kNumWarps);
+  wait_for_copies();
   convert_query<16>(shared, smem, 0, warp_idx(), kNumWarps);
   write_row_scales<16>(params, shared, rows, 0, warp_idx(), kNumWarps);
   sync_threads<kGroupThreads>(kFirstQueryBarrier + group_idx());

@@ -260,24 +260,6 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
   }
 }
 
-template <typename SharedMemory>
-__device__ __forceinline__ void keep_place(SharedMemory& shared, const WorkItemIterator& source) {
-  if constexpr (kDequantisesRegisters) shared.work_place = source;
-}
-
-// Finds the next work item.
-template <typename SharedMemory>
-__device__ __forceinline__ void find_next(const KernelParams& params, SharedMemory& shared,
-                                          WorkItemIterator& source, WorkItem& item, bool is_known) {
-  if constexpr (kDequantisesRegisters) {
-    WorkItemIterator again(params, shared.work_place);
-    again.next(item, is_known);
-    shared.work_place = again;
-  } else {
-    source.next(item, is_known);
-  }
-}
-
 // Finds the work items, loads their Q and writes the rows of empty ones.
 __device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
                                              uint32_t smem) {
@@ -287,21 +269,15 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
       threadIdx.x % kQueryThreads < kWarpSize && copy_first_item(params, shared.work_items[0]);
   prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
   WorkItemIterator source(params);
-  if (is_first) keep_place(shared, source);
   Ring queries = {0, 1};
   int32_t index = 0;
 #pragma unroll 1
   while (true) {
-    if constexpr (kDequantisesRegisters) {  // found again: registers are few
-      queries = {index % kNumQueryStages, (index / kNumQueryStages + 1) % 2u};
-    }
     // The consumer is past the work item before the last, so that the oldest can be overwritten.
-    // Where tiles are dequantised while those of the next work item are on their way, it is the one
-    // before that: that was waited for with the last Q.
-    if (!kDequantises) mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
+    mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     WorkItem& item = shared.work_items[index];
     if (is_first) {
-      find_next(params, shared, source, item, is_known);
+      source.next(item, is_known);
       is_known = false;
       item.query_stage = queries.stage;
     }
@@ -313,14 +289,12 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
       continue;
     }
     if (is_first) mbarrier_arrive(shared.item_full(index));
-    if (kDequantises) mbarrier_wait(shared.q_empty(queries.stage), queries.parity);
     if (!is_end && !is_copied_by_consumers(item)) {
       const int warp = threadIdx.x % kQueryThreads / kWarpSize;
       const QueryRows rows = item.rows(params.attention);
       copy_query<kWarpSize>(params.attention, rows, smem + queries.stage * kQueryStageBytes, warp,
                             kNumQueryWarps);
-      convert_query<kWarpSize>(shared, smem + queries.stage * kQueryStageBytes, queries.stage, warp,
-                               kNumQueryWarps);
+      wait_for_copies();
       write_row_scales<kWarpSize>(params, shared, rows, queries.stage, warp, kNumQueryWarps);
     }
     mbarrier_arrive(shared.q_full(queries.stage));
