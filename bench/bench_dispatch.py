@@ -93,7 +93,7 @@ def jitattn_operations(batch: Batch, page_table: str) -> list[Operation]:
     """
     setup = set_up(batch, page_table)
     assert isinstance(setup.plan.backend, CudaPlan)
-    launch = setup.plan.backend.launches[0].schedule_launch
+    launch = setup.plan.backend.schedule_launch
     stream = torch.cuda.current_stream().cuda_stream
     make_plan = functools.partial(setup.planner.plan, setup.pages, batch.seq_lens)
     refresh = setup.plan.refresh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from bench.cases import BASELINE, Group, pick, ragged_lens
 from bench.workloads import Case, PlannerArguments
@@ -24,7 +24,10 @@ PREFILL_GROUPS = {
     "layouts": Group(
         "one batch, other pages and strides", (BASELINE, *(f"jitattn-{name}" for name in _LAYOUTS))
     ),
-    "mixed": Group("decode and prefill in one run or two", (BASELINE, "jitattn-apart")),
+    "mixed": Group(
+        "decode and prefill in one run or two",
+        ("flashinfer-pod", "fa3-paged", BASELINE, "jitattn-apart"),
+    ),
 }
 
 
@@ -113,16 +116,22 @@ def _more() -> tuple[PrefillCase, ...]:
     by_name = {case.name: case for case in _figures()}
     long, many, late = by_name["1x16k"], by_name["8x2k"], by_name["1x128-on-64k"]
     e4m3 = "float8_e4m3fn"
-    changes = (
-        (many, "h64_8-d64", {"num_qo_heads": 64, "head_dim": 64}),
-        (many, "h16_8-d256", {"num_qo_heads": 16, "head_dim": 256}),
+    on_8k = by_name["4x512-on-8k"]
+    d64: dict[str, Any] = {"num_qo_heads": 64, "head_dim": 64}
+    d256: dict[str, Any] = {"num_qo_heads": 16, "head_dim": 256}
+    changes: tuple[tuple[PrefillCase, str, dict[str, Any]], ...] = (
+        *((case, "h64_8-d64", d64) for case in (many, long, on_8k)),
+        *((case, "h16_8-d256", d256) for case in (many, long, on_8k)),
         (long, "w1023", {"window_left": 1023}),
+        (many, "cap50", {"logits_soft_cap": 50.0}),
+        (many, "w1023-cap50", {"window_left": 1023, "logits_soft_cap": 50.0}),
         (many, "w1023-cap30", {"window_left": 1023, "logits_soft_cap": 30.0}),
         (many, "w1023-sinks", {"window_left": 1023, "use_sinks": True}),
         (many, "e4m3", {"kv_dtype": e4m3}),
         (late, "e4m3", {"kv_dtype": e4m3}),
     )
-    return tuple(
+    short = PrefillCase("1x512", (512,), (512,), group="more")
+    return short, *(
         dataclasses.replace(case, name=f"{case.name}-{mark}", group="more", **change)
         for case, mark, change in changes
     )
@@ -134,6 +143,9 @@ PREFILL_CASES = (
     PrefillCase("8x2k", (2048,) * 8, (2048,) * 8, group="layouts"),
     PrefillCase(
         "60x1-on-2k+4x1k", (1,) * 60 + (1024,) * 4, (2048,) * 60 + (1024,) * 4, group="mixed"
+    ),
+    PrefillCase(
+        "128x1-on-2k+2x2k", (1,) * 128 + (2048,) * 2, (2048,) * 128 + (2048,) * 2, group="mixed"
     ),
 )
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -347,11 +348,66 @@ class FlashInferPrefill:
         )
 
 
+class FlashInferPod:
+    """FlashInfer's prefill on decode, by FlashAttention-2: both in one launch."""
+
+    name = "flashinfer-pod"
+
+    def version(self) -> str:
+        """Return FlashInfer's version."""
+        return str(flashinfer().__version__)
+
+    def build_key(self, case: PrefillCase) -> Hashable | None:
+        """Return what its module is compiled for."""
+        return None if self.refusal(case) else (self.name, case.head_dim, case.kv_dtype)
+
+    def refusal(self, case: PrefillCase) -> str | None:
+        """Return why it doesn't do ``case``."""
+        if case.kv_dtype != Q_DTYPE or case.use_sinks or case.logits_soft_cap:
+            return "FlashInfer's prefill on decode wants plain attention over 16 bits"
+        return None if 0 < case.num_decodes < len(case.q_lens) else "the batch is not mixed"
+
+    def prepare(self, inputs: Inputs, /) -> Prepared:
+        """Compile and plan."""
+        case, batch = inputs.case, inputs.batch
+        if reason := self.refusal(case):
+            raise SkipError(reason)
+        wrapper = flashinfer().BatchPODWithPagedKVCacheWrapper(
+            workspace(self.name, inputs.q.device), "NHD"
+        )
+        num_decodes = case.num_decodes
+        prefill = _pod_tables(inputs, slice(num_decodes, len(case.q_lens)))
+        decode = _pod_tables(inputs, slice(0, num_decodes))
+        sizes = batch.csr()[3:]
+        dtypes = {"q_data_type": inputs.q.dtype, "kv_data_type": batch.kv.dtype}
+        wrapper.plan(*prefill, *decode, *sizes, **dtypes)
+        outs = torch.empty_like(inputs.q)
+        tensors = zip(inputs.q, batch.kv, outs, strict=True)
+        runs = tuple(functools.partial(_run_pod, wrapper, num_decodes, *each) for each in tensors)
+        return Prepared(runs=runs, outs=outs, facts={"planned": ON_HOST})
+
+
+def _pod_tables(inputs: Inputs, part: slice) -> tuple[Tensor, ...]:
+    """Return query starts, page starts, pages and tokens of last pages of some requests."""
+    batch, ends = inputs.batch, slice(part.start, part.stop + 1)
+    rows, pages = inputs.qo_indptr[ends], batch.kv_indptr[ends]
+    indices = batch.kv_indices[int(pages[0]) : int(pages[-1])]
+    return rows - rows[0], pages - pages[0], indices, batch.last_page_len[part]
+
+
+def _run_pod(wrapper: Any, num_decodes: int, q: Tensor, kv: Tensor, out: Tensor) -> None:
+    # It takes no outputs: what it makes empty, those of prefill first, is given to it.
+    made = iter((out[num_decodes:], out[:num_decodes]))
+    with mock.patch.object(torch, "empty_like", lambda _: next(made)):
+        wrapper.run(q[num_decodes:], kv, q[:num_decodes], kv, causal_p=True)
+
+
 def all_prefill_contenders() -> tuple[PrefillContender, ...]:
     """Return every rival, here or not, and every way to use jitattn."""
     return (
         FlashInferPrefill("fa2"),
         FlashInferPrefill("fa3"),
+        FlashInferPod(),
         Fa3Prefill(paged=True),
         Fa3Prefill(paged=False),
         *(JitAttnPrefill(name) for name in WAYS),

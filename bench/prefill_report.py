@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from bench.cases import BASELINE
-from bench.prefill_cases import CONTIGUOUS, PREFILL_GROUPS, PrefillCase
+from bench.prefill_cases import CONTIGUOUS, PREFILL_GROUPS, PREFILL_RIVALS, PrefillCase
 from bench.report import console, print_mean, print_reason, ratio, short, text, times
 from bench.turns import Result
 
@@ -66,7 +66,7 @@ def print_tables(rows: Rows) -> None:
     """Print a table for each group of cases, with geometric mean and lowest of its ratios."""
     for group in dict.fromkeys(case.group for case, _ in rows):
         of_group = [(case, results) for case, results in rows if case.group == group]
-        if PREFILL_GROUPS[group].has_rivals:
+        if set(PREFILL_RIVALS) <= set(PREFILL_GROUPS[group].contenders):
             _print_beside_rivals(group, of_group)
         else:
             _print_ways(group, of_group)
@@ -89,7 +89,7 @@ def _print_beside_rivals(group: str, rows: Rows) -> None:
 
 
 def _print_ways(group: str, rows: Rows) -> None:
-    """Print the figures of each way and its time over the plain one's."""
+    """Print the figures of each contender and its time over the plain way's."""
     names = _names(rows)
     table = _table(group, names)
     others = [name for name in names if name != BASELINE]

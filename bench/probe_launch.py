@@ -94,7 +94,7 @@ def main() -> int:
     backends = [plan.backend for plan in alive]
     stream = torch.cuda.current_stream().cuda_stream
     prepared = [
-        ways(backend.launches[0].schedule_launch, stream)
+        ways(backend.schedule_launch, stream)
         for backend in backends
         if isinstance(backend, CudaPlan)
     ]

@@ -85,7 +85,7 @@ def test_every_case_is_supported(case: PrefillCase) -> None:
 def test_method_depends_on_the_case_alone() -> None:
     methods = {c.name: choose_method(c.floor_s, "auto", 16, 3).kind for c in PREFILL_CASES}
     graphs = [name for name, kind in methods.items() if kind == "graph"]
-    assert graphs == ["1x1k"]
+    assert graphs == ["1x1k", "1x512"]
     assert choose_method(TINY.floor_s, "auto", 16, 3) == Method("graph", 16, 3)
     assert choose_method(TINY.floor_s, "events", 16, 3) == Method("events", 1, 3)
 
@@ -130,7 +130,7 @@ def test_every_way_is_right(name: str) -> None:
 
 
 def test_parts_of_a_mixed_batch() -> None:
-    (mixed,) = select_prefill("mixed")
+    (mixed,) = select_prefill("60x1-*")
     assert list(WAYS["apart"].parts(mixed)) == [slice(0, 60), slice(60, 64)]
     assert list(WAYS["shared"].parts(mixed)) == [slice(0, 64)]
     assert list(WAYS["apart"].parts(TINY)) == [slice(0, 2)]
@@ -264,7 +264,7 @@ def _timed(contender: str, median_s: float) -> Result:
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     short, long = select_prefill("1x4k,1x128-on-64k")
     e4m3 = select_prefill("1x128-on-64k-e4m3")[0]
-    (mixed,) = select_prefill("mixed")
+    (mixed,) = select_prefill("60x1-*")
     rows = [
         (
             short,
@@ -306,8 +306,8 @@ def test_bundle_has_what_the_cases_need() -> None:
         (16, "separate"),
     ]
     more = bundle.prefill_configurations(select_prefill("more"), "sm_90a")
-    assert len(more) == 6
-    assert {a["logits_soft_cap"] for a in more} == {0.0, 30.0}
+    assert len(more) == 9
+    assert {a["logits_soft_cap"] for a in more} == {0.0, 30.0, 50.0}
 
 
 def test_error_is_infinite_where_a_row_was_not_written() -> None:

@@ -306,7 +306,11 @@ class Launch:
     __slots__ = ("_call", "_stream", "kernel", "params", "pointer", "shape")
 
     def __init__(
-        self, kernel: LoadedKernel, params: ctypes.Structure, grid: int, num_threads: int
+        self,
+        kernel: LoadedKernel,
+        params: ctypes.Structure | ctypes.Array[Any],
+        grid: int,
+        num_threads: int,
     ) -> None:
         """Prepare launches of ``grid`` CTAs of ``num_threads`` threads."""
         self.kernel = kernel

@@ -25,7 +25,7 @@ from jitattn.device import driver
 from jitattn.device.driver import DeviceFacts
 from jitattn.jit.render import TEMPLATES, render
 from jitattn.kernels.common import cuda_kernels
-from jitattn.kernels.common.params import ScheduleParams, kernel_params
+from jitattn.kernels.common.params import ListScheduleParams, ScheduleParams, kernel_params
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.mla.kernels import MLAKernels
 from jitattn.spec.layout import layout_of
@@ -167,11 +167,14 @@ class EmulatedCuda:
         """Stand for ``cuLaunchKernelEx``."""
         assert extra is None
         at = pointer._obj.value  # type: ignore[attr-defined]
+        shape = config._obj  # type: ignore[attr-defined]
         if kernel.symbol.startswith("jitattn_schedule"):
             has_lists = kernel.symbol.endswith("_lists")
-            schedule_on_host(has_lists=has_lists)(ScheduleParams.from_address(at))
+            kind = ListScheduleParams if has_lists else ScheduleParams
+            for cta in range(shape.grid_x):
+                part = kind.from_address(at + cta * ctypes.sizeof(kind))
+                schedule_on_host(has_lists=has_lists)(part)
             return 0
-        shape = config._obj  # type: ignore[attr-defined]
         spec = self.specs[kernel.symbol.removesuffix("_merge")]
         if kernel.symbol == spec.symbol:
             assert shape.block_x == spec.tile(self.arch).num_threads

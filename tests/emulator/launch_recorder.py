@@ -77,6 +77,7 @@ class Recorded:
     stream: int
     params: ctypes.Structure
     devices: tuple[int, ...]  # those that were made the current one
+    parts: tuple[ctypes.Structure, ...]  # of a schedule: the parameters of each kernel
 
 
 @dataclass
@@ -97,8 +98,12 @@ class LaunchRecorder:
         assert extra is None
         is_schedule = kernel.symbol.startswith("jitattn_schedule")
         kind = ScheduleParams if is_schedule else KERNEL_PARAMS[self.layout]
-        params = kind.from_buffer_copy(ctypes.string_at(pointer._obj.value, ctypes.sizeof(kind)))
         shape = config._obj
+        at, size = pointer._obj.value, ctypes.sizeof(kind)
+        parts = [
+            kind.from_buffer_copy(ctypes.string_at(at + i * size, size))
+            for i in range(shape.grid_x if is_schedule else 1)
+        ]
         assert (shape.grid_y, shape.grid_z, shape.block_y, shape.block_z) == (1, 1, 1, 1)
         assert shape.smem_bytes == kernel.smem_bytes
         self.launches.append(
@@ -107,8 +112,9 @@ class LaunchRecorder:
                 shape.grid_x,
                 shape.block_x,
                 shape.stream or 0,
-                params,
+                parts[0],
                 tuple(self.devices),
+                tuple(parts),
             )
         )
         return self.status

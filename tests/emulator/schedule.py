@@ -8,7 +8,7 @@ import re
 import torch
 
 from jitattn.jit.render import TEMPLATES
-from jitattn.kernels.common.params import Schedule, ScheduleParams
+from jitattn.kernels.common.params import ListScheduleParams, Schedule, ScheduleParams
 from tests.emulator.cuda_runtime import QUALIFIERS, THREADS, WORDS, library_of
 
 # A thread is a warp. What else the template includes is of no device.
@@ -16,6 +16,7 @@ HOST = f"""
 constexpr int kBlock = $(num_threads);
 {QUALIFIERS}{WORDS}{THREADS}
 inline void __threadfence() {{}}
+constexpr struct {{ int x; }} blockIdx = {{0}};
 inline int atomicAdd(int* place, int value) {{
   return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }}
@@ -28,11 +29,13 @@ inline void wait_for_previous_kernel() {{}}
 """
 CALL = """
 extern "C" void call(const jitattn::Params* params) {
+  jitattn::PlanParams<jitattn::Params> plan;
+  plan.of[0] = *params;
   std::vector<std::thread> others;
   for (int i = 1; i < kBlock; ++i) {
-    others.emplace_back([=] { threadIdx.x = i; schedule(*params); });
+    others.emplace_back([=, &plan] { threadIdx.x = i; schedule(plan); });
   }
-  schedule(*params);
+  schedule(plan);
   for (std::thread& other : others) other.join();
 }
 """
@@ -80,7 +83,8 @@ class EmulatedSchedule:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def __call__(self, params: ScheduleParams) -> None:
+    def __call__(self, params: ScheduleParams | ListScheduleParams) -> None:
+        """Schedule for one kernel of a plan."""
         self._library.call(ctypes.byref(params))
 
     def find(self, schedule: Schedule, tile_tokens: int, most: int) -> list[list[int]]:

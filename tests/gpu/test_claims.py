@@ -41,7 +41,7 @@ def waves_of(plan: jitattn.types.Plan) -> float:
     """How many waves of slots the decode kernel has in a plan."""
     part = plan.backend.launches[0]
     num_slots = int(part.memory[:4].view(torch.int32))
-    return num_slots / part.schedule_launch.params.wave_slots
+    return num_slots / part.schedule_params.wave_slots
 
 
 def assert_clean(workspace: jitattn.Workspace) -> None:

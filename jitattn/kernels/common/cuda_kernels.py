@@ -10,7 +10,7 @@ import torch
 from torch import _C
 
 from jitattn.base.validate import INT32_MAX
-from jitattn.device.driver import DeviceFacts, device_facts
+from jitattn.device.driver import DeviceFacts, Launch, device_facts
 from jitattn.device.workspace import Workspace, capture_buffers, default_workspace
 from jitattn.kernels.common.cuda_plan import CudaPlan, PlanPool
 from jitattn.kernels.common.device_kernels import arch_of
@@ -22,6 +22,7 @@ from jitattn.kernels.common.kernel_loader import (
     KernelMaker,
     Role,
 )
+from jitattn.kernels.common.params import MAX_KERNELS, ListScheduleParams, ScheduleParams
 from jitattn.kernels.common.schedule_config import (
     AttentionArguments,
     FamilyTraits,
@@ -219,13 +220,15 @@ class CudaKernels:
         buffers: tuple[torch.Tensor, torch.Tensor],
         stream: int | None = None,
     ) -> CudaPlan:
+        places = workspace_places(configs)[:-1]
+        params = ((ListScheduleParams if configs[0].has_lists else ScheduleParams) * MAX_KERNELS)()
         launches = [
-            self._launch_type(config, capacity, buffers, self.device, place)
-            for config, capacity, place in zip(
-                configs, capacities, workspace_places(configs)[:-1], strict=True
-            )
+            self._launch_type(config, capacity, buffers, self.device, place, params[place.number])
+            for config, capacity, place in zip(configs, capacities, places, strict=True)
         ]
-        return CudaPlan(launches, self._target.facts.index, stream)
+        kernel, num_threads = configs[0].schedule_kernel  # that of all
+        schedule_launch = Launch(kernel, params, len(launches), num_threads)
+        return CudaPlan(launches, schedule_launch, self._target.facts.index, stream)
 
     def _plan_on_this_stream(
         self, configs: ScheduleConfigs, capacities: tuple[int, ...]

@@ -29,19 +29,25 @@ class CudaPlan:
 
     Attributes:
         launches: those of its kernels, in their order; the second begins beside the first.
+        schedule_launch: makes their schedules.
         is_empty: whether the batch has no requests.
         idle: where it goes when it is gone; None where its memory can't be used again.
     """
 
-    __slots__ = ("_index", "_streams", "idle", "is_empty", "launches")
+    __slots__ = ("_index", "_streams", "idle", "is_empty", "launches", "schedule_launch")
 
     def __init__(
-        self, launches: Sequence[KernelLaunch], device_index: int, stream: int | None = None
+        self,
+        launches: Sequence[KernelLaunch],
+        schedule_launch: Launch,
+        device_index: int,
+        stream: int | None = None,
     ) -> None:
         """Plan with these launches; the allocator knows ``stream`` to use their memory."""
         self._index = device_index
         self._streams = set() if stream is None else {stream}
         self.launches = launches
+        self.schedule_launch = schedule_launch
         self.is_empty = True
         self.idle: list[CudaPlan] | None = None
 
@@ -70,10 +76,9 @@ class CudaPlan:
         return True
 
     def refresh(self) -> None:
-        """Launch the schedule kernels."""
+        """Launch the schedule kernel."""
         if not self.is_empty:
-            for launch in self.launches:
-                self._launch(launch.schedule_launch)
+            self._launch(self.schedule_launch)
 
     def run(self, call: PlannedCall) -> None:
         """Patch the parameters of a call that was checked, and launch."""

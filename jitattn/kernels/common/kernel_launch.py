@@ -122,7 +122,7 @@ class KernelLaunch:
         buffers: partials and counters of its workspace.
         memory: its schedule.
         params: the kernel's parameters.
-        schedule_launch: the launch that makes the schedule.
+        schedule_params: what the kernel that makes the schedule is told.
         write_addresses: writes those of q, K, V and out into the parameters.
         write_maps: writes the bytes of tensor maps into the parameters.
     """
@@ -144,7 +144,7 @@ class KernelLaunch:
         "memory",
         "params",
         "role",
-        "schedule_launch",
+        "schedule_params",
         "write_addresses",
         "write_maps",
     )
@@ -156,8 +156,12 @@ class KernelLaunch:
         buffers: tuple[Tensor, Tensor],
         device: torch.device,
         place: WorkspacePlace,
+        schedule_params: ScheduleParams | ListScheduleParams,
     ) -> None:
-        """Allocate a schedule of ``capacity`` requests and query tiles on ``device``."""
+        """Allocate a schedule of ``capacity`` requests and query tiles on ``device``.
+
+        ``schedule_params`` are written, and belong to the launch that makes the schedule.
+        """
         self.role = config.role
         self.buffers = buffers
         self._grid = config.grid
@@ -166,18 +170,18 @@ class KernelLaunch:
         offsets, size = schedule_offsets(capacity, config.max_slots, config.num_first_items)
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         base = self.memory.data_ptr()
-        kind = ListScheduleParams if config.has_lists else ScheduleParams
-        schedule: Any = kind.from_buffer_copy(config.schedule_params)
-        schedule.schedule = Schedule(*(base + offset for offset in offsets))
-        kernel, num_threads = config.schedule_kernel
-        self.schedule_launch = Launch(kernel, schedule, 1, num_threads)
+        ctypes.memmove(
+            ctypes.addressof(schedule_params), config.schedule_params, len(config.schedule_params)
+        )
+        schedule_params.schedule = Schedule(*(base + offset for offset in offsets))
+        self.schedule_params: Any = schedule_params
         self._raw = bytearray(config.params)
         self.params: Any = config.params_type.from_buffer(self._raw)
         self._attention: Any = self.params.attention
         # Beside each other they would take more SMs than they may.
         self._attention.is_second = place.number > 0 and not config.limits_sms
         self._point_at_workspace(config.num_values, place)
-        self._attention.schedule = schedule.schedule
+        self._attention.schedule = schedule_params.schedule
         self.write_addresses: Callable[..., None] = functools.partial(
             _ADDRESSES.pack_into, self._raw, ATTENTION_OFFSET
         )
@@ -201,7 +205,7 @@ class KernelLaunch:
 
     def begin(self, batch: Batch) -> None:
         """Have the schedule kernel's launch schedule another batch."""
-        schedule: Any = self.schedule_launch.params
+        schedule = self.schedule_params
         self._attention.has_padding = batch.qo_indptr is not None
         sizes = batch.layout, batch.max_kv_len, batch.max_q_len, batch.qo_indptr is None
         if sizes != self._sizes or batch.qo_indptr is not None:

@@ -36,8 +36,12 @@ class Schedule(ctypes.Structure):
     )
 
 
+MAX_KERNELS = 2
+"""Of a plan."""
+
+
 class ScheduleParams(ctypes.Structure):
-    """Argument of the schedule kernel."""
+    """Argument of the schedule kernel for one kernel of a plan; it has ``MAX_KERNELS`` of them."""
 
     _fields_ = (
         ("seq_lens", c_void_p),
@@ -76,7 +80,7 @@ class ScheduleParams(ctypes.Structure):
 
 
 class ListScheduleParams(ctypes.Structure):
-    """Argument of the schedule kernel of lists."""
+    """The same for kernels of lists."""
 
     _fields_ = (
         *ScheduleParams._fields_,

@@ -13,6 +13,7 @@ from jitattn.jit.build import Pending
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, write_scale
 from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
+from jitattn.kernels.common.params import ListScheduleParams, ScheduleParams
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig, WorkspacePlace
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import WarpgroupTile
@@ -94,8 +95,9 @@ class MLAKernelLaunch(KernelLaunch):
         buffers: tuple[Tensor, Tensor],
         device: torch.device,
         place: WorkspacePlace,
+        schedule_params: ScheduleParams | ListScheduleParams,
     ) -> None:
-        super().__init__(config, capacity, buffers, device, place)
+        super().__init__(config, capacity, buffers, device, place, schedule_params)
         self._pe_layout = NO_LAYOUT
         # As many as `num_sms` allows, where it is given: each CTA may be on an SM of its own.
         self._merge_grid = config.grid * (1 if config.limits_sms else _MERGE_CTAS)

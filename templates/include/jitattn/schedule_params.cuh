@@ -1,4 +1,4 @@
-// The launch argument of the schedule kernel. Twin: jitattn/kernels/common/params.py.
+// The launch arguments of the schedule kernel. Twins: jitattn/kernels/common/params.py.
 #pragma once
 
 #include "jitattn/schedule.cuh"
@@ -52,6 +52,13 @@ struct ListScheduleParams : ScheduleParams {
   int64_t count_head_stride;
   int32_t num_count_heads;
   int32_t width;  // entries of a list
+};
+
+// Those of the kernels of a plan, one or two: a CTA each.
+template <typename Params>
+struct PlanParams {
+  static constexpr int kMaxKernels = 2;
+  Params of[kMaxKernels];
 };
 
 }  // namespace jitattn

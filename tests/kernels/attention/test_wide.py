@@ -142,7 +142,8 @@ def test_which_kernels_a_plan_has(
     for max_q_len, wanted in roles.items():
         plan = plan_of(planner, max_q_len)
         assert "".join(LETTERS[role] for role in roles_of(plan)) == wanted
-        assert len(cuda.launches) == len(wanted), "a schedule for each"
+        (schedule,) = cuda.launches
+        assert schedule.grid == len(wanted), "a CTA for each"
         del cuda.launches[:]
 
 
@@ -167,7 +168,7 @@ def test_one_kernel_takes_a_request_whatever_a_plan_is_for(
         for q_len in range(1, max_q_len + 1):
             (is_prefill,) = (
                 bool(params.prefill_rows)
-                for params in (launch.params for launch in cuda.launches)
+                for params in cuda.launches[-1].parts
                 if (q_len == 1 or q_len * group_size <= params.decode_rows)
                 is not bool(params.prefill_rows)
             )

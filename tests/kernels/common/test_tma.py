@@ -561,10 +561,10 @@ def launches_of(cuda: LaunchRecorder, **arguments: object) -> dict[str, Recorded
     plan = planner.plan(table(), LENS, OFFSETS, max_q_len=40)
     cache = zeros(PAGES, 2, config.page_size, config.num_kv_heads, config.head_dim)
     plan.run(zeros(6, config.num_qo_heads, config.head_dim), planner.bind(cache))
-    names = "schedule prefill", "schedule decode", "prefill", "decode"
-    found = dict(zip(names, cuda.launches[-4:], strict=True))
+    names = "schedule", "prefill", "decode"
+    found = dict(zip(names, cuda.launches[-3:], strict=True))
     for name, launch in found.items():
-        assert launch.symbol.startswith(f"jitattn_{name.split()[0]}")
+        assert launch.symbol.startswith(f"jitattn_{name}")
     return found
 
 
@@ -592,9 +592,10 @@ def test_claims_of_work_tiles(
 ) -> None:
     found = launches_of(cuda, **arguments)
     assert found["decode"].params.attention.claims_work_tiles == claims
-    assert (found["schedule decode"].params.max_waves > 1) == claims
+    prefill, decode = found["schedule"].parts
+    assert (decode.max_waves > 1) == claims
     assert found["prefill"].params.attention.claims_work_tiles == 0
-    assert found["schedule prefill"].params.max_waves == 1
+    assert prefill.max_waves == 1
 
 
 @pytest.mark.parametrize("num_sms", [None, 1, 2, 5, 1000])
@@ -624,7 +625,7 @@ def test_buffers_hold_every_slot(
     decode = kernels.decode_multi_token or kernels.decode
     partials_at, counters_at = (buffer.data_ptr() for buffer in plan.backend.launches[0].buffers)
     for part, kernel in zip(plan.backend.launches, (kernels.prefill, decode), strict=True):
-        attention, schedule = part.params.attention, part.schedule_launch.params
+        attention, schedule = part.params.attention, part.schedule_params
         slots = schedule.wave_slots * schedule.max_waves
         blocks = attention.num_head_blocks.value
         check_schedule_room(part, slots)
@@ -659,14 +660,12 @@ def test_buffers_hold_every_slot(
 
 def check_schedule_room(part: KernelLaunch, slots: int) -> None:
     """Assert that the parts of a schedule lie in its memory, one after the other."""
-    params = part.schedule_launch.params
+    params = part.schedule_params
     begins = [getattr(params.schedule, name) for name, _ in params.schedule._fields_]
     memory, num_units = part.memory, B
     if part.role == "prefill":
         num_units = B * -(
-            -100
-            * part.schedule_launch.params.group_size
-            // part.schedule_launch.params.prefill_rows
+            -100 * part.schedule_params.group_size // part.schedule_params.prefill_rows
         )
     begins.append(memory.data_ptr() + memory.numel())
     sizes = (
@@ -676,7 +675,7 @@ def check_schedule_room(part: KernelLaunch, slots: int) -> None:
         BOUNDARY_BYTES * (slots + 1),
         QUERY_TILE_BEGIN_BYTES * (B + 1),
         COST_BYTES * (num_units + 1),
-        FIRST_ITEM_BYTES * part.schedule_launch.params.num_first_items,
+        FIRST_ITEM_BYTES * part.schedule_params.num_first_items,
     )
     assert begins[0] == memory.data_ptr()
     for (begin, end), size in zip(itertools.pairwise(begins), sizes, strict=True):
