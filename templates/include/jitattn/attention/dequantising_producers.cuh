@@ -361,7 +361,7 @@ struct QueryProducer {
   __device__ __forceinline__ void end(int32_t index) const {
     const WorkItem& item = shared.work_items[index];
     const int32_t stage = index % kNumQueryStages;
-    if (!is_copied_by_consumers(item)) {
+    if (item.work != kNoWork && !is_copied_by_consumers(item)) {
       wait_for_copies();
       convert_query<kWarpSize>(shared, smem + stage * kQueryStageBytes, stage, thread() / kWarpSize,
                                kNumQueryWarps);
@@ -374,16 +374,21 @@ struct QueryProducer {
     prefetch_schedule(params.attention.schedule, thread());
     if (thread() == 0) shared.work_place = WorkItemIterator(params);
     int32_t index = 0;
-    bool has_begun = false;  // whether copies of the Q before this place are under way
+    // Whether copies of the Q before this place are under way, and whether there is none to come.
+    bool has_begun = false, is_end = false;
 #pragma unroll 1
     while (true) {
       WorkItem& item = shared.work_items[index];
-      // The work item that was here has been read: the Q of a later one was waited for.
-      find(item, index, is_known);
-      is_known = false;
-      const bool is_empty = item.work != kNoWork && item.is_empty();
-      if (!is_empty && thread() == 0) mbarrier_arrive(shared.item_full(index));
+      bool is_empty = false;
+      if (!is_end) {
+        // The work item that was here has been read: the Q of a later one was waited for.
+        find(item, index, is_known);
+        is_known = false;
+        is_empty = item.work != kNoWork && item.is_empty();
+        if (!is_empty && thread() == 0) mbarrier_arrive(shared.item_full(index));
+      }
       if (has_begun) end((index + kNumWorkItems - 1) % kNumWorkItems);
+      if (is_end) break;
       has_begun = !is_empty;
       if (is_empty) {
         write_empty(params.attention, item, thread(), kQueryThreads);
@@ -391,10 +396,9 @@ struct QueryProducer {
         continue;
       }
       begin(item, index);
-      if (item.work == kNoWork) break;
+      is_end = item.work == kNoWork;
       index = (index + 1) % kNumWorkItems;
     }
-    mbarrier_arrive(shared.q_full(index % kNumQueryStages));
   }
 };
 
