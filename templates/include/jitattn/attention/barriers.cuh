@@ -103,7 +103,8 @@ struct Shared : FP8Shared<kHasFP8Products>,
                                                      : kTileWarps * kWarpSize;
     for (int i = 0; i < kNumWorkItems; ++i) mbarrier_init(item_full(i), 1);
     for (int i = 0; i < kNumQueryStages; ++i) {
-      mbarrier_init(q_full(i), kQueryThreads);
+      // Where one of their warps finds work items, the others load Q.
+      mbarrier_init(q_full(i), kQueryThreads - (kDequantisesRegisters ? kWarpSize : 0));
       mbarrier_init(q_empty(i), kNumWarps);
     }
     for (int i = 0; i < kNumKeyParts; ++i) {

@@ -327,85 +327,79 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
   } while (!is_last);
 }
 
-// Who finds work items, loads their Q in the type of products, and writes the rows of empty ones.
-// The copies of a Q are under way while the next work item is found.
-struct QueryProducer {
-  const KernelParams& params;
-  Shared& shared;
-  uint32_t smem;  // of Q
-
-  static __device__ __forceinline__ int thread() { return threadIdx.x % kQueryThreads; }
-
-  // Finds the work item of a place, the first one by `is_known`.
-  __device__ __forceinline__ void find(WorkItem& item, int32_t index, bool is_known) const {
-    if (thread() == 0) {
+// The warp that finds work items, up to two ahead of the last Q that is there, and writes the rows of
+// empty ones.
+__device__ __forceinline__ void find_work_items(const KernelParams& params, Shared& shared) {
+  // Of the first work item.
+  bool is_known = copy_first_item(params, shared.work_items[0]);
+  const int lane = lane_idx();
+  if (lane == 0) shared.work_place = WorkItemIterator(params);
+  uint32_t num_items = 0;
+#pragma unroll 1
+  while (true) {
+    const uint32_t index = num_items % kNumWorkItems;
+    // Its Q waited for a stage: consumers are past the work item two before that, and all the more
+    // past the one that was here.
+    if (num_items >= kNumQueryStages) {
+      mbarrier_wait(shared.q_full(num_items % kNumQueryStages),
+                    (num_items / kNumQueryStages + 1) % 2);
+    }
+    WorkItem& item = shared.work_items[index];
+    if (lane == 0) {
       WorkItemIterator source(params, shared.work_place);  // kept there: registers are few
       source.next(item, is_known);
-      item.query_stage = index % kNumQueryStages;
+      item.query_stage = num_items % kNumQueryStages;
       shared.work_place = source;
     }
-    sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
+    is_known = false;
+    __syncwarp();  // the work item is written
+    const bool is_end = item.work == kNoWork;
+    if (!is_end && item.is_empty()) {
+      write_empty(params.attention, item, lane, kWarpSize);
+      __syncwarp();  // and read
+      continue;
+    }
+    if (lane == 0) mbarrier_arrive(shared.item_full(index));
+    if (is_end) break;
+    ++num_items;
   }
+}
 
-  // Begins the copies of a work item's Q, once its stage is empty.
-  __device__ __forceinline__ void begin(const WorkItem& item, int32_t index) const {
-    static_assert(kNumWorkItems % (2 * kNumQueryStages) == 0, "a place has one phase");
-    const int32_t stage = index % kNumQueryStages;
-    mbarrier_wait(shared.q_empty(stage), (index / kNumQueryStages + 1) % 2u);
-    if (item.work == kNoWork || is_copied_by_consumers(item)) return;
-    copy_query<kWarpSize>(params.attention, item.rows(params.attention),
-                          smem + stage * kQueryStageBytes, thread() / kWarpSize, kNumQueryWarps);
-  }
-
-  // Hands over the Q of a place, whose copies have begun.
-  __device__ __forceinline__ void end(int32_t index) const {
+// The other warps of their warpgroup: load Q of all work items, in the type of products.
+__device__ __forceinline__ void load_converted_queries(const KernelParams& params, Shared& shared,
+                                                       uint32_t smem) {
+  constexpr int kRows = 16;  // of a warp at a time
+  const int warp = threadIdx.x % kQueryThreads / kWarpSize - 1;
+  uint32_t num_items = 0;
+#pragma unroll 1
+  while (true) {
+    const uint32_t index = num_items % kNumWorkItems, stage = num_items % kNumQueryStages;
+    mbarrier_wait(shared.item_full(index), num_items / kNumWorkItems % 2);
     const WorkItem& item = shared.work_items[index];
-    const int32_t stage = index % kNumQueryStages;
-    if (item.work != kNoWork && !is_copied_by_consumers(item)) {
+    const bool is_end = item.work == kNoWork;
+    mbarrier_wait(shared.q_empty(stage), (num_items / kNumQueryStages + 1) % 2);
+    if (!is_end && !is_copied_by_consumers(item)) {
+      const uint32_t target = smem + stage * kQueryStageBytes;
+      copy_query<kRows>(params.attention, item.rows(params.attention), target, warp,
+                        kNumQueryWarps - 1);
       wait_for_copies();
-      convert_query<kWarpSize>(shared, smem + stage * kQueryStageBytes, stage, thread() / kWarpSize,
-                               kNumQueryWarps);
+      convert_query<kRows>(shared, target, stage, warp, kNumQueryWarps - 1);
     }
     mbarrier_arrive(shared.q_full(stage));
+    if (is_end) break;
+    ++num_items;
   }
-
-  __device__ __forceinline__ void run() const {
-    bool is_known = thread() < kWarpSize && copy_first_item(params, shared.work_items[0]);
-    prefetch_schedule(params.attention.schedule, thread());
-    if (thread() == 0) shared.work_place = WorkItemIterator(params);
-    int32_t index = 0;
-    // Whether copies of the Q before this place are under way, and whether there is none to come.
-    bool has_begun = false, is_end = false;
-#pragma unroll 1
-    while (true) {
-      WorkItem& item = shared.work_items[index];
-      bool is_empty = false;
-      if (!is_end) {
-        // The work item that was here has been read: the Q of a later one was waited for.
-        find(item, index, is_known);
-        is_known = false;
-        is_empty = item.work != kNoWork && item.is_empty();
-        if (!is_empty && thread() == 0) mbarrier_arrive(shared.item_full(index));
-      }
-      if (has_begun) end((index + kNumWorkItems - 1) % kNumWorkItems);
-      if (is_end) break;
-      has_begun = !is_empty;
-      if (is_empty) {
-        write_empty(params.attention, item, thread(), kQueryThreads);
-        sync_threads<kQueryThreads>(kQueryBarrier);  // and read
-        continue;
-      }
-      begin(item, index);
-      is_end = item.work == kNoWork;
-      index = (index + 1) % kNumWorkItems;
-    }
-  }
-};
+}
 
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   if (threadIdx.x >= kNumThreads + kDequantWarps * kWarpSize) {
     if constexpr (kQueryRegisters > 0) cutlass::arch::warpgroup_reg_dealloc<kQueryRegisters>();
-    QueryProducer{params, shared, smem + kQueryOffset}.run();
+    prefetch_schedule(params.attention.schedule, threadIdx.x % kQueryThreads);
+    if (threadIdx.x % kQueryThreads < kWarpSize) {
+      find_work_items(params, shared);
+    } else {
+      load_converted_queries(params, shared, smem + kQueryOffset);
+    }
   } else {
     if constexpr (kQueryRegisters > 0) cutlass::arch::warpgroup_reg_dealloc<kDequantRegisters>();
     load_keys_and_values(params, shared, smem);
