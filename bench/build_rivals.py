@@ -122,7 +122,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mla", metavar="CASES", help="of bench_mla")
     parser.add_argument("--tokens", action="store_true", help="of bench_preprocess")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="kills what isn't done then")
-    parser.add_argument("--contenders", help="names; default: all, of prefill all but fa2")
+    parser.add_argument("--contenders", help="names; default: all, of prefill fa3 and pod")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--one", nargs=2, metavar=("RIVAL", "CASE"), help="only this, here")
     options = parser.parse_args(argv)
@@ -141,7 +141,7 @@ def _decode_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
 def _prefill_modules(options: argparse.Namespace) -> list[tuple[str, str]]:
     if options.prefill is None:
         return []
-    names = options.contenders or "flashinfer-fa3"
+    names = options.contenders or "flashinfer-fa3,flashinfer-pod"
     wanted = [rival for rival in all_prefill_contenders() if _is_wanted(rival.name, names)]
     return modules(select_prefill(options.prefill), wanted, PREFILL_GROUPS)
 

@@ -95,7 +95,9 @@ class PrefillCase:
 
     def tiny(self) -> PrefillCase:
         """Return the smallest batch that makes a contender compile what this case needs."""
-        return dataclasses.replace(self, q_lens=(2,), seq_lens=(2 * self.page_size,))
+        q_lens = (1, 2) if 0 < self.num_decodes < len(self.q_lens) else (2,)
+        seq_lens = (2 * self.page_size,) * len(q_lens)
+        return dataclasses.replace(self, q_lens=q_lens, seq_lens=seq_lens)
 
 
 def _figures() -> tuple[PrefillCase, ...]:

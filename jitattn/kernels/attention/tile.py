@@ -386,18 +386,21 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     merge_bytes = column_bytes * (merge_dims + 4)
     query_bytes = spec.row_tile * _query_row_bytes(spec)
     merge_splits = _decode_merge_splits(spec, value_dim)
+    smem_bytes = ring_bytes + max(merge_bytes, query_bytes)
+    # Two of four warps have all the registers that a thread can; wide rows take memory, too.
+    fits_twice = has_large_smem and num_warps <= 4 and smem_bytes + STATIC_BYTES <= _HALF_SM_SMEM
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
         shares_tiles=False,
-        ctas_per_sm=2 if widest <= 128 else 1,
+        ctas_per_sm=2 if widest <= 128 or fits_twice else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
         merge_splits=merge_splits,
         product_dtype=_decode_product_dtype(spec),
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
-        smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
+        smem_bytes=smem_bytes,
     )
 
 
