@@ -10,12 +10,15 @@ class IndexLogitsTile(NamedTuple):
 
     tile_tokens: int
     num_stages: int
+    """Of a warpgroup, where there are some."""
     head_tile: int
     """Heads of a product."""
     smem_bytes: int
     product: str = ""
     """The wrapper of a warpgroup's product, where there is one."""
     num_threads: int = 128
+    ctas: int = 1
+    """Of an SM, for which a thread has registers."""
     max_chunk_tokens: int = 1024
     """The most keys of a CTA, whose places it holds."""
 

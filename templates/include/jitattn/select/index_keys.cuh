@@ -25,8 +25,9 @@ struct KeyPlaces {
   int32_t places[kMaxTokens];   // in their pages
 };
 
-// The keys of a chunk that a CTA looks at.
-template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens>
+// The keys of a chunk that a CTA looks at: kFinders threads find them, kNumThreads load a tile.
+template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens,
+          int kFinders = kNumThreads>
 struct IndexKeys {
   static constexpr int kVectors = kHeadDim / kIndexVector;
 
@@ -36,15 +37,22 @@ struct IndexKeys {
   // Finds the places of `count` tokens of a request, and none for the rest of the last tile.
   __device__ __forceinline__ void find(const PageList& pages, int32_t request, int32_t first,
                                        int32_t count) {
+    const int32_t thread = threadIdx.x;
     const int32_t end = (count + kTileTokens - 1) / kTileTokens * kTileTokens;
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < end; i += kNumThreads) {
-      const PagePlace found = i < count ? pages.find(request, first + i, false) : PagePlace{-1, 0};
-      const bool is_known = found.page >= 0 && found.page < cache.num_pages;
-      const int64_t offset = found.page * cache.page_stride + found.place * cache.key_stride;
+    constexpr int kFinds = kMaxTokens / kFinders;
+    static_assert(kMaxTokens % kFinders == 0, "threads find the same number of places");
+    PagePlace found[kFinds];
+    for_each<kFinds>([&](int j) {
+      found[j] = pages.find(request, first + min(j * kFinders + thread, count - 1), false);
+    });
+    for_each<kFinds>([&](int j) {
+      const int32_t i = j * kFinders + thread;
+      if (i >= end) return;
+      const bool is_known = i < count && found[j].page >= 0 && found[j].page < cache.num_pages;
+      const int64_t offset = found[j].page * cache.page_stride + found[j].place * cache.key_stride;
       places.offsets[i] = is_known ? offset : -1;
-      places.places[i] = found.place;
-    }
+      places.places[i] = found[j].place;
+    });
   }
 
   __device__ __forceinline__ bool is_known(int32_t token) const {
@@ -64,7 +72,7 @@ struct IndexKeys {
       });
     } else {
 #pragma unroll 1
-      for (int i = threadIdx.x; i < kTileTokens * kHeadDim / 4; i += kNumThreads) {
+      for (int i = loader(); i < kTileTokens * kHeadDim / 4; i += kNumThreads) {
         const int row = i / (kHeadDim / 4), word = i % (kHeadDim / 4);
         const int64_t offset = places.offsets[first + row];
         cp_async_few<4>(index_vector(keys_smem, row, word / 4) + word % 4 * 4,
@@ -80,11 +88,13 @@ struct IndexKeys {
   }
 
  private:
+  static __device__ __forceinline__ int loader() { return threadIdx.x % kNumThreads; }
+
   // Calls body(i) for the numbers below kCount that are this thread's.
   template <int kCount, typename Body>
   __device__ __forceinline__ void for_each_of(Body body) const {
     for_each<(kCount + kNumThreads - 1) / kNumThreads>([&](int j) {
-      const int i = j * kNumThreads + threadIdx.x;
+      const int i = j * kNumThreads + loader();
       if (kCount % kNumThreads == 0 || i < kCount) body(i);
     });
   }
