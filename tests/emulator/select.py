@@ -46,6 +46,11 @@ inline uint32_t warp_sum(uint32_t value) {
   for (int lane = 0; lane < 32; ++lane) sum += all[lane][0];
   return sum;
 }
+inline uint2 ld_global_8(const void* source, bool exists) {
+  uint2 words = {};
+  if (exists) std::memcpy(&words, source, 8);
+  return words;
+}
 }  // namespace jitattn
 """
 
