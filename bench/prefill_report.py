@@ -66,11 +66,16 @@ def print_tables(rows: Rows) -> None:
     """Print a table for each group of cases, with geometric mean and lowest of its ratios."""
     for group in dict.fromkeys(case.group for case, _ in rows):
         of_group = [(case, results) for case, results in rows if case.group == group]
-        if set(PREFILL_RIVALS) <= set(PREFILL_GROUPS[group].contenders):
+        if _has_prefill_rivals(group):
             _print_beside_rivals(group, of_group)
         else:
             _print_ways(group, of_group)
     _print_e4m3(rows)
+
+
+def _has_prefill_rivals(group: str) -> bool:
+    """Return whether all rivals of prefill alone are measured in a group."""
+    return set(PREFILL_RIVALS) <= set(PREFILL_GROUPS[group].contenders)
 
 
 def _print_beside_rivals(group: str, rows: Rows) -> None:
@@ -107,7 +112,7 @@ def _print_e4m3(rows: Rows) -> None:
     medians: Mapping[str, float | None] = {
         case.name: times(results).get(BASELINE)
         for case, results in rows
-        if PREFILL_GROUPS[case.group].has_rivals
+        if _has_prefill_rivals(case.group)
     }
     for name, seconds in medians.items():
         plain = name.removesuffix(_E4M3)

@@ -75,9 +75,13 @@ class Recorded:
     grid: int
     num_threads: int
     stream: int
-    params: ctypes.Structure
+    parts: tuple[ctypes.Structure, ...]  # parameters; of a schedule those of each kernel
     devices: tuple[int, ...]  # those that were made the current one
-    parts: tuple[ctypes.Structure, ...]  # of a schedule: the parameters of each kernel
+
+    @property
+    def params(self) -> ctypes.Structure:
+        """Those of the kernel, or of a plan's first."""
+        return self.parts[0]
 
 
 @dataclass
@@ -112,9 +116,8 @@ class LaunchRecorder:
                 shape.grid_x,
                 shape.block_x,
                 shape.stream or 0,
-                parts[0],
-                tuple(self.devices),
                 tuple(parts),
+                tuple(self.devices),
             )
         )
         return self.status

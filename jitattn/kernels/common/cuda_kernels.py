@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import _C
@@ -221,7 +221,8 @@ class CudaKernels:
         stream: int | None = None,
     ) -> CudaPlan:
         places = workspace_places(configs)[:-1]
-        params = ((ListScheduleParams if configs[0].has_lists else ScheduleParams) * MAX_KERNELS)()
+        kind: Any = ListScheduleParams if configs[0].has_lists else ScheduleParams
+        params = (kind * MAX_KERNELS)(*(kind.from_buffer_copy(c.schedule_params) for c in configs))
         launches = [
             self._launch_type(config, capacity, buffers, self.device, place, params[place.number])
             for config, capacity, place in zip(configs, capacities, places, strict=True)

@@ -160,7 +160,7 @@ class KernelLaunch:
     ) -> None:
         """Allocate a schedule of ``capacity`` requests and query tiles on ``device``.
 
-        ``schedule_params`` are written, and belong to the launch that makes the schedule.
+        ``schedule_params`` are those of ``config`` in the launch that makes the schedule.
         """
         self.role = config.role
         self.buffers = buffers
@@ -170,9 +170,6 @@ class KernelLaunch:
         offsets, size = schedule_offsets(capacity, config.max_slots, config.num_first_items)
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         base = self.memory.data_ptr()
-        ctypes.memmove(
-            ctypes.addressof(schedule_params), config.schedule_params, len(config.schedule_params)
-        )
         schedule_params.schedule = Schedule(*(base + offset for offset in offsets))
         self.schedule_params: Any = schedule_params
         self._raw = bytearray(config.params)

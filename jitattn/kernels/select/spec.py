@@ -53,18 +53,21 @@ class IndexLogitsSpec(KernelSpec):
     def tile(self, arch: str) -> IndexLogitsTile:
         """Return the shape of a CTA on ``arch``."""
         rows = self.query_tokens * self.num_heads
-        groups = ctas = 1
+        groups = ctas_per_sm = 1
         if ARCHS[arch].has_wgmma:
             tile_tokens, head_tile = 64, min(self.num_heads, 64)
             product = f"MMA_64x{head_tile}x32_F32E4M3E4M3_SS_TN"
             query_bytes = rows * _ROW_BYTES
             # Measured; queries of more rows leave memory for one CTA.
-            groups, num_stages, ctas = (2, 3, 3) if self.query_tokens == 1 else (4, 2, 2)
-            ctas = ctas if rows <= 256 else 1
+            groups, num_stages, ctas_per_sm = (2, 3, 3) if self.query_tokens == 1 else (4, 2, 2)
+            ctas_per_sm = ctas_per_sm if rows <= 256 else 1
         else:
             tile_tokens, num_stages, head_tile, product = 128, 3, 8, ""
             query_bytes = rows * self.head_dim * 2
-        tile = IndexLogitsTile(tile_tokens, num_stages, head_tile, 0, product, groups * 128, ctas)
+        num_threads = groups * 128
+        tile = IndexLogitsTile(
+            tile_tokens, num_stages, head_tile, 0, product, num_threads, ctas_per_sm
+        )
         smem_bytes = groups * num_stages * tile_tokens * (_ROW_BYTES + 4) + query_bytes + 4 * rows
         return tile._replace(smem_bytes=smem_bytes + 12 * tile.max_chunk_tokens)
 

@@ -17,8 +17,8 @@ class IndexLogitsTile(NamedTuple):
     product: str = ""
     """The wrapper of a warpgroup's product, where there is one."""
     num_threads: int = 128
-    ctas: int = 1
-    """Of an SM, for which a thread has registers."""
+    ctas_per_sm: int = 1
+    """For which a thread has registers."""
     max_chunk_tokens: int = 1024
     """The most keys of a CTA, whose places it holds."""
 
