@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from bench.prefill_cases import PREFILL_CASES, PREFILL_GROUPS, PrefillCase, sele
 from bench.prefill_contenders import (
     WAYS,
     Fa3Prefill,
+    FlashInferPod,
     FlashInferPrefill,
     Inputs,
     JitAttnPrefill,
@@ -259,6 +261,46 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _timed(contender: str, median_s: float) -> Result:
     return Result(contender, "timed", timing=Timing(median_s, median_s, median_s, 1))
+
+
+class _FakePod:
+    """FlashInfer's wrapper of prefill on decode: notes its plan, and writes 1 and 2."""
+
+    planned: tuple[Any, ...] = ()
+
+    def __init__(self, buffer: Tensor, layout: str) -> None:
+        assert layout == "NHD"
+
+    def plan(self, *arguments: Tensor | int, **dtypes: torch.dtype) -> None:
+        _FakePod.planned = arguments
+
+    def run(self, q: Tensor, kv: Tensor, q_of_decode: Tensor, *_: Tensor, causal_p: bool) -> None:
+        assert causal_p
+        for part, value in ((q, 1.0), (q_of_decode, 2.0)):
+            torch.empty_like(part).fill_(value)
+
+
+def test_prefill_on_decode_gets_both_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        prefill_contenders,
+        "flashinfer",
+        lambda: SimpleNamespace(BatchPODWithPagedKVCacheWrapper=_FakePod),
+    )
+    monkeypatch.setattr(prefill_contenders, "workspace", lambda *_: torch.empty(0))
+    case = dataclasses.replace(TINY, q_lens=(1, 1, 3, 5), seq_lens=(20, 1, 30, 17))
+    inputs = make_inputs(case, CPU)
+    prepared = FlashInferPod().prepare(inputs)
+    prepared.runs[0]()
+    assert [int(row[0, 0]) for row in prepared.outs[0]] == [2] * 2 + [1] * 8
+    rows, pages, indices, lasts = _FakePod.planned[:4]
+    assert rows.tolist() == [0, 3, 8]
+    counts = [-(-n // case.page_size) for n in case.seq_lens]
+    assert pages.tolist() == [0, counts[2], counts[2] + counts[3]]
+    assert indices.tolist() == inputs.batch.kv_indices[sum(counts[:2]) :].tolist()
+    assert lasts.tolist() == inputs.batch.last_page_len[2:].tolist()
+    assert _FakePod.planned[4].tolist() == [0, 1, 2]
+    with pytest.raises(SkipError, match="not mixed"):
+        FlashInferPod().prepare(make_inputs(TINY, CPU))
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
