@@ -158,6 +158,8 @@ def check_machine_code(spec: AttentionSpec, arch: str, found: list[str]) -> None
         kind = "QGMMA"
     products = [op for op in found if op.startswith(kind)]
     is_bfloat16 = spec.q_dtype == "bfloat16" and not multiplies_in_float16(spec)
+    if isinstance(spec, PrefillSpec) and has_warpgroups:
+        is_bfloat16 = spec.tile(arch).product_dtype == "bfloat16"
     assert all(".F32" in op and (".BF16" in op) == is_bfloat16 for op in products)
     assert len(products) >= num_products(spec, arch)
     spills = () if most_spilled() + spills_allowed(spec) else ("LDL", "STL")

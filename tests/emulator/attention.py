@@ -43,8 +43,11 @@ REAL_HEADERS = (
 )
 UNPACK = """
 template <typename To, typename From> uint2 unpack_pairs(uint32_t bytes) {
-  const uint2 halves = From::to_pairs(bytes);
-  return {To::from_halves(halves.x), To::from_halves(halves.y)};
+  if constexpr (std::is_base_of_v<Bytes<From>, From>) {
+    const uint2 halves = From::to_pairs(bytes);
+    return {To::from_halves(halves.x), To::from_halves(halves.y)};
+  }
+  return {};
 }
 template <typename To, typename From> uint2 unpack(uint32_t bytes) {
   if constexpr (std::is_base_of_v<Bytes<From>, From>) {

@@ -180,6 +180,12 @@ uint4 ld_global_16(const void* source, bool exists) {
   if (reinterpret_cast<uintptr_t>(source) % 16) std::abort();
   return exists ? read<uint4>(source) : uint4{};
 }
+uint4 ld_past_l1_16(const void* source) { return ld_global_16(source, true); }
+uint2 ld_past_l1_8(const void* source) { return ld_global_8(source, true); }
+uint2 ld_global_8(const void* source, bool exists) {
+  if (reinterpret_cast<uintptr_t>(source) % 8) std::abort();
+  return exists ? read<uint2>(source) : uint2{};
+}
 uint32_t ld_global_4(const void* source, bool exists) {
   return exists ? read<uint32_t>(source) : 0;
 }

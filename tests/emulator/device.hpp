@@ -14,6 +14,9 @@ uint32_t __ballot_sync(unsigned mask, bool value);
 inline void __threadfence_block() {}
 inline int64_t max(int64_t a, long long b) { return a < b ? b : a; }  // one type there
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
+}
 template <typename T>
 T __ldcg(const T* place) {
   return *place;
@@ -67,6 +70,9 @@ bool elect_one();
 
 // Memory.
 uint4 ld_global_16(const void* source, bool exists);
+uint4 ld_past_l1_16(const void* source);
+uint2 ld_past_l1_8(const void* source);
+uint2 ld_global_8(const void* source, bool exists);
 uint32_t ld_global_4(const void* source, bool exists);
 uint2 load_8(const void* source);
 template <typename T>

@@ -9,6 +9,7 @@ import pytest
 from tests.support.cases import Case, of
 from tests.support.edge_numbers import (
     LATENT_CASES,
+    check_far_queries,
     check_far_scales,
     check_large_latent_scores,
     check_large_scores,
@@ -34,6 +35,11 @@ def test_large_scores(kv_dtype: str | None, case: Case) -> None:
 @STEPS
 def test_scales_whose_product_is_infinite(case: Case) -> None:
     check_far_scales(replace(case, kv_dtype="float8_e4m3fn"), "cuda")
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int4"])
+def test_queries_that_become_float16(kv_dtype: str) -> None:
+    check_far_queries(of(replace(BASE, kv_dtype=kv_dtype), (70, 150), (600, 1600)), "cuda")
 
 
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)

@@ -54,6 +54,25 @@ def check_far_scales(case: Case, device: torch.device | str, run: Attend = atten
     check(case, *run(inputs), expected(inputs))
 
 
+def check_far_queries(case: Case, device: torch.device | str, run: Attend = attend) -> None:
+    """Rows of q far below and above others; others ignore those of NaN and of infinities."""
+    case = replace(case, sm_scale=2.0**-15)
+    q, k, v = random_tokens(case, device)
+    factors = torch.tensor([2.0**9, 2.0**-40, 2.0**12, 2.0**-100, 0.0], dtype=torch.float64)
+    rows = torch.arange(q.shape[0] * q.shape[1], device=q.device).view(q.shape[:2])
+    q = (q.double() * factors.to(q.device)[rows % len(factors)][..., None]).to(q.dtype)
+    inputs = make_inputs(case, device, (q, k, v))
+    want = expected(inputs)
+    check(case, *run(inputs), want)
+    inputs.q[5, 1, 3] = math.nan
+    inputs.q[9, 0] = math.inf
+    out, lse = run(inputs)
+    for row in ((5, 1), (9, 0)):
+        assert out[row].isnan().all() and lse[row].isnan()
+        out[row], lse[row] = want.out[row].to(out.dtype), want.lse[row]
+    check(case, out, lse, want)
+
+
 def check_large_latent_scores(
     case: MLACase, device: str = "cpu", planner: jitattn.MLAPlanner | None = None
 ) -> None:

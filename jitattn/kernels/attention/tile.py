@@ -127,6 +127,7 @@ def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
 def narrow_prefill_tile(spec: AttentionSpec) -> WarpgroupTile:
     """Return the tile of the prefill kernel of few query rows: that of many, with one consumer."""
     row = _warpgroup_row(spec)
+    num_query_stages = 2 if _dequantises_registers(spec) else 1
     # It waits for memory more than for products: more of it is under way.
     key_bytes, value_bytes = _segment_bytes(spec.head_dim), _segment_bytes(spec.head_dim_vo)
     stage_bytes = row.tile_tokens(spec) * (key_bytes + value_bytes)
@@ -134,7 +135,8 @@ def narrow_prefill_tile(spec: AttentionSpec) -> WarpgroupTile:
     if spec.kv_dtype is spec.q_dtype:
         num_stages = max(num_stages, _NARROW_RING_BYTES // stage_bytes)
     return _warpgroup_tile(
-        spec, row._replace(num_consumers=1, num_stages=num_stages, num_query_stages=1)
+        spec,
+        row._replace(num_consumers=1, num_stages=num_stages, num_query_stages=num_query_stages),
     )
 
 
@@ -216,6 +218,8 @@ class _Registers(NamedTuple):
 
     producer: int
     consumer: int
+    query: int = 0
+    """Of producers of Q alone."""
 
 
 # The first row that is wide enough counts. Scores take half a register a token and the output half
@@ -233,7 +237,7 @@ _WARPGROUP_TILES = (
 _DEQUANT_TILES = (
     _WarpgroupRow(64, 64, 2, 2, 128, 128, 112, 3, 2),
     _WarpgroupRow(128, 128, 2, 2, 128, 96, 96, 2, 2),
-    _WarpgroupRow(192, 128, 2, 2, 96, 96, 80, 2, 1),
+    _WarpgroupRow(192, 128, 2, 2, 96, 96, 80, 2, 2),
     _WarpgroupRow(256, 256, 2, 1, 64, 64, 48, 2, 1),
     _WarpgroupRow(256, 512, 2, 1, 64, 48, 48, 2, 1),
     _WarpgroupRow(512, 512, 2, 1, 32, 32, 32, 1, 1),
@@ -259,8 +263,10 @@ _WARPGROUP_REGISTERS = {
 }
 # The same where tiles of few tokens leave consumers registers, and wide K takes producers' more.
 _WIDE_REGISTERS = _Registers(producer=88, consumer=208)
-# The same of two warpgroups each that dequantise, and accumulate few columns.
-_DEQUANT_REGISTERS = _Registers(producer=72, consumer=184)
+# The same of a warpgroup that dequantises beside one that loads Q.
+_DEQUANT_REGISTERS = _Registers(producer=88, consumer=192, query=40)
+# The same where tiles or outputs take fewer of consumers.
+_SHORT_DEQUANT_REGISTERS = _Registers(producer=96, consumer=184, query=48)
 
 # The same of two warpgroups whose V is transposed.
 _FP8_REGISTERS = _Registers(producer=56, consumer=224)
@@ -418,6 +424,36 @@ def _is_gathered_by_two(spec: AttentionSpec) -> bool:
     return spec.head_dim_vo <= 192 and row_bytes <= _GATHERED_BYTES
 
 
+def _dequantises_registers(spec: AttentionSpec) -> bool:
+    """Return whether vectors of a quantised cache are in registers before they are dequantised."""
+    # Wide rows leave no warpgroup of producers beside those that dequantise.
+    is_dequantised = spec.kv_dtype is not spec.q_dtype and not spec.has_fp8_queries
+    return is_dequantised and spec.head_dim <= 192 and spec.head_dim_vo <= 128
+
+
+def _warpgroup_registers(spec: AttentionSpec, groups: int, num_producers: int) -> _Registers:
+    if groups == 2 and _dequantises_registers(spec):
+        is_short = spec.head_dim_vo < 128 or spec.head_dim > 128
+        return _SHORT_DEQUANT_REGISTERS if is_short else _DEQUANT_REGISTERS
+    if groups == 2 and spec.head_dim > 256:
+        return _WIDE_REGISTERS
+    return _WARPGROUP_REGISTERS[groups, num_producers]
+
+
+def _warpgroup_product_dtype(spec: AttentionSpec) -> DType:
+    # float16 holds every dequantised number, and the conversion is shorter than that to bfloat16;
+    # but probabilities without a maximum need the exponents of bfloat16.
+    is_float16 = _dequantises_registers(spec) and not spec.fixed_maximum
+    return DType.FLOAT16 if is_float16 else spec.q_dtype
+
+
+def _probability_bits(spec: AttentionSpec) -> int:
+    """Return the powers of two that probabilities are larger by in products."""
+    if spec.has_fp8_queries:  # of at most 448
+        return 8
+    return 15 if _warpgroup_product_dtype(spec) is not spec.q_dtype else 0  # of at most 2**16
+
+
 def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     is_dequantised = spec.kv_dtype is not spec.q_dtype
     groups, num_producers = row.num_consumers, row.num_producers
@@ -427,18 +463,15 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
         num_producers = 2
     if is_dequantised and groups == 1:
         num_producers = 3 if spec.head_dim_vo <= 128 else 2
-    registers = _WARPGROUP_REGISTERS[groups, num_producers]
-    if is_dequantised and groups == num_producers == 2 and spec.head_dim_vo <= 64:
-        registers = _DEQUANT_REGISTERS
-    if groups == 2 and spec.head_dim > 256:
-        registers = _WIDE_REGISTERS
+    registers = _warpgroup_registers(spec, groups, num_producers)
     row = row._replace(num_producers=num_producers)
     tile_tokens = row.tile_tokens(spec)
     row_bytes = _segment_bytes(spec.head_dim) + _segment_bytes(value_dim)
     smem_bytes = row.num_stages * tile_tokens * row_bytes
     smem_bytes += 64 * groups * row.num_query_stages * _segment_bytes(spec.head_dim)
     num_landings = 0
-    if is_dequantised:  # half of the producer warps load eight rows of K at a time, the others of V
+    if is_dequantised and not _dequantises_registers(spec):
+        # Half of the producer warps load eight rows of K at a time, the others of V.
         step = 8 * 2 * num_producers
         landing_bytes = -(-tile_tokens // step) * step * row_bytes // 2
         room = (_WARPGROUP_SMEM - smem_bytes) // landing_bytes
@@ -496,13 +529,17 @@ def _tile_of(
         num_producers=row.num_producers,
         producer_registers=registers.producer,
         consumer_registers=registers.consumer,
-        product_dtype=spec.q_dtype.value,
+        query_registers=registers.query,
+        probability_bits=_probability_bits(spec),
+        product_dtype=_warpgroup_product_dtype(spec).value,
         output_columns=value_dim,
         key_parts=row.key_parts,
     )
 
 
 def _prefill_tma_tokens(spec: AttentionSpec, tile_tokens: int) -> int:
+    if spec.kv_dtype is not spec.q_dtype and not spec.has_fp8_queries:
+        return 16  # nobody loads TMA tiles, and dequantised rows lie as if
     if spec.page_table is Layout.RAGGED:  # several, which arrive sooner than one
         return next(n for n in (64, 48, 32, 16) if tile_tokens % n == 0)
     # TMA does not load pages of other sizes.

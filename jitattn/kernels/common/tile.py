@@ -95,6 +95,8 @@ class WarpgroupTile(NamedTuple):
     consumer_registers: int
     product_dtype: str
     output_columns: int  # of out that a warpgroup accumulates
+    probability_bits: int = 0  # powers of two that probabilities are larger by in products
+    query_registers: int = 0  # of producers of Q alone; 0: as many as of the others
     key_parts: int = 1  # of columns, in which a tile of K comes and goes
 
     @property

@@ -21,7 +21,7 @@ namespace jitattn {
 // The spec and its tile as constants: the only place where numbers are substituted.
 // Of FP8 queries what they are once they are multiplied with their scales.
 using QType = BFloat16;
-using ProductType = BFloat16;  // of both products
+using ProductType = Half;  // of both products
 using KVType = Float8E4M3;
 using OutType = BFloat16;
 constexpr int kKeyDim = 128;
@@ -43,7 +43,7 @@ constexpr int kNumProducers = 2;
 constexpr int kTileTokens = 128;
 constexpr int kNumStages = 2;
 constexpr int kCtasPerSm = 1;
-constexpr int kSmemBytes = 229376;
+constexpr int kSmemBytes = 196608;
 constexpr int kMergeSplits = 8;  // of a row at a time
 // Splits loaded at a time; 0 in the tile stands for all.
 constexpr int kMergeLoads = 4 > 0 ? 4 : kMergeSplits;
@@ -57,9 +57,9 @@ constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 constexpr bool kHasScales = sizeof(KVType::Storage) == 1;
 constexpr bool kHasFP8Products = 0;
 constexpr bool kDequantises = kHasScales && !kHasFP8Products;
-// Probabilities of 8 bits are 2**8 times as large, of at most 448: small ones keep their digits.
-constexpr float kProbabilityBits = kHasFP8Products ? 8.f : 0.f;
-constexpr float kProbabilityFactor = kHasFP8Products ? 256.f : 1.f;
+// Probabilities of few exponents are so many powers of two as large: small ones keep their digits.
+constexpr int kProbabilityBits = 15;
+constexpr float kProbabilityFactor = 1 << kProbabilityBits;
 // Two elements a byte, in blocks with a scale, and with int4 a zero. Where consumers dequantise,
 // products take 32 dims in two steps.
 constexpr bool kHasBlocks = BlocksOf<KVType>::kExist;
@@ -189,14 +189,21 @@ struct KernelParams {
 };
 constexpr bool kHasWholeQueryTiles = true;
 constexpr int kNumQueryStages = 2;
-constexpr int kNumLandings = 1;
+constexpr int kNumLandings = 0;
 // Whether a soft cap bounds scores so closely that 0 serves as the maximum of every row: their
 // probabilities and sums stay within the exponents of float32 and bfloat16.
 constexpr bool kFixedMaximum = 0;
+// Registers of producers that dequantise, and of those of Q, where these have fewer.
+constexpr int kDequantRegisters = 88, kQueryRegisters = 40;
+// The type of products of 16 bits.
+using PairType = Half;
+// Whether rows of Q become another type of as many bits, times a power of two that most share.
+constexpr bool kConvertsQueries = kDequantises && QType::kMantissaBits != PairType::kMantissaBits;
+constexpr float kQueryFactor = kConvertsQueries ? 32.f : 1.f;
 constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
 
 using cute::SM90::GMMA::Major;
-using ScoreProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
-using OutputProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
+using ScoreProduct = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<Major::K, Major::K>;
+using OutputProduct = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>;
 }  // namespace jitattn
 #endif

@@ -95,14 +95,18 @@ constexpr bool kHasBytes = sizeof(typename Type::Storage) == 1 && !BlocksOf<Type
 // The values of bytes 0 and 1 of a word, and of bytes 2 and 3, as pairs of a 16-bit type.
 template <typename To, typename From>
 __device__ __forceinline__ uint2 unpack_pairs(uint32_t bytes) {
-  const uint2 halves = From::to_pairs(bytes);
-  return {To::from_halves(halves.x), To::from_halves(halves.y)};
+  // Discarded here, since callers that are no templates compile what they don't use.
+  if constexpr (!kHasBytes<From>)
+    return {};
+  else {
+    const uint2 halves = From::to_pairs(bytes);
+    return {To::from_halves(halves.x), To::from_halves(halves.y)};
+  }
 }
 
 // The values of bytes 0 and 2 of a word, and of bytes 1 and 3, as pairs of a 16-bit type.
 template <typename To, typename From>
 __device__ __forceinline__ uint2 unpack(uint32_t bytes) {
-  // Discarded here, since callers that are no templates compile what they don't use.
   if constexpr (!kHasBytes<From>)
     return {};
   else {

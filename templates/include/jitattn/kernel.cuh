@@ -57,9 +57,9 @@ constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 constexpr bool kHasScales = sizeof(KVType::Storage) == 1;
 constexpr bool kHasFP8Products = 0;
 constexpr bool kDequantises = kHasScales && !kHasFP8Products;
-// Probabilities of 8 bits are 2**8 times as large, of at most 448: small ones keep their digits.
-constexpr float kProbabilityBits = kHasFP8Products ? 8.f : 0.f;
-constexpr float kProbabilityFactor = kHasFP8Products ? 256.f : 1.f;
+// Probabilities of few exponents are so many powers of two as large: small ones keep their digits.
+constexpr int kProbabilityBits = 0;
+constexpr float kProbabilityFactor = 1 << kProbabilityBits;
 // Two elements a byte, in blocks with a scale, and with int4 a zero. Where consumers dequantise,
 // products take 32 dims in two steps.
 constexpr bool kHasBlocks = BlocksOf<KVType>::kExist;
@@ -193,6 +193,13 @@ constexpr int kNumLandings = 0;
 // Whether a soft cap bounds scores so closely that 0 serves as the maximum of every row: their
 // probabilities and sums stay within the exponents of float32 and bfloat16.
 constexpr bool kFixedMaximum = 0;
+// Registers of producers that dequantise, and of those of Q, where these have fewer.
+constexpr int kDequantRegisters = 72, kQueryRegisters = 0;
+// The type of products of 16 bits.
+using PairType = BFloat16;
+// Whether rows of Q become another type of as many bits, times a power of two that most share.
+constexpr bool kConvertsQueries = kDequantises && QType::kMantissaBits != PairType::kMantissaBits;
+constexpr float kQueryFactor = kConvertsQueries ? 32.f : 1.f;
 constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
 
 using cute::SM90::GMMA::Major;

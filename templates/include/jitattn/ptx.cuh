@@ -195,6 +195,22 @@ __device__ __forceinline__ uint4 ld_global_16(const void* global, bool exists) {
   return words;
 }
 
+// Loads 16 or 8 bytes past the L1 cache: no other thread of the SM reads them.
+__device__ __forceinline__ uint4 ld_past_l1_16(const void* global) {
+  uint4 words;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(global));
+  return words;
+}
+__device__ __forceinline__ uint2 ld_past_l1_8(const void* global) {
+  uint2 words;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "l"(global));
+  return words;
+}
+
 // Likewise four bytes.
 __device__ __forceinline__ uint32_t ld_global_4(const void* global, bool exists) {
   uint32_t word;

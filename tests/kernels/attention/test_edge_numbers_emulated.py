@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.emulator.attention import EmulatedCuda
 from tests.support.cases import Case, of
 from tests.support.edge_numbers import (
+    check_far_queries,
     check_far_scales,
     check_large_latent_scores,
     check_large_scores,
@@ -51,6 +52,13 @@ def test_scales_whose_product_is_infinite(
     host = EmulatedCuda(monkeypatch, arch)
     fp8 = replace(case, kv_dtype="float8_e4m3fn")
     check_far_scales(fp8, "cpu", lambda inputs: on(host, inputs))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int4"])
+def test_queries_that_become_float16(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    check_far_queries(replace(PREFILL, kv_dtype=kv_dtype), "cpu", lambda inputs: on(host, inputs))
+    assert "prefill" in host.kinds
 
 
 @pytest.mark.parametrize("sink", [-500.0, -100.0, 200.0])

@@ -73,3 +73,9 @@ def test_the_kernel_computes_the_definition(name: str, monkeypatch: pytest.Monke
 def test_wide_heads_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warps run ahead of others, and copies and products end as late as they may."""
     EmulatedCuda(monkeypatch, "sm_90a", seed=3).check(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["few rows, e4m3", "split, e4m3"])
+def test_dequantised_tiles_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of producers that dequantise, and of those of Q beside them."""
+    EmulatedCuda(monkeypatch, "sm_90a", seed=3).check(CASES[name])

@@ -9,13 +9,22 @@
 
 namespace jitattn {
 
-// All producer warps, where they dequantise; and one, where others transpose V.
-constexpr int kNumQueryWarps = kDequantises      ? kProducerThreads / kWarpSize
-                               : kHasFP8Products ? 1
-                                                 : 2;
+// Whether vectors land in shared memory before they are dequantised, or in registers.
+constexpr bool kDequantisesLandings = kDequantises && kNumLandings > 0;
+constexpr bool kDequantisesRegisters = kDequantises && !kDequantisesLandings;
+
+// All producer warps, where they dequantise landings; a warpgroup beside those that dequantise
+// registers; and one, where others transpose V.
+constexpr int kNumQueryWarps = kDequantisesLandings    ? kProducerThreads / kWarpSize
+                               : kDequantisesRegisters ? kGroupThreads / kWarpSize
+                               : kHasFP8Products       ? 1
+                                                       : 2;
+constexpr int kDequantWarps = kProducerThreads / kWarpSize - kNumQueryWarps;
 constexpr int kQueryThreads = kNumQueryWarps * kWarpSize;
 // Producer warps of K, and of V.
-constexpr int kTileWarps = kHasFP8Products ? 1 : (kProducerThreads / kWarpSize - 2) / 2;
+constexpr int kTileWarps = kHasFP8Products         ? 1
+                           : kDequantisesRegisters ? kDequantWarps / 2
+                                                   : (kProducerThreads / kWarpSize - 2) / 2;
 constexpr int kTransposeWarps = kHasFP8Products ? kProducerThreads / kWarpSize - 2 : 0;
 
 // Hardware barriers; 0 is the whole CTA's.
@@ -24,6 +33,22 @@ constexpr int kConsumerBarrier = kTurnBarrier + kNumGroups;
 constexpr int kQueryBarrier = kConsumerBarrier + 1;
 constexpr int kFirstQueryBarrier = kQueryBarrier + 1;  // and the next, one a warpgroup
 constexpr int kTransposeBarrier = kFirstQueryBarrier + kNumGroups;
+
+// Where producers of Q have few registers: what they remember besides.
+template <bool kExist>
+struct PlaceShared {};
+template <>
+struct PlaceShared<true> {
+  WorkPlace work_place;
+};
+
+// Where rows of Q become another type: factors of their scores.
+template <bool kExist>
+struct RowFactors {};
+template <>
+struct RowFactors<true> {
+  float row_factors[kNumQueryStages][kRowTile];
+};
 
 // Where products have 8 bits: landings of V, and scales of the rows of Q.
 template <bool kExist>
@@ -50,7 +75,9 @@ struct FP8Shared<true> {
   }
 };
 
-struct Shared : FP8Shared<kHasFP8Products> {
+struct Shared : FP8Shared<kHasFP8Products>,
+                RowFactors<kConvertsQueries>,
+                PlaceShared<kDequantisesRegisters> {
   WorkItem work_items[kNumWorkItems];
   WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
   SplitMerges merges;
@@ -70,12 +97,14 @@ struct Shared : FP8Shared<kHasFP8Products> {
   __device__ __forceinline__ void init_barriers() {
     // Arrivals: one lane for TMA tiles, one a warp for dequantised tiles, each lane for its own
     // asynchronous copies.
-    constexpr int kLoaders = kDequantises ? kNumQueryWarps / 2
-                             : kUsesTma   ? 1
-                                          : kTileWarps * kWarpSize;
+    constexpr int kLoaders = kDequantisesLandings    ? kNumQueryWarps / 2
+                             : kDequantisesRegisters ? kDequantWarps
+                             : kUsesTma              ? 1
+                                                     : kTileWarps * kWarpSize;
     for (int i = 0; i < kNumWorkItems; ++i) mbarrier_init(item_full(i), 1);
     for (int i = 0; i < kNumQueryStages; ++i) {
-      mbarrier_init(q_full(i), kQueryThreads);
+      // Where one of their warps finds work items, the others load Q.
+      mbarrier_init(q_full(i), kQueryThreads - (kDequantisesRegisters ? kWarpSize : 0));
       mbarrier_init(q_empty(i), kNumWarps);
     }
     for (int i = 0; i < kNumKeyParts; ++i) {

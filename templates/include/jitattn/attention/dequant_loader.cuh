@@ -275,6 +275,7 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
     if (item.work != kNoWork && !is_copied_by_consumers(item)) {
       copy_query<kWarpSize>(params.attention, item.rows(params.attention), stage,
                             threadIdx.x % kQueryThreads / kWarpSize, kNumQueryWarps);
+      wait_for_copies();
     }
     mbarrier_arrive(shared.q_full(queries.stage));
     queries.next(kNumQueryStages);

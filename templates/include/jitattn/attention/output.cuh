@@ -111,7 +111,7 @@ struct RowResult {
     factor = scale * reciprocal_approx(sum);
     if constexpr (kHasScales) factor *= params.v_scale.of(params.group_size.divide(head));
     if constexpr (kProductFactor != 1.f) factor *= kProductFactor;
-    if constexpr (kHasFP8Products) factor *= 1.f / kProbabilityFactor;
+    if constexpr (kProbabilityBits > 0) factor *= 1.f / kProbabilityFactor;
     if (sum == 0.f) factor = 0.f;
     lse = sum == 0.f ? neg_inf() : kLn2 * (finite_maximum(top) + log2_approx(sum));
     if (query_tile.kv_end == kInvalidLength) factor = lse = quiet_nan();

@@ -50,7 +50,8 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
   const bool is_negative = !kHasFP8Products && score_scale_of(params, rows.kv_head).rest < 0.f;
   const uint32_t sign = is_negative ? 0x80008000u : 0u;
   const bool is_plain = !params.q_is_aligned || is_negative;
-  const int lane = lane_idx();
+  // Found again for each Q: these producers' registers are few.
+  const int lane = kDequantisesRegisters ? forget(lane_idx()) : lane_idx();
   static_assert(kRowTile % kRows == 0 && kRows <= kWarpSize, "a lane finds one row");
 #pragma unroll 1
   for (int first = warp * kRows; first < kRowTile; first += num_warps * kRows) {
@@ -78,8 +79,8 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
       const int part = lane % 4, group_row = lane / 4;
       const int addresses[2] = {group_row * kSegmentBytes + (part ^ group_row) * 16,
                                 group_row * kSegmentBytes + (part ^ group_row ^ 4) * 16};
-      // A variant leaves producers few registers.
-#pragma unroll(kHasVariant ? 1 : kRows / 8)
+      // A variant leaves producers few registers, and so do those that dequantise.
+#pragma unroll(kHasVariant || kDequantisesRegisters ? 1 : kRows / 8)
       for (int group = 0; group < kRows / 8; ++group) {
         const uint64_t source = __shfl_sync(0xffffffff, lane_address, group * 8 + group_row);
         const auto* vectors = reinterpret_cast<const Storage*>(source) + part * kVectorItems;
@@ -92,8 +93,79 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
       }
     }
   }
+}
+
+// What copy_query() copied is there, for products too.
+__device__ __forceinline__ void wait_for_copies() {
   cp_async_wait_all();
   fence_before_tma();
+}
+
+// Two numbers in a word as floats.
+__device__ __forceinline__ float2 query_pair(uint32_t word) {
+  uint16_t low, high;
+  split(word, low, high);
+  return {QType::to_float(low), QType::to_float(high)};
+}
+
+// Q in the type of products, in the place of Q: the rows that copy_query() copies, times kQueryFactor.
+// Rows whose largest number is then below 2 or no float16 have another power of two as their
+// factor, which puts that number between 2**14 and 2**15, and their scores what is missing. So
+// numbers down to 2**-22 of the largest stay exact, and others lose no more than 2**-26 of it. A row
+// with an infinity becomes NaN, as its scores do. Four lanes have a row.
+template <int kRows, typename SharedMemory>
+__device__ __forceinline__ void convert_query(SharedMemory& shared, uint32_t smem, int stage,
+                                              int warp, int num_warps) {
+  if constexpr (kConvertsQueries) {
+    __syncwarp();  // other lanes have copied
+    constexpr int kVectors = kKeyDim / 8;
+    const int lane = forget(lane_idx()), part = lane % 4;
+#pragma unroll 1
+    for (int first = warp * kRows; first < kRowTile; first += num_warps * kRows) {
+#pragma unroll 1
+      for (int row = first + lane / 4; row < first + kRows; row += 8) {
+        const auto place_of = [&](int vector) {
+          return QueryLayout::row(smem, vector / 8, row) + (vector % 8 ^ row % 8) * 16;
+        };
+        // Amounts of bfloat16 are in the order of their bits, NaN last.
+        uint32_t tops = 0;
+#pragma unroll
+        for (int i = 0; i < (kVectors + 3) / 4; ++i) {
+          const int vector = i * 4 + part;
+          if (i * 4 + 4 > kVectors && vector >= kVectors) continue;
+          const uint4 words = ld_shared_16(place_of(vector));
+          for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+            tops = __vmaxu2(tops, word & 0x7fff7fff);
+          }
+        }
+        tops = __vmaxu2(tops, __shfl_xor_sync(0xffffffff, tops, 1));
+        tops = __vmaxu2(tops, __shfl_xor_sync(0xffffffff, tops, 2));
+        const float top = __uint_as_float(max(tops << 16, tops & 0xffff0000));
+        const bool is_plain =
+            top == 0.f || (top >= 2.f / kQueryFactor && top < 65536.f / kQueryFactor);
+        const uint32_t exponent = max(__float_as_uint(top) >> 23, 15u);
+        float factor = kQueryFactor;
+        if (!is_plain)
+          factor = exponent < 255 ? __uint_as_float(268 - exponent << 23) : quiet_nan();
+#pragma unroll 2  // registers are few
+        for (int vector = part; vector < kVectors; vector += 4) {
+          const uint32_t place = place_of(vector);
+          const uint4 words = ld_shared_16(place);  // again: they would take too many registers
+          const auto times = [&](uint32_t word) {
+            const float2 pair = query_pair(word);
+            return PairType::pack(pair.x * factor, pair.y * factor);
+          };
+          st_shared_16(place, {times(words.x), times(words.y), times(words.z), times(words.w)});
+        }
+        if (part == 0) {
+          // The inverse, but for kQueryFactor.
+          const float rest = kQueryFactor * __uint_as_float(exponent - 14 << 23);
+          shared.row_factors[stage][row] = is_plain ? 1.f : rest;
+        }
+      }
+    }
+    fence_before_tma();
+  }
 }
 
 // Scale of the scores of a row of FP8 queries: `rest` is positive, and `first` is 1 but for scales
@@ -146,6 +218,8 @@ __device__ __forceinline__ void copy_first_query(const KernelParams& params, Sha
   const HeadBlock block(params.attention, item.work);
   const QueryRows rows(params.attention, block, item.query_tile, item.request);
   copy_query<16>(params.attention, rows, smem, warp_idx(), kNumWarps);
+  wait_for_copies();
+  convert_query<16>(shared, smem, 0, warp_idx(), kNumWarps);
   write_row_scales<16>(params, shared, rows, 0, warp_idx(), kNumWarps);
   sync_threads<kGroupThreads>(kFirstQueryBarrier + group_idx());
 }

@@ -96,7 +96,7 @@ __device__ __forceinline__ void exponentiate_rows(Scores& s, const float (&scale
       offset[half] = reduce_large_offset<kGroups>(s, half, m[half], offset[half]);
   };
   const auto add = [&](int half) {
-    if constexpr (kHasFP8Products) offset[half] -= kProbabilityBits;
+    if constexpr (kProbabilityBits > 0) offset[half] -= kProbabilityBits;
     const float sum = exponentiate_row<kGroups>(
         s, half, [&](float score) { return fmaf(score, scales[half], -offset[half]); });
     d[half] = d[half] * old_scale[half] + sum;

@@ -294,6 +294,7 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
       const QueryRows rows = item.rows(params.attention);
       copy_query<kWarpSize>(params.attention, rows, smem + queries.stage * kQueryStageBytes, warp,
                             kNumQueryWarps);
+      wait_for_copies();
       write_row_scales<kWarpSize>(params, shared, rows, queries.stage, warp, kNumQueryWarps);
     }
     mbarrier_arrive(shared.q_full(queries.stage));

@@ -50,7 +50,7 @@ constexpr int kQueryOffset = kValueOffset + kNumStages * kValueStageBytes;
 
 constexpr int kLandingOffset = kQueryOffset + kNumQueryStages * kQueryStageBytes;
 
-static_assert(kDequantises ||
+static_assert((kDequantises && kNumLandings > 0) ||
                   kLandingOffset + (kHasFP8Products ? kNumLandings * kLandingBytes : 0) ==
                       kSmemBytes,
               "the host asks for exactly the shared memory that is used");
@@ -128,7 +128,7 @@ struct ProbabilityTile {
           fragments[j][i] = cvt_e4m3x4(s.at(group, 2 * half), s.at(group, 2 * half + 1),
                                        s.at(group + 1, 2 * half), s.at(group + 1, 2 * half + 1));
         } else {
-          fragments[j][i] = QType::pack(s.at(group, 2 * half), s.at(group, 2 * half + 1));
+          fragments[j][i] = PairType::pack(s.at(group, 2 * half), s.at(group, 2 * half + 1));
         }
       });
     });

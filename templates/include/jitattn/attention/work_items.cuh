@@ -87,19 +87,26 @@ __device__ __forceinline__ bool copy_first_item(const KernelParams& params, Work
   return is_known;
 }
 
+// What an iterator over work items remembers.
+struct WorkPlace {
+  int32_t num_work_tiles;
+  int32_t section_heads;
+  int32_t work;
+  int32_t query_tile;
+  int32_t last_query_tile;
+};
+
 // Work items of this CTA: the query tiles of its work tiles. The first work tile is that of the
 // CTA's index; if there are more work tiles than CTAs, the others are claimed, so that all CTAs end
 // together.
 //
 // Work tile x is head block x % num_head_blocks of slot x / num_head_blocks. Whole query tiles are
 // dealt one head section at a time, so that CTAs that run together read the same K and V.
-struct WorkItemIterator {
+struct WorkItemIterator : WorkPlace {
   const KernelParams& params;
-  int32_t num_work_tiles;
-  int32_t section_heads;
-  int32_t work;
-  int32_t query_tile;
-  int32_t last_query_tile;
+
+  __device__ __forceinline__ WorkItemIterator(const KernelParams& params, const WorkPlace& place)
+      : WorkPlace(place), params(params) {}
 
   __device__ __forceinline__ explicit WorkItemIterator(const KernelParams& params)
       : params(params) {
@@ -150,7 +157,8 @@ struct WorkItemIterator {
     item.last_common = rows.last_common_key();
     item.score_scale = score_scale_of(params.attention, rows.kv_head);
     // Not zero, so that -inf stays what it is.
-    item.score_scale.rest = fmaxf(fabsf(item.score_scale.rest), 1e-30f);
+    const float rest = fabsf(item.score_scale.rest) * (1.f / kQueryFactor);
+    item.score_scale.rest = fmaxf(rest, 1e-30f);
   }
 
   __device__ __forceinline__ void begin_work_tile(int32_t work_tile) {

@@ -58,9 +58,9 @@ constexpr int kSliceTokens = kTileTokens / kNumWarps;  // what a warp loads
 constexpr bool kHasScales = sizeof(KVType::Storage) == 1;
 constexpr bool kHasFP8Products = 0;
 constexpr bool kDequantises = kHasScales && !kHasFP8Products;
-// Probabilities of 8 bits are 2**8 times as large, of at most 448: small ones keep their digits.
-constexpr float kProbabilityBits = kHasFP8Products ? 8.f : 0.f;
-constexpr float kProbabilityFactor = kHasFP8Products ? 256.f : 1.f;
+// Probabilities of few exponents are so many powers of two as large: small ones keep their digits.
+constexpr int kProbabilityBits = 0;
+constexpr float kProbabilityFactor = 1 << kProbabilityBits;
 // Two elements a byte, in blocks with a scale, and with int4 a zero. Where consumers dequantise,
 // products take 32 dims in two steps.
 constexpr bool kHasBlocks = BlocksOf<KVType>::kExist;
@@ -198,6 +198,7 @@ struct KernelParams {
 static_assert(kNumValueBlocks == 1, "a CTA has all columns");
 static_assert(kKpeDim % 16 == 0 && kLatentDim % kScaleDims == 0, "whole products and scales");
 constexpr bool kHasWholeQueryTiles = true;
+constexpr float kQueryFactor = 1.f;  // of rows of Q, that scales know
 
 using cute::SM90::GMMA::Major;
 using ScoreProduct = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
