@@ -34,12 +34,26 @@ constexpr int kQueryBarrier = kConsumerBarrier + 1;
 constexpr int kFirstQueryBarrier = kQueryBarrier + 1;  // and the next, one a warpgroup
 constexpr int kTransposeBarrier = kFirstQueryBarrier + kNumGroups;
 
-// Where producers of Q have few registers: what they remember besides.
+// Where a warp does nothing but find work items: what it remembers, since it has few registers, and
+// who has done with a work item.
 template <bool kExist>
-struct PlaceShared {};
+struct FinderShared {
+  __device__ __forceinline__ void init_barriers() {}
+};
 template <>
-struct PlaceShared<true> {
+struct FinderShared<true> {
   WorkPlace work_place;
+  uint64_t empty_barriers[kNumWorkItems];
+
+  __device__ __forceinline__ uint32_t item_empty(int i) {
+    return smem_address(empty_barriers + i);
+  }
+  __device__ __forceinline__ void init_barriers() {
+    // Arrivals: one a warp that reads work items.
+    for (int i = 0; i < kNumWorkItems; ++i) {
+      mbarrier_init(item_empty(i), kNumWarps + kDequantWarps + kNumQueryWarps - 1);
+    }
+  }
 };
 
 // Where rows of Q become another type: factors of their scores.
@@ -77,7 +91,7 @@ struct FP8Shared<true> {
 
 struct Shared : FP8Shared<kHasFP8Products>,
                 RowFactors<kConvertsQueries>,
-                PlaceShared<kDequantisesRegisters> {
+                FinderShared<kDequantisesRegisters> {
   WorkItem work_items[kNumWorkItems];
   WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
   SplitMerges merges;
@@ -114,6 +128,7 @@ struct Shared : FP8Shared<kHasFP8Products>,
       if (i < kNumStages) mbarrier_init(v_empty(i), kNumWarps);
     }
     FP8Shared<kHasFP8Products>::init_barriers(kLoaders);
+    FinderShared<kDequantisesRegisters>::init_barriers();
     for_each<2>([&](int i) { merges.items[i].work = kNoWork; });
     fence_mbarrier_init();
   }

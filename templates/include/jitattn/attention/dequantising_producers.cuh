@@ -26,6 +26,9 @@ constexpr int kWarpGroups = (kRowGroups + kDequantWarps - 1) / kDequantWarps;
 // Registers of a lane's vectors that are on their way.
 constexpr int kFlightWords = kUseVectorLoads ? 32 : 8;
 
+// Work items between the last that all have done with and the one that is looked for.
+constexpr uint32_t kItemsAhead = kNumWorkItems / 2;
+
 static_assert(kNumQueryStages > 1, "work items are found ahead of the last tile of one before");
 static_assert(8 * kWarpGroups <= kWarpSize, "each lane finds one row");
 static_assert(kGroupStep % kTmaTokens == 0, "whole TMA tiles lie between a warp's groups");
@@ -48,6 +51,10 @@ struct StoredVector<true> {
   uint32_t scale;  // with int4 and the zero
 };
 
+// A row of V of zeros, and of their blocks' scales: of tokens that there are not, since a NaN there must
+// not meet a probability of zero.
+alignas(16) __device__ const uint8_t kZeroRow[stored_bytes(kValueDim) + block_bytes(kValueDim)] = {};
+
 // Addresses of a row of K or V, and of the scales of its blocks.
 struct RowSource {
   uint64_t row;
@@ -61,6 +68,11 @@ struct ItemRows {
   RowSource values;
   int32_t kv_begin;
   int32_t kv_last;
+
+  // The token of the item that is next to one.
+  __device__ __forceinline__ int32_t nearest(int32_t token) const {
+    return max(min(token, kv_last), kv_begin);
+  }
 };
 
 // A tile's K or V: its place among the vectors that a lane has of the tile, and in memory.
@@ -130,7 +142,8 @@ struct TileDequantiser {
   Shared& shared;
   uint32_t smem;
   // Of one of the warp's rows of the tile under way. Rows without a token are those of the nearest
-  // one: loads that always are there need no condition, whose outcome the compiler would wait for.
+  // one in K, whose scores are masked, and zeros in V: loads that always are there need no condition,
+  // whose outcome the compiler would wait for.
   RowSource keys;
   RowSource values;
   RowSource row;            // of the vector that was asked for last
@@ -154,8 +167,8 @@ struct TileDequantiser {
 
   // Asks for the first vectors of a tile of a work item.
   __device__ __forceinline__ void begin(const ItemRows& rows, int32_t tile) {
-    const int32_t token = token_of(rows, tile);
-    find_sources(rows, token, Source<true>::id(params, rows.page_row, token),
+    const int32_t token = rows.nearest(token_of(tile));
+    find_sources(rows, tile, Source<true>::id(params, rows.page_row, token),
                  Source<false>::id(params, rows.page_row, token));
     for_each<kFlight>([&](int i) {
       ask(i);
@@ -169,7 +182,7 @@ struct TileDequantiser {
                                           const Ring& ring) {
     int32_t k_page = 0, v_page = 0;  // looked up before they are needed
     if (!is_last) {
-      const int32_t token = token_of(rows, tile);
+      const int32_t token = rows.nearest(token_of(tile));
       k_page = Source<true>::id(params, rows.page_row, token);
       v_page = PageTable::kSharesPages ? k_page : Source<false>::id(params, rows.page_row, token);
     }
@@ -179,7 +192,7 @@ struct TileDequantiser {
         const int index = Of::kFirst + i;
         store(operand, i, target);
         if (index == kVectors - kFlight && !is_last) {
-          find_sources(rows, token_of(rows, tile), k_page, v_page);
+          find_sources(rows, tile, k_page, v_page);
         }
         ask((index + kFlight) % kVectors);
         // Or the compiler asks when it suits it, which is late.
@@ -197,17 +210,22 @@ struct TileDequantiser {
 
  private:
   // Token of this lane's row of a tile, one of the warp's rows.
-  static __device__ __forceinline__ int32_t token_of(const ItemRows& rows, int32_t tile) {
+  static __device__ __forceinline__ int32_t token_of(int32_t tile) {
     // Found again: registers are few.
     const uint32_t thread = forget(threadIdx.x) - kNumThreads, lane = thread % kWarpSize;
     const int row = lane / 8 * kGroupStep + thread / kWarpSize * 8 + lane % 8;
-    return max(min(tile * kTileTokens + row, rows.kv_last), rows.kv_begin);
+    return tile * kTileTokens + row;
   }
 
-  __device__ __forceinline__ void find_sources(const ItemRows& rows, int32_t token, int32_t k_page,
+  __device__ __forceinline__ void find_sources(const ItemRows& rows, int32_t tile, int32_t k_page,
                                                int32_t v_page) {
+    const int32_t own = token_of(tile), token = rows.nearest(own);
     keys = Keys::of_token(params, rows.keys, PageTable::locate(k_page, token));
     values = Values::of_token(params, rows.values, PageTable::locate(v_page, token));
+    if (token != own) {
+      values.row = reinterpret_cast<uint64_t>(kZeroRow);
+      values.scales = values.row + stored_bytes(kValueDim);
+    }
   }
 
   // Asks for vector `i` of a tile, after those before it.
@@ -310,7 +328,8 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
 #pragma unroll 1
   do {
     if (++tile == end) {
-      // Whoever finds work items is ahead by one: no tile that is not there yet is waited for.
+      if (lane_idx() == 0) mbarrier_arrive(shared.item_empty(num_items % kNumWorkItems));
+      // Whoever finds work items is ahead: no tile that is not there yet is waited for.
       const uint32_t index = ++num_items % kNumWorkItems;
       mbarrier_wait(shared.item_full(index), num_items / kNumWorkItems % 2);
       const WorkItem& item = shared.work_items[index];
@@ -327,8 +346,8 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
   } while (!is_last);
 }
 
-// The warp that finds work items, up to two ahead of the last Q that is there, and writes the rows of
-// empty ones.
+// The warp that finds work items, some ahead of the last that all have done with, and writes the rows
+// of empty ones.
 __device__ __forceinline__ void find_work_items(const KernelParams& params, Shared& shared) {
   // Of the first work item.
   bool is_known = copy_first_item(params, shared.work_items[0]);
@@ -338,11 +357,9 @@ __device__ __forceinline__ void find_work_items(const KernelParams& params, Shar
 #pragma unroll 1
   while (true) {
     const uint32_t index = num_items % kNumWorkItems;
-    // Its Q waited for a stage: consumers are past the work item two before that, and all the more
-    // past the one that was here.
-    if (num_items >= kNumQueryStages) {
-      mbarrier_wait(shared.q_full(num_items % kNumQueryStages),
-                    (num_items / kNumQueryStages + 1) % 2);
+    if (num_items >= kItemsAhead) {
+      const uint32_t earlier = num_items - kItemsAhead;
+      mbarrier_wait(shared.item_empty(earlier % kNumWorkItems), earlier / kNumWorkItems % 2);
     }
     WorkItem& item = shared.work_items[index];
     if (lane == 0) {
@@ -386,6 +403,8 @@ __device__ __forceinline__ void load_converted_queries(const KernelParams& param
       convert_query<kRows>(shared, target, stage, warp, kNumQueryWarps - 1);
     }
     mbarrier_arrive(shared.q_full(stage));
+    __syncwarp();  // all lanes have read the work item
+    if (lane_idx() == 0) mbarrier_arrive(shared.item_empty(index));
     if (is_end) break;
     ++num_items;
   }
