@@ -102,6 +102,11 @@ class Case:
         return self.kv_dtype or self.dtype
 
     @property
+    def is_dequantised(self) -> bool:
+        """Whether the cache has another type than q."""
+        return self.stored_dtype != self.dtype
+
+    @property
     def blocks(self) -> BlockFormat | None:
         """The blocks of a cache of four bits."""
         return DType(self.stored_dtype).blocks

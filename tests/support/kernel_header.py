@@ -21,6 +21,8 @@ _CONFIGS = {
     "jitattn/kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16",
     "jitattn/dequant_kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16,"
     "kv_dtype=float8_e4m3fn",
+    "jitattn/wide_dequant_kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=256,page_size=16,"
+    "kv_dtype=float8_e4m3fn",
     "jitattn/fp8_kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16,"
     "q_dtype=float8_e4m3fn,kv_dtype=float8_e4m3fn,fp8_products=fast",
     "jitattn/mla/kernel.cuh": "planner=mla,num_heads=128,page_size=64",
@@ -59,6 +61,7 @@ def sample(name: str) -> str:
     block = re.sub(r"\n{3,}", "\n\n", after[: after.index(_END)] + _END)
     what = {
         "mla": "an MLA kernel",
+        "wide": "a kernel of FP8 caches of wide heads",
         "dequant": "a kernel of FP8 caches",
         "fp8": "a kernel of products of 8 bits",
     }

@@ -5,7 +5,7 @@
 // land beside its first vector in the segment.
 #pragma once
 
-#include "jitattn/dequant_kernel.cuh"
+#include "jitattn/wide_dequant_kernel.cuh"
 
 #include "jitattn/attention/barriers.cuh"
 #include "jitattn/attention/query_loader.cuh"
