@@ -29,8 +29,8 @@ SMALL_PAGES = "head_dim=128,page_size=1,page_table=separate"
 SOFT_CAP = "head_dim=128,logits_soft_cap=30"
 MASK = "head_dim=128,use_custom_mask=true"
 TWO_DIMS = "head_dim=192,head_dim_vo=128"
-# Instructions by configuration, arch, kernel. Prefill over quantised caches has vectors of a tile in
-# registers, so that their loop is unrolled, and Q's conversion twice: consumers convert the first.
+# Instructions by configuration, arch, kernel. Prefill over quantised caches has vectors in
+# registers, so that loops over them are unrolled, and converts Q in two places.
 BUDGETS: dict[tuple[str, str, str], int] = {
     (EVERYDAY, "sm_90a", "decode tensor"): 2368,
     (EVERYDAY, "sm_90a", "decode plain"): 2352,

@@ -71,8 +71,8 @@ def tolerance(
         c = largest p * sum of |v| >= a
 
     That counts in columns where the keys of large p have small values, and else is little beside
-    the rest: rows of many keys have no large p. Prefill over quantised caches rounds 2**15 times the
-    probabilities to fp16 beside bf16 queries, too, which leaves 2**-40 of c there.
+    the rest: rows of many keys have no large p. Beside bf16 queries prefill over quantised caches
+    may round 2**15 times the probabilities to fp16: 2**-40 of c.
 
     The same float32 arithmetic leaves lse, of magnitude 2**8 at most in the tests, within 1e-3 as
     the contract promises, the fast tanh of the soft cap included.
