@@ -5,6 +5,8 @@ struct Index {
   unsigned x;
 };
 extern Index threadIdx, blockIdx, gridDim;
+inline int32_t cta_idx_again() { return blockIdx.x; }
+inline int32_t grid_size_again() { return gridDim.x; }
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffff);
 int __syncthreads_or(int vote);

@@ -9,6 +9,18 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Index of the CTA, and their number, read where they are needed and kept in no register until then.
+__device__ __forceinline__ int32_t cta_idx_again() {
+  int32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ int32_t grid_size_again() {
+  int32_t count;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
+  return count;
+}
+
 // Copies 16 bytes to shared memory, or writes zeros and reads nothing when `valid` is false. The L2
 // cache fetches the aligned kFetchBytes around them, 128 or 256.
 template <int kFetchBytes>

@@ -34,20 +34,23 @@ constexpr int kQueryBarrier = kConsumerBarrier + 1;
 constexpr int kFirstQueryBarrier = kQueryBarrier + 1;  // and the next, one a warpgroup
 constexpr int kTransposeBarrier = kFirstQueryBarrier + kNumGroups;
 
-// Where a warp does nothing but find work items: what it remembers, since it has few registers, and
-// who has done with a work item.
+// What a warp that does nothing but find work items remembers.
+struct FinderState : WorkPlace {
+  uint32_t num_items;
+  bool is_known;  // whether the next one has the facts of the first
+};
+
+// Beside such a warp: its state, and who has done with a work item.
 template <bool kExist>
 struct FinderShared {
   __device__ __forceinline__ void init_barriers() {}
 };
 template <>
 struct FinderShared<true> {
-  WorkPlace work_place;
+  FinderState finder;
   uint64_t empty_barriers[kNumWorkItems];
 
-  __device__ __forceinline__ uint32_t item_empty(int i) {
-    return smem_address(empty_barriers + i);
-  }
+  __device__ __forceinline__ uint32_t item_empty(int i) { return smem_address(empty_barriers + i); }
   __device__ __forceinline__ void init_barriers() {
     // Arrivals: one a warp that reads work items.
     for (int i = 0; i < kNumWorkItems; ++i) {

@@ -53,7 +53,8 @@ struct StoredVector<true> {
 
 // A row of V of zeros, and of their blocks' scales: of tokens that there are not, since a NaN there must
 // not meet a probability of zero.
-alignas(16) __device__ const uint8_t kZeroRow[stored_bytes(kValueDim) + block_bytes(kValueDim)] = {};
+alignas(16)
+    __device__ const uint8_t kZeroRow[stored_bytes(kValueDim) + block_bytes(kValueDim)] = {};
 
 // Addresses of a row of K or V, and of the scales of its blocks.
 struct RowSource {
@@ -349,36 +350,40 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
 // The warp that finds work items, some ahead of the last that all have done with, and writes the rows
 // of empty ones.
 __device__ __forceinline__ void find_work_items(const KernelParams& params, Shared& shared) {
-  // Of the first work item.
-  bool is_known = copy_first_item(params, shared.work_items[0]);
-  const int lane = lane_idx();
-  if (lane == 0) shared.work_place = WorkItemIterator(params);
-  uint32_t num_items = 0;
+  FinderState& state = shared.finder;  // kept there: registers are few
+  const bool is_known = copy_first_item(params, shared.work_items[0]);
+  if (lane_idx() == 0) {
+    static_cast<WorkPlace&>(state) = WorkItemIterator(params);
+    state.num_items = 0;
+    state.is_known = is_known;
+  }
 #pragma unroll 1
   while (true) {
-    const uint32_t index = num_items % kNumWorkItems;
-    if (num_items >= kItemsAhead) {
-      const uint32_t earlier = num_items - kItemsAhead;
+    __syncwarp();
+    if (state.num_items >= kItemsAhead) {
+      const uint32_t earlier = state.num_items - kItemsAhead;
       mbarrier_wait(shared.item_empty(earlier % kNumWorkItems), earlier / kNumWorkItems % 2);
     }
-    WorkItem& item = shared.work_items[index];
-    if (lane == 0) {
-      WorkItemIterator source(params, shared.work_place);  // kept there: registers are few
-      source.next(item, is_known);
-      item.query_stage = num_items % kNumQueryStages;
-      shared.work_place = source;
+    if (lane_idx() == 0) {
+      WorkItem& item = shared.work_items[state.num_items % kNumWorkItems];
+      WorkItemIterator source(params, state);
+      source.next(item, state.is_known);
+      item.query_stage = state.num_items % kNumQueryStages;
+      static_cast<WorkPlace&>(state) = source;
+      state.is_known = false;
     }
-    is_known = false;
     __syncwarp();  // the work item is written
+    const uint32_t index = state.num_items % kNumWorkItems;
+    const WorkItem& item = shared.work_items[index];
     const bool is_end = item.work == kNoWork;
     if (!is_end && item.is_empty()) {
-      write_empty(params.attention, item, lane, kWarpSize);
-      __syncwarp();  // and read
+      write_empty(params.attention, item, lane_idx(), kWarpSize);
       continue;
     }
-    if (lane == 0) mbarrier_arrive(shared.item_full(index));
+    __syncwarp();  // all lanes have found it
+    if (lane_idx() == 0) mbarrier_arrive(shared.item_full(index));
     if (is_end) break;
-    ++num_items;
+    if (lane_idx() == 0) ++state.num_items;
   }
 }
 

@@ -175,7 +175,9 @@ struct WorkItemIterator : WorkPlace {
   }
 
   __device__ __forceinline__ int32_t claim() const {
-    const int32_t num_ctas = gridDim.x, own = blockIdx.x;
+    // Found again where a warp with few registers finds work items.
+    const int32_t num_ctas = kDequantises ? grid_size_again() : gridDim.x;
+    const int32_t own = kDequantises ? cta_idx_again() : blockIdx.x;
     if (work == kUnknownWork) return own < num_work_tiles ? own : kNoWork;
     if (num_work_tiles <= num_ctas) return kNoWork;
     const int32_t claimed = atomicAdd(params.attention.num_claimed, 1);
