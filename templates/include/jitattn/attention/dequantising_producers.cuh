@@ -402,10 +402,10 @@ __device__ __forceinline__ void load_converted_queries(const KernelParams& param
     mbarrier_wait(shared.q_empty(stage), (num_items / kNumQueryStages + 1) % 2);
     if (!is_end && !is_copied_by_consumers(item)) {
       const uint32_t target = smem + stage * kQueryStageBytes;
-      copy_query<kRows>(params.attention, item.rows(params.attention), target, warp,
-                        kNumQueryWarps - 1);
+      const QueryRows rows = item.rows(params.attention);
+      copy_query<kRows>(params.attention, rows, target, warp, kNumQueryWarps - 1);
       wait_for_copies();
-      convert_query<kRows>(shared, target, stage, warp, kNumQueryWarps - 1);
+      convert_query<kRows>(shared, rows, target, stage, warp, kNumQueryWarps - 1);
     }
     mbarrier_arrive(shared.q_full(stage));
     __syncwarp();  // all lanes have read the work item

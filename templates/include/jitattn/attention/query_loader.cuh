@@ -114,14 +114,18 @@ __device__ __forceinline__ float2 query_pair(uint32_t word) {
 // numbers down to 2**-22 of the largest stay exact, and others lose no more than 2**-26 of it. A row
 // with an infinity becomes NaN, as its scores do. Four lanes have a row.
 template <int kRows, typename SharedMemory>
-__device__ __forceinline__ void convert_query(SharedMemory& shared, uint32_t smem, int stage,
-                                              int warp, int num_warps) {
+__device__ __forceinline__ void convert_query(SharedMemory& shared, const QueryRows& rows,
+                                              uint32_t smem, int stage, int warp, int num_warps) {
   if constexpr (kConvertsQueries) {
     __syncwarp();  // other lanes have copied
     constexpr int kVectors = kKeyDim / 8;
     const int lane = forget(lane_idx()), part = lane % 4;
 #pragma unroll 1
     for (int first = warp * kRows; first < kRowTile; first += num_warps * kRows) {
+      if (first >= rows.num_rows) {  // zeros are the same in both types
+        if (lane < kRows) shared.row_factors[stage][first + lane] = 1.f;
+        continue;
+      }
 #pragma unroll 1
       for (int row = first + lane / 4; row < first + kRows; row += 8) {
         const auto place_of = [&](int vector) {
@@ -219,7 +223,7 @@ __device__ __forceinline__ void copy_first_query(const KernelParams& params, Sha
   const QueryRows rows(params.attention, block, item.query_tile, item.request);
   copy_query<16>(params.attention, rows, smem, warp_idx(), kNumWarps);
   wait_for_copies();
-  convert_query<16>(shared, smem, 0, warp_idx(), kNumWarps);
+  convert_query<16>(shared, rows, smem, 0, warp_idx(), kNumWarps);
   write_row_scales<16>(params, shared, rows, 0, warp_idx(), kNumWarps);
   sync_threads<kGroupThreads>(kFirstQueryBarrier + group_idx());
 }
