@@ -387,48 +387,25 @@ __device__ __forceinline__ void find_work_items(const KernelParams& params, Shar
   }
 }
 
-// The other warps of their warpgroup: load Q of all work items, in the type of products. That of one is
-// on its way while another's is converted, if it has a stage already.
+// The other warps of their warpgroup: load Q of all work items, in the type of products.
 __device__ __forceinline__ void load_converted_queries(const KernelParams& params, Shared& shared,
                                                        uint32_t smem) {
   constexpr int kRows = 16;  // of a warp at a time
   const int warp = threadIdx.x % kQueryThreads / kWarpSize - 1;
-  uint32_t num_copied = 0, num_items = 0;
-  const auto stage_of = [&](uint32_t item) {
-    return smem + item % kNumQueryStages * kQueryStageBytes;
-  };
+  uint32_t num_items = 0;
 #pragma unroll 1
   while (true) {
-    const bool is_idle = num_copied == num_items;
-    const uint32_t full = shared.item_full(num_copied % kNumWorkItems);
-    const uint32_t full_parity = num_copied / kNumWorkItems % 2;
-    const uint32_t empty = shared.q_empty(num_copied % kNumQueryStages);
-    const uint32_t empty_parity = (num_copied / kNumQueryStages + 1) % 2;
-    if (is_idle || __all_sync(0xffffffff, mbarrier_is_over(full, full_parity) &&
-                                              mbarrier_is_over(empty, empty_parity))) {
-      mbarrier_wait(full, full_parity);
-      mbarrier_wait(empty, empty_parity);
-      const WorkItem& item = shared.work_items[num_copied % kNumWorkItems];
-      if (item.work != kNoWork && !is_copied_by_consumers(item)) {
-        copy_query<kRows>(params.attention, item.rows(params.attention), stage_of(num_copied), warp,
-                          kNumQueryWarps - 1);
-      }
-      cp_async_commit();
-      ++num_copied;
-      if (is_idle) continue;
-    }
-    if (num_copied - num_items > 1) {
-      cp_async_wait<1>();
-    } else {
-      cp_async_wait<0>();
-    }
-    fence_before_tma();
     const uint32_t index = num_items % kNumWorkItems, stage = num_items % kNumQueryStages;
+    mbarrier_wait(shared.item_full(index), num_items / kNumWorkItems % 2);
     const WorkItem& item = shared.work_items[index];
     const bool is_end = item.work == kNoWork;
+    mbarrier_wait(shared.q_empty(stage), (num_items / kNumQueryStages + 1) % 2);
     if (!is_end && !is_copied_by_consumers(item)) {
-      convert_query<kRows>(shared, item.rows(params.attention), stage_of(num_items), stage, warp,
-                           kNumQueryWarps - 1);
+      const uint32_t target = smem + stage * kQueryStageBytes;
+      const QueryRows rows = item.rows(params.attention);
+      copy_query<kRows>(params.attention, rows, target, warp, kNumQueryWarps - 1);
+      wait_for_copies();
+      convert_query<kRows>(shared, rows, target, stage, warp, kNumQueryWarps - 1);
     }
     mbarrier_arrive(shared.q_full(stage));
     __syncwarp();  // all lanes have read the work item
