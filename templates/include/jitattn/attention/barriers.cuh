@@ -52,10 +52,8 @@ struct FinderShared<true> {
 
   __device__ __forceinline__ uint32_t item_empty(int i) { return smem_address(empty_barriers + i); }
   __device__ __forceinline__ void init_barriers() {
-    // Arrivals: one a warp that reads work items.
-    for (int i = 0; i < kNumWorkItems; ++i) {
-      mbarrier_init(item_empty(i), kNumWarps + kDequantWarps + kNumQueryWarps - 1);
-    }
+    // Arrivals: all threads that read work items.
+    for (int i = 0; i < kNumWorkItems; ++i) mbarrier_init(item_empty(i), kCtaThreads - kWarpSize);
   }
 };
 
@@ -118,7 +116,9 @@ struct Shared : FP8Shared<kHasFP8Products>,
                              : kDequantisesRegisters ? kDequantWarps
                              : kUsesTma              ? 1
                                                      : kTileWarps * kWarpSize;
-    for (int i = 0; i < kNumWorkItems; ++i) mbarrier_init(item_full(i), 1);
+    for (int i = 0; i < kNumWorkItems; ++i) {
+      mbarrier_init(item_full(i), kDequantisesRegisters ? kWarpSize : 1);
+    }
     for (int i = 0; i < kNumQueryStages; ++i) {
       // Where one of their warps finds work items, the others load Q.
       mbarrier_init(q_full(i), kQueryThreads - (kDequantisesRegisters ? kWarpSize : 0));

@@ -329,7 +329,7 @@ __device__ __forceinline__ void load_keys_and_values(const KernelParams& params,
 #pragma unroll 1
   do {
     if (++tile == end) {
-      if (lane_idx() == 0) mbarrier_arrive(shared.item_empty(num_items % kNumWorkItems));
+      mbarrier_arrive(shared.item_empty(num_items % kNumWorkItems));
       // Whoever finds work items is ahead: no tile that is not there yet is waited for.
       const uint32_t index = ++num_items % kNumWorkItems;
       mbarrier_wait(shared.item_full(index), num_items / kNumWorkItems % 2);
@@ -380,9 +380,9 @@ __device__ __forceinline__ void find_work_items(const KernelParams& params, Shar
       write_empty(params.attention, item, lane_idx(), kWarpSize);
       continue;
     }
-    __syncwarp();  // all lanes have found it
-    if (lane_idx() == 0) mbarrier_arrive(shared.item_full(index));
+    mbarrier_arrive(shared.item_full(index));  // each lane: some of them wrote the first
     if (is_end) break;
+    __syncwarp();  // all lanes have found it
     if (lane_idx() == 0) ++state.num_items;
   }
 }
@@ -408,8 +408,7 @@ __device__ __forceinline__ void load_converted_queries(const KernelParams& param
       convert_query<kRows>(shared, rows, target, stage, warp, kNumQueryWarps - 1);
     }
     mbarrier_arrive(shared.q_full(stage));
-    __syncwarp();  // all lanes have read the work item
-    if (lane_idx() == 0) mbarrier_arrive(shared.item_empty(index));
+    mbarrier_arrive(shared.item_empty(index));
     if (is_end) break;
     ++num_items;
   }
