@@ -41,6 +41,16 @@ def test_logits_of_many_heads(card: EmulatedCard, shift: int) -> None:
     choices.check_index(Index(replace(MIXED, table="token"), 5, has_out=False), "cpu")
 
 
+def test_requests_of_many_rows(card: EmulatedCard) -> None:
+    """More requests than a warp has lanes, by which a row's request is found."""
+    for q_lens in ((1, 0, 2) * 23, (3, 1) * 16, (0,) * 40 + (2,)):
+        kv_lens = tuple(3 + i % 4 for i, _ in enumerate(q_lens))
+        batch = Batch(q_lens=q_lens, kv_lens=kv_lens, behind=1, page_size=4)
+        choices.check_index(Index(batch, 3, 32, "page"), "cpu")
+        choices.check_choice(Choice(batch, 2, choices.VALUES[0], 0, False), "cpu")
+    assert len(card.launched) == 6
+
+
 @pytest.mark.usefixtures("random_card")
 class TestChoices:
     @examples(60)
