@@ -74,11 +74,9 @@ class IndexLogitsSpec(KernelSpec):
         tile = IndexLogitsTile(64, 3, head_tile, 0, product, 256, 3, in_registers)
         if not in_registers:
             return tile
-        tile = tile._replace(ctas_per_sm=2, accumulators=2, max_chunk_tokens=2048)
-        if self.query_tokens == 1:
-            tile = tile._replace(num_stages=4, accumulators=1)
         # Queries of more rows leave memory for one CTA.
-        return tile if self.query_tokens * self.num_heads <= 256 else tile._replace(ctas_per_sm=1)
+        ctas_per_sm = 2 if self.query_tokens * self.num_heads <= 256 else 1
+        return tile._replace(ctas_per_sm=ctas_per_sm, max_chunk_tokens=2048)
 
     def template(self, arch: str) -> str:
         """Return the template on ``arch``."""

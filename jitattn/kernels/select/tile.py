@@ -21,8 +21,6 @@ class IndexLogitsTile(NamedTuple):
     """For which a thread has registers."""
     keys_in_registers: bool = False
     """Whether products of a warpgroup read keys from registers, not from shared memory."""
-    accumulators: int = 1
-    """Products that are under way or read at a time."""
     max_chunk_tokens: int = 1024
     """The most keys of a CTA, whose places it holds."""
 
