@@ -23,6 +23,7 @@ JOBS = tuple(
     if n % SAMPLED == i
     or (arch == "sm_90a" and not isinstance(spec, IndexLogitsSpec))
     or spec.symbol.endswith("d128_h64_t1")
+    or (arch == "sm_90a" and spec.symbol.endswith("d128_h64_t4"))
 )
 
 
@@ -34,7 +35,8 @@ def test_kernel(spec: KernelSpec, arch: str) -> None:
     assert resources.registers * spec.tile(arch).num_threads <= 64 * 1024
     assert resources.smem_bytes + spec.tile(arch).smem_bytes <= ARCHS[arch].smem_bytes
     assert resources.code_bytes <= CODE_BYTES
-    assert not re.findall(r".*\bwarning\b.*", kernel.log)
+    # Products of a warpgroup that wait for each other are no warning.
+    assert not re.findall(r".*\b(?:warning|serialized)\b.*", kernel.log)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

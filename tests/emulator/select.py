@@ -24,7 +24,7 @@ from tests.emulator.attention import ARCHITECTURES, JOIN, SMEM
 from tests.emulator.device import Program
 
 CACHES = [module.LAUNCHES for module in (index_logits, page_bounds, select_pages, select_tokens)]
-HEADERS = ("operands", "request_rows", "page_list", "select_params", "lanes", "select/index_keys")
+HEADERS = ("lanes", "operands", "request_rows", "page_list", "select_params", "select/index_keys")
 OPERANDS = "attention/wgmma_operands"
 PARAMS = {
     "index_logits": "IndexLogitsParams",
@@ -61,7 +61,8 @@ def compiled(spec: KernelSpec, arch: str) -> Program:
     tile = emulated_tile(spec, arch)._asdict()
     source = environment().get_template(spec.template(arch)).render(spec.context() | tile)
     source = re.sub(r"extern __shared__ __align__\(\d+\) uint8_t smem\[\];", SMEM, source)
-    source = re.sub(r"\bMMA_64x\w+<", "FromShared<jitattn::Float8E4M3", source)
+    for name, place in (("RS", "FromRegisters"), ("SS", "FromShared")):
+        source = re.sub(rf"\bMMA_64x\w+_{name}_TN<", f"{place}<jitattn::Float8E4M3", source)
     headers = [(TEMPLATES / f"include/jitattn/{name}.cuh").read_text() for name in HEADERS]
     operands = (TEMPLATES / f"include/jitattn/{OPERANDS}.cuh").read_text()
     source = source.replace(f'#include "jitattn/{OPERANDS}.cuh"', operands)

@@ -53,23 +53,30 @@ class IndexLogitsSpec(KernelSpec):
     def tile(self, arch: str) -> IndexLogitsTile:
         """Return the shape of a CTA on ``arch``."""
         rows = self.query_tokens * self.num_heads
-        groups = ctas_per_sm = 1
-        if ARCHS[arch].has_wgmma:
-            tile_tokens, head_tile = 64, min(self.num_heads, 64)
-            product = f"MMA_64x{head_tile}x32_F32E4M3E4M3_SS_TN"
-            query_bytes = rows * _ROW_BYTES
-            # Measured; queries of more rows leave memory for one CTA.
-            groups, num_stages, ctas_per_sm = (2, 3, 3) if self.query_tokens == 1 else (4, 2, 2)
-            ctas_per_sm = ctas_per_sm if rows <= 256 else 1
-        else:
-            tile_tokens, num_stages, head_tile, product = 128, 3, 8, ""
+        if not ARCHS[arch].has_wgmma:
+            tile = IndexLogitsTile(tile_tokens=128, num_stages=3, head_tile=8, smem_bytes=0)
             query_bytes = rows * self.head_dim * 2
-        num_threads = groups * 128
-        tile = IndexLogitsTile(
-            tile_tokens, num_stages, head_tile, 0, product, num_threads, ctas_per_sm
-        )
-        smem_bytes = groups * num_stages * tile_tokens * (_ROW_BYTES + 4) + query_bytes + 4 * rows
-        return tile._replace(smem_bytes=smem_bytes + 12 * tile.max_chunk_tokens)
+        else:
+            tile = self._warpgroup_tile()
+            query_bytes = rows * _ROW_BYTES
+        groups = tile.num_threads // 128
+        smem_bytes = groups * tile.num_stages * tile.tile_tokens * (_ROW_BYTES + 4)
+        smem_bytes += query_bytes + 4 * rows + 12 * tile.max_chunk_tokens
+        return tile._replace(smem_bytes=smem_bytes)
+
+    def _warpgroup_tile(self) -> IndexLogitsTile:
+        """Return the tile of warpgroups, as measured, without its shared memory."""
+        head_tile = min(self.num_heads, 64)
+        num_parts = self.query_tokens * self.num_heads // head_tile
+        # One product reads keys of shared memory once; for several, they are in registers.
+        in_registers = num_parts > 1
+        product = f"MMA_64x{head_tile}x32_F32E4M3E4M3_{'RS' if in_registers else 'SS'}_TN"
+        tile = IndexLogitsTile(64, 3, head_tile, 0, product, 256, 3, in_registers)
+        if not in_registers:
+            return tile
+        # Queries of more rows leave memory for one CTA.
+        ctas_per_sm = 2 if self.query_tokens * self.num_heads <= 256 else 1
+        return tile._replace(ctas_per_sm=ctas_per_sm, max_chunk_tokens=2048)
 
     def template(self, arch: str) -> str:
         """Return the template on ``arch``."""

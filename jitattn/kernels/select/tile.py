@@ -19,6 +19,8 @@ class IndexLogitsTile(NamedTuple):
     num_threads: int = 128
     ctas_per_sm: int = 1
     """For which a thread has registers."""
+    keys_in_registers: bool = False
+    """Whether products of a warpgroup read keys from registers, not from shared memory."""
     max_chunk_tokens: int = 1024
     """The most keys of a CTA, whose places it holds."""
 

@@ -2,6 +2,7 @@
 // that are compiled for one layout have parts/page_table.cuh.jinja. Twin: jitattn/spec/params.py.
 #pragma once
 
+#include "jitattn/lanes.cuh"
 #include "jitattn/operands.cuh"
 #include "jitattn/types.cuh"
 
@@ -11,6 +12,11 @@ namespace jitattn {
 struct PagePlace {
   int64_t page;
   int32_t place;
+};
+
+// Entries of a request: the first one, and how many; none where `count` is not positive.
+struct PageRow {
+  int64_t begin, count;
 };
 
 struct PageList {
@@ -29,30 +35,64 @@ struct PageList {
   int32_t rows_are_int64;
   int32_t are_slots;  // entries are page * page_size + place of every token, not pages
 
-  // Entry `index` of a request for K or V; -1 where it has none. Nothing is read outside the table.
-  __device__ __forceinline__ int64_t entry(int32_t request, int64_t index, bool is_value) const {
-    int64_t begin = is_value ? value_stride : 0, end = num_entries;
+  // The entries of a request for K or V: none where it has no row. Nothing is read outside the table.
+  __device__ __forceinline__ PageRow row(int32_t request, bool is_value) const {
+    const int64_t begin = is_value ? value_stride : 0;
     if (indptr) {
       const int64_t first = indptr[request * indptr_stride];
-      end = min(end, static_cast<int64_t>(indptr[(request + 1) * indptr_stride])) - first;
-      if (first < 0) return -1;
-      begin += first * entry_stride;
-    } else {
-      const int64_t row =
-          rows ? load_integer(rows, request * rows_stride, rows_are_int64) : request;
-      if (row < 0 || row >= num_rows) return -1;
-      begin += row * row_stride;
+      const int64_t end =
+          min(num_entries, static_cast<int64_t>(indptr[(request + 1) * indptr_stride]));
+      return {begin + first * entry_stride, first < 0 ? 0 : end - first};
     }
-    if (index >= end) return -1;
-    return load_integer(entries, begin + index * entry_stride, entries_are_int64);
+    const int64_t own = rows ? load_integer(rows, request * rows_stride, rows_are_int64) : request;
+    if (own < 0 || own >= num_rows) return {begin, 0};
+    return {begin + own * row_stride, num_entries};
+  }
+
+  // Entry `index` of a request for K or V; -1 where it has none.
+  __device__ __forceinline__ int64_t entry(int32_t request, int64_t index, bool is_value) const {
+    const PageRow own = row(request, is_value);
+    if (index >= own.count) return -1;
+    return load_integer(entries, own.begin + index * entry_stride, entries_are_int64);
   }
 
   // The place of a token, from 0 to 2**31 - 1, in K or V. Of tables of int32.
   __device__ __forceinline__ PagePlace find(int32_t request, int32_t token, bool is_value) const {
-    const int32_t index = page_size.divide(token);
-    const int64_t id = entry(request, are_slots ? token : index, is_value);
+    return place_of(entry(request, entry_of(token), is_value), token);
+  }
+
+  // The places of `tokens` of a request in K, like find(): loads of all are under way together.
+  template <int kCount>
+  __device__ __forceinline__ void find_all(int32_t request, const int32_t (&tokens)[kCount],
+                                           PagePlace (&found)[kCount]) const {
+    const PageRow own = row(request, false);
+    if (entries_are_int64) {
+      load_all<int64_t>(own, tokens, found);
+    } else {
+      load_all<int32_t>(own, tokens, found);
+    }
+  }
+
+ private:
+  template <typename Id, int kCount>
+  __device__ __forceinline__ void load_all(const PageRow& own, const int32_t (&tokens)[kCount],
+                                           PagePlace (&found)[kCount]) const {
+    const Id* first = static_cast<const Id*>(entries) + own.begin;
+    Id ids[kCount];
+    for_each<kCount>([&](int i) {
+      const int32_t index = entry_of(tokens[i]);
+      ids[i] = index < own.count ? first[index * entry_stride] : Id(-1);
+    });
+    for_each<kCount>([&](int i) { found[i] = place_of(ids[i], tokens[i]); });
+  }
+
+  __device__ __forceinline__ int32_t entry_of(int32_t token) const {
+    return are_slots ? token : page_size.divide(token);
+  }
+
+  __device__ __forceinline__ PagePlace place_of(int64_t id, int32_t token) const {
     if (id < 0) return {-1, 0};
-    if (!are_slots) return {id, token - index * page_size};
+    if (!are_slots) return {id, token - page_size.divide(token) * page_size};
     const int32_t page = page_size.divide(static_cast<int32_t>(id));
     return {page, static_cast<int32_t>(id) - page * page_size};
   }

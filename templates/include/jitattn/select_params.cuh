@@ -1,6 +1,7 @@
 // Arguments of the kernels that choose tokens and pages. Twin: jitattn/kernels/select/params.py.
 #pragma once
 
+#include "jitattn/lanes.cuh"
 #include "jitattn/page_list.cuh"
 #include "jitattn/request_rows.cuh"
 #include "jitattn/types.cuh"
@@ -32,8 +33,8 @@ struct QueryRows {
     return row < 0 ? 0 : row < num_tokens ? row : num_tokens;
   }
 
-  // Group `index` of kRows rows at most. Those of request r begin at begin(r) / kRows + r, which
-  // leaves each as many as it needs: no prefix sums.
+  // Group `index` of kRows rows at most, found by all lanes of a warp together. Those of request r
+  // begin at begin(r) / kRows + r, which leaves each as many as it needs: no prefix sums.
   template <int kRows>
   __device__ __forceinline__ TokenGroup group(int64_t index) const {
     const auto group_of = [&](int32_t request) { return begin(request) / kRows + request; };
@@ -42,7 +43,7 @@ struct QueryRows {
     return group_at(request, begin(request) + part * kRows, kRows);
   }
 
-  // The group of one row of q.
+  // The group of one row of q, found by all lanes of a warp together.
   __device__ __forceinline__ TokenGroup token(int64_t row) const {
     const auto row_of = [&](int32_t request) { return begin(request); };
     const int32_t request = qo_indptr ? last_at(row, row_of) : static_cast<int32_t>(row);
@@ -50,18 +51,18 @@ struct QueryRows {
   }
 
  private:
-  // The last request whose number is `index` or less; numbers rise.
+  // The last request whose number is `index` or less; numbers rise. Each lane of the warp
+  // looks at the first request of a 32nd of what is left.
   template <typename Number>
   __device__ __forceinline__ int32_t last_at(int64_t index, Number number_of) const {
     int32_t request = 0;
 #pragma unroll 1
-    for (int32_t last = seq_lens.batch_size; request < last;) {
-      const int32_t middle = request + (last - request + 1) / 2;
-      if (number_of(middle) <= index) {
-        request = middle;
-      } else {
-        last = middle - 1;
-      }
+    for (int32_t left = seq_lens.batch_size + 1; left > 1;) {
+      const int32_t step = (left + kWarpSize - 1) / kWarpSize, shift = lane_idx() * step;
+      const bool is_reached = shift < left && number_of(request + shift) <= index;
+      const int32_t reached = max(__popc(__ballot_sync(0xffffffffu, is_reached)) - 1, 0) * step;
+      request += reached;
+      left = min(step, left - reached);
     }
     return request;
   }

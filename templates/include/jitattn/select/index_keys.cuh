@@ -23,37 +23,35 @@ template <int kMaxTokens>
 struct KeyPlaces {
   int64_t offsets[kMaxTokens];  // in bytes
   int32_t places[kMaxTokens];   // in their pages
+
+  // Finds the places of `count` tokens of a request, one at least, and none for those up to `end`.
+  template <int kNumThreads>
+  __device__ __forceinline__ void find(const IndexCache& cache, const PageList& pages,
+                                       int32_t request, int32_t first, int32_t count, int32_t end) {
+    constexpr int kFinds = (kMaxTokens + kNumThreads - 1) / kNumThreads;
+    const int32_t thread = threadIdx.x;
+    int32_t tokens[kFinds];
+    PagePlace found[kFinds];
+    for_each<kFinds>([&](int j) { tokens[j] = first + min(j * kNumThreads + thread, count - 1); });
+    pages.find_all(request, tokens, found);
+    for_each<kFinds>([&](int j) {
+      const int32_t i = j * kNumThreads + thread;
+      if (i >= end) return;
+      const bool is_known = i < count && found[j].page >= 0 && found[j].page < cache.num_pages;
+      const int64_t offset = found[j].page * cache.page_stride + found[j].place * cache.key_stride;
+      offsets[i] = is_known ? offset : -1;
+      places[i] = found[j].place;
+    });
+  }
 };
 
-// The keys of a chunk that a CTA looks at: kFinders threads find them, kNumThreads load a tile.
-template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens,
-          int kFinders = kNumThreads>
+// The keys of a chunk, of which kNumThreads neighbouring threads load kTileTokens at a time.
+template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens>
 struct IndexKeys {
   static constexpr int kVectors = kHeadDim / kIndexVector;
 
   const IndexCache& cache;
-  KeyPlaces<kMaxTokens>& places;
-
-  // Finds the places of `count` tokens of a request, and none for the rest of the last tile.
-  __device__ __forceinline__ void find(const PageList& pages, int32_t request, int32_t first,
-                                       int32_t count) {
-    const int32_t thread = threadIdx.x;
-    const int32_t end = (count + kTileTokens - 1) / kTileTokens * kTileTokens;
-    constexpr int kFinds = kMaxTokens / kFinders;
-    static_assert(kMaxTokens % kFinders == 0, "threads find the same number of places");
-    PagePlace found[kFinds];
-    for_each<kFinds>([&](int j) {
-      found[j] = pages.find(request, first + min(j * kFinders + thread, count - 1), false);
-    });
-    for_each<kFinds>([&](int j) {
-      const int32_t i = j * kFinders + thread;
-      if (i >= end) return;
-      const bool is_known = i < count && found[j].page >= 0 && found[j].page < cache.num_pages;
-      const int64_t offset = found[j].page * cache.page_stride + found[j].place * cache.key_stride;
-      places.offsets[i] = is_known ? offset : -1;
-      places.places[i] = found[j].place;
-    });
-  }
+  const KeyPlaces<kMaxTokens>& places;
 
   __device__ __forceinline__ bool is_known(int32_t token) const {
     return places.offsets[token] >= 0;
