@@ -370,8 +370,7 @@ def _tma_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
 def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> DecodeTile:
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
     widest = max(spec.head_dim, spec.head_dim_vo)
-    # Four bits of twice as many tokens are under way as fast.
-    warp_tokens = 32 if widest <= (64 if spec.kv_dtype.blocks is None else 128) else 16
+    warp_tokens = _warp_tokens(spec, widest, has_large_smem)
     tile_tokens = num_warps * warp_tokens
     dims = spec.head_dim, value_dim
     token_bytes = sum(_stored_bytes(spec, dim) + _block_bytes(spec, dim) for dim in dims)
@@ -402,6 +401,18 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         merge_loads=_merge_loads(spec, value_dim, merge_splits),
         smem_bytes=smem_bytes,
     )
+
+
+def _warp_tokens(spec: DecodeSpec, widest: int, has_large_smem: bool) -> int:
+    """Return the tokens of a warp's slice, which share what a slice costs however long it is."""
+    if spec.kv_dtype.blocks is None:
+        return 32 if widest <= 64 else 16
+    # Four bits take longest. Of lists, a lane has one token; more rows than 8 have no registers for
+    # as many scores.
+    is_long = has_large_smem and spec.row_tile == 8 and not spec.page_table.is_list
+    if widest <= 128:
+        return 64 if is_long else 32
+    return 32 if widest <= 256 else 16
 
 
 def _warpgroup_row(spec: AttentionSpec) -> _WarpgroupRow:

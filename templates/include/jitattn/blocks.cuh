@@ -3,6 +3,7 @@
 #pragma once
 
 #include "jitattn/prelude.cuh"
+#include "jitattn/types.cuh"
 
 namespace jitattn {
 
@@ -55,12 +56,16 @@ struct BlocksOf<Float4E2M1> : Blocks<16, 1> {};
 template <int kDims>
 struct BlocksOf<Int4<kDims>> : Blocks<kDims, 4> {};
 
-// The low half of a word twice, and the high one.
+// The low half of a word twice, and the high one: products of halves take either where it is.
 __device__ __forceinline__ uint32_t low_twice(uint32_t word) {
-  return __byte_perm(word, 0, 0x1010);
+  uint16_t low, high;
+  split(word, low, high);
+  return join(low, low);
 }
 __device__ __forceinline__ uint32_t high_twice(uint32_t word) {
-  return __byte_perm(word, 0, 0x3232);
+  uint16_t low, high;
+  split(word, low, high);
+  return join(high, high);
 }
 // The low halves of two words, and the high ones.
 __device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {

@@ -26,22 +26,28 @@ struct Float8E4M3 {
   static __device__ __forceinline__ uint2 to_halves(uint32_t bytes) {
     if constexpr (kArch < 890) return {shift(bytes << 8), shift(bytes)};
     uint16_t b0, b1, b2, b3;
-    split(convert(bytes), b0, b1);
-    split(convert(bytes >> 16), b2, b3);
+    const uint2 pairs = convert(bytes);
+    split(pairs.x, b0, b1);
+    split(pairs.y, b2, b3);
     return {join(b0, b2), join(b1, b3)};
   }
   static __device__ __forceinline__ uint2 to_pairs(uint32_t bytes) {
     if constexpr (kArch < 890) {
       return {shift(__byte_perm(bytes, 0, 0x1404)), shift(__byte_perm(bytes, 0, 0x3424))};
     }
-    return {convert(bytes), convert(bytes >> 16)};
+    return convert(bytes);
   }
 
  private:
-  // The two bytes of the low half.
-  static __device__ __forceinline__ uint32_t convert(uint32_t bytes) {
+  // The two bytes of the low half, and of the high one, which the instruction takes where it is.
+  static __device__ __forceinline__ uint2 convert(uint32_t bytes) {
+    uint16_t low, high;
+    split(bytes, low, high);
+    return {convert_half(low), convert_half(high)};
+  }
+  static __device__ __forceinline__ uint32_t convert_half(uint16_t bytes) {
     uint32_t word;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(word) : "h"(static_cast<uint16_t>(bytes)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(word) : "h"(bytes));
     return word;
   }
   // The high byte of each half: its exponent has another bias than that of Half. What would become

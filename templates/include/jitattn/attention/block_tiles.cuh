@@ -66,18 +66,48 @@ struct RowPairs {
   uint32_t rows[4];
 };
 
-// Those of kTiles tiles of 16 tokens, which are loaded once for all steps where blocks are rows. Of
-// other blocks a tile has the address of the first.
+// Scales of a lane's rows and blocks of a tile as bytes, two steps in a word: those of rows 0 and 8,
+// or of rows 0 and 1 and of rows 8 and 9.
+template <int kWords>
+struct BytePairs {
+  uint32_t words[2][kWords];
+
+  // Of step `step`, in the low half of a word.
+  __device__ __forceinline__ uint32_t of_step(int h, int step) const {
+    return words[h][step / 2] >> step % 2 * 16;
+  }
+};
+
+// Those of kTiles tiles of 16 tokens, which are loaded once for all steps where blocks are rows, or
+// where those of a row are whole vectors. Of other blocks a tile has the address of the first.
 template <int kDim, int kTiles>
 struct LaneScales {
   static constexpr int kBytes = block_bytes(kDim);
   static constexpr bool kKeeps = kHasZeros && !kHasWideKeys && BlocksOf<KVType>::kDims == 0;
+  static constexpr bool kKeepsBytes = kHasBlocks && !kHasZeros && !kHasWideKeys && kBytes % 4 == 0;
+  static constexpr int kWords = kKeepsBytes ? kBytes / 4 : 1;
 
   uint32_t place;
   RowPairs kept[kKeeps ? kTiles : 1];
+  BytePairs<kWords> bytes[kKeepsBytes ? kTiles : 1];
 
   // Of a lane that has rows 0 and 8 of each tile, or rows 1 and 9, too.
   __device__ __forceinline__ LaneScales(uint32_t lane_smem, bool has_odd_rows) : place(lane_smem) {
+    if constexpr (kKeepsBytes) {
+      const int half = has_odd_rows ? value_half() : key_half();
+      const uint32_t which = half ? 0x7351 : 0x6240;
+      for_each<kTiles>([&](int j) {
+        for_each<2>([&](int h) {
+          if (h && !has_odd_rows) return;
+          const uint32_t row = lane_smem - half + (j * 16 + h * 8) * kBytes;
+          uint32_t first[kWords], second[kWords];
+          load_words(first, row);
+          load_words(second, row + (has_odd_rows ? 1 : 8) * kBytes);
+          for_each<kWords>(
+              [&](int i) { bytes[j].words[h][i] = __byte_perm(first[i], second[i], which); });
+        });
+      });
+    }
     if constexpr (kKeeps) {
       for_each<kTiles>([&](int j) {
         for_each<4>([&](int i) {
@@ -88,9 +118,22 @@ struct LaneScales {
       });
     }
   }
+  static __device__ __forceinline__ void load_words(uint32_t (&words)[kWords], uint32_t place) {
+    if constexpr (kWords % 2 == 0) {
+      for_each<kWords / 2>([&](int i) {
+        const uint2 pair = ld_shared_8(place + i * 8);
+        words[2 * i] = pair.x;
+        words[2 * i + 1] = pair.y;
+      });
+    } else {
+      for_each<kWords>([&](int i) { words[i] = ld_shared_4(place + i * 4); });
+    }
+  }
   __device__ __forceinline__ auto of_tile(int j) const {
     if constexpr (kKeeps) {
       return kept[j];
+    } else if constexpr (kKeepsBytes) {
+      return bytes[j];
     } else {
       return place + j * 16 * kBytes;
     }
@@ -109,8 +152,21 @@ __device__ __forceinline__ uint32_t scale_pair(const RowPairs& tile, int row, in
   return tile.rows[row / 8 * 2 + row % 2];
 }
 
+// Two scales of a step as bytes: of rows `row` and `row` + `apart`.
+template <int kDim>
+__device__ __forceinline__ uint32_t scale_bytes(uint32_t tile, int row, int apart, int step,
+                                                int half) {
+  using Rows = BlockScaleRows<kDim>;
+  return Rows::load(tile + row * Rows::kBytes, apart, step, half);
+}
+template <int kDim, int kWords>
+__device__ __forceinline__ uint32_t scale_bytes(const BytePairs<kWords>& tile, int row, int,
+                                                int step, int) {
+  return tile.of_step(row / 8, step);
+}
+
 // 16 tokens of K by the 32 dims of a step. A lane names the place of token lane % 16; `tile_scales`
-// are the address of its first block scale, or RowPairs.
+// are the address of its first block scale, or RowPairs, or BytePairs.
 template <typename Scales>
 __device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, const Scales& tile_scales,
                                                      int step) {
@@ -122,7 +178,7 @@ __device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, const S
     tile.set(0, words.x, low_twice(low), high_twice(low));
     tile.set(1, words.y, low_twice(high), high_twice(high));
   } else {
-    const uint32_t bytes = BlockScaleRows<kKeyDim>::load(tile_scales, 8, step, key_half());
+    const uint32_t bytes = scale_bytes<kKeyDim>(tile_scales, 0, 8, step, key_half());
     const uint32_t scales = block_scale_pair<ProductType>(bytes);
     tile.set(0, words.x, low_twice(scales));
     tile.set(1, words.y, high_twice(scales));
@@ -134,7 +190,6 @@ __device__ __forceinline__ BlockTile load_key_blocks(uint32_t lane_smem, const S
 template <typename Scales>
 __device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem,
                                                        const Scales& tile_scales, int step) {
-  using Rows = BlockScaleRows<kValueDim>;
   BlockTile tile;
   const uint2 words = ldmatrix_x2_trans(lane_smem);
   if constexpr (kHasZeros) {
@@ -146,8 +201,8 @@ __device__ __forceinline__ BlockTile load_value_blocks(uint32_t lane_smem,
     set(0, words.x);
     set(1, words.y);
   } else {
-    const uint32_t low = Rows::load(tile_scales, 1, step, value_half());
-    const uint32_t high = Rows::load(tile_scales + 8 * Rows::kBytes, 1, step, value_half());
+    const uint32_t low = scale_bytes<kValueDim>(tile_scales, 0, 1, step, value_half());
+    const uint32_t high = scale_bytes<kValueDim>(tile_scales, 8, 1, step, value_half());
     tile.set(0, words.x, block_scale_pair<ProductType>(low));
     tile.set(1, words.y, block_scale_pair<ProductType>(high));
   }

@@ -16,7 +16,7 @@ struct KvLoader {
 
   // Source of issue_v(): the step of the last issue_k().
   int32_t v_issue_work;
-  int32_t v_issue_id;
+  LaneIds v_issue;
   int32_t v_issue_slice;
   int32_t v_issue_tokens;  // first and last, in one register
   Listed v_issue_listed;
@@ -24,7 +24,6 @@ struct KvLoader {
   StepPositions<PageTable::kIsList> positions;
 
   static constexpr int kVectorSize = kVectorBytes / sizeof(KVType::Storage);
-  static constexpr bool kIsContiguousSlice = TileIterator::kIsContiguousSlice;
 
   __device__ __forceinline__ KvLoader(const KernelParams& params, const Queue& queue, uint32_t smem)
       : iterator(params, queue) {
@@ -96,15 +95,15 @@ struct KvLoader {
     const Listed listed = Listed::of(iterator.position);
     copy_rows<kKeyDim>(k_smem() + first_row() * kKeyRowBytes,
                        k + block.kv_head * params.k_head_stride, params.k_page_stride,
-                       params.k_token_stride, iterator.k_id, iterator.slice, iterator.first,
+                       params.k_token_stride, iterator.k, iterator.slice, iterator.first,
                        iterator.last, listed);
     if constexpr (kHasBlocks) {
-      copy_scales<kKeyDim>(k_scales_smem(), iterator.params.k_blocks, block.kv_head, 0,
-                           iterator.k_id, iterator.slice, iterator.first, iterator.last, listed);
+      copy_scales<kKeyDim>(k_scales_smem(), iterator.params.k_blocks, block.kv_head, 0, iterator.k,
+                           iterator.slice, iterator.first, iterator.last, listed);
     }
     cp_async_commit();
     v_issue_work = iterator.work;
-    v_issue_id = iterator.v_id;
+    v_issue = iterator.v;
     v_issue_slice = iterator.slice;
     v_issue_tokens = min(iterator.first, kSliceTokens) | iterator.last << 16;
     v_issue_listed = listed;
@@ -119,12 +118,12 @@ struct KvLoader {
     constexpr int kBlockSize = stored_bytes(kValueDim) / sizeof(KVType::Storage);
     copy_rows<kValueDim>(v_smem() + first_row() * kValueRowBytes,
                          v + block.kv_head * params.v_head_stride + block.value_block * kBlockSize,
-                         params.v_page_stride, params.v_token_stride, v_issue_id, v_issue_slice,
+                         params.v_page_stride, params.v_token_stride, v_issue, v_issue_slice,
                          v_issue_tokens & 0xffff, v_issue_tokens >> 16, v_issue_listed);
     if constexpr (kHasBlocks) {
       constexpr int kBlockStride = BlocksOf<KVType>::place(kValueDim);
       copy_scales<kValueDim>(v_scales_smem(), iterator.params.v_blocks, block.kv_head,
-                             block.value_block * kBlockStride, v_issue_id, v_issue_slice,
+                             block.value_block * kBlockStride, v_issue, v_issue_slice,
                              v_issue_tokens & 0xffff, v_issue_tokens >> 16, v_issue_listed);
     }
     cp_async_commit();
@@ -134,19 +133,22 @@ struct KvLoader {
   // the request does not own must not meet a probability of zero.
   template <int kDim>
   __device__ __forceinline__ void copy_rows(uint32_t smem, const KVType::Storage* base,
-                                            int64_t page_stride, int64_t token_stride, int32_t id,
-                                            int32_t slice, int32_t first, int32_t last,
-                                            Listed listed) {
+                                            int64_t page_stride, int64_t token_stride,
+                                            const LaneIds& entries, int32_t slice, int32_t first,
+                                            int32_t last, Listed listed) {
     constexpr int kVectors = stored_bytes(kDim) / kVectorBytes;
     // A tile that all warps read must not keep what it held before.
     if (!kSharesTiles && first >= last) return;
-    // The token whose entry this lane holds.
-    const int32_t token = slice + (kIsContiguousSlice ? first : lane_idx() % kSliceTokens);
-    const Location place = PageTable::locate(id, token);
-    int64_t offset = place.page * page_stride + place.token * token_stride;
-    if (kIsContiguousSlice) offset -= first * token_stride;  // to row 0 of the slice
+    SliceRows rows = {smem, base, {}, token_stride, first, last, listed};
+    for_each<kLaneEntries>([&](int i) {
+      // The token whose entry this lane holds.
+      const int32_t token =
+          slice + (kIsContiguousSlice ? first : lane_idx() % kSliceTokens + i * kWarpSize);
+      const Location place = PageTable::locate(entries.ids[i], token);
+      rows.offsets[i] = place.page * page_stride + place.token * token_stride;
+      if (kIsContiguousSlice) rows.offsets[i] -= first * token_stride;  // to row 0 of the slice
+    });
     // A row is copied in parts of 32, 16, ... vectors, so that every lane's place is a shift away.
-    const SliceRows rows = {smem, base, offset, token_stride, first, last, listed};
     for_each<kVectors / 32>([&](int i) { copy_columns<kVectors, 32>(rows, i * 32); });
     if constexpr (kVectors & 16) copy_columns<kVectors, 16>(rows, kVectors & ~31);
     if constexpr (kVectors & 8) copy_columns<kVectors, 8>(rows, kVectors & ~15);
@@ -158,7 +160,7 @@ struct KvLoader {
   struct SliceRows {
     uint32_t smem;
     const KVType::Storage* base;
-    int64_t offset;  // of row 0, or of this lane's token
+    int64_t offsets[kLaneEntries];  // of row 0, or of this lane's tokens
     int64_t token_stride;
     int32_t first;
     int32_t last;
@@ -176,9 +178,10 @@ struct KvLoader {
 #pragma unroll(!kUseVectorLoads ? 1 : kIsWide ? 2 : 8)
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRows + lane_idx() / kWidth;
+      const int64_t offset = rows.offsets[i * kRows < kWarpSize ? 0 : kLaneEntries - 1];
       const int64_t row_offset = kIsContiguousSlice
-                                     ? rows.offset + row * rows.token_stride
-                                     : __shfl_sync(0xffffffff, rows.offset, row % kSliceTokens);
+                                     ? offset + row * rows.token_stride
+                                     : __shfl_sync(0xffffffff, offset, row % kSliceTokens);
       if (kRows > kSliceTokens && row >= kSliceTokens) continue;
       copy_vector<kVectors>(
           rows.smem + row * padded_row(kVectorBytes * kVectors) + vector * kVectorBytes,
@@ -213,33 +216,36 @@ struct KvLoader {
   }
 
   // Copies the scales of the same tokens, from byte `begin` of a row on; zeros for the others, as
-  // of rows. A lane has one token, and with others its vectors in turn.
+  // of rows. A lane has its tokens, and with others their vectors in turn.
   template <int kDim>
   __device__ __forceinline__ void copy_scales(uint32_t smem, const BlockScales& blocks,
-                                              int32_t kv_head, int32_t begin, int32_t id,
-                                              int32_t slice, int32_t first, int32_t last,
-                                              Listed listed) {
+                                              int32_t kv_head, int32_t begin,
+                                              const LaneIds& entries, int32_t slice, int32_t first,
+                                              int32_t last, Listed listed) {
     constexpr int kBytes = block_bytes(kDim), kVector = kUseVectorLoads ? block_vector(kDim) : 1;
-    constexpr int kLanes = kWarpSize / kSliceTokens;
+    constexpr int kLanes = kWarpSize * kLaneTokens / kSliceTokens;
     if (!kSharesTiles && first >= last) return;
-    const int row = lane_idx() % kSliceTokens;
-    const Location place = PageTable::locate(id, slice + (kIsContiguousSlice ? first : row));
-    int64_t offset = place.page * blocks.page_stride + place.token * blocks.token_stride;
-    if (kIsContiguousSlice) offset += (row - first) * blocks.token_stride;
-    const uint8_t* source = blocks.scales + kv_head * blocks.head_stride + offset + begin;
-    const uint32_t target = smem + (first_row() + row) * kBytes;
-    bool exists = row >= first && row < last;
-    if constexpr (PageTable::kIsList) exists = exists && listed.has(row);
+    for_each<kLaneTokens>([&](int own) {
+      const int row = lane_idx() % kSliceTokens + own * kWarpSize;
+      const int32_t id = entries.ids[kIsContiguousSlice ? 0 : own];
+      const Location place = PageTable::locate(id, slice + (kIsContiguousSlice ? first : row));
+      int64_t offset = place.page * blocks.page_stride + place.token * blocks.token_stride;
+      if (kIsContiguousSlice) offset += (row - first) * blocks.token_stride;
+      const uint8_t* source = blocks.scales + kv_head * blocks.head_stride + offset + begin;
+      const uint32_t target = smem + (first_row() + row) * kBytes;
+      bool exists = row >= first && row < last;
+      if constexpr (PageTable::kIsList) exists = exists && listed.has(row);
 #pragma unroll(kVector == 1 ? 4 : 2)
-    for (int i = lane_idx() / kSliceTokens * kVector; i < kBytes; i += kLanes * kVector) {
-      if constexpr (kVector == 16) {
-        cp_async_16<128>(target + i, source + i, exists);
-      } else if constexpr (kVector > 1) {
-        cp_async_few<kVector>(target + i, source + i, exists);
-      } else {
-        st_shared_byte(target + i, exists ? source[i] : 0);
+      for (int i = lane_idx() / kSliceTokens * kVector; i < kBytes; i += kLanes * kVector) {
+        if constexpr (kVector == 16) {
+          cp_async_16<128>(target + i, source + i, exists);
+        } else if constexpr (kVector > 1) {
+          cp_async_few<kVector>(target + i, source + i, exists);
+        } else {
+          st_shared_byte(target + i, exists ? source[i] : 0);
+        }
       }
-    }
+    });
   }
 };
 

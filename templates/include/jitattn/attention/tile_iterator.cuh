@@ -66,6 +66,18 @@ struct ListedRows<true> {
 };
 using Listed = ListedRows<PageTable::kIsList>;
 
+// Whether all tokens of a slice lie one after the other, so that one entry of the table stands for
+// them; else each lane has the entries of its own tokens, kWarpSize apart.
+constexpr bool kIsContiguousSlice = PageTable::kContiguousTokens % kSliceTokens == 0;
+constexpr int kLaneTokens = kSliceTokens > kWarpSize ? kSliceTokens / kWarpSize : 1;
+constexpr int kLaneEntries = kIsContiguousSlice ? 1 : kLaneTokens;
+static_assert(kLaneTokens <= 2, "a lane has one or two tokens");
+static_assert(!PageTable::kIsList || kLaneTokens == 1, "of lists, a lane has one token");
+
+struct LaneIds {
+  int32_t ids[kLaneEntries];
+};
+
 // Steps through the KV tiles of a CTA's work tiles, across query tiles, one step ahead of the
 // copies.
 struct TileIterator {
@@ -86,8 +98,8 @@ struct TileIterator {
   PageTable::Row page_row;
 
   // Its table entries, and the tokens of its slice that exist: [first, last).
-  int32_t k_id;
-  int32_t v_id;
+  LaneIds k;
+  LaneIds v;
   int32_t slice;
   int32_t first;
   int32_t last;
@@ -95,7 +107,6 @@ struct TileIterator {
 
   // The prefill kernel waits first thing.
   static constexpr bool kMayBeEarly = !kSharesTiles;
-  static constexpr bool kIsContiguousSlice = PageTable::kContiguousTokens % kSliceTokens == 0;
 
   __device__ __forceinline__ TileIterator(const KernelParams& params, const Queue& queue)
       : params(params), queue(queue) {
@@ -156,15 +167,18 @@ struct TileIterator {
     page_row = row_of(params.pages, params.attention, tiles.query_tile, work);
   }
 
-  // Reads only entries of tokens that exist. If a slice may not be contiguous, each lane reads the
-  // entry of its own token, lane % kSliceTokens.
+  // Reads only entries of tokens that exist. If a slice may not be contiguous, each lane reads
+  // those of its own tokens, from lane % kSliceTokens on.
   __device__ __forceinline__ void fetch_page_ids() {
-    const int token = kIsContiguousSlice ? first : lane_idx() % kSliceTokens;
-    k_id = v_id = 0;
-    if constexpr (PageTable::kIsList) return fetch_listed(params.pages, token);
-    if (token < first || token >= last) return;
-    k_id = params.pages.k_id(page_row, slice + token);
-    v_id = PageTable::kSharesPages ? k_id : params.pages.v_id(page_row, slice + token);
+    const int begin = kIsContiguousSlice ? first : lane_idx() % kSliceTokens;
+    for_each<kLaneEntries>([&](int i) {
+      const int token = begin + i * kWarpSize;
+      k.ids[i] = v.ids[i] = 0;
+      if constexpr (PageTable::kIsList) return fetch_listed(params.pages, token);
+      if (token < first || token >= last) return;
+      k.ids[i] = params.pages.k_id(page_row, slice + token);
+      v.ids[i] = PageTable::kSharesPages ? k.ids[i] : params.pages.v_id(page_row, slice + token);
+    });
   }
 
   // The same of a list, whose entries may be none, and the position of this lane's token.
@@ -172,10 +186,11 @@ struct TileIterator {
   __device__ __forceinline__ void fetch_listed(const Table& pages, int token) {
     if constexpr (Table::kIsList) {
       const int own = lane_idx() % kSliceTokens;
-      k_id = v_id = position = kNone;
-      if (token >= first && token < last) k_id = v_id = pages.k_id(page_row, slice + token);
+      int32_t id = position = kNone;
+      if (token >= first && token < last) id = pages.k_id(page_row, slice + token);
+      k.ids[0] = v.ids[0] = id;
       if (own < first || own >= last) return;
-      position = k_id < 0 ? k_id : pages.position(page_row, slice + own);
+      position = id < 0 ? id : pages.position(page_row, slice + own);
     }
   }
 };

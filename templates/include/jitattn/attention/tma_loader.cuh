@@ -70,10 +70,10 @@ struct KvLoader {
     __syncwarp();
     iterator.wait_for_tokens();
     const HeadBlock block(iterator.params.attention, iterator.work);
-    fetch<KeyLayout>(iterator.params.k_map, k_smem(), k_barrier(), block.kv_head, 0, iterator.k_id,
-                     iterator.slice, iterator.first, iterator.last);
+    fetch<KeyLayout>(iterator.params.k_map, k_smem(), k_barrier(), block.kv_head, 0,
+                     iterator.k.ids[0], iterator.slice, iterator.first, iterator.last);
     v_issue_work = iterator.work;
-    v_issue_id = iterator.v_id;
+    v_issue_id = iterator.v.ids[0];
     v_issue_slice = iterator.slice;
     v_issue_tokens = min(iterator.first, kSliceTokens) | max(iterator.last, 0) << 16;
     positions.push(iterator.position);
@@ -108,7 +108,7 @@ struct KvLoader {
     for_each<kTmaTiles>([&](int i) {
       // Lanes of tokens before the first hold no entry.
       const int lane = max(i * kTmaTokens, first) % kWarpSize;
-      pages[i] = TileIterator::kIsContiguousSlice ? id : __shfl_sync(0xffffffff, id, lane);
+      pages[i] = kIsContiguousSlice ? id : __shfl_sync(0xffffffff, id, lane);
     });
     if (!elect_one()) return;
     mbarrier_expect(barrier, num_tma_tiles * Layout::kTmaBytes);

@@ -51,9 +51,9 @@ struct MLAKvLoader {
     const uint32_t smem = ring + next_stage * kTileBytes;
     const Listed listed = Listed::of(iterator.position);
     copy_rows<KVType, kLatentDim>(smem, attention.k, attention.k_page_stride,
-                                  attention.k_token_stride, iterator.k_id, listed);
+                                  attention.k_token_stride, iterator.k.ids[0], listed);
     copy_rows<KpeType, kKpeDim>(smem + kKpeOffset, attention.v, attention.v_page_stride,
-                                attention.v_token_stride, iterator.v_id, listed);
+                                attention.v_token_stride, iterator.v.ids[0], listed);
     if constexpr (kNumScales > 0) copy_scales(smem + kScaleOffset, listed);
     cp_async_commit();
     next_stage = following(next_stage);
@@ -65,7 +65,7 @@ struct MLAKvLoader {
   __device__ __forceinline__ int64_t lane_offset(int64_t page_stride, int64_t token_stride,
                                                  int32_t id) const {
     const int row = lane_idx() % kSliceTokens;
-    const int first = TileIterator::kIsContiguousSlice ? iterator.first : row;
+    const int first = kIsContiguousSlice ? iterator.first : row;
     const Location place = PageTable::locate(id, iterator.slice + first);
     return place.page * page_stride + place.token * token_stride + (row - first) * token_stride;
   }
@@ -119,7 +119,7 @@ struct MLAKvLoader {
   __device__ __forceinline__ void copy_scales(uint32_t smem, Listed listed) {
     const MLAParams& mla = iterator.params.mla;
     const int64_t offset =
-        lane_offset(mla.scale_page_stride, mla.scale_token_stride, iterator.k_id);
+        lane_offset(mla.scale_page_stride, mla.scale_token_stride, iterator.k.ids[0]);
     static_assert(kSliceTokens * kNumScales <= kWarpSize, "a lane has a scale at most");
     const int row = lane_idx() % kSliceTokens, scale = lane_idx() / kSliceTokens;
     if (scale >= kNumScales) return;
