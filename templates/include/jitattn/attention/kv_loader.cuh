@@ -178,7 +178,9 @@ struct KvLoader {
 #pragma unroll(!kUseVectorLoads ? 1 : kIsWide ? 2 : 8)
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRows + lane_idx() / kWidth;
-      const int64_t offset = rows.offsets[i * kRows < kWarpSize ? 0 : kLaneEntries - 1];
+      // No index, which would put them into local memory.
+      const int64_t offset =
+          i * kRows < kWarpSize ? rows.offsets[0] : rows.offsets[kLaneEntries - 1];
       const int64_t row_offset = kIsContiguousSlice
                                      ? offset + row * rows.token_stride
                                      : __shfl_sync(0xffffffff, offset, row % kSliceTokens);
