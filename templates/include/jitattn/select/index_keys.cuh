@@ -30,18 +30,23 @@ struct KeyPlaces {
                                        int32_t request, int32_t first, int32_t count, int32_t end) {
     constexpr int kFinds = (kMaxTokens + kNumThreads - 1) / kNumThreads;
     const int32_t thread = threadIdx.x;
-    int32_t tokens[kFinds];
-    PagePlace found[kFinds];
-    for_each<kFinds>([&](int j) { tokens[j] = first + min(j * kNumThreads + thread, count - 1); });
-    pages.find_all(request, tokens, found);
+    const PageRow row = pages.row(request, false);
+    const auto token = [&](int j) { return first + min(j * kNumThreads + thread, count - 1); };
+    PageEntry found[kFinds];
+    for_each<kFinds>([&](int j) { found[j] = pages.load_for(row, token(j)); });
     for_each<kFinds>([&](int j) {
       const int32_t i = j * kNumThreads + thread;
-      if (i >= end) return;
-      const bool is_known = i < count && found[j].page >= 0 && found[j].page < cache.num_pages;
-      const int64_t offset = found[j].page * cache.page_stride + found[j].place * cache.key_stride;
-      offsets[i] = is_known ? offset : -1;
-      places[i] = found[j].place;
+      if (i < end) put(cache, i, pages.place(found[j], token(j)), i < count);
     });
+  }
+
+  // Keeps the place of a token, where it exists.
+  __device__ __forceinline__ void put(const IndexCache& cache, int32_t i, const PagePlace& found,
+                                      bool exists) {
+    const bool is_known = exists && found.page >= 0 && found.page < cache.num_pages;
+    const int64_t offset = found.page * cache.page_stride + found.place * cache.key_stride;
+    offsets[i] = is_known ? offset : -1;
+    places[i] = found.place;
   }
 };
 
