@@ -41,6 +41,15 @@ def test_logits_of_many_heads(card: EmulatedCard, shift: int) -> None:
     choices.check_index(Index(replace(MIXED, table="token"), 5, has_out=False), "cpu")
 
 
+def test_logits_of_few_ctas(card: EmulatedCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of many tiles, whose stages and places are used again and again."""
+    monkeypatch.setattr("jitattn.kernels.select.index_logits._CTAS_PER_SM", 1)
+    one_each = replace(LONG, q_lens=(1, 1), kv_lens=(1500, 1100))
+    for seed, (batch, num_heads) in enumerate([(one_each, 5), (LONG, 5), (one_each, 70)]):
+        card.seed = seed
+        choices.check_index(Index(batch, num_heads, 32, "page"), "cpu")
+
+
 def test_requests_of_many_rows(card: EmulatedCard) -> None:
     """More requests than a warp has lanes, by which a row's request is found."""
     for q_lens in ((1, 0, 2) * 23, (3, 1) * 16, (0,) * 40 + (2,)):
