@@ -18,10 +18,10 @@ struct PageRow {
   int64_t begin, count;
 };
 
-// The words of an entry, the low one alone of an int32; what they say is asked for when it is needed,
-// so that loads of several are under way together. -1 where there is none.
+// The words of an entry, the low one alone of an int32, and the place in its page; what they say is
+// asked for when it is needed, so that loads of several are under way together. -1 where there is none.
 struct PageEntry {
-  int32_t low, high;
+  int32_t low, high, place;
 };
 
 struct PageList {
@@ -61,24 +61,27 @@ struct PageList {
 
   // The place of a token, from 0 to 2**31 - 1, in K or V. Of tables of int32.
   __device__ __forceinline__ PagePlace find(int32_t request, int32_t token, bool is_value) const {
-    return place(load_for(row(request, is_value), token), token);
+    return place(load_for(row(request, is_value), token));
   }
 
   // The entry of a row that says the place of a token, and that place.
   __device__ __forceinline__ PageEntry load_for(const PageRow& own, int32_t token) const {
-    return load(own, are_slots ? token : page_size.divide(token));
+    const int32_t index = are_slots ? token : page_size.divide(token);
+    PageEntry entry = load(own, index);
+    entry.place = are_slots ? 0 : token - index * page_size;
+    return entry;
   }
-  __device__ __forceinline__ PagePlace place(const PageEntry& entry, int32_t token) const {
+  __device__ __forceinline__ PagePlace place(const PageEntry& entry) const {
     const int64_t id = number(entry);
     if (id < 0) return {-1, 0};
-    if (!are_slots) return {id, token - page_size.divide(token) * page_size};
+    if (!are_slots) return {id, entry.place};
     const int32_t page = page_size.divide(static_cast<int32_t>(id));
     return {page, static_cast<int32_t>(id) - page * page_size};
   }
 
  private:
   __device__ __forceinline__ PageEntry load(const PageRow& own, int64_t index) const {
-    PageEntry entry = {-1, -1};
+    PageEntry entry = {-1, -1, 0};
     if (index < own.count) {
       const int64_t at = own.begin + index * entry_stride;
       const auto* words = static_cast<const int32_t*>(entries) + (entries_are_int64 ? 2 * at : at);

@@ -37,7 +37,7 @@ struct KeyPlaces {
     for_each<kFinds>([&](int j) { found[j] = pages.load_for(row, token(j)); });
     for_each<kFinds>([&](int j) {
       const int32_t i = j * kNumThreads + thread;
-      if (i < end) put(cache, i, pages.place(found[j], token(j)), i < count);
+      if (i < end) put(cache, i, pages.place(found[j]), i < count);
     });
   }
 
