@@ -60,10 +60,11 @@ class IndexLogitsSpec(KernelSpec):
             tile = self._warpgroup_tile()
             query_bytes = rows * _ROW_BYTES
         groups = tile.num_threads // 128
-        num_tokens = groups * tile.num_stages * tile.tile_tokens
-        num_scales = tile.num_places if tile.product and not tile.keys_in_registers else num_tokens
-        smem_bytes = num_tokens * _ROW_BYTES + query_bytes
-        smem_bytes += 4 * (num_scales + rows) + 12 * tile.num_places
+        # Scales lie in the stages of keys, or, of a warpgroup with one product, with the places.
+        has_own_scales = bool(tile.product) and not tile.keys_in_registers
+        row_bytes = _ROW_BYTES + (0 if has_own_scales else 4)
+        smem_bytes = groups * tile.num_stages * tile.tile_tokens * row_bytes
+        smem_bytes += query_bytes + 4 * rows + 12 * tile.num_places
         return tile._replace(smem_bytes=smem_bytes)
 
     def _warpgroup_tile(self) -> IndexLogitsTile:

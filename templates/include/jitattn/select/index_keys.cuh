@@ -51,14 +51,15 @@ struct KeyPlaces {
   }
 };
 
-// The keys of a chunk, of which kNumThreads neighbouring threads load kTileTokens at a time.
-template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens>
+// The keys of a chunk, of which kNumThreads neighbouring threads load kTileTokens at a time, whose
+// offsets are among `places`.
+template <int kHeadDim, int kTileTokens, int kNumThreads, typename Places>
 struct IndexKeys {
   static constexpr int kVectors = kHeadDim / kIndexVector;
   static constexpr int kCopies = (kTileTokens * kVectors + kNumThreads - 1) / kNumThreads;
 
   const IndexCache& cache;
-  const KeyPlaces<kMaxTokens>& places;
+  const Places& places;
 
   __device__ __forceinline__ bool is_known(int32_t token) const {
     return places.offsets[token] >= 0;
