@@ -108,6 +108,11 @@ void cp_async_few(uint32_t smem, const void* source, bool valid) {
   static_assert(kBytes == 4 || kBytes == 8, "");
   copy_later(smem, source, kBytes, valid);
 }
+template <int kBytes>
+void cp_async_unless(uint32_t smem, const void* source, bool is_ignored) {
+  static_assert(kBytes == 4 || kBytes == 16, "");
+  copy_later(smem, source, kBytes, !is_ignored);
+}
 void cp_async_commit();
 void wait_for_copies(int pending);
 template <int kPending>

@@ -60,8 +60,11 @@ class IndexLogitsSpec(KernelSpec):
             tile = self._warpgroup_tile()
             query_bytes = rows * _ROW_BYTES
         groups = tile.num_threads // 128
-        smem_bytes = groups * tile.num_stages * tile.tile_tokens * (_ROW_BYTES + 4)
-        smem_bytes += query_bytes + 4 * rows + 12 * tile.max_chunk_tokens
+        # Scales lie in the stages of keys, or, of a warpgroup with one product, with the places.
+        has_own_scales = bool(tile.product) and not tile.keys_in_registers
+        row_bytes = _ROW_BYTES + (0 if has_own_scales else 4)
+        smem_bytes = groups * tile.num_stages * tile.tile_tokens * row_bytes
+        smem_bytes += query_bytes + 4 * rows + 12 * tile.num_places
         return tile._replace(smem_bytes=smem_bytes)
 
     def _warpgroup_tile(self) -> IndexLogitsTile:
@@ -73,10 +76,12 @@ class IndexLogitsSpec(KernelSpec):
         product = f"MMA_64x{head_tile}x32_F32E4M3E4M3_{'RS' if in_registers else 'SS'}_TN"
         tile = IndexLogitsTile(64, 3, head_tile, 0, product, 256, 3, in_registers)
         if not in_registers:
-            return tile
+            # A warpgroup holds the places of the tiles in its stages and of the next.
+            num_places = tile.num_threads // 128 * (tile.num_stages + 1) * tile.tile_tokens
+            return tile._replace(max_chunk_tokens=4096, num_places=num_places)
         # Queries of more rows leave memory for one CTA.
         ctas_per_sm = 2 if self.query_tokens * self.num_heads <= 256 else 1
-        return tile._replace(ctas_per_sm=ctas_per_sm, max_chunk_tokens=2048)
+        return tile._replace(ctas_per_sm=ctas_per_sm, max_chunk_tokens=2048, num_places=2048)
 
     def template(self, arch: str) -> str:
         """Return the template on ``arch``."""

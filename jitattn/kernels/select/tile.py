@@ -22,7 +22,9 @@ class IndexLogitsTile(NamedTuple):
     keys_in_registers: bool = False
     """Whether products of a warpgroup read keys from registers, not from shared memory."""
     max_chunk_tokens: int = 1024
-    """The most keys of a CTA, whose places it holds."""
+    """The most keys of a CTA."""
+    num_places: int = 1024
+    """Keys whose places it holds."""
 
 
 class ChoiceTile(NamedTuple):

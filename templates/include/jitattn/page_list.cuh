@@ -2,7 +2,6 @@
 // that are compiled for one layout have parts/page_table.cuh.jinja. Twin: jitattn/spec/params.py.
 #pragma once
 
-#include "jitattn/lanes.cuh"
 #include "jitattn/operands.cuh"
 #include "jitattn/types.cuh"
 
@@ -17,6 +16,12 @@ struct PagePlace {
 // Entries of a request: the first one, and how many; none where `count` is not positive.
 struct PageRow {
   int64_t begin, count;
+};
+
+// The words of an entry, the low one alone of an int32, and the place in its page; what they say is
+// asked for when it is needed, so that loads of several are under way together. -1 where there is none.
+struct PageEntry {
+  int32_t low, high, place;
 };
 
 struct PageList {
@@ -51,50 +56,44 @@ struct PageList {
 
   // Entry `index` of a request for K or V; -1 where it has none.
   __device__ __forceinline__ int64_t entry(int32_t request, int64_t index, bool is_value) const {
-    const PageRow own = row(request, is_value);
-    if (index >= own.count) return -1;
-    return load_integer(entries, own.begin + index * entry_stride, entries_are_int64);
+    return number(load(row(request, is_value), index));
   }
 
   // The place of a token, from 0 to 2**31 - 1, in K or V. Of tables of int32.
   __device__ __forceinline__ PagePlace find(int32_t request, int32_t token, bool is_value) const {
-    return place_of(entry(request, entry_of(token), is_value), token);
+    return place(load_for(row(request, is_value), token));
   }
 
-  // The places of `tokens` of a request in K, like find(): loads of all are under way together.
-  template <int kCount>
-  __device__ __forceinline__ void find_all(int32_t request, const int32_t (&tokens)[kCount],
-                                           PagePlace (&found)[kCount]) const {
-    const PageRow own = row(request, false);
-    if (entries_are_int64) {
-      load_all<int64_t>(own, tokens, found);
-    } else {
-      load_all<int32_t>(own, tokens, found);
-    }
+  // The entry of a row that says the place of a token, and that place.
+  __device__ __forceinline__ PageEntry load_for(const PageRow& own, int32_t token) const {
+    const int32_t index = are_slots ? token : page_size.divide(token);
+    PageEntry entry = load(own, index);
+    entry.place = are_slots ? 0 : token - index * page_size;
+    return entry;
+  }
+  __device__ __forceinline__ PagePlace place(const PageEntry& entry) const {
+    const int64_t id = number(entry);
+    if (id < 0) return {-1, 0};
+    if (!are_slots) return {id, entry.place};
+    const int32_t page = page_size.divide(static_cast<int32_t>(id));
+    return {page, static_cast<int32_t>(id) - page * page_size};
   }
 
  private:
-  template <typename Id, int kCount>
-  __device__ __forceinline__ void load_all(const PageRow& own, const int32_t (&tokens)[kCount],
-                                           PagePlace (&found)[kCount]) const {
-    const Id* first = static_cast<const Id*>(entries) + own.begin;
-    Id ids[kCount];
-    for_each<kCount>([&](int i) {
-      const int32_t index = entry_of(tokens[i]);
-      ids[i] = index < own.count ? first[index * entry_stride] : Id(-1);
-    });
-    for_each<kCount>([&](int i) { found[i] = place_of(ids[i], tokens[i]); });
+  __device__ __forceinline__ PageEntry load(const PageRow& own, int64_t index) const {
+    PageEntry entry = {-1, -1, 0};
+    if (index < own.count) {
+      const int64_t at = own.begin + index * entry_stride;
+      const auto* words = static_cast<const int32_t*>(entries) + (entries_are_int64 ? 2 * at : at);
+      entry.low = words[0];
+      if (entries_are_int64) entry.high = words[1];
+    }
+    return entry;
   }
 
-  __device__ __forceinline__ int32_t entry_of(int32_t token) const {
-    return are_slots ? token : page_size.divide(token);
-  }
-
-  __device__ __forceinline__ PagePlace place_of(int64_t id, int32_t token) const {
-    if (id < 0) return {-1, 0};
-    if (!are_slots) return {id, token - page_size.divide(token) * page_size};
-    const int32_t page = page_size.divide(static_cast<int32_t>(id));
-    return {page, static_cast<int32_t>(id) - page * page_size};
+  __device__ __forceinline__ int64_t number(const PageEntry& entry) const {
+    if (!entries_are_int64) return entry.low;
+    return static_cast<int64_t>(entry.high) << 32 | static_cast<uint32_t>(entry.low);
   }
 };
 

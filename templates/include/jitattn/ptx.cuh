@@ -46,6 +46,26 @@ __device__ __forceinline__ void cp_async_few(uint32_t smem, const void* global, 
                : "memory");
 }
 
+// Likewise 4 or 16 bytes, of which nothing is read where `is_ignored`: zeros are written then. Fewer
+// instructions than a number of bytes that is found at run time; the address still has to be aligned.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_unless(uint32_t smem, const void* global,
+                                                bool is_ignored) {
+  if constexpr (kBytes == 16) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %2, 0;"
+        " cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;}" ::"r"(smem),
+        "l"(global), "r"(static_cast<int>(is_ignored))
+        : "memory");
+  } else {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %2, 0;"
+        " cp.async.ca.shared.global.L2::128B [%0], [%1], %3, p;}" ::"r"(smem),
+        "l"(global), "r"(static_cast<int>(is_ignored)), "n"(kBytes)
+        : "memory");
+  }
+}
+
 // Lets the next kernel on the stream begin, where it was launched to begin early; it waits itself
 // for this one's end before it reads or writes anything that others may write or read.
 __device__ __forceinline__ void launch_dependents() {

@@ -13,8 +13,9 @@ namespace jitattn {
 
 constexpr int kIndexRowBytes = 128;
 constexpr int kIndexVector = 16;
+constexpr int64_t kNoOffset = -16;  // negative, and aligned as copies need it
 
-__device__ __forceinline__ uint32_t index_vector(uint32_t smem, int row, int vector) {
+__device__ __forceinline__ uint32_t index_vector(uint32_t smem, uint32_t row, uint32_t vector) {
   return smem + row * kIndexRowBytes + (vector ^ row % 8) * kIndexVector;
 }
 
@@ -30,63 +31,90 @@ struct KeyPlaces {
                                        int32_t request, int32_t first, int32_t count, int32_t end) {
     constexpr int kFinds = (kMaxTokens + kNumThreads - 1) / kNumThreads;
     const int32_t thread = threadIdx.x;
-    int32_t tokens[kFinds];
-    PagePlace found[kFinds];
-    for_each<kFinds>([&](int j) { tokens[j] = first + min(j * kNumThreads + thread, count - 1); });
-    pages.find_all(request, tokens, found);
+    const PageRow row = pages.row(request, false);
+    const auto token = [&](int j) { return first + min(j * kNumThreads + thread, count - 1); };
+    PageEntry found[kFinds];
+    for_each<kFinds>([&](int j) { found[j] = pages.load_for(row, token(j)); });
     for_each<kFinds>([&](int j) {
       const int32_t i = j * kNumThreads + thread;
-      if (i >= end) return;
-      const bool is_known = i < count && found[j].page >= 0 && found[j].page < cache.num_pages;
-      const int64_t offset = found[j].page * cache.page_stride + found[j].place * cache.key_stride;
-      offsets[i] = is_known ? offset : -1;
-      places[i] = found[j].place;
+      if (i < end) put(cache, i, pages.place(found[j]), i < count);
     });
+  }
+
+  // Keeps the place of a token, where it exists.
+  __device__ __forceinline__ void put(const IndexCache& cache, int32_t i, const PagePlace& found,
+                                      bool exists) {
+    const bool is_known = exists && found.page >= 0 && found.page < cache.num_pages;
+    const int64_t offset = found.page * cache.page_stride + found.place * cache.key_stride;
+    offsets[i] = is_known ? offset : kNoOffset;
+    places[i] = found.place;
   }
 };
 
-// The keys of a chunk, of which kNumThreads neighbouring threads load kTileTokens at a time.
-template <int kHeadDim, int kTileTokens, int kNumThreads, int kMaxTokens>
+// The keys of a chunk, of which kNumThreads neighbouring threads load kTileTokens at a time, whose
+// offsets are among `places`.
+template <int kHeadDim, int kTileTokens, int kNumThreads, typename Places>
 struct IndexKeys {
   static constexpr int kVectors = kHeadDim / kIndexVector;
+  static constexpr int kCopies = (kTileTokens * kVectors + kNumThreads - 1) / kNumThreads;
 
   const IndexCache& cache;
-  const KeyPlaces<kMaxTokens>& places;
+  const Places& places;
 
   __device__ __forceinline__ bool is_known(int32_t token) const {
     return places.offsets[token] >= 0;
   }
 
-  // Begins the copies of a tile that begins at token `first` of the chunk. What lies nowhere is 0,
-  // beside an address that is aligned as copies need it.
+  // Begins the copies of a tile that begins at token `first` of the chunk. What lies nowhere is 0.
   __device__ __forceinline__ void load(uint32_t keys_smem, uint32_t scales_smem,
                                        int32_t first) const {
+    load_keys(keys_smem, first);
+    load_scales(scales_smem, first);
+  }
+
+  // Offsets are read before the first copy, which orders reads of shared memory.
+  __device__ __forceinline__ void load_keys(uint32_t keys_smem, int32_t first) const {
     if (cache.is_aligned) {
-      for_each_of<kTileTokens * kVectors>([&](int i) {
-        const int row = i / kVectors, vector = i % kVectors;
-        const int64_t offset = places.offsets[first + row];
-        cp_async_16<128>(index_vector(keys_smem, row, vector),
-                         cache.keys + vector * kIndexVector + max(offset, int64_t(0)), offset >= 0);
+      const auto row_of = [](int j) {
+        // Apart, so that the rows of a thread are immediates of one address.
+        return kNumThreads % kVectors == 0 ? loader() / kVectors + j * (kNumThreads / kVectors)
+                                           : (j * kNumThreads + loader()) / kVectors;
+      };
+      int64_t offsets[kCopies];
+      for_each<kCopies>([&](int j) {
+        if (exists(j)) offsets[j] = places.offsets[first + row_of(j)];
+      });
+      for_each<kCopies>([&](int j) {
+        if (!exists(j)) return;
+        const int vector = (j * kNumThreads + loader()) % kVectors;
+        cp_async_unless<16>(index_vector(keys_smem, row_of(j), vector),
+                            cache.keys + vector * kIndexVector + offsets[j], offsets[j] < 0);
       });
     } else {
 #pragma unroll 1
-      for (int i = loader(); i < kTileTokens * kHeadDim / 4; i += kNumThreads) {
+      for (uint32_t i = loader(); i < kTileTokens * kHeadDim / 4; i += kNumThreads) {
         const int row = i / (kHeadDim / 4), word = i % (kHeadDim / 4);
         const int64_t offset = places.offsets[first + row];
-        cp_async_few<4>(index_vector(keys_smem, row, word / 4) + word % 4 * 4,
-                        cache.keys + word * 4 + max(offset, int64_t(0)), offset >= 0);
+        cp_async_unless<4>(index_vector(keys_smem, row, word / 4) + word % 4 * 4,
+                           cache.keys + word * 4 + offset, offset < 0);
       }
     }
+  }
+
+  __device__ __forceinline__ void load_scales(uint32_t scales_smem, int32_t first) const {
     for_each_of<kTileTokens>([&](int row) {
       const int64_t offset = places.offsets[first + row];
       const int64_t shift = places.places[first + row] * cache.scale_shift;
-      const int64_t found = offset >= 0 ? offset + shift : 0;
-      cp_async_few<4>(scales_smem + 4 * row, cache.scales + found, offset >= 0);
+      cp_async_unless<4>(scales_smem + 4 * row, cache.scales + offset + shift, offset < 0);
     });
   }
 
  private:
-  static __device__ __forceinline__ int loader() { return threadIdx.x % kNumThreads; }
+  static __device__ __forceinline__ bool exists(int copy) {
+    return kTileTokens * kVectors % kNumThreads == 0 ||
+           copy * kNumThreads + loader() < kTileTokens * kVectors;
+  }
+  static __device__ __forceinline__ uint32_t loader() { return threadIdx.x % kNumThreads; }
 
   // Calls body(i) for the numbers below kCount that are this thread's.
   template <int kCount, typename Body>
