@@ -407,8 +407,8 @@ def _warp_tokens(spec: DecodeSpec, widest: int, has_large_smem: bool) -> int:
     """Return the tokens of a warp's slice, which share what a slice costs however long it is."""
     if spec.kv_dtype.blocks is None:
         return 32 if widest <= 64 else 16
-    # Four bits take longest. Of lists, a lane has one token; more rows than 16 have no registers for
-    # as many scores. Rows of 8 and of 16 have the same slices, and so the same bits.
+    # Four bits take longest. Of lists, a lane has one token; 32 rows have no registers for as many
+    # scores. Rows of 8 and of 16 have the same slices, and so the same bits.
     is_long = has_large_smem and spec.row_tile <= 16 and not spec.page_table.is_list
     if widest <= 128:
         return 64 if is_long else 32
