@@ -233,7 +233,7 @@ _WARPGROUP_TILES = (
     _WarpgroupRow(256, 512, 2, 1, 64, 48, 48, 2, 1),
     _WarpgroupRow(512, 512, 2, 1, 64, 64, 48, 1, 1, key_parts=4),
 )
-# The same of quantised caches, whose tiles land in shared memory before they are dequantised.
+# The same of quantised caches, which registers or shared memory hold before they are dequantised.
 _DEQUANT_TILES = (
     _WarpgroupRow(64, 64, 2, 2, 128, 128, 112, 3, 2),
     _WarpgroupRow(128, 128, 2, 2, 128, 96, 96, 2, 2),
@@ -412,7 +412,7 @@ def _warp_tokens(spec: DecodeSpec, widest: int, has_large_smem: bool) -> int:
     is_long = has_large_smem and spec.row_tile == 8 and not spec.page_table.is_list
     if widest <= 128:
         return 64 if is_long else 32
-    return 32 if widest <= 256 else 16
+    return 32 if widest <= 256 and has_large_smem else 16
 
 
 def _warpgroup_row(spec: AttentionSpec) -> _WarpgroupRow:

@@ -134,10 +134,7 @@ struct LogitsChunk {
   }
 };
 
-// Sixteen bytes or four of a query, wherever they lie.
-__device__ __forceinline__ uint4 load_query_16(const uint8_t* source) {
-  return reinterpret_cast<uint64_t>(source) % 16 ? load_16(source) : ld_global_16(source, true);
-}
+// Four bytes of a query, wherever they lie.
 __device__ __forceinline__ uint32_t load_query_4(const uint8_t* source) {
   if (reinterpret_cast<uint64_t>(source) % 4 == 0) return ld_global_4(source, true);
   return source[0] | source[1] << 8 | source[2] << 16 | uint32_t(source[3]) << 24;
