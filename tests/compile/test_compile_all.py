@@ -131,7 +131,13 @@ def spills_allowed(spec: KernelSpec) -> int:
 
     Sums of a tile's 8-bit products beside the output's leave the widest kernel too few registers
     for some numbers. Tiles of 96 tokens need none, and take 9 % longer (docs/perf-log.md).
+
+    Rows of 16 over four bits have slices as long as rows of 8, whose bits they have: with wide
+    heads, masks, soft caps or pages that no slice begins with leave them too few.
     """
+    if isinstance(spec, DecodeSpec):
+        is_long = spec.row_tile == 16 and spec.kv_dtype.blocks is not None
+        return 80 if is_long and max(spec.head_dim, spec.head_dim_vo) > 96 else 0
     has_sums = isinstance(spec, PrefillSpec) and spec.has_fp8_queries
     return 24 if has_sums and spec.head_dim_vo == 128 else 0
 

@@ -62,16 +62,16 @@ def code_allowed(spec: MLASpec) -> int:
 def spills_allowed(spec: MLASpec, arch: str) -> int:
     """Bytes: single elements, looked up in a list or two tables, leave two registers too few.
 
-    Listed rows with scales do, since the next tile's are brought to L2: with that spill they take
-    a tenth less time (docs/perf-log.md).
+    Listed rows of FP8 do, since the next tile's are brought to L2: with that spill those with
+    scales take a tenth less time (docs/perf-log.md).
 
     So does a merge of rows of FP8 whose requests' pages are counted, on compute capability 12.0.
     """
     is_csr, is_dequantised = spec.page_table == "csr", spec.kv_dtype is not spec.q_dtype
     is_plain = spec.loader is Loader.PLAIN and not is_dequantised
     is_looked_up = is_plain and spec.page_table in ("csr", "separate")
-    has_scales = spec.page_table.is_list and spec.has_scales
-    spilling = {"sm_90a": is_looked_up or has_scales, "sm_120f": is_csr and is_dequantised}
+    is_listed = spec.page_table.is_list and is_dequantised
+    spilling = {"sm_90a": is_looked_up or is_listed, "sm_120f": is_csr and is_dequantised}
     return 8 if spilling.get(arch, False) else 0
 
 
