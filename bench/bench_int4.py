@@ -15,7 +15,7 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,16 @@ import torch
 import jitattn
 from bench import records
 from bench.options import make_parser
-from bench.surface import DECODE, PREFILL, Batch, Point, points, seconds
+from bench.surface import (
+    DECODE,
+    PREFILL,
+    Batch,
+    Point,
+    measure_jitattn,
+    points,
+    seconds,
+)
 from jitattn.kernels.registry import config_of
-from jitattn.quant import quantize_kv
 
 # vLLM's backend: the 3D kernel below so many CTAs, in so many segments.
 _LEAST_GRID = 128
@@ -120,33 +127,11 @@ def measure_triton(module: Any, batch: Batch, runs: int) -> dict[str, object]:
 
     run()
     error = batch.error(out, (batch.k, batch.v))
-    return {"error": error} | _times(us=(None, run), kernel_us=(None, run_kernel), runs=runs)
-
-
-def measure_jitattn(batch: Batch, kv_dtype: str, runs: int) -> dict[str, object]:
-    """Return the time of a run and its error, over a cache of ``kv_dtype``."""
-    point = replace(batch.point, kv_dtype=kv_dtype)
-    planner = jitattn.AttentionPlanner(**point.arguments, device=batch.q.device)
-    cache: Any = (batch.k, batch.v)
-    if kv_dtype != "bfloat16":
-        (k, k_scales), (v, v_scales) = (quantize_kv(x, kv_dtype) for x in cache)
-        cache = jitattn.QuantizedKV(k, v, k_scales, v_scales)
-    kv, most = planner.bind(cache), max(batch.q_lens)
-    plan = planner.plan(batch.pages(), batch.seq_lens, batch.qo_indptr, max_q_len=most)
-    out = torch.empty_like(batch.q)
-
-    def run() -> None:
-        plan.run(batch.q, kv, out=out)
-
-    run()
-    error = batch.error(out, (batch.k, batch.v))
-    return {"error": error} | _times(us=(plan.refresh, run), runs=runs)
-
-
-def _times(
-    *, runs: int, **calls: tuple[Callable[[], object] | None, Callable[[], None]]
-) -> dict[str, object]:
-    return {name: seconds(plan, run, runs) * 1e6 for name, (plan, run) in calls.items()}
+    times = {"us": run, "kernel_us": run_kernel}
+    found: dict[str, object] = {
+        name: seconds(None, call, runs) * 1e6 for name, call in times.items()
+    }
+    return found | {"error": error}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,11 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if report.failures else 0
     module = load_triton(options.vllm) if options.vllm else None
     for point in int4_points():
-        batch = Batch(point)
         runs = max(2, min(16, int(1e13 / point.flop)))
-        found = {name: measure_jitattn(batch, name, runs) for name in dtypes}
+        batches = (Batch(replace(point, kv_dtype=name)) for name in dtypes)
+        found = {
+            batch.point.kv_dtype: measure_jitattn(batch, runs, counts_quantisation=True)
+            for batch in batches
+        }
         if module:
-            found["vllm-triton-int4"] = measure_triton(module, batch, runs)
+            found["vllm-triton-int4"] = measure_triton(module, Batch(point), runs)
         for name, figures in found.items():
             sys.stdout.write(f"{point.name} {name}: {figures}\n")
         if options.json:

@@ -414,8 +414,10 @@ def seconds(plan: Callable[[], object] | None, run: Callable[[], object], runs: 
     return sorted(times)[2]
 
 
-def measure_jitattn(batch: Batch, runs: int) -> dict[str, object]:
-    """Return the time and the error of jitattn."""
+def measure_jitattn(
+    batch: Batch, runs: int, *, counts_quantisation: bool = False
+) -> dict[str, object]:
+    """Return the time and the error of jitattn, with or without that of a quantised cache."""
     import torch
 
     point = batch.point
@@ -442,7 +444,7 @@ def measure_jitattn(batch: Batch, runs: int) -> dict[str, object]:
     out.fill_(math.nan)
     run = lambda: plan.run(batch.q, kv, out=out, sinks=batch.sinks)  # noqa: E731
     run()
-    error = batch.error(out, caches)
+    error = batch.error(out, (batch.k, batch.v) if counts_quantisation else caches)
     return {"us": seconds(plan.refresh, run, runs) * 1e6, "error": error}
 
 
