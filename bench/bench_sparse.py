@@ -5,8 +5,10 @@
 
 A batch has requests of many tokens, of which lists have some: random tokens in the order of their
 positions, or the pages of each KV head. The dense contender reads requests of that many tokens, in
-pages that follow each other. Runs in a graph behind one refresh, with lists of their own in turn;
-a few rows of each contender are compared with float64 first.
+pages that follow each other. Rivals read the same lists, each where it takes the case: FlashMLA by
+its kernels for lists, FlashInfer and FlashAttention-3 as tables of pages of one token. All take
+turns, as runs in a graph behind one refresh, with lists of their own in turn; a few rows of each
+contender are compared with float64 before and after.
 """
 
 from __future__ import annotations
@@ -14,287 +16,79 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 import jitattn
 from bench import records
-from bench.options import make_parser
-from bench.report import console, print_head
-from bench.timing import L2Flush, L2Policy, Timer, Timing, summarize
-
-LATENT, ROPE = 512, 64
-Runs = list[Callable[[], Any]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A batch, and how many of the tokens behind each query are listed.
-
-    Attributes:
-        kind: "latent", "grouped" or "pages".
-        num_heads: query heads.
-        batch_size: query tokens, a request each unless ``num_requests`` says how many there are.
-        num_kv_tokens: of a request.
-        k: listed tokens of a query token, or pages of a KV head.
-        form: of the cache: "bf16", or "rows" of 656 bytes.
-    """
-
-    kind: str
-    num_heads: int
-    form: str = "bf16"
-    batch_size: int = 64
-    num_requests: int | None = None
-    num_kv_tokens: int = 131072
-    k: int = 2048
-    page_size: int = 64
-    num_kv_heads: int = 8
-
-    @property
-    def name(self) -> str:
-        rows = "" if self.form == "bf16" else f"-{self.form}"
-        return f"{self.kind}-B{self.batch_size}-h{self.num_heads}{rows}-k{self.k}"
-
-    @property
-    def requests(self) -> int:
-        return self.num_requests or self.batch_size
-
-    @property
-    def num_pages(self) -> int:
-        return self.requests * self.num_kv_tokens // self.page_size
-
-    @property
-    def listed_tokens(self) -> int:
-        """Of a query token and KV head."""
-        return self.k * (self.page_size if self.kind == "pages" else 1)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of K and V, once for each query token."""
-        row = 656 if self.form == "rows" else 2 * (LATENT + ROPE)
-        if self.kind != "latent":
-            row = 2 * 2 * 128 * self.num_kv_heads
-        return self.batch_size * self.listed_tokens * row
-
-    @property
-    def num_flops(self) -> int:
-        width = 2 * LATENT + ROPE if self.kind == "latent" else 2 * 128
-        return 2 * self.batch_size * self.num_heads * self.listed_tokens * width
-
-    def arguments(self, *, dense: bool) -> dict[str, Any]:
-        """What its planner is given."""
-        table = "shared" if dense else "page_lists" if self.kind == "pages" else "indices"
-        if self.kind == "latent":
-            kv_dtype = "float8_e4m3fn" if self.form == "rows" else "bfloat16"
-            return {
-                **{"num_heads": self.num_heads, "page_size": self.page_size},
-                **{"sm_scale": 192**-0.5, "kv_dtype": kv_dtype, "page_table": table},
-            }
-        return {
-            **{"num_qo_heads": self.num_heads, "num_kv_heads": self.num_kv_heads},
-            **{"head_dim": 128, "page_size": self.page_size, "page_table": table},
-        }
-
-    def planner(self, device: torch.device, *, dense: bool) -> Any:
-        kind = jitattn.MLAPlanner if self.kind == "latent" else jitattn.AttentionPlanner
-        return kind(**self.arguments(dense=dense), device=device)
-
-    def tiny(self) -> Case:
-        """Return the same for a CPU."""
-        small = {"batch_size": 3, "num_kv_tokens": 8 * self.page_size, "num_heads": 8}
-        k = 3 if self.kind == "pages" else 70
-        return dataclasses.replace(self, k=k, num_requests=None, **small)
+from bench.command import check_names, status_of
+from bench.contenders import Prepared
+from bench.options import cuda_device, make_parser
+from bench.report import console, print_head, print_reason
+from bench.sparse_cases import CASES, Batch, Case, SparseOracle, make_batch
+from bench.sparse_rivals import all_sparse_rivals
+from bench.timing import L2Flush, L2Policy, Timer
+from bench.turns import Competitor, Method, Result, compare, version_of
 
 
-CASES = (
-    *(Case("latent", heads) for heads in (8, 16, 64, 128)),
-    *(Case("latent", heads, form="rows") for heads in (16, 128)),
-    Case("latent", 128, batch_size=4096, num_requests=16),
-    Case("grouped", 32),
-    Case("pages", 32, k=16, page_size=128),
-)
+class JitAttnLists:
+    """jitattn over lists, or its own dense attention over as many contiguous tokens."""
 
+    def __init__(self, *, dense: bool) -> None:
+        """Choose."""
+        self.dense = dense
+        self.name = "dense" if dense else "lists"
 
-@dataclass
-class Batch:
-    """Tensors of a case: lists for each run, and block tables of as many contiguous tokens."""
+    def version(self) -> str:
+        """Return the package's version."""
+        return jitattn.__version__
 
-    case: Case
-    queries: tuple[Tensor, ...]
-    kv: Tensor
-    lists: list[Any]
-    tables: list[jitattn.BlockTable]
-    seq_lens: Tensor
-
-    def runs(self, *, dense: bool) -> tuple[Callable[[], object], Runs, Tensor]:
-        """Return what makes the schedule, the runs, and what they write."""
-        case, device = self.case, self.kv.device
-        planner = case.planner(device, dense=dense)
-        kv = planner.bind(self.kv)
-        tables: list[Any] = self.tables if dense else self.lists
-        if dense:
-            lens = torch.full_like(self.seq_lens, case.listed_tokens)
-            plan = planner.plan(tables[0], lens)
+    def prepare(self, batch: Batch, /) -> Prepared:
+        """Plan, and return a run for each copy of the lists or tables."""
+        case = batch.case
+        planner = case.planner(batch.kv.device, dense=self.dense)
+        kv = planner.bind(batch.kv)
+        tables: list[Any] = batch.tables if self.dense else batch.lists
+        if self.dense:
+            plan = planner.plan(tables[0], torch.full_like(batch.seq_lens, case.listed_tokens))
         elif case.kind == "pages":
-            plan = planner.plan(tables[0], self.seq_lens)
+            plan = planner.plan(tables[0], batch.seq_lens)
         else:
             plan = planner.plan(tables[0], case.batch_size)
-        out = torch.empty_like(self.queries[0])
-
-        def run(pages: Any) -> Callable[[], object]:
-            return lambda: plan.run(*self.queries, kv, pages=pages, out=out)
-
-        return plan.refresh, [run(pages) for pages in tables], out
-
-
-def make_batch(case: Case, copies: int, device: torch.device) -> Batch:
-    """Return random tensors with ``copies`` of lists and tables."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-
-    n, heads = case.batch_size, case.num_heads
-    if case.kind == "latent":
-        queries: tuple[Tensor, ...] = normal(n, heads, LATENT), normal(n, heads, ROPE)
-    else:
-        queries = (normal(n, heads, 128),)
-    order = torch.randperm(case.num_pages, generator=generator, device=device).int()
-    pages = order.view(case.requests, -1)
-    owners = torch.arange(n, device=device) * case.requests // n
-    listed = [_lists(case, pages, owners, generator) for _ in range(copies)]
-    width = case.listed_tokens // case.page_size if case.listed_tokens >= case.page_size else 1
-    width += case.listed_tokens % case.page_size > 0
-    most = max(case.num_pages // width - 1, 1)
-    firsts = torch.randint(most, (copies, n), generator=generator, device=device) * width
-    columns = torch.arange(width, device=device)
-    tables = [jitattn.BlockTable((first[:, None] + columns).int()) for first in firsts]
-    seq_lens = torch.full((n,), case.num_kv_tokens, dtype=torch.int32, device=device)
-    return Batch(case, queries, _cache(case, device, generator), listed, tables, seq_lens)
+        outs = batch.new_outs()
+        runs = tuple(
+            functools.partial(plan.run, *batch.queries, kv, pages=pages, out=out)
+            for pages, out in zip(tables, outs, strict=True)
+        )
+        return Prepared(runs=runs, outs=outs, plan=plan.refresh)
 
 
-def _cache(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
-    if case.kind != "latent":
-        shape = (case.num_pages, 2, case.page_size, case.num_kv_heads, 128)
-        cache = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        return cache.normal_(generator=generator)
-    if case.form == "bf16":
-        shape = (case.num_pages, case.page_size, LATENT + ROPE)
-        cache = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        return cache.normal_(generator=generator)
-    shape = (case.num_pages, case.page_size, 656)
-    # Any byte but those of infinities and NaN in e4m3; scales and rope parts are written over.
-    rows = torch.randint(0, 120, shape, dtype=torch.uint8, device=device, generator=generator)
-    rows[..., LATENT : LATENT + 16].view(torch.float32).fill_(2.0**-7)
-    rows[..., LATENT + 16 :].view(torch.bfloat16).normal_(generator=generator)
-    return rows
+def all_contenders() -> tuple[Competitor[Batch], ...]:
+    """Return jitattn's two, and every rival, here or not."""
+    return JitAttnLists(dense=False), JitAttnLists(dense=True), *all_sparse_rivals()
 
 
-def _lists(case: Case, pages: Tensor, owners: Tensor, generator: torch.Generator) -> Any:
-    """Lists of random tokens or pages of each request, in the order of their positions."""
-    device, n = pages.device, case.batch_size
-    if case.kind == "pages":
-        shape = n, case.num_kv_heads, pages.shape[1]
-        scores = torch.rand(shape, generator=generator, device=device)
-        numbers = scores.topk(case.k, dim=-1).indices.sort(dim=-1).values
-        ids = pages[owners][:, None].expand(shape).gather(-1, numbers)
-        return jitattn.PageLists(ids.contiguous(), numbers.int())
-    slots = torch.empty(n, case.k, dtype=torch.int32, device=device)
-    for begin in range(0, n, 64):  # a block at a time, since scores of all would not fit
-        block = owners[begin : begin + 64]
-        scores = torch.rand(len(block), case.num_kv_tokens, generator=generator, device=device)
-        tokens = scores.topk(case.k, dim=-1).indices.sort(dim=-1).values
-        ids = pages[block].gather(1, tokens // case.page_size)
-        slots[begin : begin + 64] = ids * case.page_size + tokens % case.page_size
-    return jitattn.IndexLists(slots)
-
-
-# --- what is right --------------------------------------------------------------------------------
-
-
-def error_of(batch: Batch, out: Tensor, *, dense: bool, copy: int) -> float:
-    """Return the largest error of a few rows, as a part of the largest number of each."""
-    worst = 0.0
-    for row in {0, batch.case.batch_size - 1}:
-        want = _definition(batch, row, dense=dense, copy=copy)
-        error = (out[row].double() - want).abs().amax() / want.abs().amax()
-        worst = max(worst, float(error))
-    return worst
-
-
-def _definition(batch: Batch, row: int, *, dense: bool, copy: int) -> Tensor:
-    case, size = batch.case, batch.case.page_size
-    group = case.num_heads // (1 if case.kind == "latent" else case.num_kv_heads)
-    parts = []
-    for h in range(case.num_heads // group):
-        if dense:
-            pages = batch.tables[copy].table[row].long()
-            slots = (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
-            slots = slots[: case.listed_tokens]
-        elif case.kind == "pages":
-            pages = batch.lists[copy].pages[row, h].long()
-            slots = (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
-        else:
-            slots = batch.lists[copy].slots[row].long()
-        keys, values = _values(batch, slots, h)
-        q = torch.cat([q[row, h * group : (h + 1) * group].double() for q in batch.queries], dim=-1)
-        scale = 192**-0.5 if case.kind == "latent" else 128**-0.5
-        parts.append(torch.softmax(q @ keys.T * scale, dim=-1) @ values)
-    return torch.cat(parts)
-
-
-def _values(batch: Batch, slots: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
-    case, size = batch.case, batch.case.page_size
-    if case.kind != "latent":
-        both = batch.kv[slots // size, :, slots % size, kv_head].double()
-        return both[:, 0], both[:, 1]
-    rows = batch.kv[slots // size, slots % size]
-    if case.form == "bf16":
-        return rows.double(), rows[:, :LATENT].double()
-    codes = rows[:, :LATENT].contiguous().view(torch.float8_e4m3fn).double()
-    scales = rows[:, LATENT : LATENT + 16].contiguous().view(torch.float32).double()
-    latent = codes * scales.repeat_interleave(128, dim=1)
-    rope = rows[:, LATENT + 16 :].contiguous().view(torch.bfloat16).double()
-    return torch.cat((latent, rope), dim=1), latent
-
-
-# --- measurements ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a contender."""
-
-    contender: str
-    error: float
-    timing: Timing | None = None
-
-
-MAX_ERROR = 0.03
-
-
-def bench_contender(batch: Batch, name: str, timer: Timer, num_runs: int) -> Result:
-    """Check and time lists or dense attention."""
-    dense = name == "dense"
-    plan, runs, out = batch.runs(dense=dense)
-    for run in runs:
-        run()
-    error = error_of(batch, out, dense=dense, copy=len(runs) - 1)
-    if not error <= MAX_ERROR:
-        return Result(name, error)
-    samples = timer.samples(timer.capture(plan, runs, num_runs))
-    return Result(name, error, summarize([seconds / num_runs for seconds in samples]))
+def bench_case(
+    batch: Batch, contenders: Sequence[Competitor[Batch]], method: Method, timer: Timer
+) -> list[Result]:
+    """Check every contender, time those that are right, in turns, and check them again."""
+    dense = {"dense": SparseOracle(batch, dense=True)}
+    return compare(batch, contenders, method, timer, SparseOracle(batch), dense)
 
 
 def to_record(
-    case: Case, result: Result, dense_s: float | None, env: dict[str, object]
+    case: Case,
+    result: Result,
+    dense_s: float | None,
+    method: Method,
+    l2: L2Policy,
+    env: Mapping[str, object],
 ) -> dict[str, object]:
     """Return the JSON record of one result."""
     figures: dict[str, object] = {}
@@ -306,14 +100,15 @@ def to_record(
         }
         if dense_s is not None:
             figures["of_dense"] = seconds / dense_s
-    return records.record(
+    return records.of_result(
         "sparse",
         env,
-        case=case.name,
-        contender=result.contender,
-        status="wrong" if result.timing is None else "timed",
+        case.name,
+        result,
         error=result.error,
-        method="graph",
+        method=method.kind,
+        num_runs=method.num_runs,
+        l2_policy=l2.value,
         attention=case.kind,
         num_heads=case.num_heads,
         batch_size=case.batch_size,
@@ -322,7 +117,21 @@ def to_record(
         page_size=case.page_size,
         num_bytes=case.num_bytes,
         **figures,
+        **result.facts,
     )
+
+
+def print_case(case: Case, results: Sequence[Result]) -> None:
+    """Print one case as soon as it is done: a long run that is cut off has shown its figures."""
+    cells = [
+        f"{r.contender} {r.timing.median_s * 1e6:.1f} us"
+        if r.timing
+        else f"{r.contender} {r.status}"
+        for r in results
+    ]
+    console().print(f"{case.name}: " + "; ".join(cells), markup=False)
+    for result in results:
+        print_reason(result)
 
 
 def print_results(rows: Sequence[tuple[Case, Sequence[Result]]]) -> None:
@@ -333,23 +142,28 @@ def print_results(rows: Sequence[tuple[Case, Sequence[Result]]]) -> None:
     for case, results in rows:
         dense_s = _dense_s(results)
         for result in results:
+            error = "" if result.error is None else f"{result.error:.2g}"
             if result.timing is None:
-                table.add_row(
-                    case.name, result.contender, "wrong", "", "", "", f"{result.error:.2g}"
-                )
+                table.add_row(case.name, _title(case, result), result.status, "", "", "", error)
                 continue
             seconds = result.timing.median_s
             table.add_row(
                 case.name,
-                result.contender,
+                _title(case, result),
                 f"{seconds * 1e6:.1f}",
                 f"{case.num_bytes / seconds / 1e9:.0f}",
                 f"{case.num_flops / seconds / 1e12:.0f}",
                 "" if dense_s is None else f"{seconds / dense_s:.2f}",
-                f"{result.error:.2g}",
+                error,
             )
         table.add_section()
     console().print(table)
+
+
+def _title(case: Case, result: Result) -> str:
+    """Return the contender, with the heads it computes where they are more than the case's."""
+    heads = result.facts.get("padded_heads", case.num_heads)
+    return result.contender if heads == case.num_heads else f"{result.contender}, {heads} heads"
 
 
 def _dense_s(results: Sequence[Result]) -> float | None:
@@ -363,26 +177,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES if fnmatch.fnmatch(case.name, options.cases)]
     if options.bundle:
         return _fill(cases, options)
-    if not torch.cuda.is_available():
-        print("bench_sparse needs a CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    env = records.environment()
+    device = cuda_device("bench_sparse")
+    contenders = [c for c in all_contenders() if c.name in options.contenders.split(",")]
+    env = records.environment({c.name: version_of(c) for c in contenders})
     print_head(env)
     timer = Timer(L2Flush(options.l2, device), repeats=options.repeats)
     rows: list[tuple[Case, list[Result]]] = []
     for case in cases:
         case = dataclasses.replace(case, num_kv_tokens=min(case.num_kv_tokens, options.tokens))
-        batch = make_batch(case, 2 if case.batch_size > 1000 else 4, device)
         num_runs = 2 if case.batch_size > 1000 else options.runs
-        results = [bench_contender(batch, name, timer, num_runs) for name in ("lists", "dense")]
-        found = [to_record(case, result, _dense_s(results), env) for result in results]
-        records.append_json(options.json, found)
-        rows.append((case, results))
+        method = Method("graph", num_runs, options.rounds)
+        try:
+            torch.cuda.empty_cache()
+            batch = make_batch(case, min(4, num_runs), device)
+        except RuntimeError as error:  # after a fault on the device nothing more can be measured
+            print(f"{case.name}: no tensors: {error}", file=sys.stderr)
+            break
+        results = bench_case(batch, contenders, method, timer)
         del batch
-        torch.cuda.empty_cache()
+        dense_s = _dense_s(results)
+        found = [to_record(case, r, dense_s, method, options.l2, env) for r in results]
+        records.append_json(options.json, found)
+        print_case(case, results)
+        rows.append((case, results))
     print_results(rows)
-    return int(any(result.timing is None for _, results in rows for result in results))
+    return max(status_of(results for _, results in rows), len(rows) < len(cases))
 
 
 def _fill(cases: Sequence[Case], options: argparse.Namespace) -> int:
@@ -401,14 +220,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("bench.bench_sparse", __doc__)
     add = parser.add_argument
     add("--cases", default="*", help="a pattern of names")
+    names = [contender.name for contender in all_contenders()]
+    add("--contenders", default=",".join(names), help="comma-separated; default: all")
     add("--tokens", type=int, default=131072, help="most tokens of a request")
     add("--runs", type=int, default=16, help="runs inside a graph")
+    add("--rounds", type=int, default=3, help="turns of every contender")
     add("--repeats", type=int, default=20, help="timed replays")
     add("--l2", type=L2Policy, default=L2Policy.READ, help="write, read or keep")
     add("--json", type=Path, help="file to which records are appended")
     add("--bundle", type=Path, metavar="DIR", help="only precompile the cases' kernels into DIR")
     add("--arch", default="sm_90a", help="of the bundle")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    check_names(parser, "contender", options.contenders, names)
+    return options
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "flashinfer-fa3": {"marker": "^", "color": "#56B4E9", "label": "FlashInfer fa3"},
     "fa3-paged": {"marker": "D", "color": "#0072B2", "label": "FlashAttention-3, pages"},
     "fa3-contiguous": {"marker": "s", "color": "#009E73", "label": "FlashAttention-3, no pages"},
+    "flashmla": {"marker": "P", "color": "#CC79A7", "label": "FlashMLA"},
     BASELINE: {"marker": "o", "color": "#D55E00", "label": "jitattn"},
 }
 Record = Mapping[str, Any]

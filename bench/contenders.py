@@ -31,12 +31,14 @@ class Prepared:
         plan: the work of a step that the contender does on the device; a graph holds it once.
             None: it plans on the host or not at all, and no figure holds that.
         facts: what its records say besides.
+        plan_is_a_call: whether ``plan`` does that work; else it makes the next of ``runs`` do it.
     """
 
     runs: tuple[Call, ...]
     outs: Tensor
     plan: Call | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
+    plan_is_a_call: bool = True
 
 
 class Contender(Protocol):

@@ -27,7 +27,7 @@ TOKEN_BYTES: dict[Form, int] = {
 _FLOP_PER_S = 1e15
 _BYTES_PER_S = 3.5e12
 
-MLA_RIVALS = ("fa2", "flashinfer-fa3")
+MLA_RIVALS = ("fa2", "flashinfer-fa3", "flashmla")
 _BESIDE_RIVALS = (*MLA_RIVALS, BASELINE, "jitattn-separate")
 _LAYOUTS = ("separate", "pair", "cross-layer", "invariant")
 MLA_GROUPS = {

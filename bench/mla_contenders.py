@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import jitattn
+from bench import flashmla
 from bench.contenders import Ours, Prepared, SkipError
 from bench.mla_cases import (
     LATENT_DIM,
@@ -350,28 +351,121 @@ class FlashInferMLA:
         return Prepared(runs=runs, outs=outs, facts={"planned": ON_HOST})
 
     def _planned(self, inputs: MLAInputs) -> Any:
-        case, module = inputs.case, flashinfer().mla
-        buffer = workspace(self.name, inputs.kv.device)
-        wrapper = module.BatchMLAPagedAttentionWrapper(buffer, backend=self.backend)
-        wrapper.plan(
-            metadata=module.MLAPlanMetadata.csr(
-                qo_indptr=inputs.qo_indptr,
-                kv_indptr=inputs.kv_indptr,
-                kv_indices=inputs.kv_indices,
-                kv_len_arr=inputs.seq_lens,
-            ),
+        case = inputs.case
+        return planned_wrapper(
+            self.backend,
+            workspace(self.name, inputs.kv.device),
+            qo_indptr=inputs.qo_indptr,
+            kv_indptr=inputs.kv_indptr,
+            kv_indices=inputs.kv_indices,
+            kv_lens=inputs.seq_lens,
             num_heads=case.num_heads,
-            head_dim_ckv=LATENT_DIM,
-            head_dim_kpe=ROPE_DIM,
             page_size=case.page_size,
             causal=max(case.q_lens) > 1,  # a last token sees all
-            sm_scale=SM_SCALE,
-            q_data_type=inputs.q_nope.dtype,
-            kv_data_type=getattr(torch, case.kv_dtype),
-            query_layout="split",
-            kv_cache_layout="split",
+            q_dtype=inputs.q_nope.dtype,
+            kv_dtype=getattr(torch, case.kv_dtype),
         )
-        return wrapper
+
+
+def planned_wrapper(
+    backend: str,
+    buffer: Tensor,
+    *,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    num_heads: int,
+    page_size: int,
+    causal: bool,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> Any:
+    """Return FlashInfer's wrapper with its plan, for latents and rope parts in pools of their own.
+
+    Args:
+        backend: "fa2" or "fa3".
+        buffer: the workspace; wrappers whose runs follow each other may share one.
+        qo_indptr: [batch_size + 1] int32.
+        kv_indptr: [batch_size + 1] int32; offsets into ``kv_indices``.
+        kv_indices: int32, the pages of all requests.
+        kv_lens: [batch_size] int32.
+        num_heads: of queries.
+        page_size: of both pools.
+        causal: whether query tokens of a request see different tokens.
+        q_dtype: of queries and the output.
+        kv_dtype: of both pools.
+    """
+    module = flashinfer().mla
+    wrapper = module.BatchMLAPagedAttentionWrapper(buffer, backend=backend)
+    wrapper.plan(
+        metadata=module.MLAPlanMetadata.csr(
+            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_lens
+        ),
+        num_heads=num_heads,
+        head_dim_ckv=LATENT_DIM,
+        head_dim_kpe=ROPE_DIM,
+        page_size=page_size,
+        causal=causal,
+        sm_scale=SM_SCALE,
+        q_data_type=q_dtype,
+        kv_data_type=kv_dtype,
+        query_layout="split",
+        kv_cache_layout="split",
+    )
+    return wrapper
+
+
+class FlashMLA:
+    """FlashMLA over pages of 64; its schedule is part of the first run of a step."""
+
+    name = "flashmla"
+
+    def version(self) -> str:
+        """Return vLLM's version, or the library's digest where only the library is here."""
+        return flashmla.load_flashmla()
+
+    def build_key(self, case: MLACase) -> Hashable | None:
+        """Return None: it comes compiled."""
+        return None
+
+    def refusal(self, case: MLACase) -> str | None:
+        """Return why it doesn't do ``case``."""
+        if case.form == "rows656":
+            return "FlashMLA reads rows with scales by lists alone, which bench_sparse measures"
+        if case.form != "bfloat16":
+            return "FlashMLA's dense decode beside 16-bit queries has 16-bit latents alone"
+        if case.page_size != flashmla.PAGE_SIZE:
+            return f"FlashMLA's pages have {flashmla.PAGE_SIZE} tokens"
+        if min(case.q_lens) < max(case.q_lens):
+            return "FlashMLA takes as many query tokens of one request as of another"
+        if max(case.q_lens) > flashmla.MAX_Q_LEN:
+            return f"engines give FlashMLA at most {flashmla.MAX_Q_LEN} query tokens a request"
+        return None
+
+    def prepare(self, inputs: MLAInputs, /) -> Prepared:
+        """Join queries with their rope parts; pools are one tensor as they are."""
+        case = inputs.case
+        if reason := self.refusal(case):
+            raise SkipError(reason)
+        requests = len(case.q_lens), case.q_lens[0]
+        queries = flashmla.joined(inputs.q_nope, inputs.q_pe, case.num_heads)
+        outs = inputs.new_outs()
+        schedule = flashmla.Schedule()
+        runs = tuple(
+            functools.partial(
+                flashmla.dense_decode,
+                q.unflatten(0, requests),
+                kv,
+                inputs.seq_lens,
+                inputs.block_table,
+                out.unflatten(0, requests),
+                schedule,
+            )
+            for q, kv, out in zip(queries, inputs.kv, outs, strict=True)
+        )
+        facts = {"planned": flashmla.BY_RUN}
+        return Prepared(runs, outs, schedule.forget, facts, plan_is_a_call=False)
 
 
 def all_mla_contenders() -> tuple[MLAContender, ...]:
@@ -379,5 +473,6 @@ def all_mla_contenders() -> tuple[MLAContender, ...]:
     return (
         FlashInferMLA("fa2"),
         FlashInferMLA("fa3"),
+        FlashMLA(),
         *(JitAttnMLA(name) for name in MLA_WAYS),
     )

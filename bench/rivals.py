@@ -27,7 +27,6 @@ from bench.workloads import Batch, Case
 
 _WORKSPACE_BYTES = 512 << 20
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
-_FA3_LIBRARY = "_vllm_fa3_C.abi3.so"
 ON_HOST = "on the host, before the clock starts"
 
 
@@ -242,6 +241,8 @@ class Fa3Step:
         block_table: of a paged cache, [batch_size, max_pages_per_seq] int32.
         kv_indptr: of keys and values without pages, [batch_size + 1] int32.
         sinks: [num_qo_heads], exact in bfloat16, the one dtype it takes.
+        head_dim_v: of values, where it isn't that of keys.
+        sm_scale: what scores are multiplied with; None: head_dim ** -0.5.
     """
 
     q_dtype: torch.dtype
@@ -258,6 +259,8 @@ class Fa3Step:
     window_left: int = -1
     logits_soft_cap: float = 0.0
     sinks: Tensor | None = None
+    head_dim_v: int | None = None
+    sm_scale: float | None = None
 
     def prepare(self, q: Tensor, caches: Sequence[tuple[Tensor, Tensor]]) -> Prepared:
         """Plan, and return a run for every copy of q [num_copies, num_tokens, ...]."""
@@ -286,7 +289,7 @@ class Fa3Step:
         none = None
         schedule: Tensor = torch.ops._vllm_fa3_C.get_scheduler_metadata(
             self.seq_lens.shape[0], self.max_q_len, self.max_kv_len,
-            self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim,
+            self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim_v or self.head_dim,
             self.q_dtype, self.seq_lens,
             self.qo_indptr, self.kv_indptr, none, none,  # cu_seqlens of q, k, new k; seqused_q
             none,  # leftpad
@@ -297,18 +300,30 @@ class Fa3Step:
         return schedule
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None, metadata: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sinks: Tensor | None,
+        metadata: Tensor,
+        q_v: Tensor | None = None,
     ) -> None:
-        """Attend by ``metadata`` of `schedule`."""
+        """Attend by ``metadata`` of `schedule`.
+
+        With ``q_v`` [num_tokens, num_qo_heads, head_dim_v] scores are q with keys plus q_v with
+        values, as latent attention has it: q and k are the rope parts, q_v and v the latents.
+        """
         none = None
+        sm_scale = self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
         seq_lens = self.seq_lens if self.kv_indptr is None else none
         torch.ops._vllm_fa3_C.fwd(
-            q, k, v, none, none, none,  # no new keys and values, no q_v
+            q, k, v, none, none, q_v,  # no new keys and values
             out, self.qo_indptr, self.kv_indptr, none,  # cu_seqlens of q, k, new k
             none, seq_lens, self.max_q_len, self.max_kv_len, self.block_table,
             none, none, none, none, none,  # batch index, leftpad, rotary
             none, none, none,  # scales
-            self.head_dim**-0.5, True, *self._window(), self.logits_soft_cap,  # causal
+            sm_scale, True, *self._window(), self.logits_soft_cap,  # causal
             True, metadata, 0, none, 0,  # rotary order; splits, packing, SMs: as in the schedule
             sinks, 1, 0, none,  # context parallelism
         )  # fmt: skip
@@ -316,27 +331,39 @@ class Fa3Step:
 
 def load_fa3() -> str:
     """Load FlashAttention-3 and return its version, or raise SkipError."""
-    return _load_fa3(_fa3_library())
+    return load_library("_vllm_fa3_C.abi3.so", "JITATTN_BENCH_FA3", "vllm/vllm_flash_attn")
 
 
-def _fa3_library() -> Path:
-    """Return the library: JITATTN_BENCH_FA3, or the first on sys.path; else raise SkipError."""
-    if named := os.environ.get("JITATTN_BENCH_FA3"):
+def load_library(name: str, variable: str, folder_in_wheel: str) -> str:
+    """Load a library of vLLM's wheel and return its version, or raise SkipError.
+
+    Args:
+        name: of the file.
+        variable: of the environment, which names another file.
+        folder_in_wheel: where an installed vLLM has it; on sys.path it may lie alone.
+    """
+    return _load(_find(name, variable, folder_in_wheel))
+
+
+def _find(name: str, variable: str, folder_in_wheel: str) -> Path:
+    """Return the library that ``variable`` names, or the first on sys.path."""
+    if named := os.environ.get(variable):
         return Path(named)
     for folder in sys.path:
-        for place in (Path(folder), Path(folder) / "vllm" / "vllm_flash_attn"):
-            if (place / _FA3_LIBRARY).is_file():
-                return place / _FA3_LIBRARY
-    raise SkipError(f"{_FA3_LIBRARY} is not on sys.path, and JITATTN_BENCH_FA3 doesn't name it")
+        for place in (Path(folder), Path(folder) / folder_in_wheel):
+            if (place / name).is_file():
+                return place / name
+    raise SkipError(f"{name} is not on sys.path, and {variable} doesn't name it")
 
 
 @functools.cache
-def _load_fa3(library: Path) -> str:
+def _load(library: Path) -> str:
     """Load the library once and return its version, or raise SkipError."""
     try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise SkipError(f"{library.name} can't be loaded: {error}") from error
+    except (OSError, RuntimeError) as error:  # the latter of operators that torch refuses
+        reason = error.__cause__ or error  # which symbol or library is missing
+        raise SkipError(f"{library.name} can't be loaded: {reason}") from error
     try:
         return "vllm " + importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

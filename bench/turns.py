@@ -139,12 +139,22 @@ def check(prepared: Prepared, calls: Sequence[Call], oracle: Checker) -> float:
 
 
 def take_turns(entries: Sequence[Entry], method: Method, timer: Timer) -> None:
-    """Time everyone that was set up, ``method.rounds`` times one after the other."""
+    """Time everyone that was set up, ``method.rounds`` times one after the other.
+
+    Whoever raises is not timed, nor asked again: after a fault on the device that is everyone, and
+    the reasons are still recorded.
+    """
     for _ in range(method.rounds):
         for entry in entries:
-            if entry.call is not None:
+            if entry.call is None:
+                continue
+            try:
                 samples = timer.samples(entry.call)
-                entry.samples += [seconds / method.num_runs for seconds in samples]
+            except Exception as reason:
+                entry.result = stopped(entry.result.contender, reason)
+                entry.prepared = entry.call = None
+                continue
+            entry.samples += [seconds / method.num_runs for seconds in samples]
 
 
 def choose_method(floor_s: float, kind: str, num_runs: int, rounds: int) -> Method:
@@ -167,12 +177,17 @@ def compare(
     method: Method,
     timer: Timer,
     oracle: Checker,
+    others: Mapping[str, Checker] | None = None,
 ) -> list[Result]:
-    """Check every contender, time those that are right, in turns, and check them again."""
-    entries = [set_up(contender, subject, method, timer, oracle) for contender in contenders]
+    """Check every contender, time those that are right, in turns, and check them again.
+
+    ``others`` are the oracles of contenders that compute something else, by their names.
+    """
+    checkers = {c.name: (others or {}).get(c.name, oracle) for c in contenders}
+    entries = [set_up(c, subject, method, timer, checkers[c.name]) for c in contenders]
     take_turns(entries, method, timer)
     alone = _time_alone(entries, method, timer) if method.kind == "graph" else {}
-    results = [_finish(entry, oracle, timer) for entry in entries]
+    results = [_finish(entry, checkers[entry.result.contender], timer) for entry in entries]
     outs = {entry.result.contender: entry.prepared.outs for entry in entries if entry.prepared}
     return [
         dataclasses.replace(result, facts={**result.facts, **_more_facts(result, alone, outs)})
@@ -202,7 +217,7 @@ def _time_alone(entries: Sequence[Entry], method: Method, timer: Timer) -> dict[
         if entry.prepared is not None
     ]
     take_turns(alone, dataclasses.replace(method, kind="events", num_runs=1), timer)
-    return {entry.result.contender: entry.samples for entry in alone}
+    return {entry.result.contender: entry.samples for entry in alone if entry.call is not None}
 
 
 def _finish(entry: Entry, oracle: Checker, timer: Timer) -> Result:
@@ -210,13 +225,15 @@ def _finish(entry: Entry, oracle: Checker, timer: Timer) -> Result:
     result, prepared, call = entry.result, entry.prepared, entry.call
     if prepared is None or call is None:
         return result
+    facts = dict(result.facts)
     try:
         error = check(prepared, [call], oracle)
+        if prepared.plan is not None and prepared.plan_is_a_call:
+            facts["plan_s"] = summarize(timer.samples(prepared.plan)).median_s
     except WrongError as reason:
         return dataclasses.replace(result, status="wrong", reason=f"after it was timed: {reason}")
-    facts = dict(result.facts)
-    if prepared.plan is not None:
-        facts["plan_s"] = summarize(timer.samples(prepared.plan)).median_s
+    except Exception as reason:
+        return stopped(result.contender, reason)
     error = max(error, result.error or 0.0)
     timing = summarize(entry.samples)
     return dataclasses.replace(result, timing=timing, error=error, facts=facts)

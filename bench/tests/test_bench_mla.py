@@ -8,21 +8,23 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_mla, bundle, mla_contenders, mla_report, records
+from bench import bench_mla, bundle, flashmla, mla_contenders, mla_report, records
 from bench.bench_mla import to_record
 from bench.cases import BASELINE
 from bench.ceilings import TensorCeilings
-from bench.contenders import Prepared
+from bench.contenders import Prepared, SkipError
 from bench.mla_cases import MLA_CASES, MLA_GROUPS, TOKEN_BYTES, Form, MLACase, select_mla
 from bench.mla_contenders import (
     K_SCALE,
     MLA_WAYS,
     FlashInferMLA,
+    FlashMLA,
     JitAttnMLA,
     MLAContender,
     MLAInputs,
@@ -239,6 +241,82 @@ def test_flashinfer_gets_everything(case: MLACase, form: Form) -> None:
         assert wrapper.planned["page_size"] == 16
         assert wrapper.planned["num_heads"] == 2
         assert wrapper.planned["kv_data_type"] == getattr(torch, case.kv_dtype)
+
+
+class _FlashMLAOps:
+    """Stands for FlashMLA's dense decode: checks what it checks, computes what it computes."""
+
+    def __init__(self) -> None:
+        self.num_schedules = 0
+
+    def dense_decode_fwd(
+        self, q: Tensor, kv: Tensor, width: int, seq_lens: Tensor, table: Tensor, *others: Any
+    ) -> tuple[Any, ...]:
+        sm_scale, causal, tiles, splits, out = others
+        batch_size, q_len, num_heads, _ = q.shape
+        assert causal
+        assert (width, kv.shape[1:]) == (512, (64, 1, 576))
+        assert out.shape == (batch_size, 1, q_len * num_heads, 512)
+        assert out.is_contiguous()
+        assert (tiles is None) == (splits is None)
+        if tiles is None:
+            self.num_schedules += 1
+            tiles = splits = seq_lens.clone()
+        assert tiles.equal(seq_lens)
+        for b, kv_len in enumerate(tiles.tolist()):
+            tokens = kv[table[b].long(), :, 0].flatten(0, 1)[:kv_len].double()
+            seen = torch.ones(q_len, kv_len).tril(kv_len - q_len).bool()
+            scores = (q[b].double() @ tokens.T).masked_fill(~seen[:, None], -math.inf)
+            rows = torch.softmax(sm_scale * scores, dim=-1) @ tokens[:, :width]
+            out[b, 0] = rows.flatten(0, 1).to(out.dtype)
+        return out, None, tiles, splits
+
+
+@pytest.fixture
+def flashmla_ops(monkeypatch: pytest.MonkeyPatch) -> _FlashMLAOps:
+    ops = _FlashMLAOps()
+    monkeypatch.setattr(torch.ops, "_flashmla_C", ops, raising=False)
+    monkeypatch.setattr(flashmla, "load_flashmla", lambda: "vllm 1")
+    return ops
+
+
+@pytest.mark.usefixtures("flashmla_ops")
+@pytest.mark.parametrize("kind", ["graph", "events"])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_flashmla_gets_everything(q_len: int, kind: str) -> None:
+    case = dataclasses.replace(TINY, q_lens=(q_len,) * 2, seq_lens=(130, 64), page_size=64)
+    (result,) = run(FlashMLA(), case=case, kind=kind)
+    assert (result.status, result.reason) == ("timed", "")
+    assert result.facts["planned"] == flashmla.BY_RUN
+    assert "plan_s" not in result.facts, "no call makes the schedule alone"
+
+
+def test_flashmla_schedules_once_a_step(flashmla_ops: _FlashMLAOps) -> None:
+    case = dataclasses.replace(ONE_EACH, page_size=64)
+    prepared = FlashMLA().prepare(make_mla_inputs(case, CPU, copies=3))
+    assert prepared.plan is not None
+    for steps in (1, 2):
+        prepared.plan()
+        for call in prepared.runs:
+            call()
+        assert flashmla_ops.num_schedules == steps
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"page_size": 16}, "64 tokens"),
+        ({"form": "e4m3"}, "16-bit latents"),
+        ({"form": "rows656"}, "by lists alone"),
+        ({"q_lens": (1, 2)}, "as many query tokens"),
+        ({"q_lens": (512, 512), "seq_lens": (512, 513)}, "at most 128"),
+    ],
+)
+def test_flashmla_says_what_it_does_not_do(changed: dict[str, Any], reason: str) -> None:
+    case = dataclasses.replace(ONE_EACH, page_size=64)
+    inputs = make_mla_inputs(dataclasses.replace(case, **changed), CPU)
+    with pytest.raises(SkipError, match=reason):
+        FlashMLA().prepare(inputs)
 
 
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
