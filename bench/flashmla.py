@@ -17,7 +17,7 @@ from bench.rivals import load_library
 PAGE_SIZE = 64  # of dense decode
 MAX_Q_LEN = 128  # longer chunks vLLM computes another way
 LISTED_AT_ONCE = {"decode": 64, "prefill": 128}
-"""Lengths of lists are multiples of these; other lengths end the process."""
+"""Lengths of lists are multiples of these; other lengths would end the process."""
 BY_RUN = "on the device, by the first run of a step"
 
 _HEADS = (64, 128)

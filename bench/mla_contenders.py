@@ -434,7 +434,7 @@ class FlashMLA:
         if case.form == "rows656":
             return "FlashMLA reads rows with scales by lists alone, which bench_sparse measures"
         if case.form != "bfloat16":
-            return "FlashMLA's dense decode beside 16-bit queries has 16-bit latents alone"
+            return "FlashMLA over FP8 latents wants FP8 queries and takes no output"
         if case.page_size != flashmla.PAGE_SIZE:
             return f"FlashMLA's pages have {flashmla.PAGE_SIZE} tokens"
         if min(case.q_lens) < max(case.q_lens):

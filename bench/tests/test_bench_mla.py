@@ -306,7 +306,7 @@ def test_flashmla_schedules_once_a_step(flashmla_ops: _FlashMLAOps) -> None:
     ("changed", "reason"),
     [
         ({"page_size": 16}, "64 tokens"),
-        ({"form": "e4m3"}, "16-bit latents"),
+        ({"form": "e4m3"}, "wants FP8 queries"),
         ({"form": "rows656"}, "by lists alone"),
         ({"q_lens": (1, 2)}, "as many query tokens"),
         ({"q_lens": (512, 512), "seq_lens": (512, 513)}, "at most 128"),
