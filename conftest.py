@@ -45,15 +45,38 @@ def _why_no_gpu() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None]:
     for item in items:
         for folder, marker in _FOLDERS.items():
             if item.path.is_relative_to(_ROOT / folder):
                 item.add_marker(marker)
         if item.path.stem.endswith("_emulated") or "emulated_kernels" in item.fixturenames:
             item.add_marker("emulator")
-        if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    yield  # -k and -m choose
+    if any(item.get_closest_marker("gpu") for item in items) and (reason := _why_no_gpu()):
+        items[:] = _one_of_each_function(items, reason)
+
+
+def _one_of_each_function(items: list[pytest.Function], reason: str) -> list[pytest.Function]:
+    """Return the items with one for each function that needs a card, skipped, for all its cases.
+
+    They are thousands, and to skip a case takes a millisecond of each process. That the functions
+    are imported and their cases made has been tested by then.
+    """
+    kept: list[pytest.Function] = []
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            others = cases.setdefault(item.nodeid.partition("[")[0], [])
+            others.append(item)
+            if len(others) > 1:
+                continue
+        kept.append(item)
+    for same in cases.values():
+        said = f"{len(same)} cases: {reason}" if len(same) > 1 else reason
+        same[0].add_marker(pytest.mark.skip(reason=said))
+    return kept
 
 
 def pytest_collection_finish() -> None:

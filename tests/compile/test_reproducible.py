@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import subprocess
@@ -28,9 +29,16 @@ def cubin_digest(spec: KernelSpec, arch: str) -> str:
     return hashlib.sha256(compile_afresh(spec, arch).cubin).hexdigest()
 
 
+@functools.cache
+def first_digest(spec: KernelSpec) -> str:
+    """The digest of this process's first cubin, with which all others are compared."""
+    return cubin_digest(spec, "sm_90a")
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.symbol)
 def test_twice_in_one_process(spec: KernelSpec) -> None:
-    assert cubin_digest(spec, "sm_90a") == cubin_digest(spec, "sm_90a")
+    first = first_digest(spec)
+    assert cubin_digest(spec, "sm_90a") == first
 
 
 def test_in_another_process_folder_and_environment(tmp_path: Path) -> None:
@@ -44,9 +52,10 @@ def test_in_another_process_folder_and_environment(tmp_path: Path) -> None:
         [sys.executable, "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [cubin_digest(spec, "sm_90a") for spec in SPECS]
+    assert done.stdout.split() == [first_digest(spec) for spec in SPECS]
 
 
 def test_architectures_differ() -> None:
     spec = SPECS[0]
-    assert len({cubin_digest(spec, arch) for arch in ("sm_80", "sm_90a", "sm_120f")}) == 3
+    others = {cubin_digest(spec, arch) for arch in ("sm_80", "sm_120f")}
+    assert len({first_digest(spec), *others}) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +15,6 @@ from tests.style.figures import LIMITS, ROOT, Tree, components, floors, imports
 
 PACKAGE = ROOT / "jitattn"
 TREE = Tree(ROOT)
-IMPORTS = {path.as_posix(): set(imports(tree)) for path, tree in TREE.modules.items()}
-ON_IMPORT = {
-    path.as_posix(): {
-        name
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in imports(node)
-    }
-    for path, tree in TREE.modules.items()
-}
-FIGURES = TREE.figures()
 
 # Folders that may import a package; `cuda` are the bindings of the driver and of NVRTC.
 DOORS = {
@@ -41,9 +31,34 @@ DOORS = {
 TOP = ("kv", "compat", "integrations", "parallel", "tools")
 
 
+# Read by the first test that asks: every process of a run imports this module.
+
+
+@functools.cache
+def figures() -> dict[str, int]:
+    return TREE.figures()
+
+
+@functools.cache
+def imports_of_modules() -> dict[str, set[str]]:
+    return {path.as_posix(): set(imports(tree)) for path, tree in TREE.modules.items()}
+
+
+def imports_on_import() -> dict[str, set[str]]:
+    return {
+        path.as_posix(): {
+            name
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in imports(node)
+        }
+        for path, tree in TREE.modules.items()
+    }
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_tree_stays_within_its_limits(name: str) -> None:
-    assert FIGURES[name] <= LIMITS[name], "python -m tests.style.figures --where"
+    assert figures()[name] <= LIMITS[name], "python -m tests.style.figures --where"
 
 
 def test_floors_and_cycles_are_counted() -> None:
@@ -56,14 +71,18 @@ def test_floors_and_cycles_are_counted() -> None:
 def test_nothing_imports_what_is_on_top(folder: str) -> None:
     users = {
         module.partition("/")[0]
-        for module, names in IMPORTS.items()
+        for module, names in imports_of_modules().items()
         if any(f"{name}.".startswith(f"jitattn.{folder}.") for name in names)
     }
     assert users <= {folder, "tools", "__init__.py", "__main__.py"}
 
 
 def users(package: str) -> set[str]:
-    return {m for m, names in IMPORTS.items() if package in {n.partition(".")[0] for n in names}}
+    return {
+        module
+        for module, names in imports_of_modules().items()
+        if package in {name.partition(".")[0] for name in names}
+    }
 
 
 @pytest.mark.parametrize("package", DOORS)
@@ -80,7 +99,7 @@ def test_torch_is_imported_where_tensors_are_handled() -> None:
     compiled = ("/spec.py", "/tile.py", "/params.py")
     found = {
         module
-        for module, names in ON_IMPORT.items()
+        for module, names in imports_on_import().items()
         if any(name.partition(".")[0] == "torch" for name in names)
         if module.startswith(outside)
         or (module.startswith("kernels/") and module.endswith(compiled))
@@ -90,7 +109,7 @@ def test_torch_is_imported_where_tensors_are_handled() -> None:
 
 def test_no_public_name_is_also_a_module() -> None:
     # Importing a submodule puts it on the package, over a function of the same name.
-    modules = {module.partition("/")[0].removesuffix(".py") for module in IMPORTS}
+    modules = {module.partition("/")[0].removesuffix(".py") for module in imports_of_modules()}
     assert not modules & set(jitattn.__all__)
 
 

@@ -17,7 +17,6 @@ import jitattn
 from tests.style.figures import ROOT, Tree
 
 TREE = Tree(ROOT)
-PACKAGE = TREE.modules
 
 # docs/glossary.md gives the word to use instead.
 SYNONYMS = {
@@ -71,10 +70,10 @@ def test_signatures_are_annotated() -> None:
 
 
 def test_no_print_and_no_catch_all_names() -> None:
-    assert [path for path in PACKAGE if path.stem in ("utils", "helpers", "misc")] == []
+    assert [path for path in TREE.modules if path.stem in ("utils", "helpers", "misc")] == []
     prints = [
         path.as_posix()
-        for path, tree in PACKAGE.items()
+        for path, tree in TREE.modules.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -155,7 +154,7 @@ def test_captured_functions_assign_no_numbers_to_elements() -> None:
     """
     found = [
         f"{path}:{node.lineno}"
-        for path, tree in PACKAGE.items()
+        for path, tree in TREE.modules.items()
         if path.parts[0] == "kernels" and not path.stem.startswith("reference")
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from jitattn.spec.config import PlannerConfig
 from jitattn.tools import cli, configs_command
 from jitattn.tools.arguments import byte_size
 from tests.support.model_configs import write_config
+from tests.support.shared_files import shared_file
 
 CONFIG = "head_dim=64,page_size=16"
 NUM_KERNELS = len(registry.specs_of(PlannerConfig.parse(CONFIG), "sm_90a"))
@@ -37,11 +39,20 @@ MODEL = {
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    done = cli.main(["precompile", "--arch", "sm_90a", "--config", CONFIG, "-o", str(folder)])
-    assert done == 0
-    return folder
+def made_without_torch() -> Path:
+    """A bundle of the kernels of CONFIG, made once a run: it takes seconds."""
+
+    def make(folder: Path) -> None:
+        arguments = ["precompile", "--arch", "sm_90a", "--config", CONFIG, "-o", str(folder)]
+        done = run_without("torch", arguments)
+        assert done.returncode == 0, done.stderr
+
+    return shared_file("bundle-of-test-cli", make)
+
+
+@pytest.fixture
+def bundle(made_without_torch: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made_without_torch, tmp_path / "bundle"))
 
 
 def write_model(folder: Path, **changes: object) -> str:
@@ -358,11 +369,8 @@ def test_commands_need_no_torch(arguments: list[str]) -> None:
     assert done.stdout
 
 
-def test_precompile_needs_no_torch(tmp_path: Path) -> None:
-    arguments = ["precompile", "--arch", "sm_90a", "--config", CONFIG, "-o", str(tmp_path / "b")]
-    done = run_without("torch", arguments)
-    assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "b").glob("*/kernel.cubin"))) == NUM_KERNELS
+def test_precompile_needs_no_torch(made_without_torch: Path) -> None:
+    assert len(list(made_without_torch.glob("*/kernel.cubin"))) == NUM_KERNELS
 
 
 def test_the_demo_says_that_it_needs_torch() -> None:
