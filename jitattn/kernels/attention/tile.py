@@ -121,7 +121,7 @@ def has_narrow_tile(spec: AttentionSpec, arch: str) -> bool:
     """
     if not ARCHS[arch].has_wgmma or spec.has_fp8_queries:
         return False
-    return spec.kv_dtype is not spec.q_dtype or _warpgroup_row(spec).num_consumers > 2
+    return spec.dequantises or _warpgroup_row(spec).num_consumers > 2
 
 
 def narrow_prefill_tile(spec: AttentionSpec) -> WarpgroupTile:
@@ -132,7 +132,7 @@ def narrow_prefill_tile(spec: AttentionSpec) -> WarpgroupTile:
     key_bytes, value_bytes = _segment_bytes(spec.head_dim), _segment_bytes(spec.head_dim_vo)
     stage_bytes = row.tile_tokens(spec) * (key_bytes + value_bytes)
     num_stages = row.num_stages
-    if spec.kv_dtype is spec.q_dtype:
+    if not spec.dequantises:
         num_stages = max(num_stages, _NARROW_RING_BYTES // stage_bytes)
     return _warpgroup_tile(
         spec,
@@ -148,7 +148,7 @@ def decode_uses_tma(spec: AttentionSpec, arch: str) -> bool:
 
 def prefill_uses_tma(spec: AttentionSpec, arch: str) -> bool:
     """Return whether TMA loads K and V of caches whose strides allow it."""
-    return ARCHS[arch].has_wgmma and spec.kv_dtype is spec.q_dtype and _has_boxes(spec)
+    return ARCHS[arch].has_wgmma and not spec.dequantises and _has_boxes(spec)
 
 
 def _has_boxes(spec: AttentionSpec) -> bool:
@@ -188,8 +188,7 @@ class _WarpgroupRow(NamedTuple):
     def tile_tokens(self, spec: AttentionSpec) -> int:
         # A mask leaves fewer registers than a variant beside wide rows.
         widest = max(spec.head_dim, spec.head_dim_vo)
-        is_dequantised = spec.kv_dtype is not spec.q_dtype
-        is_wide = widest > 128 if is_dequantised else widest > 256 and spec.use_logits_soft_cap
+        is_wide = widest > 128 if spec.dequantises else widest > 256 and spec.use_logits_soft_cap
         is_busy = spec.use_custom_mask and is_wide
         if spec.variant is not None or is_busy:
             return self.variant_tokens
@@ -197,7 +196,7 @@ class _WarpgroupRow(NamedTuple):
         # or by two warpgroups. All loaders have one tile.
         has_room = spec.head_dim <= 192 and not _is_gathered_by_two(spec)
         has_registers = spec.head_dim > 64 and (_has_boxes(spec) or has_room)
-        is_light = spec.fixed_maximum and spec.kv_dtype is spec.q_dtype and has_registers
+        is_light = spec.fixed_maximum and not spec.dequantises and has_registers
         if spec.use_logits_soft_cap and not is_light:
             return self.soft_cap_tokens
         return self.plain_tokens
@@ -343,8 +342,7 @@ def _decode_product_dtype(spec: DecodeSpec) -> str:
     # float16 holds every dequantised number, and the conversion is shorter than that to bfloat16.
     # Rows of q in another type take registers, which wide kernels have none of.
     has_registers = spec.head_dim <= 256 and spec.row_tile <= 16
-    is_dequantised = spec.kv_dtype is not spec.q_dtype
-    return (DType.FLOAT16 if is_dequantised and has_registers else spec.q_dtype).value
+    return (DType.FLOAT16 if spec.dequantises and has_registers else spec.q_dtype).value
 
 
 def _tma_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
@@ -416,7 +414,7 @@ def _warp_tokens(spec: DecodeSpec, widest: int, has_large_smem: bool) -> int:
 
 
 def _warpgroup_row(spec: AttentionSpec) -> _WarpgroupRow:
-    rows = _WARPGROUP_TILES if spec.kv_dtype is spec.q_dtype else _DEQUANT_TILES
+    rows = _DEQUANT_TILES if spec.dequantises else _WARPGROUP_TILES
     return next(
         row
         for row in (_FP8_TILES if spec.has_fp8_queries else rows)
@@ -438,8 +436,7 @@ def _is_gathered_by_two(spec: AttentionSpec) -> bool:
 def _dequantises_registers(spec: AttentionSpec) -> bool:
     """Return whether vectors of a quantised cache are in registers before they are dequantised."""
     # Wide rows leave no warpgroup of producers beside those that dequantise.
-    is_dequantised = spec.kv_dtype is not spec.q_dtype and not spec.has_fp8_queries
-    return is_dequantised and spec.head_dim <= 192 and spec.head_dim_vo <= 128
+    return spec.dequantises and spec.head_dim <= 192 and spec.head_dim_vo <= 128
 
 
 def _warpgroup_registers(spec: AttentionSpec, groups: int, num_producers: int) -> _Registers:
@@ -466,13 +463,12 @@ def _probability_bits(spec: AttentionSpec) -> int:
 
 
 def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
-    is_dequantised = spec.kv_dtype is not spec.q_dtype
     groups, num_producers = row.num_consumers, row.num_producers
     value_dim = _value_dim(spec, _MAX_VALUE_DIM)
-    gathers = spec.loader is Loader.VECTOR and not is_dequantised
+    gathers = spec.loader is Loader.VECTOR and not spec.dequantises
     if gathers and groups <= 2 and _is_gathered_by_two(spec):
         num_producers = 2
-    if is_dequantised and groups == 1:
+    if spec.dequantises and groups == 1:
         num_producers = 3 if spec.head_dim_vo <= 128 else 2
     registers = _warpgroup_registers(spec, groups, num_producers)
     row = row._replace(num_producers=num_producers)
@@ -481,7 +477,7 @@ def _warpgroup_tile(spec: AttentionSpec, row: _WarpgroupRow) -> WarpgroupTile:
     smem_bytes = row.num_stages * tile_tokens * row_bytes
     smem_bytes += 64 * groups * row.num_query_stages * _segment_bytes(spec.head_dim)
     num_landings = 0
-    if is_dequantised and not _dequantises_registers(spec):
+    if spec.dequantises and not _dequantises_registers(spec):
         # Half of the producer warps load eight rows of K at a time, the others of V.
         step = 8 * 2 * num_producers
         landing_bytes = -(-tile_tokens // step) * step * row_bytes // 2
@@ -520,7 +516,7 @@ def _tile_of(
 ) -> WarpgroupTile:
     groups = row.num_consumers
     # A segment: that puts all rows of a tile one after the other.
-    columns = SEGMENT_BYTES // spec.kv_dtype.num_bytes if spec.kv_dtype is spec.q_dtype else 0
+    columns = 0 if spec.dequantises else SEGMENT_BYTES // spec.kv_dtype.num_bytes
     return WarpgroupTile(
         num_warps=4 * groups,
         tile_tokens=tile_tokens,
@@ -549,7 +545,7 @@ def _tile_of(
 
 
 def _prefill_tma_tokens(spec: AttentionSpec, tile_tokens: int) -> int:
-    if spec.kv_dtype is not spec.q_dtype and not spec.has_fp8_queries:
+    if spec.dequantises:
         return 16  # nobody loads TMA tiles, and dequantised rows lie as if
     if spec.page_table is Layout.RAGGED:  # several, which arrive sooner than one
         return next(n for n in (64, 48, 32, 16) if tile_tokens % n == 0)

@@ -38,6 +38,11 @@ class AttentionSpec(KernelSpec):
         return self.use_logits_soft_cap or self.variant is not None
 
     @property
+    def dequantises(self) -> bool:
+        """Whether K and V have another type than q, and are converted before products."""
+        return self.kv_dtype is not self.q_dtype
+
+    @property
     def has_fp8_queries(self) -> bool:
         """Whether the kernel reads FP8 queries and their scales."""
         return self.q_dtype is DType.FLOAT8_E4M3FN

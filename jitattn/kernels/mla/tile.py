@@ -38,7 +38,7 @@ def uses_tma(spec: MLASpec, arch: str) -> bool:
     is_whole = (spec.head_dim - spec.head_dim_vo) * spec.kv_dtype.num_bytes == SEGMENT_BYTES
     return (
         has_warpgroup_tile(spec.q_dtype, spec.kv_dtype, arch)
-        and spec.kv_dtype is spec.q_dtype
+        and not spec.dequantises
         and is_whole
         and spec.page_table.lists_pages
         and spec.page_size % 8 == 0
@@ -61,7 +61,7 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     # TMA needs few registers, vector loads hold addresses, dequantisation half a tile. Consumers
     # get the rest, which variants need.
     producer_registers = 72 if spec.loader is Loader.TENSOR else 104
-    if spec.kv_dtype is not spec.q_dtype:
+    if spec.dequantises:
         producer_registers = 120 if spec.variant is None else 72
         if spec.page_table.is_list:  # which consumers look up, too
             producer_registers = 104
@@ -95,7 +95,7 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
 def _product_dtype(spec: MLASpec) -> str:
     # FP8 becomes float16 in fewer steps than bfloat16. A k_pe of 16 bits may exceed float16, and a
     # variant reads scores in the type of q.
-    is_narrow = spec.k_pe_dtype is spec.kv_dtype is not spec.q_dtype and spec.variant is None
+    is_narrow = spec.dequantises and spec.k_pe_dtype is spec.kv_dtype and spec.variant is None
     return (DType.FLOAT16 if is_narrow else spec.q_dtype).value
 
 
