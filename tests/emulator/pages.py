@@ -1,7 +1,8 @@
 """The kernels that move tokens and pages, compiled for the CPU and launched by the real host code.
 
-A CTA is so many threads of the host, each of them a warp of its own. Instructions that the host
-hasn't are written anew here; the templates and the headers of their arithmetic are the real ones.
+A CTA has so many threads, each of them a warp of its own, which take turns: one runs until it waits
+for the others. Instructions that the host hasn't are written anew here; the templates and the
+headers of their arithmetic are the real ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from tests.emulator.cuda_runtime import (
     CONVERSIONS,
     PAIRS,
     QUALIFIERS,
-    THREADS,
     TYPES,
     WORDS,
     library_of,
@@ -33,8 +33,15 @@ from tests.emulator.cuda_runtime import (
 CACHES = [module.LAUNCHES for module in (batch_info, gather, copy_pages, block_table)]
 HOST_HEADERS = ("prelude", "ptx", "types", "fp8")
 HOST = f"""
-{QUALIFIERS}{WORDS}{THREADS}
-static Index blockIdx, gridDim;
+#include <cstdlib>
+#include <ucontext.h>
+{QUALIFIERS}{WORDS}
+extern const int kBlock;
+constexpr int kMostThreads = 8;
+struct Index {{ int x = 0; }};
+static Index threadIdx, blockIdx, gridDim;
+static ucontext_t host, places[kMostThreads];
+inline void __syncthreads() {{ if (kBlock > 1) swapcontext(&places[threadIdx.x], &host); }}
 template <typename T> T __shfl_up_sync(unsigned, T value, int) {{ return value; }}
 template <typename T> T __shfl_xor_sync(unsigned, T value, int) {{ return value; }}
 namespace jitattn {{
@@ -45,17 +52,40 @@ inline void wait_for_previous_kernel() {{}}
 {PAIRS}{TYPES}{CONVERSIONS}
 }}  // namespace jitattn
 """
+# Turns go up and down, so that what a thread reads of one before it or behind it without a barrier
+# is not there in one of two CTAs.
 CALL = """
-extern "C" void call(const jitattn::PARAMS* params, int grid) {
-  gridDim.x = grid;
-  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-    std::vector<std::thread> others;
-    for (int i = 1; i < kBlock; ++i) {
-      others.emplace_back([=] { threadIdx.x = i; SYMBOL(*params); });
-    }
-    SYMBOL(*params);
-    for (std::thread& other : others) other.join();
+static const jitattn::PARAMS* given;
+static bool has_ended[kMostThreads];
+static void run_thread() {
+  SYMBOL(*given);
+  has_ended[threadIdx.x] = true;
+}
+static void run_cta() {
+  static char stacks[kMostThreads][1 << 18];
+  for (int i = 0; i < kBlock; ++i) {
+    getcontext(&places[i]);
+    places[i].uc_stack.ss_sp = stacks[i];
+    places[i].uc_stack.ss_size = sizeof stacks[i];
+    places[i].uc_link = &host;
+    makecontext(&places[i], run_thread, 0);
+    has_ended[i] = false;
   }
+  int num_left = kBlock;
+  for (int round = blockIdx.x; num_left > 0; ++round) {
+    for (int n = 0; n < kBlock; ++n) {
+      threadIdx.x = round % 2 == 0 ? n : kBlock - 1 - n;
+      swapcontext(&host, &places[threadIdx.x]);
+      num_left -= has_ended[threadIdx.x];
+    }
+    if (num_left > 0 && num_left < kBlock) std::abort();  // some wait for those that have ended
+  }
+}
+extern "C" void call(const jitattn::PARAMS* params, int grid) {
+  static_assert(kBlock <= kMostThreads);
+  given = params;
+  gridDim.x = grid;
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) run_cta();
 }
 """
 PARAMS = {
