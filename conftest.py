@@ -18,6 +18,35 @@ _ROOT = Path(__file__).parent
 # Markers of everything in a folder; what builds kernels in C++ and runs them on the CPU is called
 # ``test_*_emulated.py``, or has the marker ``emulator`` of its own.
 _FOLDERS = {"tests/gpu": "gpu", "tests/compile": "compile", "tests/style": "style"}
+# Take longest, the longest first: with --dist loadfile a process that began one of these at the end
+# would be alone for as long.
+_LONGEST = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "compile/test_compile_all",
+        "compile/test_compile_mla",
+        "compile/test_variants",
+        "kernels/attention/test_prefill_emulated",
+        "jit/test_cache_conduct",
+        "spec/test_variant",
+        "kernels/attention/test_untouched",
+        "kernels/mla/test_mla_emulated",
+        "kernels/attention/test_decode_emulated",
+        "style/test_style",
+        "compile/test_preprocess",
+        "kernels/attention/test_variant_emulated",
+        "tools/test_cli",
+        "kernels/pages/test_transfers_emulated",
+        "examples/test_serving",
+        "bundles/test_precompile",
+        "compile/test_reproducible",
+        "compile/test_compile_budget",
+        "compile/test_compile_transfers",
+        "jit/test_cache_conduct_faults",
+        "tools/test_demo",
+        "kv/test_manager_model",
+    )
+)
 
 
 # Tensors are small, and threads of tests that run side by side wait for each other in loops.
@@ -26,7 +55,12 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the workers of a run one folder: see `tests.support.shared_files`."""
+    """Give the workers of a run one folder: see `tests.support.shared_files`.
+
+    They take files in the order below, not, as xdist would have it, those of most tests first.
+    """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
     if FOLDER not in os.environ:
         os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="jitattn-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -54,6 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None
         if item.path.stem.endswith("_emulated") or "emulated_kernels" in item.fixturenames:
             item.add_marker("emulator")
     yield  # -k and -m choose
+    places = {_ROOT / name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if any(item.get_closest_marker("gpu") for item in items) and (reason := _why_no_gpu()):
         items[:] = _one_of_each_function(items, reason)
 
