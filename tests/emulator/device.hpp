@@ -68,6 +68,10 @@ inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) { return atomic
 inline void add_release(int32_t* place, int32_t value) { atomicAdd(place, value); }
 inline int32_t load_acquire(const int32_t* place) { return *place; }
 inline void sleep_ns(uint32_t) {}
+template <int kCount>
+void give_registers() {}
+template <int kCount>
+void take_registers() {}
 bool elect_one();
 
 // Memory.

@@ -464,16 +464,24 @@ def check(inputs: MLAInputs, out: Tensor, lse: Tensor) -> None:
 
 
 def check_kernel(
-    inputs: MLAInputs, out: Tensor, lse: Tensor, *, warpgroups: bool | None = None
+    inputs: MLAInputs,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    warpgroups: bool | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """The same of what rounds probabilities to q_dtype.
 
-    ``warpgroups``: whether these compute it; None is as where the inputs are.
+    ``warpgroups``: whether the card has these; None is as where the inputs are.
     """
     case = inputs.case
     if warpgroups is None:
         warpgroups = has_warpgroups(inputs.q_nope.device)
-    want = expected_with_magnitude(inputs, rounds_rows=warpgroups and case.form == "fp8_rows")
+    # Their kernel multiplies scaled keys, which are rounded; that of few rows scales what it got.
+    is_narrow = max(case.queries) * case.num_heads <= 16 and not batch_invariant
+    rounds_rows = warpgroups and case.form == "fp8_rows" and not is_narrow
+    want = expected_with_magnitude(inputs, rounds_rows=rounds_rows)
     check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), want)
 
 

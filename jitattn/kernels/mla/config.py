@@ -8,7 +8,7 @@ from dataclasses import replace
 from jitattn.base.errors import ConfigError
 from jitattn.kernels.common.spec import ScheduleSpec
 from jitattn.kernels.mla.spec import MLASpec
-from jitattn.kernels.mla.tile import mla_row_tile
+from jitattn.kernels.mla.tile import NARROW_ROWS, has_warpgroup_tile, mla_row_tile
 from jitattn.spec.arch import check_arch
 from jitattn.spec.config import MLAConfig
 from jitattn.spec.constraint import (
@@ -85,7 +85,7 @@ MLA_RANGES: Mapping[str, str] = {
 
 
 def mla_specs(config: MLAConfig, arch: str) -> tuple[KernelSpec, ...]:
-    """Return the kernels that plans of a planner launch, that of its own cache first.
+    """Return the kernels that plans of a planner launch, those of its own cache first.
 
     Raises:
         ConfigError: with every reason why there are none.
@@ -102,7 +102,10 @@ def check_rules(config: MLAConfig) -> None:
 
 
 def cache_specs(config: MLAConfig, arch: str) -> tuple[MLASpec, ...]:
-    """Return the kernels of every cache that ``bind`` takes, aligned ones before others."""
+    """Return the kernels of every cache that ``bind`` takes, aligned ones before others.
+
+    Where a token's rows have a kernel of their own, that of any number of rows follows each.
+    """
     q_dtype, kv_dtype = DType(config.q_dtype), DType(config.kv_dtype)
     forms = [(kv_dtype, False)]
     if kv_dtype is not q_dtype:
@@ -127,7 +130,19 @@ def cache_specs(config: MLAConfig, arch: str) -> tuple[MLASpec, ...]:
     )
     fast = Loader.TENSOR if base.uses_tma(arch) else Loader.VECTOR
     return tuple(
-        replace(base, loader=loader, k_pe_dtype=k_pe_dtype, has_scales=has_scales)
-        for k_pe_dtype, has_scales in forms
+        replace(base, row_tile=row_tile, loader=loader, k_pe_dtype=k_pe_dtype, has_scales=scales)
+        for k_pe_dtype, scales in forms
         for loader in (fast, Loader.PLAIN)
+        for row_tile in _row_tiles(config, base, arch)
     )
+
+
+def _row_tiles(config: MLAConfig, base: MLASpec, arch: str) -> tuple[int, ...]:
+    """Return the query rows of the kernels of a cache, those of one token first."""
+    is_narrow = config.num_heads <= NARROW_ROWS and has_warpgroup_tile(
+        base.q_dtype, base.kv_dtype, arch
+    )
+    # A token's bits are those of one kernel where they must not depend on its neighbours.
+    if is_narrow and not config.batch_invariant:
+        return NARROW_ROWS, base.row_tile
+    return (base.row_tile,)

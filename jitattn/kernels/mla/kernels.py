@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -160,20 +161,21 @@ class MLAKernels(CudaKernels):
         self._mla_specs = [
             spec for spec in mla_specs(config, target.arch) if isinstance(spec, MLASpec)
         ]
-        first = self._mla_specs[0]
+        first = self._of_cache(self._mla_specs[0])
         self._tma_tiles: dict[str, TmaTile] = {}
-        if first.loader is Loader.TENSOR:
-            # One kernel loads the same tiles, whatever it is for.
-            tile, rope_dim = first.tile(target.arch), config.qk_rope_head_dim
-            self._tma_tiles["decode"] = TmaTile(
-                tile.tma_tokens, tile.key_tma_columns, rope_dim, is_grouped=True
-            )
+        if first[0].loader is Loader.TENSOR:
+            # Where one kernel does both, it loads the same tiles.
+            for role, spec in zip(("decode", "prefill"), first, strict=False):
+                tile, rope_dim = spec.tile(target.arch), config.qk_rope_head_dim
+                self._tma_tiles[role] = TmaTile(
+                    tile.tma_tokens, tile.key_tma_columns, rope_dim, is_grouped=True
+                )
         super().__init__(
             config,
             target,
             TRAITS,
             specs=self._mla_specs,
-            main_specs=[first],
+            main_specs=first,
             make_kernels=functools.partial(_make_kernels, target.arch, target.facts.index),
             launch_type=MLAKernelLaunch,
         )
@@ -188,15 +190,21 @@ class MLAKernels(CudaKernels):
             and spec.has_scales == (kv.scales is not None)
             and (spec.loader is not Loader.PLAIN) == is_aligned
         )
-        return self.loader.kernels_for((spec,)), maps
+        return self.loader.kernels_for(self._of_cache(spec)), maps
+
+    def _of_cache(self, first: MLASpec) -> tuple[MLASpec, ...]:
+        """Return the kernels of a cache, of which ``first`` is one: of few rows, and of many."""
+        return tuple(
+            spec for spec in self._mla_specs if replace(spec, row_tile=first.row_tile) == first
+        )
 
 
 def _make_kernels(
     arch: str, index: int, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
 ) -> BoundKernels:
-    # One serves requests of few rows and of many.
-    (spec,), (build,) = specs, pending
-    assert isinstance(spec, MLASpec)
-    tile = spec.tile(arch)
-    kernel = MLAKernel(build, tile, spec.row_tile, index)
-    return BoundKernels(kernel, kernel)
+    kernels = []
+    for spec, build in zip(specs, pending, strict=True):
+        assert isinstance(spec, MLASpec)
+        kernels.append(MLAKernel(build, spec.tile(arch), spec.row_tile, index))
+    # One may serve requests of few rows and of many.
+    return BoundKernels(kernels[0], kernels[-1])

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from jitattn.kernels.common.spec import AttentionSpec
 from jitattn.kernels.common.tile import PrefillTile, WarpgroupTile
-from jitattn.kernels.mla.tile import has_warpgroup_tile, mla_tile, uses_tma
+from jitattn.kernels.mla.tile import NARROW_ROWS, has_warpgroup_tile, mla_tile, uses_tma
 from jitattn.spec.dtype import DType
 
 
 class MLASpec(AttentionSpec):
-    """The kernel of multi-head latent attention, for requests of any number of query rows.
+    """A kernel of multi-head latent attention.
 
     ``head_dim`` counts a latent and its ``k_pe``, ``head_dim_vo`` the latent.
     """
@@ -47,8 +47,16 @@ class MLASpec(AttentionSpec):
         """Return whether TMA loads latents and k_pe of caches whose strides allow it."""
         return uses_tma(self, arch)
 
+    def is_narrow(self, arch: str) -> bool:
+        """Return whether it is the kernel of few query rows, beside one of any number."""
+        return self.row_tile == NARROW_ROWS and has_warpgroup_tile(
+            self.q_dtype, self.kv_dtype, arch
+        )
+
     def template(self, arch: str) -> str:
         """Return the template on ``arch``."""
+        if self.is_narrow(arch):
+            return "mla/mla_sm90_narrow.cu.jinja"
         if has_warpgroup_tile(self.q_dtype, self.kv_dtype, arch):
             return "mla/mla_sm90.cu.jinja"
         return "mla/mla_sm80.cu.jinja"

@@ -19,8 +19,15 @@ _SCALE_DIMS = 128
 _STATIC_BYTES = 3 * 1024
 
 
+# Rows of the kernel whose warps multiply few of them, on architectures that have one of warpgroups.
+NARROW_ROWS = 16
+
+
 def mla_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) -> int:
-    """Return the query rows of a CTA of latent attention: those of a token, if they are few."""
+    """Return the query rows of a CTA of latent attention: those of a token, if they are few.
+
+    Where warpgroups compute, those of the kernel that takes any number.
+    """
     if has_warpgroup_tile(q_dtype, kv_dtype, arch):
         return 64
     # Without FP8 instructions, dequantisation takes the registers of more rows.
@@ -47,9 +54,9 @@ def uses_tma(spec: MLASpec, arch: str) -> bool:
 
 def mla_tile(spec: MLASpec, arch: str) -> PrefillTile | WarpgroupTile:
     """Return the tile of latent attention."""
-    if has_warpgroup_tile(spec.q_dtype, spec.kv_dtype, arch):
-        return _warpgroup_tile(spec)
-    return _warp_tile(spec, arch)
+    if not has_warpgroup_tile(spec.q_dtype, spec.kv_dtype, arch):
+        return _warp_tile(spec, arch)
+    return _narrow_tile(spec, arch) if spec.is_narrow(arch) else _warpgroup_tile(spec)
 
 
 # Registers of three warpgroups, a thread of each: what a kernel of 384 threads is given, 168 each.
@@ -86,6 +93,42 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         # TMA does not load pages of other sizes.
         tma_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
         key_tma_columns=spec.head_dim_vo // 2,
+        num_producers=1,
+        producer_registers=producer_registers,
+        consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
+    )
+
+
+def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
+    # A tile of 64 tokens is two stages; twin: jitattn/mla/stages.cuh.
+    tile_tokens, stage_tokens = 64, 32
+    latent_bytes = spec.kv_dtype.num_bytes * spec.head_dim_vo
+    num_scales = spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
+    stage_bytes = stage_tokens * (latent_bytes + SEGMENT_BYTES + 4 * num_scales)
+    q_bytes = spec.row_tile * (spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES)
+    # Probabilities of 16 bits, a segment a row.
+    other_bytes = q_bytes + max(num_scales, 1) * spec.row_tile * SEGMENT_BYTES
+    num_stages = (ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes) // stage_bytes
+    # Consumers hold Q, 144 registers of it.
+    producer_registers = 56 if spec.loader is Loader.TENSOR else 72
+    return WarpgroupTile(
+        num_warps=8,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        num_query_stages=1,
+        num_landings=0,
+        shares_tiles=True,
+        ctas_per_sm=1,
+        value_dim=spec.head_dim_vo,
+        smem_bytes=num_stages * stage_bytes + other_bytes,
+        row_tile=spec.row_tile,
+        merge_rows=1,
+        product_dtype=_product_dtype(spec),
+        output_columns=spec.head_dim_vo // 8,
+        merge_splits=8,
+        merge_loads=0,
+        tma_tokens=next((n for n in (32, 16, 8) if spec.page_size % n == 0), 8),
+        key_tma_columns=spec.head_dim_vo,
         num_producers=1,
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,

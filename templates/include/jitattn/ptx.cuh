@@ -105,6 +105,17 @@ __device__ __forceinline__ void prefetch_to_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
+// Has a warpgroup's threads give registers away until they have kCount, or wait until others gave them so
+// many.
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
 // A barrier of the hardware, of kThreads threads: waits for the others.
 template <int kThreads>
 __device__ __forceinline__ void sync_threads(int barrier) {

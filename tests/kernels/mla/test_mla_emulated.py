@@ -21,6 +21,7 @@ from tests.support.mla import FORMS, MLACase, check_kernel, check_too_long, make
 
 # Requests that several slots share, of one tile, of none, and of a length that is no multiple.
 BASE = MLACase(kv_lora_rank=256, lengths=(230, 64, 0, 1), page_size=16, out_dtype="float32")
+FULL = replace(BASE, kv_lora_rank=512)
 MIXED = replace(BASE, q_lens=(2, 19, 1, 3), spare_rows=2)
 PORTABLE = {
     **{form: replace(BASE, form=form, page_table="separate", scale=None) for form in FORMS},
@@ -35,24 +36,44 @@ PORTABLE = {
     "joint queries": replace(MIXED, q_view="joint", dtype="float16", rows="int64"),
 }
 WARPGROUPS = {
-    "boxes": replace(BASE, form="pair", page_table="separate"),
-    "one tensor": replace(BASE, page_table="separate", layout="layers"),
-    "full": replace(BASE, kv_lora_rank=512, page_size=64, lengths=(200, 70), num_heads=16),
+    "boxes": replace(BASE, form="pair", page_table="separate", num_heads=20),
+    "one tensor": replace(BASE, page_table="separate", layout="layers", num_heads=17),
+    "full": replace(BASE, kv_lora_rank=512, page_size=64, lengths=(200, 70), q_lens=(2, 1)),
     "vectors": replace(MIXED, page_size=1, sm_scale=-0.06),
     "elements": replace(MIXED, layout="odd", page_size=8, q_view="heads_outside"),
     "many heads": replace(BASE, num_heads=128, lengths=(130, 3), page_size=8, dtype="float16"),
     "not causal": replace(MIXED, causal=False, page_table="csr", page_size=128),
-    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=3, page_table="token"),
+    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=24, page_table="token"),
     "ragged": replace(MIXED, page_table="ragged"),
     "8 bits": replace(MIXED, form="fp8_pair", page_table="separate", scale="number"),
     "8 bits, one tensor": replace(
-        BASE, form="fp8_one", kv_lora_rank=512, page_size=1, dtype="float16", lengths=(130, 3)
+        FULL, form="fp8_one", num_heads=32, page_size=1, dtype="float16", lengths=(130, 3)
     ),
     "8 bits, rope of 16": replace(MIXED, form="fp8_mixed", scale="1d", page_table="csr"),
     "rows of 656 bytes": replace(
         MIXED, form="fp8_rows", kv_lora_rank=512, page_size=7, lengths=(150, 64, 0, 1)
     ),
     "8 bits, elements": replace(MIXED, layout="odd", form="fp8_pair", page_table="token"),
+}
+NARROW = {
+    "two stages of a page": replace(FULL, page_size=64, lengths=(700, 70, 0, 1)),
+    "a page a stage": replace(FULL, page_size=32, num_heads=8, q_lens=(2, 1, 1, 2)),
+    "two pages a stage": replace(FULL, form="pair", page_table="separate", num_heads=3),
+    "four pages a stage": replace(FULL, page_size=8, dtype="float16", kv_lora_rank=256),
+    "vectors": replace(FULL, page_size=1, sm_scale=-0.06),
+    "elements": replace(FULL, layout="odd", page_size=8, q_view="heads_outside"),
+    "pages of 7": replace(FULL, page_table="csr", page_size=7, num_heads=3),
+    "ragged": replace(FULL, page_table="ragged"),
+    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=3, page_table="token"),
+    "not causal": replace(FULL, causal=False, q_lens=(2, 1, 1, 1), num_heads=5),
+    "8 bits": replace(FULL, form="fp8_pair", page_table="separate", scale="number"),
+    "8 bits, one tensor": replace(FULL, form="fp8_one", page_size=1, dtype="float16"),
+    "8 bits, rope of 16": replace(FULL, form="fp8_mixed", scale="1d", page_table="csr"),
+    "8 bits, rope of 32": replace(
+        BASE, form="fp8_pair", qk_rope_head_dim=32, lengths=(700, 130, 3)
+    ),
+    "8 bits, elements": replace(FULL, layout="odd", form="fp8_pair", page_table="token"),
+    "rows of 656 bytes": replace(FULL, form="fp8_rows", page_size=64, lengths=(700, 130, 3)),
 }
 
 
@@ -61,7 +82,9 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = make_inputs(case)
     out, lse = inputs.run(host.mla_planner(**(case.planner_arguments() | arguments)))
-    check_kernel(inputs, out, lse, warpgroups=host.arch == "sm_90a")
+    is_invariant = bool(arguments.get("batch_invariant"))
+    has_warpgroups = host.arch == "sm_90a"
+    check_kernel(inputs, out, lse, warpgroups=has_warpgroups, batch_invariant=is_invariant)
     return out, lse
 
 
@@ -73,6 +96,21 @@ def test_products_of_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", WARPGROUPS)
 def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(WARPGROUPS[name], EmulatedCuda(monkeypatch, "sm_90a"))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", NARROW)
+def test_few_rows(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed)
+    run(NARROW[name], host)
+    assert all("mla_r16_" in symbol for symbol in host.ran)
+
+
+@pytest.mark.parametrize("form", ["one", "fp8_one"])
+def test_few_rows_of_short_requests(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one to three tiles each: producers may be some work items ahead."""
+    case = replace(BASE, form=form, lengths=(5, 60, 130, 0) * 6, page_size=128, num_heads=4)
+    run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -89,7 +127,7 @@ def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_short_requests_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one tile each: a warpgroup may be a run ahead of the other."""
-    case = replace(BASE, lengths=(5, 60) * 10, page_size=128, num_heads=4)
+    case = replace(BASE, lengths=(5, 60) * 10, page_size=128, num_heads=20)
     run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
 
 

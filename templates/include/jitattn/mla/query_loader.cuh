@@ -4,12 +4,18 @@
 
 #include "jitattn/mla/kernel.cuh"
 
+#include "jitattn/attention/wgmma_operands.cuh"
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/lanes.cuh"
-#include "jitattn/mla/wgmma_tiles.cuh"
+#include "jitattn/mla/work_state.cuh"
 #include "jitattn/ptx.cuh"
 
 namespace jitattn {
+
+// Q in shared memory: segments of its latent part, and one of its k_pe part.
+using QueryLayout = RowLayout<kRowTile>;
+constexpr int kQuerySegments = 2 * kLatentDim / kSegmentBytes;
+constexpr int kQueryBytesAll = kRowTile * (kQuerySegments + 1) * kSegmentBytes;
 
 constexpr int kQueryThreads = 2 * kWarpSize;
 
@@ -105,7 +111,7 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Que
     pe = mla.q_pe + token * mla.q_pe_token_stride + head * mla.q_pe_head_stride;
   }
   const QueryVectors<kLatentDim / 8, kRows> nope_vectors = {smem, 0, warp, end_row};
-  const QueryVectors<kKpeDim / 8, kRows> pe_vectors = {smem, kKpeSegment, warp, end_row};
+  const QueryVectors<kKpeDim / 8, kRows> pe_vectors = {smem, kQuerySegments, warp, end_row};
   if (attention.q_is_aligned && mla.q_pe_is_aligned && !sign) {
     copy_part(nope_vectors, nope);
     copy_part(pe_vectors, pe);
@@ -118,7 +124,7 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Que
 // Asks for Q of a CTA's first work item, for the consumers: four threads have a row.
 __device__ __forceinline__ void prefetch_query(const KernelParams& params,
                                                const WorkItemFacts& item) {
-  static_assert(kNumThreads == 4 * kRowTile, "they have all rows");
+  static_assert(kNumThreads >= 4 * kRowTile, "they have all rows");
   constexpr int kLine = 64, kPart = kLatentDim / 4;  // elements of a line of L2, and of a thread
   const AttentionParams& attention = params.attention;
   const HeadBlock block(attention, item.work);
@@ -150,6 +156,39 @@ __device__ __forceinline__ void copy_next_query(const KernelParams& params,
   int end_row = kRowTile;
   if (last.work != kNoWork) end_row = max(rows.num_rows, last.rows(params.attention).num_rows);
   copy_query<kRowTile * kWarpSize / kQueryThreads>(params, rows, smem, warp, end_row);
+}
+
+// Finds the work items, loads their Q and writes the rows of empty ones. A work item is found before
+// the Q of the last one is done with, so that its first tiles come early.
+__device__ __forceinline__ void load_queries(const KernelParams& params, WorkState& shared,
+                                             uint32_t smem) {
+  const int thread = threadIdx.x % kQueryThreads;
+  prefetch_schedule(params.attention.schedule, thread);
+  WorkItemIterator source(params);
+  uint32_t parity = 1;
+  int32_t index = 0;
+#pragma unroll 1
+  while (true) {
+    WorkItem& item = shared.work_items[index];
+    // Consumers have begun the last work item, and are done with the one that was here.
+    if (thread == 0) shared.find_item(source, index);
+    sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
+    const bool is_end = item.work == kNoWork;
+    if (!is_end && (item.is_empty() || item.rows(params.attention).num_rows == 0)) {
+      write_empty(params.attention, item, thread, kQueryThreads);
+      sync_threads<kQueryThreads>(kQueryBarrier);  // and read
+      continue;
+    }
+    if (thread == 0) mbarrier_arrive(shared.item_full(index));
+    mbarrier_wait(shared.q_empty(), parity);
+    if (!is_end) copy_next_query(params, shared.work_items, index, smem);
+    cp_async_wait_all();
+    fence_before_tma();
+    mbarrier_arrive(shared.q_full());
+    if (is_end) break;
+    parity ^= 1;
+    index = (index + 1) % kNumWorkItems;
+  }
 }
 
 }  // namespace jitattn

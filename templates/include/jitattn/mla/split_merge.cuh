@@ -10,7 +10,7 @@
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/attention/work_tile.cuh"
 #include "jitattn/lanes.cuh"
-#include "jitattn/mla/barriers.cuh"
+#include "jitattn/mla/work_state.cuh"
 #include "jitattn/ptx.cuh"
 
 namespace jitattn {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void merge_here(const AttentionParams& params, const 
 
 // Publishes `count` splits of a query tile in several slots. At most one of this CTA's began in an
 // earlier slot, and one goes on in the next.
-__device__ __forceinline__ void publish(const AttentionParams& params, Shared& shared,
+__device__ __forceinline__ void publish(const AttentionParams& params, WorkState& shared,
                                         const WorkItem& item, int32_t count) {
   constexpr int kWords = sizeof(WorkItem) / 4;
   static_assert(kWords <= kNumThreads, "a word a thread");
@@ -178,7 +178,7 @@ __device__ __forceinline__ void publish(const AttentionParams& params, Shared& s
 }
 
 // Merges this CTA's parts of the query tiles that it has published splits of, when it has no more work.
-__device__ __forceinline__ void merge_published(const AttentionParams& params, Shared& shared) {
+__device__ __forceinline__ void merge_published(const AttentionParams& params, WorkState& shared) {
   sync_threads<kNumThreads>(kConsumerBarrier);  // the last is noted
   // A warp for each of both, since either may have to wait.
   const int own = warp_idx();

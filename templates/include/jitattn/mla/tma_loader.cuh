@@ -157,39 +157,6 @@ __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& s
   }
 }
 
-// Finds the work items, loads their Q and writes the rows of empty ones. A work item is found before
-// the Q of the last one is done with, so that its first tiles come early.
-__device__ __forceinline__ void load_queries(const KernelParams& params, Shared& shared,
-                                             uint32_t smem) {
-  const int thread = threadIdx.x % kQueryThreads;
-  prefetch_schedule(params.attention.schedule, thread);
-  WorkItemIterator source(params);
-  uint32_t parity = 1;
-  int32_t index = 0;
-#pragma unroll 1
-  while (true) {
-    WorkItem& item = shared.work_items[index];
-    // Consumers have begun the last work item, and are done with the one that was here.
-    if (thread == 0) shared.find_item(source, index);
-    sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
-    const bool is_end = item.work == kNoWork;
-    if (!is_end && (item.is_empty() || item.rows(params.attention).num_rows == 0)) {
-      write_empty(params.attention, item, thread, kQueryThreads);
-      sync_threads<kQueryThreads>(kQueryBarrier);  // and read
-      continue;
-    }
-    if (thread == 0) mbarrier_arrive(shared.item_full(index));
-    mbarrier_wait(shared.q_empty(), parity);
-    if (!is_end) copy_next_query(params, shared.work_items, index, smem);
-    cp_async_wait_all();
-    fence_before_tma();
-    mbarrier_arrive(shared.q_full());
-    if (is_end) break;
-    parity ^= 1;
-    index = (index + 1) % kNumWorkItems;
-  }
-}
-
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   const int warp = warp_idx() - kNumWarps;
   if (warp >= 2) {

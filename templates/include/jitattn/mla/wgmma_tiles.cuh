@@ -15,24 +15,22 @@
 #include "jitattn/attention/wgmma_operands.cuh"
 #include "jitattn/attention/work_tile.cuh"
 #include "jitattn/lanes.cuh"
+#include "jitattn/mla/query_loader.cuh"
 #include "jitattn/ptx.cuh"
 
 namespace jitattn {
 
 constexpr int kNumGroups = 2;
-constexpr int kProducerThreads = kNumProducers * kGroupThreads;
-constexpr int kCtaThreads = kNumThreads + kProducerThreads;
 constexpr int kTokenGroups = kTileTokens / 8;
 
-// Tiles have the type of products.
-constexpr int kLatentSegments = 2 * kLatentDim / kSegmentBytes;
+// Tiles have the type of products, and lie like Q.
+constexpr int kLatentSegments = kQuerySegments;
 constexpr int kHalfSegments = kLatentSegments / 2;
 constexpr int kKpeSegment = kLatentSegments;
 constexpr int kSegments = kLatentSegments + 1;
 constexpr int kHalfDim = kLatentDim / 2;
 constexpr int kTileBytes = kTileTokens * kSegments * kSegmentBytes;
 constexpr int kQueryOffset = 2 * kTileBytes;
-constexpr int kQueryBytesAll = kRowTile * kSegments * kSegmentBytes;
 
 static_assert(kNumThreads == kNumGroups * kGroupThreads, "two warpgroups compute");
 static_assert(kRowTile == 64, "a product has 64 rows");
@@ -41,8 +39,6 @@ static_assert(2 * kKpeDim <= kSegmentBytes, "a k_pe fits a segment");
 static_assert(kNumStages == 2, "one a warpgroup");
 static_assert(kQueryOffset + kQueryBytesAll == kSmemBytes,
               "the host asks for exactly the shared memory that is used");
-
-using QueryLayout = RowLayout<kRowTile>;
 
 // Latents of a tile.
 struct TileLayout {

@@ -1,0 +1,84 @@
+// Ring of stages of tokens as the cache has them, of kernels whose warps multiply 16 query rows: a KV
+// tile is two stages. A token lies in segments of 128 bytes with the hardware's swizzle, its latent's
+// and one of its k_pe; eight tokens have all segments of their latents before the next eight, as TMA
+// tiles of many tokens and segments arrive.
+#pragma once
+
+#include "jitattn/mla/kernel.cuh"
+
+#include "jitattn/mla/query_loader.cuh"
+#include "jitattn/mla/work_state.cuh"
+#include "jitattn/ptx.cuh"
+
+namespace jitattn {
+
+constexpr int kTileStages = 2;
+constexpr int kRingTokens = kTileTokens / kTileStages;  // of a stage
+constexpr int kStageGroups = kRingTokens / 8;           // of eight tokens
+constexpr int kRowSegments = (kLatentDim * sizeof(KVType::Storage)) / kSegmentBytes;
+constexpr int kGroupBytes = 8 * kRowSegments * kSegmentBytes;
+constexpr int kKpeOffset = kStageGroups * kGroupBytes;
+constexpr int kScaleOffset = kKpeOffset + kRingTokens * kSegmentBytes;
+constexpr int kScaleBytes = kNumScales * 4;  // of a token
+constexpr int kRingStageBytes = kScaleOffset + kRingTokens * kScaleBytes;
+
+// Probabilities of a tile: rows of 64 tokens, and where rows of the cache hold scales of their blocks,
+// multiplied with these, for each block.
+constexpr int kNumProbabilities = kNumScales > 0 ? kNumScales : 1;
+constexpr int kProbabilityBytes = kRowTile * kSegmentBytes;
+constexpr int kStageQueryOffset = kNumStages * kRingStageBytes;
+constexpr int kProbabilityOffset = kStageQueryOffset + kQueryBytesAll;
+
+static_assert(kRowTile == 16 && kTileTokens == 64, "each warp scores eight tokens of a tile");
+static_assert(kNumWarps == kTileStages * kStageGroups, "so all of them do");
+static_assert(sizeof(KpeType::Storage) * kKpeDim <= kSegmentBytes, "a k_pe fits a segment");
+static_assert(kProbabilityOffset + kNumProbabilities * kProbabilityBytes == kSmemBytes,
+              "the host asks for exactly the shared memory that is used");
+
+// Address of 16 bytes of a token's latent, of a stage; likewise of its k_pe.
+__device__ __forceinline__ uint32_t latent_place(uint32_t stage_smem, int token, int vector) {
+  return stage_smem + token / 8 * kGroupBytes + (vector / 8 * 8 + token % 8) * kSegmentBytes +
+         (vector % 8 ^ token % 8) * 16;
+}
+__device__ __forceinline__ uint32_t k_pe_place(uint32_t stage_smem, int token, int vector) {
+  return stage_smem + kKpeOffset + token * kSegmentBytes + (vector ^ token % 8) * 16;
+}
+__device__ __forceinline__ uint32_t scales_place(uint32_t stage_smem, int token) {
+  return stage_smem + kScaleOffset + token * kScaleBytes;
+}
+
+// What lists say of a token.
+enum class Listed : uint8_t { kNot = 0, kIs = 1, kIsOutside = 2 };
+
+// TMA tiles of a stage, and warps that copy them in turn.
+constexpr int kStageTmaTiles = kRingTokens / kTmaTokens;
+constexpr int kStageWarps = kStageTmaTiles > 1 ? 2 : 1;
+
+struct Shared : WorkState {
+  alignas(16) float tops[kRowTile][kNumWarps];  // maxima of a tile's scores
+  float sums[kNumWarps][kRowTile];
+  uint8_t listed[kNumStages][kRingTokens];  // of stages of lists: Listed
+  uint64_t stage_barriers[2][kNumStages];   // full or empty
+
+  __device__ __forceinline__ uint32_t full(int stage) {
+    return smem_address(&stage_barriers[0][stage]);
+  }
+  __device__ __forceinline__ uint32_t empty(int stage) {
+    return smem_address(&stage_barriers[1][stage]);
+  }
+
+  __device__ __forceinline__ void init_barriers() {
+    // Arrivals: one lane a warp for TMA tiles; else each lane for its own copies, and one lane a warp
+    // for what it wrote.
+    constexpr auto count_of = [](int threads) { return threads + threads / kWarpSize; };
+    constexpr int kLoaders = kUsesTma ? kStageWarps : count_of(kProducerThreads);
+    init_items(kUsesTma ? kQueryThreads : count_of(kQueryThreads));
+    for (int i = 0; i < kNumStages; ++i) {
+      mbarrier_init(full(i), kLoaders);
+      mbarrier_init(empty(i), kNumWarps);
+    }
+    fence_mbarrier_init();
+  }
+};
+
+}  // namespace jitattn
