@@ -33,6 +33,7 @@ _LAYOUTS = ("separate", "pair", "cross-layer", "invariant")
 MLA_GROUPS = {
     "figures": Group("the cases that decide", _BESIDE_RIVALS),
     "heads": Group("32 and 64 heads", _BESIDE_RIVALS),
+    "middling": Group("batches between these, and one with empty requests", _BESIDE_RIVALS),
     "ragged": Group("lengths from 128 to 16k", _BESIDE_RIVALS),
     "pages": Group("other page sizes", _BESIDE_RIVALS),
     "forms": Group("FP8 caches", _BESIDE_RIVALS),
@@ -140,6 +141,11 @@ _BATCHES: dict[str, tuple[int, ...]] = {
     "B1x4k": (4096,),
     "B64x4k": (4096,) * 64,
     "B128x8k": (8192,) * 128,
+    "B16x4k": (4096,) * 16,
+    "B33x8k": (8192,) * 33,
+    "B40x3000": (3000,) * 40,
+    "B200x500": (500,) * 200,
+    "B96x4k-two-of-three-empty": (4096, 0, 0) * 32,
     "B64ragged": ragged_lens(64),
 }
 
@@ -183,6 +189,17 @@ def _cases() -> Iterator[MLACase]:
     uniform, few_and_many = ("B1x4k", "B64x4k", "B128x8k"), (16, 128)
     for group, heads in (("figures", few_and_many), ("heads", (32, 64))):
         yield from (_case(batch, n, group=group) for n in heads for batch in uniform)
+    middling = {
+        "B16x4k": (8, 16, 24, 64, 128),
+        "B200x500": few_and_many,
+        "B40x3000": (64,),
+        "B33x8k": (128,),
+        "B96x4k-two-of-three-empty": few_and_many,
+    }
+    for batch, counts in middling.items():
+        yield from (_case(batch, n, group="middling") for n in counts)
+    for n in few_and_many:
+        yield from (_case("B16x4k", n, q_len=q_len, group="middling") for q_len in (2, 4))
     yield from (_case("B64ragged", n, group="ragged") for n in few_and_many)
     for n in few_and_many:
         yield from (_case("B64x4k", n, page, group="pages") for page in (1, 16, 32, 128))
