@@ -106,13 +106,13 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
     num_scales = spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
     stage_bytes = stage_tokens * (latent_bytes + SEGMENT_BYTES + 4 * num_scales)
     q_bytes = spec.row_tile * (spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES)
-    # Probabilities of 16 bits, a segment a row.
-    other_bytes = q_bytes + max(num_scales, 1) * spec.row_tile * SEGMENT_BYTES
+    # Probabilities of 16 bits, a segment a row, and 16 bytes of each thread.
+    num_warps = 8
+    other_bytes = q_bytes + max(num_scales, 1) * spec.row_tile * SEGMENT_BYTES + 512 * num_warps
     num_stages = (ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes) // stage_bytes
-    # Consumers hold Q, 144 registers of it.
-    producer_registers = 56 if spec.loader is Loader.TENSOR else 72
+    producer_registers = 88 if spec.loader is Loader.TENSOR else 120
     return WarpgroupTile(
-        num_warps=8,
+        num_warps=num_warps,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
         num_query_stages=1,

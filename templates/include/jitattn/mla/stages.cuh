@@ -28,11 +28,13 @@ constexpr int kNumProbabilities = kNumScales > 0 ? kNumScales : 1;
 constexpr int kProbabilityBytes = kRowTile * kSegmentBytes;
 constexpr int kStageQueryOffset = kNumStages * kRingStageBytes;
 constexpr int kProbabilityOffset = kStageQueryOffset + kQueryBytesAll;
+// Parts of scores that two warps exchange: 16 bytes a lane.
+constexpr int kExchangeOffset = kProbabilityOffset + kNumProbabilities * kProbabilityBytes;
 
 static_assert(kRowTile == 16 && kTileTokens == 64, "each warp scores eight tokens of a tile");
 static_assert(kNumWarps == kTileStages * kStageGroups, "so all of them do");
 static_assert(sizeof(KpeType::Storage) * kKpeDim <= kSegmentBytes, "a k_pe fits a segment");
-static_assert(kProbabilityOffset + kNumProbabilities * kProbabilityBytes == kSmemBytes,
+static_assert(kExchangeOffset + kNumThreads * 16 == kSmemBytes,
               "the host asks for exactly the shared memory that is used");
 
 // Address of 16 bytes of a token's latent, of a stage; likewise of its k_pe.
