@@ -39,6 +39,11 @@ struct MergeCounter {
   __device__ __forceinline__ void publish(int32_t num_splits) const {
     add_release(place, num_splits + kOneThere);
   }
+  // The same; returns the counter, by which the last need not wait.
+  __device__ __forceinline__ int32_t publish_and_read(int32_t num_splits) const {
+    const int32_t added = num_splits + kOneThere;
+    return atomic_add_acq_rel(place, added) + added;
+  }
 
   // This CTA's part of `num_rows` rows, in steps of `step`: the slot's own, or the next where some have left.
   __device__ __forceinline__ RowRange take(const WorkItem& item, int32_t num_rows,
@@ -71,7 +76,10 @@ struct MergeCounter {
 
   // Waits for all splits. Returns the counter: without all of them this CTA has left.
   __device__ __forceinline__ int32_t wait(int32_t num_splits) const {
-    int32_t word = load_acquire(place);
+    return wait(num_splits, load_acquire(place));
+  }
+  // The same, where the counter was `word`.
+  __device__ __forceinline__ int32_t wait(int32_t num_splits, int32_t word) const {
 #pragma unroll 1
     for (int poll = 0; num_published(word) != num_splits; ++poll) {
       if (poll >= kMaxPolls) {

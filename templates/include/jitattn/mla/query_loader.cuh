@@ -121,6 +121,17 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Que
   }
 }
 
+// Where the first work item is known early, its Q comes before most of its tokens, which would take
+// longer than that: kWaiting threads that load tokens wait until consumers have it.
+template <int kWaiting>
+__device__ __forceinline__ void release_first_tokens() {
+  arrive_threads<kNumThreads + kWaiting>(kFirstQueryBarrier);
+}
+template <int kWaiting>
+__device__ __forceinline__ void wait_for_first_query() {
+  sync_threads<kNumThreads + kWaiting>(kFirstQueryBarrier);
+}
+
 // Asks for Q of a CTA's first work item, for the consumers: four threads have a row.
 __device__ __forceinline__ void prefetch_query(const KernelParams& params,
                                                const WorkItemFacts& item) {

@@ -169,8 +169,11 @@ __device__ __forceinline__ void publish(const AttentionParams& params, WorkState
   constexpr int kWords = sizeof(WorkItem) / 4;
   static_assert(kWords <= kNumThreads, "a word a thread");
   sync_threads<kNumThreads>(kConsumerBarrier);  // every thread's part is written
-  if (threadIdx.x == 0) MergeCounter(params, item).publish(count);
-  WorkItem& copy = shared.split_items[item.slot == item.query_tile.first_slot];
+  const int place = item.slot == item.query_tile.first_slot;
+  if (threadIdx.x == 0) {
+    shared.split_words[place] = MergeCounter(params, item).publish_and_read(count);
+  }
+  WorkItem& copy = shared.split_items[place];
   if (threadIdx.x < kWords) {
     reinterpret_cast<uint32_t*>(&copy)[threadIdx.x] =
         reinterpret_cast<const uint32_t*>(&item)[threadIdx.x];
@@ -186,7 +189,7 @@ __device__ __forceinline__ void merge_published(const AttentionParams& params, W
   if (own < 2 && lane_idx() == 0 && shared.split_items[own].work != kNoWork) {
     const WorkItem& item = shared.split_items[own];
     const MergeCounter counter(params, item);
-    word = counter.wait(item.query_tile.num_splits);
+    word = counter.wait(item.query_tile.num_splits, shared.split_words[own]);
     const bool is_there = MergeCounter::num_published(word) == item.query_tile.num_splits;
     const int32_t num_rows = item.rows(params).num_rows;
     RowRange& range = shared.split_rows[own];

@@ -104,9 +104,10 @@ __device__ __forceinline__ void prefetch_tiles(const KernelParams& params,
   }
 }
 
-// Loads the stages of a work item.
+// Loads the stages of a work item. `is_first`: of a CTA, and known early.
 __device__ __forceinline__ void load_item(const KernelParams& params, Shared& shared,
-                                          const WorkItemFacts& item, uint32_t smem, Ring& ring) {
+                                          const WorkItemFacts& item, bool is_first, uint32_t smem,
+                                          Ring& ring) {
   const PageTable::Row page_row = params.pages.row(item.query_tile.request);
   const int32_t end = item.end * kTileStages;
   int32_t stage = item.begin * kTileStages;
@@ -119,6 +120,9 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
     mbarrier_wait(shared.empty(ring.stage), ring.parity);
     now.load(params, smem + ring.stage * kRingStageBytes, shared.full(ring.stage));
     ring.next(kNumStages);
+    if (is_first && stage + 1 == item.begin * kTileStages + kEarlyStages) {
+      wait_for_first_query<kTokenThreads>();
+    }
   }
 }
 
@@ -133,7 +137,7 @@ __device__ __forceinline__ void load_stages(const KernelParams& params, Shared& 
     if (!is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
     const WorkItemFacts& item = is_known ? shared.first_item : shared.work_items[work_items.stage];
     if (item.work == kNoWork) break;
-    load_item(params, shared, item, smem, ring);
+    load_item(params, shared, item, is_known, smem, ring);
     if (is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
     is_known = false;
     work_items.next(kNumWorkItems);

@@ -158,6 +158,9 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
     tokens.copy(smem + ring.stage * kRingStageBytes);
     arrive_with_copies(shared.full(ring.stage));
     ring.next(kNumStages);
+    if (item.is_first && stage + 1 == item.begin * kTileStages + kEarlyStages) {
+      wait_for_first_query<kTokenThreads>();
+    }
   }
 }
 

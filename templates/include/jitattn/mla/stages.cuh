@@ -56,6 +56,10 @@ enum class Listed : uint8_t { kNot = 0, kIs = 1, kIsOutside = 2 };
 constexpr int kStageTmaTiles = kRingTokens / kTmaTokens;
 constexpr int kStageWarps = kStageTmaTiles > 1 ? 2 : 1;
 
+// Threads that wait for the first Q, and stages that they fill before.
+constexpr int kTokenThreads = kUsesTma ? kStageWarps * kWarpSize : kProducerThreads;
+constexpr int kEarlyStages = kTileStages;
+
 struct Shared : WorkState {
   alignas(16) float tops[kRowTile][kNumWarps];  // maxima of a tile's scores
   float sums[kNumWarps][kRowTile];

@@ -132,6 +132,8 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
       mbarrier_wait(shared.empty(stage, half), parities >> stage & 1);
       now.load(params, half, smem + stage * kTileBytes, shared.full(stage, half));
     }
+    if (is_first) wait_for_first_query<kTileWarps * kWarpSize>();
+    is_first = false;
     parities ^= 1 << stage;
     stage ^= 1;
     if (++tile == end) break;

@@ -15,6 +15,7 @@ constexpr int kCtaThreads = kNumThreads + kProducerThreads;
 // Hardware barriers; 0 is the whole CTA's.
 constexpr int kConsumerBarrier = 5;
 constexpr int kQueryBarrier = 6;
+constexpr int kFirstQueryBarrier = 7;
 
 // Whether tokens arrive by asynchronous copies.
 constexpr bool kCopiesLater = kUseVectorLoads && !kDequantises;
@@ -23,6 +24,7 @@ struct WorkState {
   WorkItem work_items[kNumWorkItems];
   WorkItemFacts first_item;   // as the schedule has it
   WorkItem split_items[2];    // of which splits are published; kNoWork: none
+  int32_t split_words[2];     // their counters, when they were
   RowRange split_rows[2];     // that this CTA merges of them
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2];
