@@ -13,66 +13,41 @@
 
 namespace jitattn {
 
-constexpr int kLaneRows = 2;  // tokens of a stage that a lane copies vectors of
+// Tokens of a stage that a lane copies vectors of: four apart, of the eight of its warp.
+constexpr int kLaneTokens = 2;
+// Whether the eight are in one page, hence in the place of the first and of those that follow it.
+constexpr bool kHasOnePlace = PageTable::kContiguousTokens % 8 == 0;
+constexpr int kLookups = kHasOnePlace ? 1 : kLaneTokens;
 
-__device__ __forceinline__ int stage_row(int i) {
-  return (warp_idx() - kNumWarps) * 8 + i * 4 + lane_idx() / 8;
+// The lane's first token of a stage, counted from the stage's.
+__device__ __forceinline__ int first_token() {
+  return (warp_idx() - kNumWarps) * 8 + lane_idx() / 8;
 }
 
-// Table entries of a token; kNone where there is none.
+// Table entries of the lane's tokens; kNone where there is none.
 struct TokenIds {
-  int32_t token;
-  int32_t latent_id;
-  int32_t k_pe_id;
+  int32_t latent[kLookups];
+  int32_t k_pe[kLookups];
 
-  // `stage` counts those of the request, of which the work item has some before `end`.
+  // Of tokens `first` and four further, before `end`. A list says itself what it has.
   __device__ __forceinline__ void find(const KernelParams& params, PageTable::Row page_row,
-                                       const WorkItem& item, int32_t stage, int32_t end, int row) {
-    token = stage * kRingTokens + row;
-    latent_id = k_pe_id = kNone;
-    if (stage >= end) return;
-    // A list says itself what it has.
-    if (!PageTable::kIsList && (token < item.query_tile.kv_begin || token >= item.request.kv_len))
-      return;
-    latent_id = params.pages.k_id(page_row, token);
-    k_pe_id = PageTable::kSharesPages ? latent_id : params.pages.v_id(page_row, token);
-  }
-
-  __device__ __forceinline__ bool exists() const { return latent_id >= 0; }
-  __device__ __forceinline__ Listed listed() const {
-    return exists() ? Listed::kIs : latent_id == kOutside ? Listed::kIsOutside : Listed::kNot;
-  }
-
-  __device__ __forceinline__ const KVType::Storage* latent(const AttentionParams& params) const {
-    return place(static_cast<const KVType::Storage*>(params.k), latent_id, params.k_page_stride,
-                 params.k_token_stride);
-  }
-  __device__ __forceinline__ const KpeType::Storage* k_pe(const AttentionParams& params) const {
-    return place(static_cast<const KpeType::Storage*>(params.v), k_pe_id, params.v_page_stride,
-                 params.v_token_stride);
-  }
-  __device__ __forceinline__ const float* scales(const MLAParams& params) const {
-    return place(params.latent_scales, latent_id, params.scale_page_stride,
-                 params.scale_token_stride);
-  }
-
- private:
-  // Without a token the first of the pool: an address all the same, of which nothing is read.
-  template <typename Storage>
-  __device__ __forceinline__ const Storage* place(const Storage* base, int32_t id,
-                                                  int64_t page_stride, int64_t token_stride) const {
-    if (id < 0) return base;
-    const Location at = PageTable::locate(id, token);
-    return base + at.page * page_stride + at.token * token_stride;
+                                       int32_t first, int32_t end) {
+    for_each<kLookups>([&](int i) {
+      const int32_t token = first + 4 * i;
+      // Of a page the first of its eight, which exists where the others do.
+      const int32_t asked = kHasOnePlace ? token & ~7 : token;
+      latent[i] = k_pe[i] = kNone;
+      if (asked >= end) return;
+      latent[i] = params.pages.k_id(page_row, token);
+      k_pe[i] = PageTable::kSharesPages ? latent[i] : params.pages.v_id(page_row, token);
+    });
   }
 };
 
 // Sixteen bytes of a row to shared memory; zeros where there is no token: a NaN left in a slot that
 // the request does not own must not meet a probability of zero.
 template <typename Storage>
-__device__ __forceinline__ void copy_vector(uint32_t smem, const Storage* row, int vector,
-                                            bool exists) {
-  const Storage* source = row + vector * (16 / static_cast<int>(sizeof(Storage)));
+__device__ __forceinline__ void copy_vector(uint32_t smem, const Storage* source, bool exists) {
   if constexpr (kUseVectorLoads) {
     cp_async_16<128>(smem, source, exists);
   } else {
@@ -88,39 +63,71 @@ __device__ __forceinline__ void copy_vector(uint32_t smem, const Storage* row, i
   }
 }
 
-// Where the tokens of a lane begin.
-struct LaneTokens {
-  const KVType::Storage* latents[kLaneRows];
-  const KpeType::Storage* k_pes[kLaneRows];
-  const float* scales[kLaneRows];
-  Listed listed[kLaneRows];
+// What a lane copies of a stage.
+struct LaneCopies {
+  const KVType::Storage* latents[kLaneTokens];
+  const KpeType::Storage* k_pes[kLaneTokens];
+  const float* scales[kLaneTokens];
+  Listed listed[kLaneTokens];
 
-  __device__ __forceinline__ LaneTokens(const KernelParams& params,
-                                        const TokenIds (&ids)[kLaneRows]) {
-    for_each<kLaneRows>([&](int i) {
-      latents[i] = ids[i].latent(params.attention);
-      k_pes[i] = ids[i].k_pe(params.attention);
-      if constexpr (kNumScales > 0) scales[i] = ids[i].scales(params.mla);
-      listed[i] = ids[i].listed();
+  // Of tokens `first` and four further, before `end`.
+  __device__ __forceinline__ LaneCopies(const KernelParams& params, const TokenIds& ids,
+                                        int32_t first, int32_t end) {
+    const AttentionParams& attention = params.attention;
+    const int lane = lane_idx() % 8;
+    find(latents, static_cast<const KVType::Storage*>(attention.k) + lane * kElements<KVType>,
+         ids.latent, first, attention.k_page_stride, attention.k_token_stride);
+    find(k_pes, static_cast<const KpeType::Storage*>(attention.v) + lane * kElements<KpeType>,
+         ids.k_pe, first, attention.v_page_stride, attention.v_token_stride);
+    if constexpr (kNumScales > 0) {
+      find(scales, params.mla.latent_scales + lane, ids.latent, first, params.mla.scale_page_stride,
+           params.mla.scale_token_stride);
+    }
+    for_each<kLaneTokens>([&](int i) {
+      const int32_t id = ids.latent[kHasOnePlace ? 0 : i];
+      const bool exists = PageTable::kIsList ? id >= 0 : first + 4 * i < end;
+      listed[i] = exists ? Listed::kIs : id == kOutside ? Listed::kIsOutside : Listed::kNot;
     });
   }
 
-  __device__ __forceinline__ void copy(uint32_t smem) const {
-    constexpr int kKpeVectors = kKpeDim * static_cast<int>(sizeof(KpeType::Storage)) / 16;
+  // `place` is the lane's in the stage, `to_k_pe` its distance from that of k_pe.
+  __device__ __forceinline__ void copy(uint32_t place, uint32_t to_k_pe,
+                                       uint32_t scales_smem) const {
+    constexpr int kKpeVectors = kKpeDim / kElements<KpeType>;
     const int lane = lane_idx() % 8;
-    for_each<kLaneRows>([&](int i) {
-      const int row = stage_row(i);
+    for_each<kLaneTokens>([&](int i) {
       const bool exists = listed[i] == Listed::kIs;
+      // Four tokens further the swizzle changes halves of a segment.
+      const uint32_t row = i == 0 ? place : (place ^ 64) + 4 * kSegmentBytes;
       for_each<kRowSegments>([&](int s) {
-        const int vector = s * 8 + lane;
-        copy_vector(latent_place(smem, row, vector), latents[i], vector, exists);
+        copy_vector(row + s * 8 * kSegmentBytes, latents[i] + s * 8 * kElements<KVType>, exists);
       });
-      if (lane < kKpeVectors) copy_vector(k_pe_place(smem, row, lane), k_pes[i], lane, exists);
+      if (lane < kKpeVectors) copy_vector(row + to_k_pe, k_pes[i], exists);
       // float32 scales lie at multiples of their size.
       if (lane < kNumScales) {
-        cp_async_few<4>(scales_place(smem, row) + lane * 4, scales[i] + lane, exists);
+        cp_async_few<4>(scales_smem + i * 4 * kScaleBytes, scales[i], exists);
       }
     });
+  }
+
+ private:
+  // Of 16 bytes.
+  template <typename Type>
+  static constexpr int kElements = 16 / sizeof(typename Type::Storage);
+
+  // Where rows lie; without a token the pool's begin: an address all the same, of which nothing is
+  // read.
+  template <typename Storage>
+  static __device__ __forceinline__ void find(const Storage* (&rows)[kLaneTokens],
+                                              const Storage* base, const int32_t (&ids)[kLookups],
+                                              int32_t first, int64_t page_stride,
+                                              int64_t token_stride) {
+    for_each<kLookups>([&](int i) {
+      const Location at = PageTable::locate(ids[i], first + 4 * i);
+      const int64_t offset = at.page * page_stride + at.token * token_stride;
+      rows[i] = base + (ids[i] < 0 ? 0 : offset);
+    });
+    if constexpr (kHasOnePlace) rows[1] = rows[0] + 4 * token_stride;
   }
 };
 
@@ -135,27 +142,31 @@ __device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
 __device__ __forceinline__ void load_item(const KernelParams& params, Shared& shared,
                                           const WorkItem& item, uint32_t smem, Ring& ring) {
   const PageTable::Row page_row = params.pages.row(item.query_tile.request);
-  const int32_t end = item.end * kTileStages;
+  const int32_t end = item.end * kTileStages, own = first_token();
+  // A list has what its entries say, in any tile.
+  const int32_t end_token = PageTable::kIsList ? end * kRingTokens : item.request.kv_len;
+  const uint32_t place = smem + latent_place(0, own, lane_idx() % 8);
+  const uint32_t to_k_pe = k_pe_place(0, own, lane_idx() % 8) - latent_place(0, own, lane_idx() % 8);
+  const uint32_t scales_smem = smem + scales_place(0, own) + lane_idx() % 8 * 4;
   int32_t stage = item.begin * kTileStages;
-  TokenIds ids[kLaneRows];
-  const auto find = [&](int32_t stage) {
-    for_each<kLaneRows>(
-        [&](int i) { ids[i].find(params, page_row, item, stage, end, stage_row(i)); });
-  };
-  find(stage);
+  TokenIds ids;
+  ids.find(params, page_row, stage * kRingTokens + own, end_token);
 #pragma unroll 1
   for (; stage < end; ++stage) {
-    const LaneTokens tokens(params, ids);
-    find(stage + 1);  // before they are needed
+    const int32_t first = stage * kRingTokens + own;
+    const LaneCopies copies(params, ids, first, end_token);
+    // Before they are needed; beyond the last stage is what the next CTA has, or nothing.
+    ids.find(params, page_row, first + kRingTokens, end_token);
     mbarrier_wait(shared.empty(ring.stage), ring.parity);
     if constexpr (PageTable::kIsList) {
       if (lane_idx() % 8 == 0) {
-        for_each<kLaneRows>([&](int i) {
-          shared.listed[ring.stage][stage_row(i)] = static_cast<uint8_t>(tokens.listed[i]);
+        for_each<kLaneTokens>([&](int i) {
+          shared.listed[ring.stage][own + 4 * i] = static_cast<uint8_t>(copies.listed[i]);
         });
       }
     }
-    tokens.copy(smem + ring.stage * kRingStageBytes);
+    const uint32_t offset = ring.stage * kRingStageBytes;
+    copies.copy(place + offset, to_k_pe, scales_smem + offset);
     arrive_with_copies(shared.full(ring.stage));
     ring.next(kNumStages);
     if (item.is_first && stage + 1 == item.begin * kTileStages + kEarlyStages) {
