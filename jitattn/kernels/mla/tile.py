@@ -108,7 +108,7 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
     q_bytes = spec.row_tile * (spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES)
     # Probabilities of 16 bits, a segment a row, and 16 bytes of each thread.
     num_warps = 8
-    other_bytes = q_bytes + max(num_scales, 1) * spec.row_tile * SEGMENT_BYTES + 512 * num_warps
+    other_bytes = q_bytes + spec.row_tile * SEGMENT_BYTES + 512 * num_warps
     num_stages = (ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes) // stage_bytes
     producer_registers = 88 if spec.loader is Loader.TENSOR else 120
     return WarpgroupTile(
@@ -123,7 +123,7 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
         smem_bytes=num_stages * stage_bytes + other_bytes,
         row_tile=spec.row_tile,
         merge_rows=1,
-        product_dtype=_product_dtype(spec),
+        product_dtype=_latent_dtype(spec),
         output_columns=spec.head_dim_vo // 8,
         merge_splits=8,
         merge_loads=0,
@@ -133,6 +133,12 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
     )
+
+
+def _latent_dtype(spec: MLASpec) -> str:
+    # FP8 becomes float16 in fewer steps than bfloat16; a variant reads scores in the type of q.
+    is_float16 = spec.dequantises and spec.variant is None
+    return (DType.FLOAT16 if is_float16 else spec.q_dtype).value
 
 
 def _product_dtype(spec: MLASpec) -> str:

@@ -22,14 +22,12 @@ constexpr int kScaleOffset = kKpeOffset + kRingTokens * kSegmentBytes;
 constexpr int kScaleBytes = kNumScales * 4;  // of a token
 constexpr int kRingStageBytes = kScaleOffset + kRingTokens * kScaleBytes;
 
-// Probabilities of a tile: rows of 64 tokens, and where rows of the cache hold scales of their blocks,
-// multiplied with these, for each block.
-constexpr int kNumProbabilities = kNumScales > 0 ? kNumScales : 1;
+// Probabilities of a tile: rows of 64 tokens.
 constexpr int kProbabilityBytes = kRowTile * kSegmentBytes;
 constexpr int kStageQueryOffset = kNumStages * kRingStageBytes;
 constexpr int kProbabilityOffset = kStageQueryOffset + kQueryBytesAll;
 // Parts of scores that two warps exchange: 16 bytes a lane.
-constexpr int kExchangeOffset = kProbabilityOffset + kNumProbabilities * kProbabilityBytes;
+constexpr int kExchangeOffset = kProbabilityOffset + kProbabilityBytes;
 
 static_assert(kRowTile == 16 && kTileTokens == 64, "each warp scores eight tokens of a tile");
 static_assert(kNumWarps == kTileStages * kStageGroups, "so all of them do");
