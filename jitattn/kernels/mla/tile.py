@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 # Elements of a latent that share a scale, where rows hold theirs.
 _SCALE_DIMS = 128
-# The same of kernels of latent attention, whose CTAs claim nothing, and of those of few rows.
+# The same of kernels of latent attention, whose CTAs claim nothing.
 _STATIC_BYTES = 3 * 1024
-_NARROW_STATIC_BYTES = 4 * 1024
 
 
 # Rows of the kernel whose warps multiply few of them, on architectures that have one of warpgroups.
@@ -107,11 +106,10 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
     num_scales = spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
     stage_bytes = stage_tokens * (latent_bytes + SEGMENT_BYTES + 4 * num_scales)
     q_bytes = spec.row_tile * (spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES)
-    # Probabilities of 16 bits, a segment a row, of two tiles where stages are many; and 16 bytes of
-    # each thread.
-    num_warps, num_buffers = 8, 2 if spec.dequantises else 1
-    other_bytes = q_bytes + num_buffers * spec.row_tile * SEGMENT_BYTES + 512 * num_warps
-    num_stages = (ARCHS[arch].smem_bytes - _NARROW_STATIC_BYTES - other_bytes) // stage_bytes
+    # Probabilities of 16 bits, a segment a row, and 16 bytes of each thread.
+    num_warps = 8
+    other_bytes = q_bytes + spec.row_tile * SEGMENT_BYTES + 512 * num_warps
+    num_stages = (ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes) // stage_bytes
     producer_registers = 88 if spec.loader is Loader.TENSOR else 120
     return WarpgroupTile(
         num_warps=num_warps,

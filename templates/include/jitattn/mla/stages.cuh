@@ -22,15 +22,12 @@ constexpr int kScaleOffset = kKpeOffset + kRingTokens * kSegmentBytes;
 constexpr int kScaleBytes = kNumScales * 4;  // of a token
 constexpr int kRingStageBytes = kScaleOffset + kRingTokens * kScaleBytes;
 
-// Stages of 8 bits are many, and a tile's conversions are what products wait for: two tiles are in use.
-constexpr bool kOverlaps = kDequantises;
-constexpr int kNumBuffers = kOverlaps ? 2 : 1;
 // Probabilities of a tile: rows of 64 tokens.
 constexpr int kProbabilityBytes = kRowTile * kSegmentBytes;
 constexpr int kStageQueryOffset = kNumStages * kRingStageBytes;
 constexpr int kProbabilityOffset = kStageQueryOffset + kQueryBytesAll;
 // Parts of scores that two warps exchange: 16 bytes a lane.
-constexpr int kExchangeOffset = kProbabilityOffset + kNumBuffers * kProbabilityBytes;
+constexpr int kExchangeOffset = kProbabilityOffset + kProbabilityBytes;
 
 static_assert(kRowTile == 16 && kTileTokens == 64, "each warp scores eight tokens of a tile");
 static_assert(kNumWarps == kTileStages * kStageGroups, "so all of them do");
@@ -62,7 +59,7 @@ constexpr int kTokenThreads = kUsesTma ? kStageWarps * kWarpSize : kProducerThre
 constexpr int kEarlyStages = kTileStages;
 
 struct Shared : WorkState {
-  alignas(16) float tops[kNumBuffers][kRowTile][kNumWarps];  // maxima of a tile's scores
+  alignas(16) float tops[kRowTile][kNumWarps];  // maxima of a tile's scores
   float sums[kNumWarps][kRowTile];
   uint8_t listed[kNumStages][kRingTokens];  // of stages of lists: Listed
   uint64_t stage_barriers[2][kNumStages];   // full or empty
