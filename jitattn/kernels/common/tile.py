@@ -98,6 +98,7 @@ class WarpgroupTile(NamedTuple):
     probability_bits: int = 0  # powers of two that probabilities are larger by in products
     query_registers: int = 0  # of producers of Q alone; 0: as many as of the others
     key_parts: int = 1  # of columns, in which a tile of K comes and goes
+    packs_partials: bool = False  # partial rows have float16 numbers, with a scale
 
     @property
     def num_threads(self) -> int:

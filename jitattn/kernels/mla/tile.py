@@ -96,6 +96,7 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         num_producers=1,
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
+        packs_partials=spec.out_dtype.num_bytes == 2,
     )
 
 

@@ -153,6 +153,14 @@ def test_many_splits_of_a_request(
     run(case, EmulatedCuda(monkeypatch, arch, seed=3, num_sms=24))
 
 
+@pytest.mark.parametrize("num_sms", [4, 24])
+@pytest.mark.parametrize("form", ["one", "fp8_one"])
+def test_packed_partial_rows(form: str, num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of outputs of 16 bits, merged by the kernel itself and, of many splits, by the second."""
+    case = replace(FULL, form=form, lengths=(2500, 170, 0), num_heads=20, out_dtype=None)
+    run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=3, num_sms=num_sms))
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_batch_invariant_plans_have_few_splits(arch: str) -> None:
     """So few that a row is merged in one order, wherever that is."""

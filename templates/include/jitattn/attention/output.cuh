@@ -157,6 +157,14 @@ __device__ __forceinline__ float4 fma(float4 a, float b, float4 c) {
   return {fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w)};
 }
 
+// Four float16 numbers.
+__device__ __forceinline__ float4 unpack_partial(uint2 words) {
+  uint16_t x, y, z, w;
+  split(words.x, x, y);
+  split(words.y, z, w);
+  return {Half::to_float(x), Half::to_float(y), Half::to_float(z), Half::to_float(w)};
+}
+
 // Rows of q that no request owns: out 0, lse -inf. Dealt to the CTAs of the grid.
 __device__ __forceinline__ void write_padding(const AttentionParams& params) {
   constexpr int kVectors = kValueDim * kNumValueBlocks / 4;
@@ -210,6 +218,16 @@ struct PartialRows {
   }
 };
 
+// Four columns of a partial row. A packed one has its scales after its numbers. From L2, since other SMs
+// write partial rows during this launch.
+__device__ __forceinline__ float4 load_partial(const AttentionParams& params, int64_t index,
+                                               int dim) {
+  const float* row = params.partials + index * kValueDim;
+  if constexpr (!kPacksPartials) return __ldcg(reinterpret_cast<const float4*>(row + dim));
+  return unpack_partial(__ldcg(reinterpret_cast<const uint2*>(row) + dim / 4)) *
+         __ldcg(row + kValueDim / 2 + dim / (kValueDim / 2));
+}
+
 // Publishes `count` splits of this CTA; true if they are the query tile's last, so that all can be
 // merged. A query tile in one slot needs no counter, and must not touch that of the slot's last
 // query tile.
@@ -262,15 +280,13 @@ struct MergedSplits {
         float2 sums[kLoads];
         float4 parts[kLoads];
         for_each<kLoads>([&](int i) {
-          // Loads from L2, since other SMs write partials during this launch.
           const int64_t index = partials.row(clamp(first + i, end)) + row;
           if (kSkips && first + i >= end) {
             parts[i] = {0.f, 0.f, 0.f, 0.f};
             return;
           }
           sums[i] = __ldcg(params.partial_sums + index);
-          parts[i] =
-              __ldcg(reinterpret_cast<const float4*>(params.partials + index * kValueDim + dim));
+          parts[i] = load_partial(params, index, dim);
         });
         for_each<kLoads>([&](int i) {
           if (first + i >= end || (kLeads && first + i < 0)) sums[i] = {neg_inf(), 0.f};

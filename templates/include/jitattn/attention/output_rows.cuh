@@ -73,7 +73,7 @@ __device__ __forceinline__ bool has_aligned_rows(const AttentionParams& params) 
 // four, which are two of eight columns.
 template <int kColumns, typename Out = OutType>
 __device__ __forceinline__ void write_columns(const float* lane_values, float factor,
-                                              OutType::Storage* columns, bool is_aligned) {
+                                              typename Out::Storage* columns, bool is_aligned) {
   const int lane = lane_idx() % 4;
   constexpr bool kIsPacked = sizeof(typename Out::Storage) == 2;
   if constexpr (kIsPacked) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void write_columns(const float* lane_values, float fa
     const float* values = lane_values + 4 * (kFirst + j);
     const OutputPair pair = {OutType::from_float(values[0] * factor),
                              OutType::from_float(values[1] * factor)};
-    OutType::Storage* place = columns + 8 * (kFirst + j) + 2 * lane;
+    typename Out::Storage* place = columns + 8 * (kFirst + j) + 2 * lane;
     if (is_aligned) {
       *reinterpret_cast<OutputPair*>(place) = pair;
     } else {

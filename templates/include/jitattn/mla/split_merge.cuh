@@ -46,8 +46,10 @@ struct MergeBatch {
       float2 sums = {neg_inf(), 0.f};
       // Loads from L2, since other SMs write partials during this launch.
       if (index >= 0) sums = __ldcg(rows.params.partial_sums + index);
-      float4 parts[kVectors];
+      Part parts[kVectors];
       for_each<kVectors>([&](int v) { parts[v] = load(of_vector(index, v)); });
+      float part_scale = 1.f;
+      if (kPacksPartials && index >= 0) part_scale = load_scale(index);
       const float top = fmaxf(m, maximum(sums.x)), old_scale = exp2_approx(m - finite_maximum(top));
       m = top;
       const float scale = exp2_approx(sums.x - finite_maximum(m));
@@ -58,7 +60,7 @@ struct MergeBatch {
         const int32_t split = v % count;
         const bool is_end = v % 2 == 1 && split + 1 == count;  // a row has two vectors at least
         if (v % 2 == 0 && split == 0 && first == 0) o = {0.f, 0.f, 0.f, 0.f};
-        o = fma(parts[v], of_vector(scale, v), o);
+        o = fma(unpacked(parts[v]), of_vector(scale * part_scale, v), o);
         if (is_end && first + count >= num_splits) row.write(v, o);
       });
     }
@@ -113,10 +115,30 @@ struct MergeBatch {
     if (split >= query_tile.num_splits || lane_row() >= end_row) return -1;
     return static_cast<int32_t>(partials.row(split)) + lane_row();
   }
-  __device__ __forceinline__ float4 load(int32_t index) const {
-    if (index < 0) return {0.f, 0.f, 0.f, 0.f};
-    const float* row = rows.params.partials + static_cast<int64_t>(index) * kValueDim;
-    return __ldcg(reinterpret_cast<const float4*>(row + dim()));
+  // Four columns of a row, as they lie.
+  union Part {
+    float4 floats;
+    uint2 halves;
+  };
+  static __device__ __forceinline__ float4 unpacked(const Part& part) {
+    return kPacksPartials ? unpack_partial(part.halves) : part.floats;
+  }
+  __device__ __forceinline__ const float* row_at(int32_t index) const {
+    return rows.params.partials + static_cast<int64_t>(index) * kValueDim;
+  }
+  __device__ __forceinline__ Part load(int32_t index) const {
+    Part part = {};
+    if (index < 0) return part;
+    if constexpr (kPacksPartials) {
+      part.halves = __ldcg(reinterpret_cast<const uint2*>(row_at(index)) + dim() / 4);
+    } else {
+      part.floats = __ldcg(reinterpret_cast<const float4*>(row_at(index) + dim()));
+    }
+    return part;
+  }
+  // Of this warp's columns, which are in one half.
+  __device__ __forceinline__ float load_scale(int32_t index) const {
+    return __ldcg(row_at(index) + kValueDim / 2 + dim() / (kValueDim / 2));
   }
   // Over the splits of a lane's row.
   __device__ __forceinline__ float maximum(float value) const {
