@@ -16,6 +16,7 @@ uint32_t __ballot_sync(unsigned mask, bool value);
 inline void __threadfence_block() {}
 inline int64_t max(int64_t a, long long b) { return a < b ? b : a; }  // one type there
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
+inline int __ffs(uint32_t word) { return __builtin_ffs(word); }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
 }

@@ -76,6 +76,7 @@ class ScheduleParams(ctypes.Structure):
         ("max_splits", c_int32),
         ("min_split_tiles", c_int32),
         ("splits_go_by_rows", c_int32),
+        ("skips_empty_tiles", c_int32),
     )
 
 

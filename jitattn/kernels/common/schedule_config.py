@@ -61,6 +61,7 @@ class FamilyTraits:
         min_slot_cost: the least work that is worth a CTA, in KV tiles.
         has_one_kernel: whether the decode kernel is the prefill kernel, too.
         merges_in_kernel: whether a CTA of the prefill kernel merges the splits of a query tile.
+        skips_empty_tiles: whether kernels write the rows of empty query tiles apart.
         params: what its kernels get besides the parameters of attention.
     """
 
@@ -72,6 +73,7 @@ class FamilyTraits:
     min_slot_cost: int
     has_one_kernel: bool = False
     merges_in_kernel: bool = True
+    skips_empty_tiles: bool = False
     params: ParamFields = ()
 
 
@@ -355,6 +357,7 @@ def _schedule_params(
             split_cost=merge_cost if traits.merges_in_kernel else 0,
             min_split_tiles=fixed.least_tiles,
             splits_go_by_rows=config.causal and not getattr(config, "use_custom_mask", False),
+            skips_empty_tiles=traits.skips_empty_tiles,
             entry_tokens=_entry_tokens(config),
             max_splits=fixed.most,
             wave_slots=work.wave_slots,

@@ -40,6 +40,7 @@ TRAITS = FamilyTraits(
     min_slot_cost=2,
     has_one_kernel=True,
     merges_in_kernel=False,
+    skips_empty_tiles=True,
     params=MLA_FIELDS,
 )
 

@@ -43,6 +43,8 @@ struct ScheduleParams {
   int32_t min_split_tiles;  // batch-invariant: no split but the last is shorter
   // Batch-invariant: whether a row's splits go by its own position; else by its request's length.
   int32_t splits_go_by_rows;
+  // Whether the kernel writes the rows of query tiles that see no token apart, and never visits them.
+  int32_t skips_empty_tiles;
 };
 
 // The same of lists, which are read instead of all tokens.

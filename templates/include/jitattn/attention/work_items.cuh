@@ -203,8 +203,32 @@ struct TileTokens {
   }
 };
 
+// Writes rows [first, end) of a query tile that sees no token, 32 at most, for a warp: each lane finds
+// what is written of one of them.
+__device__ __forceinline__ void write_empty_rows(const AttentionParams& params,
+                                                 const QueryTile& query_tile,
+                                                 const HeadBlock& block, const QueryRows& rows,
+                                                 int first, int end) {
+  const int count = end - first;
+  if (count <= 0) return;
+  const int row = first + min(static_cast<int>(lane_idx()), count - 1);
+  const int32_t token = rows.token(row), head = rows.head(row);
+  const RowResult result(params, query_tile, head, neg_inf(), 0.f);
+  write_lse(params, token, head, result.lse);
+  const int64_t place = token * params.out_token_stride + head * params.out_head_stride +
+                        block.value_block * kValueDim;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const float zero = 0.f * __shfl_sync(0xffffffff, result.factor, i);
+    auto* out = static_cast<OutType::Storage*>(params.out) + __shfl_sync(0xffffffff, place, i);
+#pragma unroll 1
+    for (int dim = lane_idx() * 4; dim < kValueDim; dim += kWarpSize * 4) {
+      store_four(params, out + dim, {zero, zero, zero, zero});
+    }
+  }
+}
+
 // Writes the rows of a query tile that sees no token: thread `thread` of `num_threads`, in whole warps.
-// Each lane finds what is written of one of a warp's rows.
 __device__ __forceinline__ void write_empty(const AttentionParams& params, const WorkItem& item,
                                             int thread, int num_threads) {
   const HeadBlock block = item.block(params);
@@ -213,22 +237,8 @@ __device__ __forceinline__ void write_empty(const AttentionParams& params, const
   do {
 #pragma unroll 1
     for (int first = thread / kWarpSize * kWarpSize; first < rows.num_rows; first += num_threads) {
-      const int count = min(rows.num_rows - first, kWarpSize);
-      const int row = first + min(static_cast<int>(lane_idx()), count - 1);
-      const int32_t token = rows.token(row), head = rows.head(row);
-      const RowResult result(params, item.query_tile, head, neg_inf(), 0.f);
-      write_lse(params, token, head, result.lse);
-      const int64_t place = token * params.out_token_stride + head * params.out_head_stride +
-                            block.value_block * kValueDim;
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const float zero = 0.f * __shfl_sync(0xffffffff, result.factor, i);
-        auto* out = static_cast<OutType::Storage*>(params.out) + __shfl_sync(0xffffffff, place, i);
-#pragma unroll 1
-        for (int dim = lane_idx() * 4; dim < kValueDim; dim += kWarpSize * 4) {
-          store_four(params, out + dim, {zero, zero, zero, zero});
-        }
-      }
+      write_empty_rows(params, item.query_tile, block, rows, first,
+                       min(rows.num_rows, first + kWarpSize));
     }
     // An invalid length has one query tile, which answers for all rows of the request.
   } while (item.query_tile.kv_end == kInvalidLength &&

@@ -7,6 +7,7 @@
 #include "jitattn/attention/wgmma_operands.cuh"
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/lanes.cuh"
+#include "jitattn/mla/empty_tiles.cuh"
 #include "jitattn/mla/work_state.cuh"
 #include "jitattn/ptx.cuh"
 
@@ -121,8 +122,8 @@ __device__ __forceinline__ void copy_query(const KernelParams& params, const Que
   }
 }
 
-// Where the first work item is known early, its Q comes before most of its tokens, which would take
-// longer than that: kWaiting threads that load tokens wait until consumers have it.
+// Where the first work item is known early, its Q is asked for before most of its tokens, behind which it
+// would come late: kWaiting threads that load tokens wait until consumers have asked for it.
 template <int kWaiting>
 __device__ __forceinline__ void release_first_tokens() {
   arrive_threads<kNumThreads + kWaiting>(kFirstQueryBarrier);
@@ -169,7 +170,7 @@ __device__ __forceinline__ void copy_next_query(const KernelParams& params,
   copy_query<kRowTile * kWarpSize / kQueryThreads>(params, rows, smem, warp, end_row);
 }
 
-// Finds the work items, loads their Q and writes the rows of empty ones. A work item is found before
+// Finds the work items and loads their Q; then writes the rows of empty ones. A work item is found before
 // the Q of the last one is done with, so that its first tiles come early.
 __device__ __forceinline__ void load_queries(const KernelParams& params, WorkState& shared,
                                              uint32_t smem) {
@@ -185,11 +186,6 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, WorkSta
     if (thread == 0) shared.find_item(source, index);
     sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
     const bool is_end = item.work == kNoWork;
-    if (!is_end && (item.is_empty() || item.rows(params.attention).num_rows == 0)) {
-      write_empty(params.attention, item, thread, kQueryThreads);
-      sync_threads<kQueryThreads>(kQueryBarrier);  // and read
-      continue;
-    }
     if (thread == 0) mbarrier_arrive(shared.item_full(index));
     mbarrier_wait(shared.q_empty(), parity);
     if (!is_end) copy_next_query(params, shared.work_items, index, smem);
@@ -200,6 +196,7 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, WorkSta
     parity ^= 1;
     index = (index + 1) % kNumWorkItems;
   }
+  write_empty_tiles(params, thread / kWarpSize, kQueryThreads / kWarpSize);
 }
 
 }  // namespace jitattn

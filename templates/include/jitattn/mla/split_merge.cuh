@@ -33,7 +33,9 @@ struct MergeBatch {
 
   // So that most query tiles have all their splits under way together.
   static __device__ __forceinline__ int log_splits_of(int32_t num_splits) {
-    return num_splits <= 2 ? 1 : num_splits <= 4 ? 2 : num_splits <= 8 || kVectors <= 8 ? 3 : 4;
+    if (num_splits <= 4) return num_splits <= 2 ? 1 : 2;
+    if (num_splits <= 8 || kVectors <= 8) return 3;
+    return num_splits <= 16 || kVectors <= 16 ? 4 : 5;
   }
 
   __device__ __forceinline__ void merge() const {
@@ -142,7 +144,7 @@ struct MergeBatch {
   }
   // Over the splits of a lane's row.
   __device__ __forceinline__ float maximum(float value) const {
-    for_each<4>([&](int i) {
+    for_each<5>([&](int i) {
       const float other = __shfl_xor_sync(0xffffffff, value, 1 << i);
       if (i < log_splits) value = fmaxf(value, other);
     });
@@ -231,7 +233,7 @@ __device__ __forceinline__ void merge_published(const AttentionParams& params, W
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const WorkItem& item = shared.split_items[i];
-    if (item.work != kNoWork) merge_rows<16>(params, item, shared.split_rows[i]);
+    if (item.work != kNoWork) merge_rows<kPacksPartials && kUsesTma ? 32 : 16>(params, item, shared.split_rows[i]);
   }
 }
 

@@ -99,7 +99,7 @@ __device__ __forceinline__ void prefetch_tiles(const KernelParams& params,
                                                const WorkItemFacts& first) {
   const int32_t begin = first.begin * kTileStages, end = first.end * kTileStages;
 #pragma unroll 1
-  for (int32_t stage = begin; stage < min(begin + kNumStages, end); ++stage) {
+  for (int32_t stage = begin; stage < min(begin + kEarlyStages, end); ++stage) {
     StageAddresses::early(params, first, stage).prefetch(params);
   }
 }

@@ -175,7 +175,7 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
   }
 }
 
-// Finds the work items, loads their Q and tokens, and writes the rows of empty ones.
+// Finds the work items, and loads their Q and tokens; then writes the rows of empty ones.
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {
   const int thread = threadIdx.x - kNumThreads;
   prefetch_schedule(params.attention.schedule, thread);
@@ -189,11 +189,6 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
     if (thread == 0) shared.find_item(source, index);
     sync_threads<kProducerThreads>(kQueryBarrier);  // the work item is written
     const bool is_end = item.work == kNoWork;
-    if (!is_end && (item.is_empty() || item.rows(params.attention).num_rows == 0)) {
-      write_empty(params.attention, item, thread, kProducerThreads);
-      sync_threads<kProducerThreads>(kQueryBarrier);  // and read
-      continue;
-    }
     if (thread < kQueryThreads) {
       mbarrier_wait(shared.q_empty(), query_parity);
       if (!is_end) {
@@ -201,11 +196,12 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
       }
       arrive_with_copies(shared.q_full());
     }
-    if (is_end) return;
+    if (is_end) break;
     load_item(params, shared, item, smem, ring);
     query_parity ^= 1;
     index = (index + 1) % kNumWorkItems;
   }
+  write_empty_tiles(params, thread / kWarpSize, kProducerThreads / kWarpSize);
 }
 
 }  // namespace jitattn

@@ -50,12 +50,17 @@ struct WorkState {
     const HeadBlock block(attention, first_item.work);
     return QueryRows(attention, block, first_item.query_tile, first_item.request).num_rows > 0;
   }
-  // Writes the next work item of `source`, for one thread.
+  // Writes the next work item of `source`, for one thread. Rows of those that see no token are written
+  // apart.
   __device__ __forceinline__ void find_item(WorkItemIterator& source, int32_t index) {
     WorkItem& item = work_items[index];
     const bool is_known = source.work == kUnknownWork && knows_first_item(source.params);
     if (is_known) static_cast<WorkItemFacts&>(item) = first_item;
     source.next(item, is_known);
+    while (item.work != kNoWork &&
+           (item.is_empty() || item.rows(source.params.attention).num_rows == 0)) {
+      source.next(item, false);
+    }
   }
 };
 
