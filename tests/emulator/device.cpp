@@ -279,9 +279,6 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     if (writers[word] == writer) current->acquired.push_back({word, writer});
   }
 }
-bool mbarrier_is_over(uint32_t barrier, uint32_t parity) {
-  return phases.at(barrier).parity != parity;
-}
 void meet_at(int barrier, int count, bool waits) {
   Barrier& named = named_barriers[barrier];
   if (waits)

@@ -137,7 +137,6 @@ void mbarrier_arrive(uint32_t barrier);
 void mbarrier_arrive_later(uint32_t barrier);
 void mbarrier_inval(uint32_t barrier);
 void mbarrier_wait(uint32_t barrier, uint32_t parity);
-bool mbarrier_is_over(uint32_t barrier, uint32_t parity);
 void meet_at(int barrier, int count, bool waits);
 template <int kThreads>
 void sync_threads(int barrier) {

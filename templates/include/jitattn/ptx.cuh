@@ -167,21 +167,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Whether the phase of this parity has ended.
-__device__ __forceinline__ bool mbarrier_is_over(uint32_t barrier, uint32_t parity) {
-  uint32_t is_over;
-  asm volatile(
-      "{\n"
-      ".reg .pred is_over;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 is_over, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, is_over;\n"
-      "}"
-      : "=r"(is_over)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return is_over;
-}
-
 // Arrives when what this thread copies by cp_async has landed. Products read it after a fence of
 // their own threads, which the copies need not wait for.
 __device__ __forceinline__ void mbarrier_arrive_later(uint32_t barrier) {

@@ -125,29 +125,18 @@ struct ScoreTile {
   }
 };
 
-// P, rounded, as a warpgroup holds it: the left side of its own product with V.
-struct OwnProbabilities {
-  uint32_t words[kTokenGroups * 2];  // of each eight tokens two words, of both rows of a lane
-
-  OwnProbabilities() = default;
-
-  __device__ __forceinline__ explicit OwnProbabilities(const ScoreTile& s) {
-    for_each<2 * kTokenGroups>([&](int i) {
-      words[i] = ProductType::pack(s.at(i / 2, i % 2 * 2), s.at(i / 2, i % 2 * 2 + 1));
+// Writes P, rounded, in the place of k_pe: rows of the product with V.
+__device__ __forceinline__ void write_probabilities(const ScoreTile& s, uint32_t tile_smem) {
+  for_each<2>([&](int half) {
+    const int row = row_of(half);
+    // Found here, and not kept in registers from tile to tile.
+    const uint32_t place =
+        forget(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4);
+    for_each<kTokenGroups>([&](int j) {
+      st_shared_4(place ^ j * 16, ProductType::pack(s.at(j, 2 * half), s.at(j, 2 * half + 1)));
     });
-  }
-
-  // Writes them in the place of k_pe: rows of the other warpgroup's product with V.
-  __device__ __forceinline__ void write(uint32_t tile_smem) const {
-    for_each<2>([&](int half) {
-      const int row = row_of(half);
-      // Found here, and not kept in registers from tile to tile.
-      const uint32_t place =
-          forget(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4);
-      for_each<kTokenGroups>([&](int j) { st_shared_4(place ^ j * 16, words[2 * j + half]); });
-    });
-  }
-};
+  });
+}
 
 // A warpgroup's half of O's columns: values 4 i to 4 i + 3 are columns 8 i + 2 t and 8 i + 2 t + 1
 // of both rows of a lane, where t is its number in the row's four.
@@ -165,22 +154,8 @@ struct OutputTile {
     cute::warpgroup_commit_batch();
   }
 
-  // The same with P from registers.
-  __device__ __forceinline__ void multiply(const OwnProbabilities& p, const Columns& v) {
-    using namespace cute::SM90::GMMA;
-    begin();
-    for_each<kTileTokens / 16>([&](int j) {
-      FirstRegisters<kHalfDim / 2>::multiply<OwnOutputProduct>(
-          values, ScaleOut::One, p.words[4 * j], p.words[4 * j + 1], p.words[4 * j + 2],
-          p.words[4 * j + 3], v.at(TileLayout::row(0, 0, j * 16)));
-    });
-    cute::warpgroup_commit_batch();
-  }
-
-  // Waits until at most kPending batches of products are under way, which are of scores.
-  template <int kPending>
   __device__ __forceinline__ void wait() {
-    cute::warpgroup_wait<kPending>();
+    cute::warpgroup_wait<0>();
     fence();
   }
 
