@@ -19,7 +19,7 @@ constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
 constexpr int kTileWarps = kNumTmaTiles > 1 ? 2 : 1;
 
 // Each half of a stage holds the values of one warpgroup, which empties it after the probabilities,
-// hence after the scores.
+// hence after the scores. The second half also has the probabilities, which both read.
 struct Shared : WorkState {
   float2 tops[kNumGroups][kRowTile];    // of a warpgroup's last tile: maximum, old scale
   float sums[2][kNumGroups][kRowTile];  // of kv splits in turn
@@ -41,7 +41,7 @@ struct Shared : WorkState {
     init_items(kQueryThreads);
     for (int i = 0; i < 4; ++i) {
       mbarrier_init(full(i / 2, i % 2), kLoaders);
-      mbarrier_init(empty(i / 2, i % 2), kNumWarps / kNumGroups);
+      mbarrier_init(empty(i / 2, i % 2), i % 2 == 1 ? kNumWarps : kNumWarps / kNumGroups);
     }
     fence_mbarrier_init();
   }

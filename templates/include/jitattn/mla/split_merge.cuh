@@ -233,7 +233,16 @@ __device__ __forceinline__ void merge_published(const AttentionParams& params, W
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const WorkItem& item = shared.split_items[i];
-    if (item.work != kNoWork) merge_rows<kPacksPartials && kUsesTma ? 32 : 16>(params, item, shared.split_rows[i]);
+    if (item.work == kNoWork) continue;
+    // Where TMA leaves registers for it, packed rows are merged twice as many vectors at a time, which
+    // takes longer for few rows.
+    constexpr int kManyRows = 6;
+    const RowRange rows = shared.split_rows[i];
+    if (kPacksPartials && kUsesTma && rows.end - rows.begin >= kManyRows) {
+      merge_rows<32>(params, item, rows);
+    } else {
+      merge_rows<16>(params, item, rows);
+    }
   }
 }
 
