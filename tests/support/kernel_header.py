@@ -26,6 +26,7 @@ _CONFIGS = {
     "jitattn/fp8_kernel.cuh": "num_qo_heads=32,num_kv_heads=8,head_dim=128,page_size=16,"
     "q_dtype=float8_e4m3fn,kv_dtype=float8_e4m3fn,fp8_products=fast",
     "jitattn/mla/kernel.cuh": "planner=mla,num_heads=128,page_size=64",
+    "jitattn/mla/narrow_kernel.cuh": "planner=mla,num_heads=16,page_size=64",
 }
 GUARD = "#define JITATTN_KERNEL  // its own jitattn/kernel.cuh follows\n"
 _END = "}  // namespace jitattn\n"

@@ -525,7 +525,7 @@ def gpu_configs() -> list[PlannerConfig | MLAConfig]:
 def _of_kernels(config: Any) -> Any:
     same = {"causal": True, "batch_invariant": False}
     if isinstance(config, MLAConfig):
-        return replace(config, num_heads=128, sm_scale=None, **same)
+        return replace(config, num_heads=16, sm_scale=None, **same)  # who needs those of more, too
     group = 8 * config.group_size if config.page_table == "page_lists" else 8
     return replace(
         config, num_qo_heads=min(group, 8), num_kv_heads=1, window_left=-1, use_sinks=False, **same

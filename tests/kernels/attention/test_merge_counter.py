@@ -41,6 +41,9 @@ inline int32_t atomicCAS(int32_t* place, int32_t expected, int32_t value) {
   return expected;
 }
 inline void add_release(int32_t* place, int32_t value) { counter_at(place).fetch_add(value); }
+inline int32_t atomic_add_acq_rel(int32_t* place, int32_t value) {
+  return counter_at(place).fetch_add(value);
+}
 inline int32_t load_acquire(const int32_t* place) { return counter_at(place).load(); }
 inline void sleep_ns(unsigned) { std::this_thread::yield(); }
 """

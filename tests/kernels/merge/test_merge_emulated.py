@@ -32,6 +32,9 @@ inline float finite_maximum(float m) { return m == neg_inf() ? 0.f : m; }
 template <int kCount, typename Body> void for_each(Body body) {
   for (int i = 0; i < kCount; ++i) body(i);
 }
+inline float4 load_partial(const AttentionParams& params, int64_t index, int dim) {
+  return *reinterpret_cast<const float4*>(params.partials + index * kValueDim + dim);
+}
 inline float4 fma(float4 a, float b, float4 c) {
   return {fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w)};
 }

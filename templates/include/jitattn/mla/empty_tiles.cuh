@@ -56,7 +56,8 @@ __device__ __forceinline__ void write_group(const KernelParams& params, int32_t 
 
 // For warp `own` of so many of each CTA. Each lane looks at a group, and groups side by side are other
 // warps'.
-__device__ __forceinline__ void write_empty_tiles(const KernelParams& params, int own, int count_own) {
+__device__ __forceinline__ void write_empty_tiles(const KernelParams& params, int own,
+                                                  int count_own) {
   const AttentionParams& attention = params.attention;
   const int32_t num_warps = gridDim.x * count_own, warp = own * gridDim.x + blockIdx.x;
   const int32_t count =

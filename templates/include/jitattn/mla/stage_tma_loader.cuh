@@ -1,7 +1,7 @@
 // Producer warpgroup of Q and of stages of tokens: up to two warps copy TMA tiles, and two load Q.
 #pragma once
 
-#include "jitattn/mla/kernel.cuh"
+#include "jitattn/mla/narrow_kernel.cuh"
 
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/lanes.cuh"

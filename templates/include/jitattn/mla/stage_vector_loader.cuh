@@ -3,7 +3,7 @@
 // ahead; eight lanes have a token's segment.
 #pragma once
 
-#include "jitattn/mla/kernel.cuh"
+#include "jitattn/mla/narrow_kernel.cuh"
 
 #include "jitattn/attention/work_items.cuh"
 #include "jitattn/lanes.cuh"
@@ -146,7 +146,8 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
   // A list has what its entries say, in any tile.
   const int32_t end_token = PageTable::kIsList ? end * kRingTokens : item.request.kv_len;
   const uint32_t place = smem + latent_place(0, own, lane_idx() % 8);
-  const uint32_t to_k_pe = k_pe_place(0, own, lane_idx() % 8) - latent_place(0, own, lane_idx() % 8);
+  const uint32_t to_k_pe =
+      k_pe_place(0, own, lane_idx() % 8) - latent_place(0, own, lane_idx() % 8);
   const uint32_t scales_smem = smem + scales_place(0, own) + lane_idx() % 8 * 4;
   int32_t stage = item.begin * kTileStages;
   TokenIds ids;

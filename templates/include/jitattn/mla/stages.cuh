@@ -4,7 +4,7 @@
 // tiles of many tokens and segments arrive.
 #pragma once
 
-#include "jitattn/mla/kernel.cuh"
+#include "jitattn/mla/narrow_kernel.cuh"
 
 #include "jitattn/mla/query_loader.cuh"
 #include "jitattn/mla/work_state.cuh"

@@ -22,10 +22,10 @@ constexpr bool kCopiesLater = kUseVectorLoads && !kDequantises;
 
 struct WorkState {
   WorkItem work_items[kNumWorkItems];
-  WorkItemFacts first_item;   // as the schedule has it
-  WorkItem split_items[2];    // of which splits are published; kNoWork: none
-  int32_t split_words[2];     // their counters, when they were
-  RowRange split_rows[2];     // that this CTA merges of them
+  WorkItemFacts first_item;  // as the schedule has it
+  WorkItem split_items[2];   // of which splits are published; kNoWork: none
+  int32_t split_words[2];    // their counters, when they were
+  RowRange split_rows[2];    // that this CTA merges of them
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2];
 
