@@ -28,6 +28,7 @@ HOPPER = (
     "num_heads=128,kv_dtype=float8_e4m3fn",
     "num_heads=16,page_table=indices",
     "num_heads=16,kv_dtype=float8_e4m3fn,page_table=indices",
+    "num_heads=16,kv_lora_rank=256,qk_rope_head_dim=32,kv_dtype=float8_e4m3fn",
 )
 OTHERS = {
     "sm_80": ("num_heads=128", "num_heads=128,kv_dtype=float8_e4m3fn,page_size=1"),

@@ -74,6 +74,9 @@ NARROW = {
     ),
     "8 bits, elements": replace(FULL, layout="odd", form="fp8_pair", page_table="token"),
     "rows of 656 bytes": replace(FULL, form="fp8_rows", page_size=64, lengths=(700, 130, 3)),
+    "rows of two scales": replace(
+        FULL, form="fp8_rows", kv_lora_rank=256, page_size=7, lengths=(300, 130, 3)
+    ),
 }
 
 
