@@ -109,6 +109,36 @@ def test_few_rows(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert all("mla_r16_" in symbol for symbol in host.ran)
 
 
+@pytest.mark.parametrize("num_heads", [4, 17])
+def test_zero_queries_beside_a_small_scale(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factor of a scaled row of Q times k_scale leaves float32."""
+    case = replace(BASE, form="fp8_one", scale="number", num_heads=num_heads)
+    inputs = make_inputs(case)
+    assert isinstance(inputs.k_scale, float)
+    factor = 1e-7 / inputs.k_scale
+    inputs.q_nope[:, 1] = 0
+    inputs.q_pe[:, 1] = 0
+    small = replace(inputs, k_scale=1e-7, latent=inputs.latent * factor, rope=inputs.rope * factor)
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    out, lse = small.run(host.mla_planner(**case.planner_arguments()))
+    check_kernel(small, out, lse, warpgroups=True, batch_invariant=False)
+
+
+@pytest.mark.parametrize("num_heads", [4, 17])
+def test_a_later_token_of_a_large_scale(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first query token does not see it, and keeps its digits."""
+    case = replace(FULL, form="fp8_rows", num_heads=num_heads, q_lens=(2,), lengths=(40,))
+    inputs = make_inputs(case)
+    inputs.latent[39] *= 2.0**20
+    inputs.q_nope.zero_()
+    row = inputs.kv.view(torch.uint8)[int(inputs.table[0, 39 // 16]), 39 % 16]
+    scales = row[512:528].clone().view(torch.float32) * 2.0**20
+    row[512:528] = scales.view(torch.uint8)
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    out, lse = inputs.run(host.mla_planner(**case.planner_arguments()))
+    check_kernel(inputs, out, lse, warpgroups=True, batch_invariant=False)
+
+
 @pytest.mark.parametrize("form", ["one", "fp8_one"])
 def test_few_rows_of_short_requests(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one to three tiles each: producers may be some work items ahead."""

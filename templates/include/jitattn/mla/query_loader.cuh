@@ -20,6 +20,9 @@ constexpr int kQueryBytesAll = kRowTile * (kQuerySegments + 1) * kSegmentBytes;
 
 constexpr int kQueryThreads = 2 * kWarpSize;
 
+// The least factor of the scores of a scaled row: not zero, so that -inf stays what it is.
+constexpr float kLeastScale = 1e-37f;
+
 // Row `index` of those of a warp that has kRows: each eighth group of eight, so that warps share few rows.
 template <int kRows>
 __device__ __forceinline__ int query_row(int warp, int index) {
