@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Elements of a latent that share a scale, where rows hold theirs.
 _SCALE_DIMS = 128
-# The same of kernels of latent attention, whose CTAs claim nothing.
+# Left for static shared memory.
 _STATIC_BYTES = 3 * 1024
 
 
@@ -61,10 +61,13 @@ def mla_tile(spec: MLASpec, arch: str) -> PrefillTile | WarpgroupTile:
 
 # Registers of three warpgroups, a thread of each: what a kernel of 384 threads is given, 168 each.
 _SM_REGISTERS = 3 * 168
+# Of consumers, and of tiles, on compute capability 9.0.
+_NUM_WARPS = 8
+_TILE_TOKENS = 64
 
 
 def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
-    tile_tokens, num_stages, row_tile = 64, 2, 64
+    num_stages = 2
     # TMA needs few registers, vector loads hold addresses, dequantisation half a tile. Consumers
     # get the rest, which variants need.
     producer_registers = 72 if spec.loader is Loader.TENSOR else 104
@@ -72,68 +75,93 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         producer_registers = 120 if spec.variant is None else 72
         if spec.page_table.is_list:  # which consumers look up, too
             producer_registers = 104
-    # Tiles have the type of Q. k_pe has a segment to itself.
-    row_bytes = spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
-    return WarpgroupTile(
-        num_warps=8,
-        tile_tokens=tile_tokens,
+    # Tiles have the type of Q.
+    return _sm90_tile(
+        spec,
         num_stages=num_stages,
-        num_query_stages=1,
-        num_landings=0,
-        shares_tiles=True,
-        ctas_per_sm=1,
-        value_dim=spec.head_dim_vo,
-        smem_bytes=(num_stages * tile_tokens + row_tile) * row_bytes,
-        row_tile=row_tile,
-        merge_rows=1,
+        smem_bytes=num_stages * _TILE_TOKENS * _query_row_bytes(spec) + _query_bytes(spec),
         product_dtype=_product_dtype(spec),
-        output_columns=spec.head_dim_vo // 2,
-        merge_splits=8,
-        merge_loads=0,
-        # TMA does not load pages of other sizes.
-        tma_tokens=next((n for n in (64, 32, 16, 8) if spec.page_size % n == 0), 8),
+        num_value_parts=2,
+        tma_tokens=_TILE_TOKENS,
         key_tma_columns=spec.head_dim_vo // 2,
-        num_producers=1,
         producer_registers=producer_registers,
-        consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
         packs_partials=spec.out_dtype.num_bytes == 2,
     )
 
 
 def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
-    # A tile of 64 tokens is two stages; twin: jitattn/mla/stages.cuh.
-    tile_tokens, stage_tokens = 64, 32
+    # A tile is two stages; twin: jitattn/mla/stages.cuh.
+    stage_tokens = _TILE_TOKENS // 2
     latent_bytes = spec.kv_dtype.num_bytes * spec.head_dim_vo
-    num_scales = spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
-    stage_bytes = stage_tokens * (latent_bytes + SEGMENT_BYTES + 4 * num_scales)
-    q_bytes = spec.row_tile * (spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES)
+    stage_bytes = stage_tokens * (latent_bytes + SEGMENT_BYTES + _scale_bytes(spec))
     # Probabilities of 16 bits, a segment a row, and 16 bytes of each thread.
-    num_warps = 8
-    other_bytes = q_bytes + spec.row_tile * SEGMENT_BYTES + 512 * num_warps
+    other_bytes = _query_bytes(spec) + spec.row_tile * SEGMENT_BYTES + 512 * _NUM_WARPS
     num_stages = (ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes) // stage_bytes
-    producer_registers = 88 if spec.loader is Loader.TENSOR else 120
+    return _sm90_tile(
+        spec,
+        num_stages=num_stages,
+        smem_bytes=num_stages * stage_bytes + other_bytes,
+        product_dtype=_latent_dtype(spec),
+        num_value_parts=_NUM_WARPS,
+        tma_tokens=stage_tokens,
+        key_tma_columns=spec.head_dim_vo,
+        producer_registers=88 if spec.loader is Loader.TENSOR else 120,
+        packs_partials=False,
+    )
+
+
+def _sm90_tile(
+    spec: MLASpec,
+    *,
+    num_stages: int,
+    smem_bytes: int,
+    product_dtype: str,
+    num_value_parts: int,
+    tma_tokens: int,
+    key_tma_columns: int,
+    producer_registers: int,
+    packs_partials: bool,
+) -> WarpgroupTile:
+    """Return what both kernels of compute capability 9.0 have: ``tma_tokens`` is the most."""
+    sizes = (n for n in (64, 32, 16, 8) if n <= tma_tokens)
     return WarpgroupTile(
-        num_warps=num_warps,
-        tile_tokens=tile_tokens,
+        num_warps=_NUM_WARPS,
+        tile_tokens=_TILE_TOKENS,
         num_stages=num_stages,
         num_query_stages=1,
         num_landings=0,
         shares_tiles=True,
         ctas_per_sm=1,
         value_dim=spec.head_dim_vo,
-        smem_bytes=num_stages * stage_bytes + other_bytes,
+        smem_bytes=smem_bytes,
         row_tile=spec.row_tile,
         merge_rows=1,
-        product_dtype=_latent_dtype(spec),
-        output_columns=spec.head_dim_vo // 8,
+        product_dtype=product_dtype,
+        output_columns=spec.head_dim_vo // num_value_parts,
         merge_splits=8,
         merge_loads=0,
-        tma_tokens=next((n for n in (32, 16, 8) if spec.page_size % n == 0), 8),
-        key_tma_columns=spec.head_dim_vo,
+        # TMA does not load pages of other sizes.
+        tma_tokens=next((n for n in sizes if spec.page_size % n == 0), 8),
+        key_tma_columns=key_tma_columns,
         num_producers=1,
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
+        packs_partials=packs_partials,
     )
+
+
+def _query_row_bytes(spec: MLASpec) -> int:
+    # k_pe has a segment to itself.
+    return spec.q_dtype.num_bytes * spec.head_dim_vo + SEGMENT_BYTES
+
+
+def _query_bytes(spec: MLASpec) -> int:
+    return spec.row_tile * _query_row_bytes(spec)
+
+
+def _scale_bytes(spec: MLASpec) -> int:
+    # Of a token.
+    return 4 * spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
 
 
 def _latent_dtype(spec: MLASpec) -> str:
@@ -153,11 +181,10 @@ def _warp_tile(spec: MLASpec, arch: str) -> PrefillTile:
     # Four warps for each 16 tokens.
     tile_tokens = 32
     k_pe_dim = spec.head_dim - spec.head_dim_vo
-    scale_bytes = 4 * spec.head_dim_vo // _SCALE_DIMS if spec.has_scales else 0
     token_bytes = (
         row_bytes(spec.kv_dtype.num_bytes * spec.head_dim_vo)
         + row_bytes(spec.k_pe_dtype.num_bytes * k_pe_dim)
-        + scale_bytes
+        + _scale_bytes(spec)
     )
     score_bytes = 4 * 4 * spec.row_tile * (tile_tokens + 8)
     room = ARCHS[arch].smem_bytes - _STATIC_BYTES - score_bytes

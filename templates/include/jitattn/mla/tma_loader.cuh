@@ -141,22 +141,13 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
   }
 }
 
-// Loads the tiles of all work items, of the first without a wait for who finds the others.
+// Loads the tiles of all work items.
 __device__ __forceinline__ void load_tiles(const KernelParams& params, Shared& shared,
                                            uint32_t smem) {
-  Ring work_items = {0, 0};
   uint32_t parities = 3;  // a bit a stage: they are empty, the phases before their first are over
-  bool is_known = shared.knows_first_item(params);
-#pragma unroll 1
-  while (true) {
-    if (!is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
-    const WorkItemFacts& item = is_known ? shared.first_item : shared.work_items[work_items.stage];
-    if (item.work == kNoWork) break;
-    load_item(params, shared, item, is_known, smem, parities);
-    if (is_known) mbarrier_wait(shared.item_full(work_items.stage), work_items.parity);
-    is_known = false;
-    work_items.next(kNumWorkItems);
-  }
+  shared.for_each_item(params, [&](const WorkItemFacts& item, bool is_first) {
+    load_item(params, shared, item, is_first, smem, parities);
+  });
 }
 
 __device__ __forceinline__ void produce(const KernelParams& params, Shared& shared, uint32_t smem) {

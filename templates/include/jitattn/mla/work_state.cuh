@@ -62,6 +62,23 @@ struct WorkState {
       source.next(item, false);
     }
   }
+  // Calls `load(item, is_first)` for all work items, as who copies tokens alone: for the first, where
+  // it is known early, without a wait for who finds the others.
+  template <typename Load>
+  __device__ __forceinline__ void for_each_item(const KernelParams& params, const Load& load) {
+    Ring found = {0, 0};
+    bool is_known = knows_first_item(params);
+#pragma unroll 1
+    while (true) {
+      if (!is_known) mbarrier_wait(item_full(found.stage), found.parity);
+      const WorkItemFacts& item = is_known ? first_item : work_items[found.stage];
+      if (item.work == kNoWork) break;
+      load(item, is_known);
+      if (is_known) mbarrier_wait(item_full(found.stage), found.parity);
+      is_known = false;
+      found.next(kNumWorkItems);
+    }
+  }
 };
 
 }  // namespace jitattn
