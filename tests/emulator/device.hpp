@@ -143,6 +143,16 @@ void sync_threads(int barrier) {
   meet_at(barrier, kThreads, true);
 }
 template <int kThreads>
+bool sync_threads_or(int barrier, bool value) {
+  static bool votes[16];
+  sync_threads<kThreads>(barrier);
+  votes[barrier] = false;
+  sync_threads<kThreads>(barrier);
+  votes[barrier] |= value;
+  sync_threads<kThreads>(barrier);
+  return votes[barrier];
+}
+template <int kThreads>
 void arrive_threads(int barrier) {
   meet_at(barrier, kThreads, false);
 }

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import jitattn
+from jitattn.kernels.mla.tile import NARROW_ROWS
 from jitattn.spec.config import MLAConfig
 from jitattn.tensors.page_table_base import PageTable
 from tests.support.harness import Expected, check_rounded
@@ -479,7 +480,7 @@ def check_kernel(
     if warpgroups is None:
         warpgroups = has_warpgroups(inputs.q_nope.device)
     # Their kernel multiplies scaled keys, which are rounded; that of few rows scales what it got.
-    is_narrow = max(case.queries) * case.num_heads <= 16 and not batch_invariant
+    is_narrow = max(case.queries) * case.num_heads <= NARROW_ROWS[-1] and not batch_invariant
     rounds_rows = warpgroups and case.form == "fp8_rows" and not is_narrow
     want = expected_with_magnitude(inputs, rounds_rows=rounds_rows)
     check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), want)

@@ -209,9 +209,10 @@ class CudaKernels:
         # Without requests of many rows the others would have nothing to do.
         if max_q_len <= self._decode[0].max_q_len:
             return self._decode
-        if self.traits.has_one_kernel:  # which would be launched twice
-            return self._alone(prefill)
-        return self._multi_token if max_q_len <= self._multi_token_q_len else self._mixed(prefill)
+        if max_q_len <= self._multi_token_q_len:
+            return self._multi_token
+        # One that computes decode, too, would be launched twice.
+        return self._alone(prefill) if self.traits.has_one_kernel else self._mixed(prefill)
 
     def _new_plan(
         self,

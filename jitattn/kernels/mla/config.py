@@ -139,10 +139,10 @@ def cache_specs(config: MLAConfig, arch: str) -> tuple[MLASpec, ...]:
 
 def _row_tiles(config: MLAConfig, base: MLASpec, arch: str) -> tuple[int, ...]:
     """Return the query rows of the kernels of a cache, those of one token first."""
-    is_narrow = config.num_heads <= NARROW_ROWS and has_warpgroup_tile(
-        base.q_dtype, base.kv_dtype, arch
-    )
     # A token's bits are those of one kernel where they must not depend on its neighbours.
-    if is_narrow and not config.batch_invariant:
-        return NARROW_ROWS, base.row_tile
-    return (base.row_tile,)
+    if config.batch_invariant or not has_warpgroup_tile(base.q_dtype, base.kv_dtype, arch):
+        return (base.row_tile,)
+    few = [rows for rows in NARROW_ROWS if config.num_heads <= rows]
+    if config.page_table in LISTS:  # whose tokens are planned alone
+        few = few[:1]
+    return (*few, base.row_tile)

@@ -13,7 +13,7 @@ from jitattn.device.driver import Launch, LoadedKernel
 from jitattn.jit.build import Pending
 from jitattn.kernels.common.cuda_kernels import CudaKernels, TargetDevice, map_cache
 from jitattn.kernels.common.kernel_launch import KernelLaunch, PlannedCall, write_scale
-from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel
+from jitattn.kernels.common.kernel_loader import BoundKernels, PlannedKernel, Role
 from jitattn.kernels.common.params import ListScheduleParams, ScheduleParams
 from jitattn.kernels.common.schedule_config import FamilyTraits, ScheduleConfig, WorkspacePlace
 from jitattn.kernels.common.spec import AttentionSpec
@@ -165,8 +165,7 @@ class MLAKernels(CudaKernels):
         first = self._of_cache(self._mla_specs[0])
         self._tma_tiles: dict[str, TmaTile] = {}
         if first[0].loader is Loader.TENSOR:
-            # Where one kernel does both, it loads the same tiles.
-            for role, spec in zip(("decode", "prefill"), first, strict=False):
+            for role, spec in _by_role(first).items():
                 tile, rope_dim = spec.tile(target.arch), config.qk_rope_head_dim
                 self._tma_tiles[role] = TmaTile(
                     tile.tma_tokens, tile.key_tma_columns, rope_dim, is_grouped=True
@@ -179,6 +178,7 @@ class MLAKernels(CudaKernels):
             main_specs=first,
             make_kernels=functools.partial(_make_kernels, target.arch, target.facts.index),
             launch_type=MLAKernelLaunch,
+            multi_token_rows=_multi_token_rows(first),
         )
 
     def bind(self, kv: LatentViews) -> tuple[BoundKernels, MapForm | None]:
@@ -194,7 +194,7 @@ class MLAKernels(CudaKernels):
         return self.loader.kernels_for(self._of_cache(spec)), maps
 
     def _of_cache(self, first: MLASpec) -> tuple[MLASpec, ...]:
-        """Return the kernels of a cache, of which ``first`` is one: of few rows, and of many."""
+        """Return the kernels of a cache, of which ``first`` is one, those of fewer rows first."""
         return tuple(
             spec for spec in self._mla_specs if replace(spec, row_tile=first.row_tile) == first
         )
@@ -203,9 +203,24 @@ class MLAKernels(CudaKernels):
 def _make_kernels(
     arch: str, index: int, specs: Sequence[AttentionSpec], pending: Sequence[Pending]
 ) -> BoundKernels:
-    kernels = []
-    for spec, build in zip(specs, pending, strict=True):
-        assert isinstance(spec, MLASpec)
-        kernels.append(MLAKernel(build, spec.tile(arch), spec.row_tile, index))
-    # One may serve requests of few rows and of many.
-    return BoundKernels(kernels[0], kernels[-1])
+    builds = dict(zip(specs, pending, strict=True))
+    return BoundKernels(
+        **{
+            role: MLAKernel(builds[spec], spec.tile(arch), spec.row_tile, index)
+            for role, spec in _by_role(specs).items()
+        }
+    )
+
+
+def _by_role(specs: Sequence[AttentionSpec]) -> dict[Role, MLASpec]:
+    """Return the kernels of a cache by role, of which one may have both ends."""
+    kernels = [spec for spec in specs if isinstance(spec, MLASpec)]
+    found: dict[Role, MLASpec] = {"decode": kernels[0], "prefill": kernels[-1]}
+    if len(kernels) > 2:
+        found["decode_multi_token"] = kernels[1]
+    return found
+
+
+def _multi_token_rows(specs: Sequence[AttentionSpec]) -> int:
+    multi_token = _by_role(specs).get("decode_multi_token")
+    return 0 if multi_token is None else multi_token.row_tile

@@ -49,7 +49,7 @@ class MLASpec(AttentionSpec):
 
     def is_narrow(self, arch: str) -> bool:
         """Return whether it is the kernel of few query rows, beside one of any number."""
-        return self.row_tile == NARROW_ROWS and has_warpgroup_tile(
+        return self.row_tile in NARROW_ROWS and has_warpgroup_tile(
             self.q_dtype, self.kv_dtype, arch
         )
 

@@ -19,8 +19,8 @@ _SCALE_DIMS = 128
 _STATIC_BYTES = 3 * 1024
 
 
-# Rows of the kernel whose warps multiply few of them, on architectures that have one of warpgroups.
-NARROW_ROWS = 16
+# Rows of the kernels whose warps multiply few of them, on architectures that have one of warpgroups.
+NARROW_ROWS = (16, 32)
 
 
 def mla_row_tile(num_heads: int, q_dtype: DType, kv_dtype: DType, arch: str) -> int:
@@ -94,8 +94,12 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
     stage_tokens = _TILE_TOKENS // 2
     latent_bytes = spec.kv_dtype.num_bytes * spec.head_dim_vo
     stage_bytes = stage_tokens * (latent_bytes + SEGMENT_BYTES + _scale_bytes(spec))
-    # Probabilities of 16 bits, a segment a row, and 16 bytes of each thread.
-    other_bytes = _query_bytes(spec) + spec.row_tile * SEGMENT_BYTES + 512 * _NUM_WARPS
+    # Of each sixteen rows 16 bytes of each thread, which lie in the place of probabilities of 16 bits,
+    # a segment a row, where there are more.
+    num_row_blocks = spec.row_tile // 16
+    exchange_bytes = 512 * _NUM_WARPS * num_row_blocks
+    probability_bytes = spec.row_tile * SEGMENT_BYTES if num_row_blocks == 1 else 0
+    other_bytes = _query_bytes(spec) + probability_bytes + exchange_bytes
     num_stages = (ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes) // stage_bytes
     return _sm90_tile(
         spec,
@@ -105,8 +109,8 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
         num_value_parts=_NUM_WARPS,
         tma_tokens=stage_tokens,
         key_tma_columns=spec.head_dim_vo,
-        producer_registers=88 if spec.loader is Loader.TENSOR else 120,
-        packs_partials=False,
+        producer_registers=88,
+        packs_partials=spec.out_dtype.num_bytes == 2,
     )
 
 

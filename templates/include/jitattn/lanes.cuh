@@ -8,6 +8,16 @@ namespace jitattn {
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
+// The first of two types, or the second.
+template <bool kIsFirst, typename First, typename Second>
+struct Choice {
+  using Type = First;
+};
+template <typename First, typename Second>
+struct Choice<false, First, Second> {
+  using Type = Second;
+};
+
 // Calls body(0) ... body(kCount - 1), unrolled: arrays indexed inside stay in registers.
 template <int kCount, typename Body>
 __device__ __forceinline__ void for_each(Body body) {

@@ -122,7 +122,20 @@ __device__ __forceinline__ void sync_threads(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// The same without a wait: the others need this thread's arrival only.
+// The same; returns whether any thread had `value`.
+template <int kThreads>
+__device__ __forceinline__ bool sync_threads_or(int barrier, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.aligned.pred q, %2, %3, p; "
+      "selp.u32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(value)), "r"(barrier), "n"(kThreads)
+      : "memory");
+  return any != 0;
+}
+
+// Without a wait: the others need this thread's arrival only.
 template <int kThreads>
 __device__ __forceinline__ void arrive_threads(int barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");

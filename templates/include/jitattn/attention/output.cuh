@@ -218,15 +218,32 @@ struct PartialRows {
   }
 };
 
-// Four columns of a partial row. A packed one has its scales after its numbers. From L2, since other SMs
-// write partial rows during this launch.
-__device__ __forceinline__ float4 load_partial(const AttentionParams& params, int64_t index,
-                                               int dim) {
-  const float* row = params.partials + index * kValueDim;
-  if constexpr (!kPacksPartials) return __ldcg(reinterpret_cast<const float4*>(row + dim));
-  return unpack_partial(__ldcg(reinterpret_cast<const uint2*>(row) + dim / 4)) *
-         __ldcg(row + kValueDim / 2 + dim / (kValueDim / 2));
-}
+// Four columns of a partial row as they lie: a packed one has its scales after its numbers. What is loaded
+// is found where it is used, so that loads of several rows are under way together.
+struct PartialColumns {
+  float4 floats;
+  uint2 halves;
+  float scale;
+
+  // From L2, since other SMs write partial rows during this launch.
+  __device__ __forceinline__ void load(const AttentionParams& params, int64_t index, int dim) {
+    const float* row = params.partials + index * kValueDim;
+    if constexpr (kPacksPartials) {
+      halves = __ldcg(reinterpret_cast<const uint2*>(row) + dim / 4);
+      scale = __ldcg(row + kValueDim / 2 + dim / (kValueDim / 2));
+    } else {
+      floats = __ldcg(reinterpret_cast<const float4*>(row + dim));
+    }
+  }
+  __device__ __forceinline__ void clear() {
+    floats = {};
+    halves = {};
+    scale = 0.f;
+  }
+  __device__ __forceinline__ float4 unpacked() const {
+    return kPacksPartials ? unpack_partial(halves) * scale : floats;
+  }
+};
 
 // Publishes `count` splits of this CTA; true if they are the query tile's last, so that all can be
 // merged. A query tile in one slot needs no counter, and must not touch that of the slot's last
@@ -278,15 +295,15 @@ struct MergedSplits {
 #pragma unroll 1
       for (int32_t first = block; first < block + kBlock; first += kLoads) {
         float2 sums[kLoads];
-        float4 parts[kLoads];
+        PartialColumns parts[kLoads];
         for_each<kLoads>([&](int i) {
           const int64_t index = partials.row(clamp(first + i, end)) + row;
           if (kSkips && first + i >= end) {
-            parts[i] = {0.f, 0.f, 0.f, 0.f};
+            parts[i].clear();
             return;
           }
           sums[i] = __ldcg(params.partial_sums + index);
-          parts[i] = load_partial(params, index, dim);
+          parts[i].load(params, index, dim);
         });
         for_each<kLoads>([&](int i) {
           if (first + i >= end || (kLeads && first + i < 0)) sums[i] = {neg_inf(), 0.f};
@@ -295,7 +312,7 @@ struct MergedSplits {
         if constexpr (kLoads == kBlock) rescale(top);
         for_each<kLoads>([&](int i) {
           const float scale = exp2_approx(sums[i].x - finite_maximum(top));
-          o = fma(parts[i], scale, o);
+          o = fma(parts[i].unpacked(), scale, o);
           d = fmaf(sums[i].y, scale, d);
         });
       }

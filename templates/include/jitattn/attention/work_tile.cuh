@@ -14,6 +14,12 @@ __device__ __forceinline__ int32_t forget(int32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+// The same of an address.
+template <typename T>
+__device__ __forceinline__ T* forget(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 
 // Waits for what came before the run. The second of its kernels doesn't: the first launched it after
 // a wait of its own.

@@ -11,8 +11,7 @@
 namespace jitattn {
 
 // Hardware barriers besides those of every such CTA.
-constexpr int kProbabilityBarrier = 1;  // and the next: those of a warpgroup are there
-constexpr int kGroupBarrier = 3;        // and the next: of a warpgroup
+constexpr int kGroupBarrier = 3;  // and the next: of a warpgroup
 
 // TMA tiles of a KV tile, and warps that copy them in turn.
 constexpr int kNumTmaTiles = kTileTokens / kTmaTokens;
@@ -21,7 +20,7 @@ constexpr int kTileWarps = kNumTmaTiles > 1 ? 2 : 1;
 // Each half of a stage holds the values of one warpgroup, which empties it after the probabilities,
 // hence after the scores. The second half also has the probabilities, which both read.
 struct Shared : WorkState {
-  float2 tops[kNumGroups][kRowTile];    // of a warpgroup's last tile: maximum, old scale
+  float tops[kNumGroups][kRowTile];     // maxima of a warpgroup's tile
   float sums[2][kNumGroups][kRowTile];  // of kv splits in turn
   float row_scales[kRowTile];           // of the last work item
   uint64_t tile_barriers[2][2][2];      // full or empty, stage, half

@@ -19,169 +19,177 @@ namespace jitattn {
 constexpr int kTeamThreads = kLatentDim / 4;
 constexpr int kMergeTeams = kNumThreads / kTeamThreads;
 
-// Rows of a query tile that a team merges at a time, 2^log_splits of kVectors vectors of partials each.
-// A thread loads all vectors together: nothing else hides their latency. Lanes have the sums of a split
-// of a row, of a vector each; they share what they find for their row.
-template <int kVectors>
+// A value that is the same in all lanes, as the compiler sees: it has no other code for when it is not.
+__device__ __forceinline__ int32_t uniform(int32_t value) {
+  return __shfl_sync(0xffffffff, value, 0);
+}
+
+// Rows of a query tile that a team merges at a time, so many splits of each, of kVectors vectors of partials
+// in all. A thread loads all vectors together: nothing else hides their latency. Lanes have the sums of a
+// split of a row, of a vector each; they share what they find for their row. The code is as small as can
+// be, since it runs once, when it has to be fetched.
+template <int kVectors, int kSplits>
 struct MergeBatch {
+  static constexpr int kRows = kVectors / kSplits;
+
   const PartialRows& partials;
   const QueryRows& rows;
   const QueryTile& query_tile;
-  int log_splits;
   int32_t first_row;
   int32_t end_row;
 
-  // So that most query tiles have all their splits under way together.
-  static __device__ __forceinline__ int log_splits_of(int32_t num_splits) {
-    if (num_splits <= 4) return num_splits <= 2 ? 1 : 2;
-    if (num_splits <= 8 || kVectors <= 8) return 3;
-    return num_splits <= 16 || kVectors <= 16 ? 4 : 5;
-  }
-
   __device__ __forceinline__ void merge() const {
-    const int32_t num_splits = query_tile.num_splits, count = 1 << log_splits;
     float m = neg_inf(), d = 0.f;  // of this lane's row
-    float4 o = {0.f, 0.f, 0.f, 0.f};
+    const int32_t num_splits = uniform(query_tile.num_splits);
+    float4 o[kRows] = {};
+    const uint8_t* columns = own_columns();
 #pragma unroll 1
-    for (int32_t first = 0; first < num_splits; first += count) {
+    for (int32_t first = 0; first < num_splits; first += kSplits) {
+      // Past the last row or split it is the last once more, which counts nothing: loads under conditions
+      // would wait for each other. From L2, since other SMs write partials during this launch.
       const int32_t index = lane_index(first);
-      float2 sums = {neg_inf(), 0.f};
-      // Loads from L2, since other SMs write partials during this launch.
-      if (index >= 0) sums = __ldcg(rows.params.partial_sums + index);
+      float2 sums = __ldcg(rows.params.partial_sums + index);
       Part parts[kVectors];
-      for_each<kVectors>([&](int v) { parts[v] = load(of_vector(index, v)); });
-      float part_scale = 1.f;
-      if (kPacksPartials && index >= 0) part_scale = load_scale(index);
-      const float top = fmaxf(m, maximum(sums.x)), old_scale = exp2_approx(m - finite_maximum(top));
-      m = top;
-      const float scale = exp2_approx(sums.x - finite_maximum(m));
-      d = add_sums(__fmul_rn(d, old_scale), sums.y, scale);
-      o = o * old_scale;  // a row of more splits has all vectors
-      const Row row(*this, m, d);
       for_each<kVectors>([&](int v) {
-        const int32_t split = v % count;
-        const bool is_end = v % 2 == 1 && split + 1 == count;  // a row has two vectors at least
-        if (v % 2 == 0 && split == 0 && first == 0) o = {0.f, 0.f, 0.f, 0.f};
-        o = fma(unpacked(parts[v]), of_vector(scale * part_scale, v), o);
-        if (is_end && first + count >= num_splits) row.write(v, o);
+        const int64_t row = __shfl_sync(0xffffffff, index, v);
+        parts[v] = __ldcg(reinterpret_cast<const Part*>(columns + row * (kValueDim * 4)));
+      });
+      const float part_scale = kPacksPartials ? __ldcg(scale_of(index)) : 1.f;
+      if (first + lane_split() >= num_splits) sums = {neg_inf(), 0.f};
+      const float top = fmaxf(m, maximum(sums.x)), old_scale = exp2_approx(m - finite_maximum(top));
+      const float scale = exp2_approx(sums.x - finite_maximum(top));
+      m = top;
+      d = fmaf(d, old_scale, total(__fmul_rn(sums.y, scale)));
+      if (first > 0) for_each<kRows>([&](int r) { o[r] = o[r] * of_row(old_scale, r); });
+      for_each<kVectors>([&](int v) {
+        const float weight = __shfl_sync(0xffffffff, scale * part_scale, v);
+        const float4 sum = fma(unpacked(parts[v]), weight, o[v / kSplits]);
+        if (first + v % kSplits < num_splits) o[v / kSplits] = sum;
       });
     }
+    write(m, d, o);
   }
 
  private:
-  // A row of out, of a lane.
-  struct Row {
-    const AttentionParams& params;
-    int64_t offset;  // -1: there is none
-    float factor;
+  // Four columns of a row, as they lie.
+  using Part = Choice<kPacksPartials, uint2, float4>::Type;
+  static __device__ __forceinline__ float4 unpacked(uint2 part) { return unpack_partial(part); }
+  static __device__ __forceinline__ float4 unpacked(float4 part) { return part; }
 
-    __device__ __forceinline__ Row(const MergeBatch& batch, float m, float d)
-        : params(batch.rows.params), offset(-1), factor(0.f) {
-      const int32_t row = batch.lane_row();
-      if (row >= batch.end_row) return;
-      const int32_t token = batch.rows.token(row), head = batch.rows.head(row);
-      const RowResult result(params, batch.query_tile, head, m, d);
-      const int thread = threadIdx.x % kTeamThreads;
-      if (thread < kVectors && batch.lane_split() == 0) {
+  static __device__ __forceinline__ int dim() { return threadIdx.x % kTeamThreads * 4; }
+  static __device__ __forceinline__ int lane_vector() { return lane_idx() % kVectors; }
+  static __device__ __forceinline__ int lane_split() { return lane_vector() % kSplits; }
+  __device__ __forceinline__ int32_t lane_row() const {
+    return first_row + lane_vector() / kSplits;
+  }
+  template <typename T>
+  static __device__ __forceinline__ T of_row(T value, int r) {
+    return __shfl_sync(0xffffffff, value, r * kSplits);
+  }
+
+  // The row of the partials that a lane's vector is in, of splits from `first` on.
+  __device__ __forceinline__ int32_t lane_index(int32_t first) const {
+    const int32_t split = min(first + lane_split(), query_tile.num_splits - 1);
+    return static_cast<int32_t>(partials.row(split)) + min(lane_row(), end_row - 1);
+  }
+  // This thread's columns of the first row of all.
+  __device__ __forceinline__ const uint8_t* own_columns() const {
+    return forget(reinterpret_cast<const uint8_t*>(rows.params.partials) +
+                  dim() / 4 * sizeof(Part));
+  }
+  // Of this warp's columns, which are in one half.
+  __device__ __forceinline__ const float* scale_of(int32_t index) const {
+    return rows.params.partials + static_cast<int64_t>(index) * kValueDim + kValueDim / 2 +
+           dim() / (kValueDim / 2);
+  }
+
+  // Over the splits of a lane's row, in pairs: as many more that have nothing change nothing.
+  static __device__ __forceinline__ float maximum(float value) {
+#pragma unroll
+    for (int step = 1; step < kSplits; step *= 2) {
+      value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, step));
+    }
+    return value;
+  }
+  static __device__ __forceinline__ float total(float value) {
+#pragma unroll
+    for (int step = 1; step < kSplits; step *= 2) {
+      value += __shfl_xor_sync(0xffffffff, value, step);
+    }
+    return value;
+  }
+
+  // Writes the rows, whose maxima and sums lanes have.
+  __device__ __forceinline__ void write(float m, float d, const float4 (&o)[kRows]) const {
+    const AttentionParams& params = rows.params;
+    const int32_t row = lane_row();
+    int64_t offset = -1;  // there is none
+    float factor = 0.f;
+    if (row < end_row) {
+      const int32_t token = rows.token(row), head = rows.head(row);
+      const RowResult result(params, query_tile, head, m, d);
+      if (threadIdx.x % kTeamThreads < kVectors && lane_split() == 0) {
         write_lse(params, token, head, result.lse);
       }
       offset = token * params.out_token_stride + head * params.out_head_stride;
       factor = result.factor;
     }
-
-    __device__ __forceinline__ void write(int vector, float4 o) const {
-      const float vector_factor = of_vector(factor, vector);
-      const int64_t vector_offset = of_vector(offset, vector);
-      if (vector_offset < 0) return;
-      OutType::Storage* out = static_cast<OutType::Storage*>(params.out) + vector_offset;
-      store_four(params, out + dim(), o * vector_factor);
-    }
-  };
-
-  static __device__ __forceinline__ int dim() { return threadIdx.x % kTeamThreads * 4; }
-  static __device__ __forceinline__ int lane_vector() { return lane_idx() % kVectors; }
-  template <typename T>
-  static __device__ __forceinline__ T of_vector(T value, int vector) {
-    return __shfl_sync(0xffffffff, value, vector);
-  }
-  __device__ __forceinline__ int32_t lane_row() const {
-    return first_row + (lane_vector() >> log_splits);
-  }
-  __device__ __forceinline__ int32_t lane_split() const {
-    return lane_vector() & (1 << log_splits) - 1;
-  }
-
-  // The row of the partials that a lane's vector is in; -1 where there is none.
-  __device__ __forceinline__ int32_t lane_index(int32_t first_split) const {
-    const int32_t split = first_split + lane_split();
-    if (split >= query_tile.num_splits || lane_row() >= end_row) return -1;
-    return static_cast<int32_t>(partials.row(split)) + lane_row();
-  }
-  // Four columns of a row, as they lie.
-  union Part {
-    float4 floats;
-    uint2 halves;
-  };
-  static __device__ __forceinline__ float4 unpacked(const Part& part) {
-    return kPacksPartials ? unpack_partial(part.halves) : part.floats;
-  }
-  __device__ __forceinline__ const float* row_at(int32_t index) const {
-    return rows.params.partials + static_cast<int64_t>(index) * kValueDim;
-  }
-  __device__ __forceinline__ Part load(int32_t index) const {
-    Part part = {};
-    if (index < 0) return part;
-    if constexpr (kPacksPartials) {
-      part.halves = __ldcg(reinterpret_cast<const uint2*>(row_at(index)) + dim() / 4);
-    } else {
-      part.floats = __ldcg(reinterpret_cast<const float4*>(row_at(index) + dim()));
-    }
-    return part;
-  }
-  // Of this warp's columns, which are in one half.
-  __device__ __forceinline__ float load_scale(int32_t index) const {
-    return __ldcg(row_at(index) + kValueDim / 2 + dim() / (kValueDim / 2));
-  }
-  // Over the splits of a lane's row.
-  __device__ __forceinline__ float maximum(float value) const {
-    for_each<5>([&](int i) {
-      const float other = __shfl_xor_sync(0xffffffff, value, 1 << i);
-      if (i < log_splits) value = fmaxf(value, other);
+    for_each<kRows>([&](int r) {
+      const int64_t row_offset = of_row(offset, r);
+      const float row_factor = of_row(factor, r);
+      if (row_offset < 0) return;
+      OutType::Storage* out = static_cast<OutType::Storage*>(params.out) + row_offset;
+      store_four(params, out + dim(), o[r] * row_factor);
     });
-    return value;
-  }
-  __device__ __forceinline__ float add_sums(float d, float sum, float scale) const {
-    const int first = lane_vector() - lane_split();
-#pragma unroll 1
-    for (int split = 0; split < 1 << log_splits; ++split) {
-      d = fmaf(of_vector(sum, first + split), of_vector(scale, first + split), d);
-    }
-    return d;
   }
 };
 
 // Merges some rows of a work item's query tile, for all consumers.
-template <int kVectors>
-__device__ __forceinline__ void merge_rows(const AttentionParams& params, const WorkItem& item,
-                                           RowRange range) {
-  using Batch = MergeBatch<kVectors>;
-  const QueryRows rows = item.rows(params);
-  const PartialRows partials(params, item.block(params), item.query_tile);
-  const int log_splits = Batch::log_splits_of(item.query_tile.num_splits);
-  // Of this thread's team.
-  const int32_t size = (range.end - range.begin + kMergeTeams - 1) / kMergeTeams;
-  const int32_t begin = range.begin + size * (threadIdx.x / kTeamThreads);
-  const int32_t end = min(begin + size, range.end);
-#pragma unroll 1
-  for (int32_t row = begin; row < end; row += kVectors >> log_splits) {
-    Batch{partials, rows, item.query_tile, log_splits, row, end}.merge();
+struct RowMerge {
+  const WorkItem& item;
+  QueryRows rows;
+  PartialRows partials;
+  int32_t begin;  // of this thread's team
+  int32_t end;
+
+  __device__ __forceinline__ RowMerge(const AttentionParams& params, const WorkItem& item,
+                                      RowRange range)
+      : item(item), rows(item.rows(params)), partials(params, item.block(params), item.query_tile) {
+    const int32_t size = (range.end - range.begin + kMergeTeams - 1) / kMergeTeams;
+    begin = uniform(range.begin + size * static_cast<int32_t>(threadIdx.x / kTeamThreads));
+    end = uniform(min(begin + size, range.end));
   }
-}
+
+  template <int kVectors, int kSplits>
+  __device__ __forceinline__ void run() const {
+    using Batch = MergeBatch<kVectors, kSplits>;
+#pragma unroll 1
+    for (int32_t row = begin; row < end; row += Batch::kRows) {
+      Batch{partials, rows, item.query_tile, row, end}.merge();
+    }
+  }
+  // The same for any number of splits.
+  __device__ __forceinline__ void run() const {
+    // Where TMA leaves registers for it, packed rows are merged twice as many vectors at a time, which
+    // takes longer for few.
+    constexpr int kMost = kPacksPartials && kUsesTma && kRowTile > 32 ? 32 : 16;
+    const int32_t num_splits = uniform(item.query_tile.num_splits);
+    if (num_splits <= 2) {
+      run<kMost, 2>();
+    } else if (num_splits <= 4) {
+      run<kMost, 4>();
+    } else if (num_splits <= 8) {
+      run<kMost, 8>();
+    } else {
+      run<kMost, 16>();
+    }
+  }
+};
 
 // Merges the splits of a query tile that lies in one slot, when they are written.
 __device__ __forceinline__ void merge_here(const AttentionParams& params, const WorkItem& item) {
   sync_threads<kNumThreads>(kConsumerBarrier);  // every thread's part is written
-  merge_rows<8>(params, item, {0, item.rows(params).num_rows});
+  RowMerge(params, item, {0, item.rows(params).num_rows}).run<8, 8>();
   // The splits have been read: those of the slot's next query tile may overwrite them.
   sync_threads<kNumThreads>(kConsumerBarrier);
 }
@@ -233,16 +241,8 @@ __device__ __forceinline__ void merge_published(const AttentionParams& params, W
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const WorkItem& item = shared.split_items[i];
-    if (item.work == kNoWork) continue;
-    // Where TMA leaves registers for it, packed rows are merged twice as many vectors at a time, which
-    // takes longer for few rows.
-    constexpr int kManyRows = 6;
-    const RowRange rows = shared.split_rows[i];
-    if (kPacksPartials && kUsesTma && rows.end - rows.begin >= kManyRows) {
-      merge_rows<32>(params, item, rows);
-    } else {
-      merge_rows<16>(params, item, rows);
-    }
+    if (uniform(item.work) == kNoWork) continue;
+    RowMerge(params, item, shared.split_rows[i]).run();
   }
 }
 

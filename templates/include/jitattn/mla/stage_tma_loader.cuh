@@ -122,6 +122,9 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
     ring.next(kNumStages);
     if (is_first && stage + 1 == item.begin * kTileStages + kEarlyStages) {
       wait_for_first_query<kTokenThreads>();
+      // Whoever asks for all stages at once is ahead of CTAs that begin later, and ends sooner: memory is
+      // as busy with some.
+      mbarrier_wait(shared.full(0), 0);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Ring of stages of tokens as the cache has them, of kernels whose warps multiply 16 query rows: a KV
+// Ring of stages of tokens as the cache has them, of kernels whose warps multiply 16 or 32 query rows: a KV
 // tile is two stages. A token lies in segments of 128 bytes with the hardware's swizzle, its latent's
 // and one of its k_pe; eight tokens have all segments of their latents before the next eight, as TMA
 // tiles of many tokens and segments arrive.
@@ -12,6 +12,7 @@
 
 namespace jitattn {
 
+constexpr int kRowBlocks = kRowTile / 16;
 constexpr int kTileStages = 2;
 constexpr int kRingTokens = kTileTokens / kTileStages;  // of a stage
 constexpr int kStageGroups = kRingTokens / 8;           // of eight tokens
@@ -26,13 +27,21 @@ constexpr int kRingStageBytes = kScaleOffset + kRingTokens * kScaleBytes;
 constexpr int kProbabilityBytes = kRowTile * kSegmentBytes;
 constexpr int kStageQueryOffset = kNumStages * kRingStageBytes;
 constexpr int kProbabilityOffset = kStageQueryOffset + kQueryBytesAll;
-// Parts of scores that two warps exchange: 16 bytes a lane.
-constexpr int kExchangeOffset = kProbabilityOffset + kProbabilityBytes;
+// Parts of scores that two warps exchange: 16 bytes a lane and block. Those of 32 rows take the place of the
+// last tile's probabilities, when these have been read: a stage more has room.
+constexpr bool kExchangesInPlace = kRowBlocks > 1;
+constexpr int kExchangeBytes = kNumThreads * 16 * kRowBlocks;
+constexpr int kExchangeOffset = kProbabilityOffset + (kExchangesInPlace ? 0 : kProbabilityBytes);
+// Groups of tokens whose maxima and sums warps find apart.
+constexpr int kTopGroups = kNumWarps / kRowBlocks;
 
-static_assert(kRowTile == 16 && kTileTokens == 64, "each warp scores eight tokens of a tile");
-static_assert(kNumWarps == kTileStages * kStageGroups, "so all of them do");
+static_assert(kRowTile == 16 * kRowBlocks && kRowBlocks <= 2, "each warp scores sixteen rows");
+static_assert(kTileTokens == 64 && kNumWarps == kTileStages * kStageGroups,
+              "and all warps a tile together");
 static_assert(sizeof(KpeType::Storage) * kKpeDim <= kSegmentBytes, "a k_pe fits a segment");
-static_assert(kExchangeOffset + kNumThreads * 16 == kSmemBytes,
+static_assert(kExchangeBytes >= kProbabilityBytes, "so that these fit in its place");
+static_assert(kExchangeBytes >= 4 * kRowTile * kNumWarps, "and so do maxima of partial rows");
+static_assert(kExchangeOffset + kExchangeBytes == kSmemBytes,
               "the host asks for exactly the shared memory that is used");
 
 // Address of 16 bytes of a token's latent, of a stage; likewise of its k_pe.
@@ -59,10 +68,12 @@ constexpr int kTokenThreads = kUsesTma ? kStageWarps * kWarpSize : kProducerThre
 constexpr int kEarlyStages = kTileStages;
 
 struct Shared : WorkState {
-  alignas(16) float tops[kRowTile][kNumWarps];  // maxima of a tile's scores
-  float sums[kNumWarps][kRowTile];
+  alignas(16) float tops[kRowTile][kTopGroups];  // maxima of a tile's scores
+  float sums[kTopGroups][kRowTile];
+  float row_scales[kRowTile];               // of rows of Q in another type
   uint8_t listed[kNumStages][kRingTokens];  // of stages of lists: Listed
   uint64_t stage_barriers[2][kNumStages];   // full or empty
+  uint64_t exchange_barriers[2];
 
   __device__ __forceinline__ uint32_t full(int stage) {
     return smem_address(&stage_barriers[0][stage]);
@@ -71,12 +82,22 @@ struct Shared : WorkState {
     return smem_address(&stage_barriers[1][stage]);
   }
 
+  // When all warps have read a tile's scores, and its probabilities.
+  __device__ __forceinline__ uint32_t scores_exchanged() {
+    return smem_address(&exchange_barriers[0]);
+  }
+  __device__ __forceinline__ uint32_t probabilities_read() {
+    return smem_address(&exchange_barriers[1]);
+  }
+
   __device__ __forceinline__ void init_barriers() {
     // Arrivals: one lane a warp for TMA tiles; else each lane for its own copies, and one lane a warp
     // for what it wrote.
     constexpr auto count_of = [](int threads) { return threads + threads / kWarpSize; };
     constexpr int kLoaders = kUsesTma ? kStageWarps : count_of(kProducerThreads);
     init_items(kUsesTma ? kQueryThreads : count_of(kQueryThreads));
+    mbarrier_init(scores_exchanged(), kNumWarps);
+    mbarrier_init(probabilities_read(), kNumWarps);
     for (int i = 0; i < kNumStages; ++i) {
       mbarrier_init(full(i), kLoaders);
       mbarrier_init(empty(i), kNumWarps);

@@ -125,16 +125,17 @@ struct ScoreTile {
   }
 };
 
-// Writes P, rounded, in the place of k_pe: rows of the product with V.
-__device__ __forceinline__ void write_probabilities(const ScoreTile& s, uint32_t tile_smem) {
-  for_each<2>([&](int half) {
-    const int row = row_of(half);
-    // Found here, and not kept in registers from tile to tile.
-    const uint32_t place =
-        forget(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4);
-    for_each<kTokenGroups>([&](int j) {
-      st_shared_4(place ^ j * 16, ProductType::pack(s.at(j, 2 * half), s.at(j, 2 * half + 1)));
-    });
+// Writes row `half` of P, rounded, in the place of k_pe: of the product with V. `at(v)` is a lane's number
+// `v` of its row.
+template <typename At>
+__device__ __forceinline__ void write_probabilities(uint32_t tile_smem, int half, const At& at) {
+  const int row = row_of(half);
+  // Found here, and not kept in registers from tile to tile.
+  const uint32_t place =
+      forget(static_cast<int32_t>(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4));
+  for_each<kTokenGroups>([&](int j) {
+    const float low = at(2 * j), high = at(2 * j + 1);
+    st_shared_4(place ^ j * 16, ProductType::pack(low, high));
   });
 }
 
@@ -143,10 +144,14 @@ __device__ __forceinline__ void write_probabilities(const ScoreTile& s, uint32_t
 struct OutputTile {
   float values[kHalfDim / 2];
 
-  // Begins O += P V.
+  // Before products.
+  __device__ __forceinline__ void begin() {
+    fence();
+    cute::warpgroup_arrive();
+  }
+  // Adds P V to O, when what began before is complete.
   __device__ __forceinline__ void multiply(const Rows& p, const Columns& v) {
     using namespace cute::SM90::GMMA;
-    begin();
     for_each<kTileTokens / 16>([&](int j) {
       FirstRegisters<kHalfDim / 2>::multiply<OutputProduct>(values, ScaleOut::One, p.at(j * 32),
                                                             v.at(TileLayout::row(0, 0, j * 16)));
@@ -160,10 +165,6 @@ struct OutputTile {
   }
 
  private:
-  __device__ __forceinline__ void begin() {
-    fence();
-    cute::warpgroup_arrive();
-  }
   __device__ __forceinline__ void fence() {
     for_each<kHalfDim / 2>([&](int i) { cute::warpgroup_fence_operand(values[i]); });
   }
