@@ -143,6 +143,6 @@ def _row_tiles(config: MLAConfig, base: MLASpec, arch: str) -> tuple[int, ...]:
     if config.batch_invariant or not has_warpgroup_tile(base.q_dtype, base.kv_dtype, arch):
         return (base.row_tile,)
     few = [rows for rows in NARROW_ROWS if config.num_heads <= rows]
-    if config.page_table in LISTS:  # whose tokens are planned alone
-        few = few[:1]
+    if few and config.page_table in LISTS:  # whose tokens are planned alone
+        return (few[0],)
     return (*few, base.row_tile)

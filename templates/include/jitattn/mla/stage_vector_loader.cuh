@@ -172,6 +172,7 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
     ring.next(kNumStages);
     if (item.is_first && stage + 1 == item.begin * kTileStages + kEarlyStages) {
       wait_for_first_query<kTokenThreads>();
+      mbarrier_wait(shared.full(0), 0);  // as where TMA loads
     }
   }
 }
