@@ -172,9 +172,10 @@ struct RowMerge {
   __device__ __forceinline__ void run() const {
     // Where TMA leaves registers for it, packed rows are merged twice as many vectors at a time, which
     // takes longer for few.
-    constexpr int kMost = kPacksPartials && kUsesTma && kRowTile > 32 ? 32 : 16;
+    constexpr bool kHasManyRows = kRowTile > 32;
+    constexpr int kMost = kPacksPartials && kUsesTma && kHasManyRows ? 32 : 16;
     const int32_t num_splits = uniform(item.query_tile.num_splits);
-    if (num_splits <= 2) {
+    if (kHasManyRows && num_splits <= 2) {
       run<kMost, 2>();
     } else if (num_splits <= 4) {
       run<kMost, 4>();
