@@ -56,7 +56,7 @@ for tool in "${tools[@]}"; do
   echo "$tool:"
   # shellcheck disable=SC2086  # CASES is several words
   sanitize "$tool" "$python" -m pytest -q -p no:cacheprovider ${CASES:-} \
-    tests/gpu/test_sanitizer_{subset,queries,tokens}.py ||
+    tests/gpu/test_sanitizer_{subset,queries,tokens,latents}.py ||
     status=1
 done
 exit $status
