@@ -19,7 +19,7 @@ _SCALE_DIMS = 128
 _STATIC_BYTES = 3 * 1024
 
 
-# Rows of the kernels whose warps multiply few of them, on architectures that have one of warpgroups.
+# Rows of the kernels whose warps multiply few of them, where others have products of warpgroups.
 NARROW_ROWS = (16, 32)
 
 
@@ -94,8 +94,8 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
     stage_tokens = _TILE_TOKENS // 2
     latent_bytes = spec.kv_dtype.num_bytes * spec.head_dim_vo
     stage_bytes = stage_tokens * (latent_bytes + SEGMENT_BYTES + _scale_bytes(spec))
-    # Of each sixteen rows 16 bytes of each thread, which lie in the place of probabilities of 16 bits,
-    # a segment a row, where there are more.
+    # Of each sixteen rows 16 bytes of each thread. Where there are more than sixteen, these lie in
+    # the place of probabilities of 16 bits, a segment a row.
     num_row_blocks = spec.row_tile // 16
     exchange_bytes = 512 * _NUM_WARPS * num_row_blocks
     probability_bytes = spec.row_tile * SEGMENT_BYTES if num_row_blocks == 1 else 0

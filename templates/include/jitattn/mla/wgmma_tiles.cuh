@@ -131,8 +131,8 @@ template <typename At>
 __device__ __forceinline__ void write_probabilities(uint32_t tile_smem, int half, const At& at) {
   const int row = row_of(half);
   // Found here, and not kept in registers from tile to tile.
-  const uint32_t place =
-      forget(static_cast<int32_t>(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4));
+  const uint32_t place = forget(
+      static_cast<int32_t>(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4));
   for_each<kTokenGroups>([&](int j) {
     const float low = at(2 * j), high = at(2 * j + 1);
     st_shared_4(place ^ j * 16, ProductType::pack(low, high));
