@@ -36,6 +36,7 @@ class ListCase:
         k: entries of a list.
         own: whether KV heads have lists of their own.
         counts: None, "token", or "head".
+        first_holes: entries of each list before the first that is a slot.
         outside: query tokens, or requests, one of whose entries is beyond the pool.
         q_lens: with ``page_lists``: query tokens of each request, of these numbers at most.
         cache: how it lies: "joint", "pair" or "padded", whose rows allow no vectors.
@@ -57,6 +58,7 @@ class ListCase:
     own: bool = False
     counts: str | None = "token"
     holes: float = 0.2
+    first_holes: int = 0
     outside: tuple[int, ...] = ()
     q_lens: int = 1
     causal: bool = True
@@ -196,6 +198,7 @@ def _index_lists(case: ListCase, rng: random.Random) -> tuple[Any, Seen, None, N
     lists = heads if case.own else 1
     entries = pool[draw(pool.shape[0], n, lists, k)]
     is_hole = torch.rand(n, lists, k, generator=generator) < case.holes
+    is_hole[..., : case.first_holes] = True
     entries = torch.where(is_hole, torch.tensor([-1, -7, -(2**31)])[draw(3, n, lists, k)], entries)
     longest = counts if case.own else counts.amax(dim=1, keepdim=True)
     for t in case.outside:

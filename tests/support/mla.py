@@ -47,6 +47,10 @@ class MLACase:
         scale: the form of k_scale of an FP8 cache: None, "number", "0d" or "1d".
         q_view: how the queries lie: "contiguous", "joint" or "heads_outside".
         variant: the name of a variant of tests/support/variants.py, or None.
+        rises: of each request: what scores of 64 tokens exceed those of the 64 before by, in
+            log2 units.
+        level: what all scores are larger by, in log2 units. Queries and tokens are whole numbers
+            then, so that scores are exact, and their differences too.
     """
 
     num_heads: int = 16
@@ -68,6 +72,8 @@ class MLACase:
     lengths_dtype: str = "int32"
     q_view: str = "contiguous"
     variant: str | None = None
+    rises: tuple[float, ...] = ()
+    level: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -206,9 +212,10 @@ def make_inputs(case: MLACase, device: str = "cpu") -> MLAInputs:
     if case.is_pair and case.page_table == "separate":
         rope_slots, rope_ids = deal(case, lengths, firsts, num_pages, rng)
     store = Store(case, num_pages, latent_slots.to(device), rope_slots.to(device))
-    kv, k_scale, latent, rope = store.fill(
-        normal(total, case.kv_lora_rank), normal(total, case.qk_rope_head_dim), generator
-    )
+    tokens = normal(total, case.kv_lora_rank), normal(total, case.qk_rope_head_dim)
+    if case.rises or case.level:
+        lift(case, (q_nope, q_pe), tokens)
+    kv, k_scale, latent, rope = store.fill(*tokens, generator)
     table, rows = list_pages(case, latent_ids, rope_ids, firsts, rng)
     has_indptr = case.page_table in ("csr", "ragged")
     starts = np.cumsum((0, *case.queries))
@@ -228,6 +235,26 @@ def make_inputs(case: MLACase, device: str = "cpu") -> MLAInputs:
         if case.q_lens is None
         else torch.tensor(starts, dtype=torch.int32, device=device),
     )
+
+
+_RISING, _LEVEL = 8.0, 512.0
+"""The first two numbers of every query's rope part, where scores rise or have a level."""
+
+
+def lift(case: MLACase, queries: tuple[Tensor, Tensor], tokens: tuple[Tensor, Tensor]) -> None:
+    """Write rises and the level of scores into the first two numbers of rope parts."""
+    (q_nope, q_pe), (latent, rope) = queries, tokens
+    num_rows, unit = sum(case.queries), case.sm_scale / math.log(2.0)
+    if case.level:
+        for part in (q_nope[:num_rows], q_pe[:num_rows], latent, rope):
+            part.round_()
+    q_pe[:num_rows, :, 0], q_pe[:num_rows, :, 1] = _RISING, _LEVEL if case.level else 0.0
+    first = 0
+    for length, rise in zip(case.lengths, case.rises or (0.0,) * len(case.lengths), strict=True):
+        steps = torch.arange(max(length, 0), device=rope.device) // 64
+        rope[first : first + steps.numel(), 0] = (steps * rise / (unit * _RISING)).round()
+        first += steps.numel()
+    rope[:, 1] = round(case.level / (unit * _LEVEL))
 
 
 def queries_of(case: MLACase, num_tokens: int, device: str) -> tuple[Tensor, Tensor]:
@@ -417,10 +444,12 @@ def expected_with_magnitude(inputs: MLAInputs, *, rounds_rows: bool = False) -> 
         )
         if case.variant is not None:
             scores = _varied(inputs, b, scores, positions)
-        weights = np.where(seen[None], np.exp(np.where(seen[None], scores, 0.0)), 0.0)
+        scores = np.where(seen[None], scores, -np.inf)
+        tops = scores.max(axis=2, initial=-1e300, keepdims=True)  # some see none
+        weights = np.exp(scores - tops)
         total = weights.sum(axis=2)
         with np.errstate(divide="ignore"):
-            lse[row : row + q_len] = np.log(total).T
+            lse[row : row + q_len] = (np.log(total) + tops[..., 0]).T
         share = weights / np.where(total == 0.0, 1.0, total)[..., None]
         seen_values = values[key : key + kv_len]
         out[row : row + q_len] = np.einsum("hrk,kd->rhd", share, seen_values, optimize=True)
@@ -483,6 +512,10 @@ def check_kernel(
     is_narrow = max(case.queries) * case.num_heads <= NARROW_ROWS[-1] and not batch_invariant
     rounds_rows = warpgroups and case.form == "fp8_rows" and not is_narrow
     want = expected_with_magnitude(inputs, rounds_rows=rounds_rows)
+    if case.level:  # a float32 of that size is coarse
+        torch.testing.assert_close(lse.double().cpu(), want.lse, rtol=1e-6, atol=0)
+        lse = want.lse.float()
+        want = replace(want, lse=lse.double())
     check_rounded(case.dtype, case.out_dtype, out.cpu(), lse.cpu(), want)
 
 

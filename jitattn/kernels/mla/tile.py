@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 # Elements of a latent that share a scale, where rows hold theirs.
 _SCALE_DIMS = 128
-# Left for static shared memory.
+# Left for static shared memory. It ends at a multiple of 1024 bytes, where stages begin; barriers
+# of more stages than that need another.
 _STATIC_BYTES = 3 * 1024
+_MOST_STAGES_OF_THESE = 10
+_MORE_STATIC_BYTES = 1024
 
 
 # Rows of the kernels whose warps multiply few of them, where others have products of warpgroups.
@@ -100,7 +103,10 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
     exchange_bytes = 512 * _NUM_WARPS * num_row_blocks
     probability_bytes = spec.row_tile * SEGMENT_BYTES if num_row_blocks == 1 else 0
     other_bytes = _query_bytes(spec) + probability_bytes + exchange_bytes
-    num_stages = (ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes) // stage_bytes
+    room = ARCHS[arch].smem_bytes - _STATIC_BYTES - other_bytes
+    num_stages = room // stage_bytes
+    if num_stages > _MOST_STAGES_OF_THESE:
+        num_stages = (room - _MORE_STATIC_BYTES) // stage_bytes
     return _sm90_tile(
         spec,
         num_stages=num_stages,

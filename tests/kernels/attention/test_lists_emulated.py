@@ -27,6 +27,14 @@ CASES = {
     "latent": LATENT,
     "latent, 8 bits": replace(LATENT, form="fp8", scales=True),
     "latent rows": replace(LATENT, form="rows", latent=20),
+    "latent, a first tile of holes": replace(LATENT, first_holes=70),
+    "latent of 20, a first tile of holes": replace(LATENT, latent=20, first_holes=70),
+    "latent of 20, 8 bits": replace(
+        LATENT, latent=20, form="fp8", first_holes=70, dtype="float16", out_dtype="float32"
+    ),
+    "latent of 70, two tiles of holes": replace(
+        LATENT, latent=70, k=200, first_holes=130, num_tokens=3, outside=()
+    ),
     "many query tokens": replace(PAGES, q_lens=16, group_size=4, window_left=60, num_tokens=3),
     "long pages": replace(PAGES, page_size=64, k=3, causal=False, batch_invariant=True),
     "pair": replace(LATENT, form="pair", latent=70, num_tokens=3),

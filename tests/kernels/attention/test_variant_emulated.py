@@ -75,6 +75,8 @@ LATENTS = MLACase(
         ("relative_bias", "sm_80", "fp8_rows", None),
         ("relative_bias", "sm_90a", "one", (2, 19, 1, 3)),
         ("everything", "sm_90a", "pair", None),
+        ("everything", "sm_90a", "fp8_pair", (6, 4, 1, 2)),
+        ("alibi", "sm_90a", "fp8_rows", (6, 4, 1, 2)),
     ],
 )
 def test_latents(

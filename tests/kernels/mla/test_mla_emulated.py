@@ -5,6 +5,7 @@ A few small batches; the GPU tests have the large ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,18 +37,18 @@ PORTABLE = {
     "joint queries": replace(MIXED, q_view="joint", dtype="float16", rows="int64"),
 }
 WARPGROUPS = {
-    "boxes": replace(BASE, form="pair", page_table="separate", num_heads=20),
-    "one tensor": replace(BASE, page_table="separate", layout="layers", num_heads=17),
-    "full": replace(BASE, kv_lora_rank=512, page_size=64, lengths=(200, 70), q_lens=(2, 1)),
+    "boxes": replace(BASE, form="pair", page_table="separate", num_heads=40),
+    "one tensor": replace(BASE, page_table="separate", layout="layers", num_heads=33),
+    "full": replace(BASE, kv_lora_rank=512, page_size=64, lengths=(200, 70), q_lens=(3, 1)),
     "vectors": replace(MIXED, page_size=1, sm_scale=-0.06),
     "elements": replace(MIXED, layout="odd", page_size=8, q_view="heads_outside"),
     "many heads": replace(BASE, num_heads=128, lengths=(130, 3), page_size=8, dtype="float16"),
     "not causal": replace(MIXED, causal=False, page_table="csr", page_size=128),
-    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=24, page_table="token"),
+    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=48, page_table="token"),
     "ragged": replace(MIXED, page_table="ragged"),
     "8 bits": replace(MIXED, form="fp8_pair", page_table="separate", scale="number"),
     "8 bits, one tensor": replace(
-        FULL, form="fp8_one", num_heads=32, page_size=1, dtype="float16", lengths=(130, 3)
+        FULL, form="fp8_one", num_heads=34, page_size=1, dtype="float16", lengths=(130, 3)
     ),
     "8 bits, rope of 16": replace(MIXED, form="fp8_mixed", scale="1d", page_table="csr"),
     "rows of 656 bytes": replace(
@@ -78,6 +79,47 @@ NARROW = {
         FULL, form="fp8_rows", kv_lora_rank=256, page_size=7, lengths=(300, 130, 3)
     ),
 }
+# Of 17 to 32 query rows: of a token, or of several of fewer heads.
+NARROW_32 = {
+    "two stages of a page": replace(FULL, num_heads=32, page_size=64, lengths=(700, 70, 0, 1)),
+    "two tokens": replace(FULL, q_lens=(2, 1, 2, 2), lengths=(230, 65, 1, 64)),
+    "two pages a stage": replace(
+        FULL, form="pair", page_table="separate", num_heads=17, dtype="float16"
+    ),
+    "vectors": replace(FULL, num_heads=24, page_size=1, sm_scale=-0.06),
+    "elements": replace(
+        FULL, layout="odd", page_size=8, q_view="heads_outside", num_heads=8, q_lens=(3, 4, 1, 2)
+    ),
+    "pages of 7": replace(
+        FULL, page_table="csr", page_size=7, num_heads=12, q_lens=(2, 1, 1, 2), causal=False
+    ),
+    "rope of 32": replace(BASE, qk_rope_head_dim=32, num_heads=20, page_table="token"),
+    "8 bits": replace(FULL, form="fp8_pair", page_table="separate", scale="number", num_heads=32),
+    "8 bits, two tokens": replace(
+        FULL, form="fp8_one", page_size=1, dtype="float16", q_lens=(2, 2, 1, 2), layout="odd"
+    ),
+    "8 bits, rope of 16": replace(
+        FULL, form="fp8_mixed", scale="1d", page_table="csr", num_heads=20, page_size=64
+    ),
+    "rows of 656 bytes": replace(
+        FULL, form="fp8_rows", page_size=64, lengths=(700, 130, 3), num_heads=32
+    ),
+    "rows of two scales": replace(
+        FULL,
+        form="fp8_rows",
+        kv_lora_rank=256,
+        page_size=7,
+        lengths=(300, 130, 3),
+        q_lens=(2, 1, 2),
+    ),
+}
+# Planner's heads, whose kernel has so many query rows.
+HEADS_OF_ROWS = {16: 3, 32: 20, 64: 33}
+
+
+def has_rows(host: EmulatedCuda, num_rows: int) -> bool:
+    """Whether all kernels that ran have tiles of so many query rows."""
+    return all(f"mla_r{num_rows}_" in symbol for symbol in host.ran)
 
 
 def run(
@@ -98,7 +140,9 @@ def test_products_of_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", WARPGROUPS)
 def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(WARPGROUPS[name], EmulatedCuda(monkeypatch, "sm_90a"))
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    run(WARPGROUPS[name], host)
+    assert has_rows(host, 64)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -106,10 +150,116 @@ def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_few_rows(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     host = EmulatedCuda(monkeypatch, "sm_90a", seed)
     run(NARROW[name], host)
-    assert all("mla_r16_" in symbol for symbol in host.ran)
+    assert has_rows(host, 16)
 
 
-@pytest.mark.parametrize("num_heads", [4, 17])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", NARROW_32)
+def test_up_to_32_rows(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed)
+    run(NARROW_32[name], host)
+    assert has_rows(host, 32)
+
+
+def test_few_and_many_query_tokens_have_kernels_of_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A planner's: a plan launches one, that of its longest request."""
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    case = replace(BASE, num_heads=8, lengths=(70, 9), causal=False)
+    inputs = [make_inputs(replace(case, q_lens=(1, n))) for n in (1, 2, 3, 4, 5)]
+    planner = host.mla_planner(**case.planner_arguments())
+    for one in inputs:
+        check_kernel(one, *one.run(planner), warpgroups=True)
+    rows = [int(symbol.split("_r")[1].split("_")[0]) for symbol in host.ran]
+    assert rows == [16, 16, 32, 32, 64]
+
+
+# Later tiles exceed the maximum of earlier ones by more than probabilities may, by as much in two
+# tiles, by little, and never; the last request has a tile alone.
+RISING = replace(
+    BASE, lengths=(330, 450, 330, 330, 64), rises=(20.0, 6.0, 1.0, -6.0, 0.0), out_dtype=None
+)
+
+
+@pytest.mark.parametrize("form", ["one", "fp8_one", "fp8_mixed", "fp8_rows"])
+@pytest.mark.parametrize("num_rows", HEADS_OF_ROWS)
+def test_maxima_that_rise(num_rows: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=num_rows)
+    dtype = "float16" if form == "one" else "bfloat16"
+    run(replace(RISING, num_heads=HEADS_OF_ROWS[num_rows], form=form, dtype=dtype), host)
+    assert has_rows(host, num_rows)
+
+
+@pytest.mark.parametrize("level", [15_000.0, -15_000.0])
+@pytest.mark.parametrize("form", ["one", "fp8_one"])
+@pytest.mark.parametrize("num_rows", HEADS_OF_ROWS)
+def test_maxima_that_rise_far_from_0(
+    num_rows: int, form: str, level: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a product of a score and its scale has no digits left for differences."""
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    run(replace(RISING, num_heads=HEADS_OF_ROWS[num_rows], form=form, level=level), host)
+    assert has_rows(host, num_rows)
+
+
+@pytest.mark.parametrize("level", [0.0, 15_000.0])
+def test_batch_invariant_maxima_that_rise(level: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a row: other rows of its query tile have the maxima rise elsewhere."""
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=1)
+    case = replace(RISING, level=level, num_heads=5, dtype="float16")
+    inputs = make_inputs(case)
+    planner = host.mla_planner(**case.planner_arguments(), batch_invariant=True)
+    out, lse = inputs.run(planner)
+    check_kernel(inputs, out, lse, warpgroups=True, batch_invariant=True)
+    # Five tokens a request, the last as before, and the others of queries that other tiles raise.
+    longer = make_inputs(replace(case, q_lens=(5,) * 5))
+    last = torch.arange(4, 25, 5)
+    longer = replace(longer, kv=inputs.kv, table=inputs.table, latent=inputs.latent)
+    longer = replace(longer, rope=inputs.rope)
+    longer.q_pe[..., 0] *= -1.0
+    longer.q_nope[last], longer.q_pe[last] = inputs.q_nope, inputs.q_pe
+    found_out, found_lse = longer.run(planner)
+    check_kernel(longer, found_out, found_lse, warpgroups=True, batch_invariant=True)
+    assert same_bits(found_out[last], out)
+    assert same_bits(found_lse[last], lse)
+
+
+@pytest.mark.parametrize("form", ["one", "fp8_one", "fp8_mixed"])
+@pytest.mark.parametrize("num_rows", HEADS_OF_ROWS)
+def test_queries_that_are_not_finite(
+    num_rows: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows are NaN, and other heads of the token have what they had."""
+    host = EmulatedCuda(monkeypatch, "sm_90a")
+    case = replace(RISING, num_heads=HEADS_OF_ROWS[num_rows], form=form)
+    inputs = make_inputs(case)
+    planner = host.mla_planner(**case.planner_arguments())
+    out, lse = inputs.run(planner)
+    inputs.q_nope[0, 1, 3] = math.nan
+    inputs.q_pe[1, 0, 5] = math.inf
+    found_out, found_lse = inputs.run(planner)
+    for row in ((0, 1), (1, 0)):
+        assert bool(found_out[row].isnan().all())
+        assert bool(found_lse[row].isnan())
+        found_out[row], found_lse[row] = out[row], lse[row]
+    assert not bool(found_lse.isnan().any())
+    torch.testing.assert_close(found_out, out, rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(found_lse, lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", HEADS_OF_ROWS)
+def test_splits_of_one_tile(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first query token sees nothing of the last, and the numbers of splits are 2 to 20."""
+    monkeypatch.setattr(kernels, "TRAITS", replace(kernels.TRAITS, min_slot_cost=1))
+    case = replace(BASE, lengths=(1217, 129, 300), q_lens=(2, 2, 1), num_heads=num_rows // 2)
+    for num_sms in (8, 24):
+        host = EmulatedCuda(monkeypatch, "sm_90a", seed=1, num_sms=num_sms)
+        run(case, host)
+        assert has_rows(host, num_rows)
+
+
+@pytest.mark.parametrize("num_heads", [4, 17, 33])
 def test_zero_queries_beside_a_small_scale(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The factor of a scaled row of Q times k_scale leaves float32."""
     case = replace(BASE, form="fp8_one", scale="number", num_heads=num_heads)
@@ -124,7 +274,7 @@ def test_zero_queries_beside_a_small_scale(num_heads: int, monkeypatch: pytest.M
     check_kernel(small, out, lse, warpgroups=True, batch_invariant=False)
 
 
-@pytest.mark.parametrize("num_heads", [4, 17])
+@pytest.mark.parametrize("num_heads", [4, 16, 17])
 def test_a_later_token_of_a_large_scale(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first query token does not see it, and keeps its digits."""
     case = replace(FULL, form="fp8_rows", num_heads=num_heads, q_lens=(2,), lengths=(40,))
@@ -139,10 +289,14 @@ def test_a_later_token_of_a_large_scale(num_heads: int, monkeypatch: pytest.Monk
     check_kernel(inputs, out, lse, warpgroups=True, batch_invariant=False)
 
 
+@pytest.mark.parametrize("num_heads", [4, 20])
 @pytest.mark.parametrize("form", ["one", "fp8_one"])
-def test_few_rows_of_short_requests(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_of_short_requests(
+    form: str, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one to three tiles each: producers may be some work items ahead."""
-    case = replace(BASE, form=form, lengths=(5, 60, 130, 0) * 6, page_size=128, num_heads=4)
+    lengths = (5, 60, 130, 0) * 6
+    case = replace(BASE, form=form, lengths=lengths, page_size=128, num_heads=num_heads)
     run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
 
 
@@ -160,7 +314,7 @@ def test_splits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_short_requests_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one tile each: a warpgroup may be a run ahead of the other."""
-    case = replace(BASE, lengths=(5, 60) * 10, page_size=128, num_heads=20)
+    case = replace(BASE, lengths=(5, 60) * 10, page_size=128, num_heads=40)
     run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=250, num_sms=2))
 
 
@@ -187,10 +341,12 @@ def test_many_splits_of_a_request(
 
 
 @pytest.mark.parametrize("num_sms", [4, 24])
-@pytest.mark.parametrize("form", ["one", "fp8_one"])
-def test_packed_partial_rows(form: str, num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("form", "num_heads"), [("one", 16), ("fp8_one", 20), ("fp8_one", 33)])
+def test_packed_partial_rows(
+    form: str, num_heads: int, num_sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of outputs of 16 bits, merged by the kernel itself and, of many splits, by the second."""
-    case = replace(FULL, form=form, lengths=(2500, 170, 0), num_heads=20, out_dtype=None)
+    case = replace(FULL, form=form, lengths=(1900, 170, 0), num_heads=num_heads, out_dtype=None)
     run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=3, num_sms=num_sms))
 
 
