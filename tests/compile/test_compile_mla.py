@@ -5,6 +5,7 @@ As in test_compile_all.py: no spills, no serialised products, tensor cores, shar
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,13 @@ from jitattn.spec.layout import Loader
 from tests.compile.test_compile_all import Job
 from tests.support.compiler import advice, compile_kernel, opcodes
 
+# Of 16 heads all three row tiles, of 17 to 32 those of 32 and 64 rows.
 HOPPER = (
-    "num_heads=128",
-    "num_heads=16,page_size=1,page_table=separate",
+    "num_heads=16",
+    "num_heads=32,page_size=1,page_table=separate",
     "num_heads=16,page_size=8,page_table=token,q_dtype=float16,kv_dtype=float16,out_dtype=float32",
     "num_heads=64,kv_lora_rank=256,qk_rope_head_dim=32,page_table=csr",
-    "num_heads=128,kv_dtype=float8_e4m3fn",
+    "num_heads=32,kv_dtype=float8_e4m3fn",
     "num_heads=16,page_table=indices",
     "num_heads=16,kv_dtype=float8_e4m3fn,page_table=indices",
     "num_heads=16,kv_lora_rank=256,qk_rope_head_dim=32,kv_dtype=float8_e4m3fn",
@@ -57,41 +59,37 @@ def has_product_types(spec: MLASpec, arch: str, ops: list[str]) -> bool:
     is_bfloat16 = product_dtype(spec, arch) == "bfloat16"
     if spec.is_narrow(arch) and spec.dequantises and is_bfloat16:
         num_bfloat16 = sum(".BF16" in op for op in ops)
-        return num_bfloat16 == (spec.head_dim - spec.head_dim_vo) // 16
+        return num_bfloat16 == spec.row_tile // 16 * (spec.head_dim - spec.head_dim_vo) // 16
     return all((".BF16" in op) == is_bfloat16 for op in ops)
 
 
 def code_allowed(spec: MLASpec, arch: str) -> int:
     """KiB: conversions are unrolled over half a tile, and of lists some count as nothing.
 
-    Merges of splits are unrolled over the vectors that a thread loads together, of packed rows
-    twice.
+    Merges of splits are unrolled over the vectors that a thread loads together, for four numbers
+    of splits; products of few rows over all of them.
     """
     if spec.is_narrow(arch):
-        return 136
+        return {16: 145, 32: 160}[spec.row_tile]
     return 192 if spec.page_table.is_list else 188
 
 
 def spills_allowed(spec: MLASpec, arch: str) -> int:
-    """Bytes: single elements, looked up in a list or two tables, leave two registers too few.
+    """Bytes: listed rows of FP8 spill, since the next tile's are brought to L2.
 
-    Listed rows of FP8 do, since the next tile's are brought to L2: with that spill those with
-    scales take a tenth less time (docs/perf-log.md).
-
-    So does a merge of rows of FP8 whose requests' pages are counted, on compute capability 12.0;
-    and where rows are packed, FP8 throughout, or with scales.
+    With that spill those with scales take a tenth less time (docs/perf-log.md). Of 32 rows a
+    thread holds the sums of a scaled latent's two blocks beside those of its k_pe. A merge of rows
+    of FP8 whose requests' pages are counted spills on compute capability 12.0.
     """
-    is_csr, is_dequantised = spec.page_table == "csr", spec.kv_dtype is not spec.q_dtype
-    is_plain = spec.loader is Loader.PLAIN and not is_dequantised
-    is_looked_up = is_plain and spec.page_table in ("csr", "separate")
-    is_listed = spec.page_table.is_list and is_dequantised
-    is_packed = is_dequantised and not spec.is_narrow(arch)
-    if is_packed and arch == "sm_90a" and spec.k_pe_dtype is spec.kv_dtype:
-        return 16
-    is_packed &= spec.has_scales
-    is_spilling = is_looked_up or is_listed or is_packed
-    spilling = {"sm_90a": is_spilling, "sm_120f": is_csr and is_dequantised}
-    return 8 if spilling.get(arch, False) else 0
+    is_dequantised = spec.kv_dtype is not spec.q_dtype
+    if arch == "sm_120f":
+        return 8 if spec.page_table == "csr" and is_dequantised else 0
+    if arch != "sm_90a":
+        return 0
+    if spec.is_narrow(arch):
+        return 16 if spec.row_tile == 32 and spec.has_scales and spec.head_dim_vo == 512 else 0
+    is_listed = spec.page_table.is_list and is_dequantised and spec.loader is Loader.VECTOR
+    return 8 if is_listed else 0
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
@@ -110,12 +108,12 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
     assert all(has_product_types(spec, job.arch, ops) for ops in products.values() if ops)
     steps, tokens = spec.head_dim // 16, tile.tile_tokens
     if isinstance(tile, WarpgroupTile):
-        # Of few rows a warp scores sixteen tokens, with half of the dims, and has an eighth of the
-        # columns.
+        # Of few rows a warp scores sixteen of them and of tokens, or 32 of these, with half of the
+        # dims, and has an eighth of the columns of all rows. Others meet two tiles.
         columns = spec.head_dim_vo // tile.num_warps
-        of_warps = 2 * steps // 2 + tokens // 16 * columns // 8
+        of_warps = spec.row_tile // 16 * (2 * steps // 2 + tokens // 16 * columns // 8)
         is_narrow = spec.is_narrow(job.arch)
-        assert len(products["HGMMA."]) == (0 if is_narrow else steps + tokens // 16)
+        assert len(products["HGMMA."]) == (0 if is_narrow else steps + 2 * (tokens // 16))
         assert len(products["HMMA."]) == (of_warps if is_narrow else 0)
         # Who computes waits for the registers that others give: a CTA must have begun with all.
         registers = tile.producer_registers + 2 * tile.consumer_registers
@@ -134,3 +132,11 @@ def test_kernel(job: Job, tmp_path: Path) -> None:
 def test_every_architecture_and_loader_is_compiled() -> None:
     assert {job.arch for job in JOBS} == set(ARCHITECTURES)
     assert {job.spec.loader for job in JOBS if job.arch == "sm_90a"} == set(Loader)  # type: ignore[union-attr]
+
+
+def test_every_row_tile_is_compiled_with_every_loader() -> None:
+    """Of compute capability 9.0; a kernel once."""
+    on_hopper = [job.spec for job in JOBS if job.arch == "sm_90a"]
+    found = {(spec.row_tile, spec.loader) for spec in on_hopper if isinstance(spec, MLASpec)}
+    assert found == set(itertools.product((16, 32, 64), Loader))
+    assert len(set(on_hopper)) == len(on_hopper)
