@@ -13,11 +13,15 @@ from tests.gpu.device import DEVICE
 from tests.support.harness import same_bits
 from tests.support.mla import (
     DECODE_ON_A_CARD,
+    HEADS_OF_ROWS,
     LAYOUTS,
     ON_A_CARD,
+    RISING_ON_A_CARD,
     MLACase,
     MLAInputs,
+    check_invariant_rises,
     check_kernel,
+    check_queries_that_are_not_finite,
     check_too_long,
     gpu_cases,
     make_inputs,
@@ -45,9 +49,11 @@ def test_cases(case: MLACase) -> None:
     check_kernel(inputs, *inputs.run())
 
 
+@pytest.mark.parametrize("num_heads", [16, 24])
 @pytest.mark.parametrize("form", ["one", "fp8_one", "fp8_rows"])
-def test_runs_repeat_their_bits(form: str) -> None:
-    inputs = make_inputs(replace(ON_A_CARD, form=form), DEVICE)
+@pytest.mark.parametrize("base", [ON_A_CARD, DECODE_ON_A_CARD], ids=["mixed", "decode"])
+def test_runs_repeat_their_bits(base: MLACase, form: str, num_heads: int) -> None:
+    inputs = make_inputs(replace(base, form=form, num_heads=num_heads), DEVICE)
     planner = inputs.case.planner(DEVICE)
     out, lse = inputs.run(planner)
     for _ in range(5):
@@ -87,6 +93,22 @@ def test_batch_invariant(form: str, num_heads: int) -> None:
         found_out, found_lse = some_requests(inputs, order).run(planner)
         assert same_bits(found_out, out[order])
         assert same_bits(found_lse, lse[order])
+
+
+@pytest.mark.parametrize("num_heads", [5, 16])
+@pytest.mark.parametrize("level", [0.0, 15_000.0])
+def test_batch_invariant_maxima_that_rise(level: float, num_heads: int) -> None:
+    case = replace(RISING_ON_A_CARD, num_heads=num_heads, level=level)
+    arguments = case.planner_arguments() | {"batch_invariant": True}
+    planner = jitattn.MLAPlanner(**arguments, device=DEVICE)  # type: ignore[arg-type]
+    check_invariant_rises(case, DEVICE, planner)
+
+
+@pytest.mark.parametrize("num_heads", HEADS_OF_ROWS.values())
+@pytest.mark.parametrize("form", ["one", "fp8_one", "fp8_mixed"])
+def test_queries_that_are_not_finite(form: str, num_heads: int) -> None:
+    case = replace(RISING_ON_A_CARD, form=form, num_heads=num_heads)
+    check_queries_that_are_not_finite(case, DEVICE, case.planner(DEVICE))
 
 
 @pytest.mark.parametrize("num_heads", HEADS)

@@ -23,7 +23,7 @@ import jitattn
 from jitattn.kernels.mla.tile import NARROW_ROWS
 from jitattn.spec.config import MLAConfig
 from jitattn.tensors.page_table_base import PageTable
-from tests.support.harness import Expected, check_rounded
+from tests.support.harness import Expected, check_rounded, same_bits
 from tests.support.inputs import given_table
 from tests.support.variant_values import Params, changed, params_of
 from tests.support.variants import VARIANTS
@@ -576,6 +576,49 @@ ON_A_CARD = MLACase(page_size=16, lengths=LONG, q_lens=MIXED_LONG, spare_rows=3)
 DECODE_ON_A_CARD = replace(ON_A_CARD, q_lens=None, spare_rows=0)
 
 
+# Later tiles exceed the maximum of earlier ones by more than probabilities may, by as much in two
+# tiles, by little, and never.
+RISING_ON_A_CARD = replace(
+    DECODE_ON_A_CARD, lengths=(700, 4097, 1900, 700, 64), rises=(20.0, 5.0, 1.0, -6.0, 0.0)
+)
+HEADS_OF_ROWS = {16: 12, 32: 24, 64: 40}
+"""Heads whose tokens have the kernel of so many query rows."""
+
+
+def few_rows_on_a_card() -> list[MLACase]:
+    """Of 16 rows, and of 32: a token's of 24 heads, and those of two tokens of 16."""
+    one, more = DECODE_ON_A_CARD, replace(ON_A_CARD, q_lens=(2, 1, 2, 0, 2, 1, 2))
+    found = [replace(one, form=form, num_heads=n) for form in FORMS for n in (16, 24)]
+    found += [replace(more, form=form) for form in FORMS]
+    found += [replace(one, num_heads=24, page_table=table) for table in TABLES]
+    found += [replace(one, num_heads=n, page_size=size) for n in (16, 32) for size in (1, 64)]
+    found += [
+        replace(more, dtype="float16", out_dtype="float32"),
+        replace(more, form="fp8_mixed", page_size=64, scale="1d"),
+        replace(more, form="fp8_rows", page_size=64),
+        replace(one, form="fp8_rows", num_heads=32, kv_lora_rank=256),
+        replace(one, num_heads=20, kv_lora_rank=256, qk_rope_head_dim=32),
+        replace(one, num_heads=24, layout="odd", q_view="heads_outside", sm_scale=-0.05),
+        replace(one, num_heads=24, lengths=(17000,)),
+    ]
+    return found
+
+
+def rising_on_a_card() -> list[MLACase]:
+    """Near 0, where rows of one tensor have 16 bits, and so far that digits are missing."""
+    found = []
+    for num_heads in HEADS_OF_ROWS.values():
+        case = replace(RISING_ON_A_CARD, num_heads=num_heads)
+        found += [replace(case, form=form) for form in ("fp8_one", "fp8_mixed", "fp8_rows")]
+        found.append(replace(case, dtype="float16"))
+        found += [
+            replace(case, form=form, level=level)
+            for form in ("one", "fp8_one")
+            for level in (15_000.0, -15_000.0)
+        ]
+    return found
+
+
 def gpu_cases() -> list[MLACase]:
     """What tests/gpu/test_mla.py compares with `expected`."""
     base, decode = ON_A_CARD, DECODE_ON_A_CARD
@@ -603,6 +646,8 @@ def gpu_cases() -> list[MLACase]:
         replace(decode, lengths=(9000,), num_heads=128),
         replace(base, lengths=(800,), q_lens=(600,), num_heads=128, spare_rows=0),
         replace(decode, lengths=tuple(range(1, 1025, 8)), lengths_dtype="int64"),
+        *few_rows_on_a_card(),
+        *rising_on_a_card(),
     ]
     return list(dict.fromkeys(found))
 
@@ -626,3 +671,42 @@ def check_too_long(
     for rows in (slice(0, 1), slice(21, 23)):
         for now, before in ((out, right), (lse, right_lse)):
             torch.testing.assert_close(now[rows], before[rows], rtol=tolerance, atol=tolerance)
+
+
+def check_invariant_rises(case: MLACase, device: str, planner: jitattn.MLAPlanner) -> None:
+    """Tokens have the bits of a decode batch beside four others, whose maxima rise elsewhere.
+
+    The planner is `batch_invariant`. The case is a decode batch with rises.
+    """
+    inputs = make_inputs(case, device)
+    out, lse = inputs.run(planner)
+    check_kernel(inputs, out, lse, batch_invariant=True)
+    num_requests = len(case.lengths)
+    longer = make_inputs(replace(case, q_lens=(5,) * num_requests), device)
+    longer = replace(
+        longer, kv=inputs.kv, table=inputs.table, latent=inputs.latent, rope=inputs.rope
+    )
+    longer.q_pe[..., 0] *= -1.0
+    last = torch.arange(4, 5 * num_requests, 5, device=device)
+    longer.q_nope[last], longer.q_pe[last] = inputs.q_nope, inputs.q_pe
+    found_out, found_lse = longer.run(planner)
+    check_kernel(longer, found_out, found_lse, batch_invariant=True)
+    assert same_bits(found_out[last], out)
+    assert same_bits(found_lse[last], lse)
+
+
+def check_queries_that_are_not_finite(
+    case: MLACase, device: str, planner: jitattn.MLAPlanner
+) -> None:
+    """Their rows are NaN, and other heads of their tokens have what they had, or nearly."""
+    inputs = make_inputs(case, device)
+    out, lse = inputs.run(planner)
+    inputs.q_nope[0, 1, 3] = math.nan
+    inputs.q_pe[1, 0, 5] = math.inf
+    found_out, found_lse = inputs.run(planner)
+    for row in ((0, 1), (1, 0)):
+        assert bool(found_out[row].isnan().all())
+        assert bool(found_lse[row].isnan())
+        found_out[row], found_lse[row] = out[row], lse[row]
+    torch.testing.assert_close(found_out, out, rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(found_lse, lse, rtol=1e-6, atol=1e-5)

@@ -5,7 +5,6 @@ A few small batches; the GPU tests have the large ones.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,16 @@ from jitattn.kernels.mla.tile import mla_tile
 from jitattn.spec.config import MLAConfig
 from tests.emulator.attention import EmulatedCuda
 from tests.support.harness import same_bits
-from tests.support.mla import FORMS, MLACase, check_kernel, check_too_long, make_inputs
+from tests.support.mla import (
+    FORMS,
+    HEADS_OF_ROWS,
+    MLACase,
+    check_invariant_rises,
+    check_kernel,
+    check_queries_that_are_not_finite,
+    check_too_long,
+    make_inputs,
+)
 
 # Requests that several slots share, of one tile, of none, and of a length that is no multiple.
 BASE = MLACase(kv_lora_rank=256, lengths=(230, 64, 0, 1), page_size=16, out_dtype="float32")
@@ -113,8 +121,6 @@ NARROW_32 = {
         q_lens=(2, 1, 2),
     ),
 }
-# Planner's heads, whose kernel has so many query rows.
-HEADS_OF_ROWS = {16: 3, 32: 20, 64: 33}
 
 
 def has_rows(host: EmulatedCuda, num_rows: int) -> bool:
@@ -205,24 +211,11 @@ def test_maxima_that_rise_far_from_0(
 
 @pytest.mark.parametrize("level", [0.0, 15_000.0])
 def test_batch_invariant_maxima_that_rise(level: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a row: other rows of its query tile have the maxima rise elsewhere."""
+    """Of a row alone, and beside rows of its query tile that have maxima rise elsewhere."""
     host = EmulatedCuda(monkeypatch, "sm_90a", seed=1)
     case = replace(RISING, level=level, num_heads=5, dtype="float16")
-    inputs = make_inputs(case)
     planner = host.mla_planner(**case.planner_arguments(), batch_invariant=True)
-    out, lse = inputs.run(planner)
-    check_kernel(inputs, out, lse, warpgroups=True, batch_invariant=True)
-    # Five tokens a request, the last as before, and the others of queries that other tiles raise.
-    longer = make_inputs(replace(case, q_lens=(5,) * 5))
-    last = torch.arange(4, 25, 5)
-    longer = replace(longer, kv=inputs.kv, table=inputs.table, latent=inputs.latent)
-    longer = replace(longer, rope=inputs.rope)
-    longer.q_pe[..., 0] *= -1.0
-    longer.q_nope[last], longer.q_pe[last] = inputs.q_nope, inputs.q_pe
-    found_out, found_lse = longer.run(planner)
-    check_kernel(longer, found_out, found_lse, warpgroups=True, batch_invariant=True)
-    assert same_bits(found_out[last], out)
-    assert same_bits(found_lse[last], lse)
+    check_invariant_rises(case, "cpu", planner)
 
 
 @pytest.mark.parametrize("form", ["one", "fp8_one", "fp8_mixed"])
@@ -230,22 +223,10 @@ def test_batch_invariant_maxima_that_rise(level: float, monkeypatch: pytest.Monk
 def test_queries_that_are_not_finite(
     num_rows: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their rows are NaN, and other heads of the token have what they had."""
     host = EmulatedCuda(monkeypatch, "sm_90a")
     case = replace(RISING, num_heads=HEADS_OF_ROWS[num_rows], form=form)
-    inputs = make_inputs(case)
     planner = host.mla_planner(**case.planner_arguments())
-    out, lse = inputs.run(planner)
-    inputs.q_nope[0, 1, 3] = math.nan
-    inputs.q_pe[1, 0, 5] = math.inf
-    found_out, found_lse = inputs.run(planner)
-    for row in ((0, 1), (1, 0)):
-        assert bool(found_out[row].isnan().all())
-        assert bool(found_lse[row].isnan())
-        found_out[row], found_lse[row] = out[row], lse[row]
-    assert not bool(found_lse.isnan().any())
-    torch.testing.assert_close(found_out, out, rtol=2**-7, atol=1e-3)
-    torch.testing.assert_close(found_lse, lse, rtol=1e-6, atol=1e-5)
+    check_queries_that_are_not_finite(case, "cpu", planner)
 
 
 @pytest.mark.parametrize("num_rows", HEADS_OF_ROWS)
