@@ -20,8 +20,14 @@ from tests.support.mla import make_inputs as make_mla_inputs
 Attend = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 LATENT_CASES = [
-    MLACase(lengths=(900, 64, 0, 1), page_size=page_size, out_dtype="float32", sm_scale=1.0)
-    for page_size in (1, 64)
+    MLACase(
+        num_heads=num_heads,
+        lengths=(900, 64, 0, 1),
+        page_size=page_size,
+        out_dtype="float32",
+        sm_scale=1.0,
+    )
+    for num_heads, page_size in ((16, 1), (16, 64), (24, 64), (40, 64))
 ]
 """Latent attention of scores so large, for a card."""
 

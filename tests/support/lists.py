@@ -528,7 +528,9 @@ def gpu_configs() -> list[PlannerConfig | MLAConfig]:
 def _of_kernels(config: Any) -> Any:
     same = {"causal": True, "batch_invariant": False}
     if isinstance(config, MLAConfig):
-        return replace(config, num_heads=16, sm_scale=None, **same)  # who needs those of more, too
+        # Of few rows, and of any number, which more heads need alone.
+        num_heads = 16 if config.num_heads <= 16 else 32
+        return replace(config, num_heads=num_heads, sm_scale=None, **same)
     group = 8 * config.group_size if config.page_table == "page_lists" else 8
     return replace(
         config, num_qo_heads=min(group, 8), num_kv_heads=1, window_left=-1, use_sinks=False, **same
@@ -540,6 +542,12 @@ GPU_CASES = {
     "grouped": replace(BIG, num_pages=300, outside=(7,), own=True, counts="head", sinks=True),
     "8 bits": replace(BIG, num_pages=300, kv_dtype="float8_e4m3fn", scales=True),
     "8 heads": ListCase(latent=8, num_tokens=40, k=2048, page_size=64, num_pages=200, outside=(9,)),
+    "24 heads": ListCase(
+        latent=24, num_tokens=40, k=2048, page_size=64, num_pages=200, first_holes=70
+    ),
+    "24 heads, rows": ListCase(
+        latent=24, num_tokens=40, k=700, page_size=64, num_pages=200, form="rows"
+    ),
     "128 heads": ListCase(latent=128, num_tokens=40, k=1500, page_size=64, num_pages=200),
     "rows": ListCase(latent=64, num_tokens=40, k=2048, page_size=64, num_pages=200, form="rows"),
     "pages": replace(BIG, page_lists=True, k=16, num_tokens=12, num_pages=600, outside=(5,)),

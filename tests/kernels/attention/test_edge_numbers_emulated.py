@@ -73,8 +73,11 @@ def test_far_sinks_of_rows_without_keys(sink: float, monkeypatch: pytest.MonkeyP
     assert any("fixedmax" in symbol for symbol in host.ran)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_large_latent_scores(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arch", "num_heads"), [("sm_80", 16), ("sm_90a", 16), ("sm_90a", 20), ("sm_90a", 33)]
+)
+def test_large_latent_scores(arch: str, num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     host = EmulatedCuda(monkeypatch, arch)
-    arguments = LATENT.planner_arguments() | {"sm_scale": 1.0}
-    check_large_latent_scores(LATENT, planner=host.mla_planner(**arguments))
+    case = replace(LATENT, num_heads=num_heads)
+    arguments = case.planner_arguments() | {"sm_scale": 1.0}
+    check_large_latent_scores(case, planner=host.mla_planner(**arguments))

@@ -33,7 +33,7 @@ CASES = {
         LATENT, latent=20, form="fp8", first_holes=70, dtype="float16", out_dtype="float32"
     ),
     "latent of 70, two tiles of holes": replace(
-        LATENT, latent=70, k=200, first_holes=130, num_tokens=3, outside=()
+        LATENT, latent=70, first_holes=130, num_tokens=4, counts=None, outside=()
     ),
     "many query tokens": replace(PAGES, q_lens=16, group_size=4, window_left=60, num_tokens=3),
     "long pages": replace(PAGES, page_size=64, k=3, causal=False, batch_invariant=True),

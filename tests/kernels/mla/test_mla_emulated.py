@@ -234,14 +234,17 @@ def test_queries_that_are_not_finite(
 
 
 @pytest.mark.parametrize("num_rows", HEADS_OF_ROWS)
-def test_splits_of_one_tile(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first query token sees nothing of the last, and the numbers of splits are 2 to 20."""
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_splits_of_one_tile(out_dtype: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2, 4, 8, 13 and 20, merged in the kernel; a last one of which a query token sees nothing."""
     monkeypatch.setattr(kernels, "TRAITS", replace(kernels.TRAITS, min_slot_cost=1))
-    case = replace(BASE, lengths=(1217, 129, 300), q_lens=(2, 2, 1), num_heads=num_rows // 2)
-    for num_sms in (8, 24):
-        host = EmulatedCuda(monkeypatch, "sm_90a", seed=1, num_sms=num_sms)
-        run(case, host)
-        assert has_rows(host, num_rows)
+    case = replace(BASE, lengths=(1217, 1, 128, 250, 450, 800, 0), q_lens=(2, 2, 1, 1, 2, 1, 1))
+    # So that the last splits have the maxima.
+    case = replace(case, num_heads=num_rows // 2, out_dtype=out_dtype, rises=(1.0,) * 7)
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=1, num_sms=54)
+    run(case, host)
+    assert has_rows(host, num_rows)
+    assert not any(symbol.endswith("_merge") for symbol, _ in host.grids)
 
 
 @pytest.mark.parametrize("num_heads", [4, 17, 33])
@@ -325,14 +328,19 @@ def test_many_splits_of_a_request(
     run(case, EmulatedCuda(monkeypatch, arch, seed=3, num_sms=24))
 
 
-@pytest.mark.parametrize("num_sms", [4, 24])
-@pytest.mark.parametrize(("form", "num_heads"), [("one", 16), ("fp8_one", 20), ("fp8_one", 33)])
+@pytest.mark.parametrize("num_sms", [4, 32])
+@pytest.mark.parametrize(
+    ("form", "num_heads"), [("one", 16), ("one", 20), ("fp8_one", 20), ("fp8_one", 33)]
+)
 def test_packed_partial_rows(
     form: str, num_heads: int, num_sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of outputs of 16 bits, merged by the kernel itself and, of many splits, by the second."""
     case = replace(FULL, form=form, lengths=(1900, 170, 0), num_heads=num_heads, out_dtype=None)
-    run(case, EmulatedCuda(monkeypatch, "sm_90a", seed=3, num_sms=num_sms))
+    host = EmulatedCuda(monkeypatch, "sm_90a", seed=3, num_sms=num_sms)
+    run(case, host)
+    has_second = any(symbol.endswith("_merge") for symbol, _ in host.grids)
+    assert has_second == (num_sms > 4)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -46,7 +46,7 @@ constexpr int kMergeSplits = 8;  // of a row at a time
 // Splits loaded at a time; 0 in the tile stands for all.
 constexpr int kMergeLoads = 0 > 0 ? 0 : kMergeSplits;
 // Whether partial rows have float16 numbers with a scale for each half of their columns, not float32.
-constexpr bool kPacksPartials = 0;
+constexpr bool kPacksPartials = 1;
 // Whether a stage is one tile that all warps read, or each warp has a ring of its own slices.
 constexpr bool kSharesTiles = 1;
 
