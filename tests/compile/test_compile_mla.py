@@ -21,7 +21,7 @@ from jitattn.spec.layout import Loader
 from tests.compile.test_compile_all import Job
 from tests.support.compiler import advice, compile_kernel, opcodes
 
-# Of 16 heads all three row tiles, of 17 to 32 those of 32 and 64 rows.
+# Of 16 heads all three row tiles, of 17 to 32 those of 32 and 64 rows; of lists one each.
 HOPPER = (
     "num_heads=16",
     "num_heads=32,page_size=1,page_table=separate",
@@ -29,7 +29,9 @@ HOPPER = (
     "num_heads=64,kv_lora_rank=256,qk_rope_head_dim=32,page_table=csr",
     "num_heads=32,kv_dtype=float8_e4m3fn",
     "num_heads=16,page_table=indices",
-    "num_heads=16,kv_dtype=float8_e4m3fn,page_table=indices",
+    "num_heads=64,page_table=indices",
+    "num_heads=32,kv_dtype=float8_e4m3fn,page_table=indices",
+    "num_heads=64,kv_dtype=float8_e4m3fn,page_table=indices",
     "num_heads=16,kv_lora_rank=256,qk_rope_head_dim=32,kv_dtype=float8_e4m3fn",
 )
 OTHERS = {

@@ -528,8 +528,8 @@ def gpu_configs() -> list[PlannerConfig | MLAConfig]:
 def _of_kernels(config: Any) -> Any:
     same = {"causal": True, "batch_invariant": False}
     if isinstance(config, MLAConfig):
-        # Of few rows, and of any number, which more heads need alone.
-        num_heads = 16 if config.num_heads <= 16 else 32
+        # Those of as many heads as a kernel has rows, of compute capability 9.0 and of others.
+        num_heads = min(n for n in (16, 32, 64, 128) if config.num_heads <= n)
         return replace(config, num_heads=num_heads, sm_scale=None, **same)
     group = 8 * config.group_size if config.page_table == "page_lists" else 8
     return replace(
