@@ -1,4 +1,4 @@
-"""Small cases of latent attention, and of lists of tokens; tests/gpu/sanitize.sh runs them instrumented."""
+"""Small cases of latent attention, and of lists of tokens, that sanitize.sh runs instrumented."""
 
 from __future__ import annotations
 
