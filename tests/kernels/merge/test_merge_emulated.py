@@ -32,9 +32,9 @@ inline float finite_maximum(float m) { return m == neg_inf() ? 0.f : m; }
 template <int kCount, typename Body> void for_each(Body body) {
   for (int i = 0; i < kCount; ++i) body(i);
 }
-inline float4 load_partial(const AttentionParams& params, int64_t index, int dim) {
-  return *reinterpret_cast<const float4*>(params.partials + index * kValueDim + dim);
-}
+constexpr bool kPacksPartials = false;
+float4 unpack_partial(uint2 words);
+inline float4 operator*(float4 v, float s) { return {v.x * s, v.y * s, v.z * s, v.w * s}; }
 inline float4 fma(float4 a, float b, float4 c) {
   return {fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w)};
 }
@@ -53,11 +53,11 @@ Merge = Callable[[Tensor, Tensor], Tensor]
 
 
 def merged_splits() -> str:
-    """The struct in its header."""
+    """The struct in its header, after that of a split's columns."""
     text = (TEMPLATES / "include/jitattn/attention/output.cuh").read_text()
-    begin = text.index("template <bool kSkips = false, bool kLeads = false>\nstruct MergedSplits {")
-    struct = text[begin : text.index("\n};\n", begin) + 4]
-    return struct
+    template = "template <bool kSkips = false, bool kLeads = false>\n"
+    begins = map(text.index, ("struct PartialColumns {", f"{template}struct MergedSplits {{"))
+    return "".join(text[begin : text.index("\n};\n", begin) + 4] for begin in begins)
 
 
 @pytest.fixture(scope="module")
