@@ -40,11 +40,19 @@ OTHERS = {
     "sm_100f": ("num_heads=128,page_table=ragged,page_size=None",),
     "sm_120f": ("num_heads=16,kv_dtype=float8_e4m3fn,page_table=csr",),
 }
+
+
+def is_sampled(spec: MLASpec) -> bool:
+    """All but loads of single elements beside a k_pe of another type: both are there apart."""
+    return spec.loader is not Loader.PLAIN or spec.k_pe_dtype is spec.kv_dtype
+
+
 JOBS = [
     Job(spec, arch, disassemble=True)
     for arch, configs in OTHERS.items()
     for config in configs
     for spec in cache_specs(MLAConfig.parse(config), arch)
+    if is_sampled(spec)
 ]
 KIB = 1024
 
