@@ -88,7 +88,6 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
         tma_tokens=_TILE_TOKENS,
         key_tma_columns=spec.head_dim_vo // 2,
         producer_registers=producer_registers,
-        packs_partials=spec.out_dtype.num_bytes == 2,
     )
 
 
@@ -116,7 +115,6 @@ def _narrow_tile(spec: MLASpec, arch: str) -> WarpgroupTile:
         tma_tokens=stage_tokens,
         key_tma_columns=spec.head_dim_vo,
         producer_registers=88,
-        packs_partials=spec.out_dtype.num_bytes == 2,
     )
 
 
@@ -130,7 +128,6 @@ def _sm90_tile(
     tma_tokens: int,
     key_tma_columns: int,
     producer_registers: int,
-    packs_partials: bool,
 ) -> WarpgroupTile:
     """Return what both kernels of compute capability 9.0 have: ``tma_tokens`` is the most."""
     sizes = (n for n in (64, 32, 16, 8) if n <= tma_tokens)
@@ -156,7 +153,7 @@ def _sm90_tile(
         num_producers=1,
         producer_registers=producer_registers,
         consumer_registers=(_SM_REGISTERS - producer_registers) // 2,
-        packs_partials=packs_partials,
+        packs_partials=spec.out_dtype.num_bytes == 2,
     )
 
 

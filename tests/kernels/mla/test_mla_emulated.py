@@ -152,19 +152,13 @@ def test_products_of_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", NARROW)
-def test_few_rows(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "name"), [*((16, name) for name in NARROW), *((32, name) for name in NARROW_32)]
+)
+def test_few_rows(num_rows: int, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     host = EmulatedCuda(monkeypatch, "sm_90a", seed)
-    run(NARROW[name], host)
-    assert has_rows(host, 16)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", NARROW_32)
-def test_up_to_32_rows(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = EmulatedCuda(monkeypatch, "sm_90a", seed)
-    run(NARROW_32[name], host)
-    assert has_rows(host, 32)
+    run((NARROW if num_rows == 16 else NARROW_32)[name], host)
+    assert has_rows(host, num_rows)
 
 
 def test_few_and_many_query_tokens_have_kernels_of_their_rows(

@@ -157,6 +157,19 @@ __device__ __forceinline__ float4 fma(float4 a, float b, float4 c) {
   return {fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w)};
 }
 
+// Power of two that puts `top`, the largest of some numbers, between 2**14 and 2**15 of float16, and its
+// inverse. Numbers down to 2**-30 of that stay exact. NaN beside an infinity.
+struct HalfPower {
+  float factor;
+  float inverse;
+
+  __device__ __forceinline__ explicit HalfPower(float top) {
+    const uint32_t exponent = max(__float_as_uint(top) >> 23, 15u);
+    factor = exponent < 255 ? __uint_as_float(268 - exponent << 23) : quiet_nan();
+    inverse = __uint_as_float(exponent - 14 << 23);
+  }
+};
+
 // Four float16 numbers.
 __device__ __forceinline__ float4 unpack_partial(uint2 words) {
   uint16_t x, y, z, w;
