@@ -76,8 +76,6 @@ def _warpgroup_tile(spec: MLASpec) -> WarpgroupTile:
     producer_registers = 72 if spec.loader is Loader.TENSOR else 104
     if spec.dequantises:
         producer_registers = 120 if spec.variant is None else 72
-        if spec.page_table.is_list:  # which consumers look up, too
-            producer_registers = 104
     # Tiles have the type of Q.
     return _sm90_tile(
         spec,

@@ -90,6 +90,7 @@ struct KvLoader {
   __device__ __forceinline__ void copy_next_k() {
     const AttentionParams& params = iterator.params.attention;
     iterator.wait_for_tokens();
+    iterator.check_entries();
     const HeadBlock block(params, iterator.work);
     const auto* k = static_cast<const KVType::Storage*>(params.k);
     const Listed listed = Listed::of(iterator.position);

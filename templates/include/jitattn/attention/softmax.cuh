@@ -70,14 +70,16 @@ __device__ __forceinline__ float exponentiate_row(Scores& s, int half,
 }
 
 // Takes maximum `m` from the scores of row `half` where their offset is large, and returns 0, else
-// the offset: a product's rounding would be thousands there, and exponents of equal scores not 0.
+// the offset: a product's rounding would be thousands there, and exponents of equal scores not 0. Each row
+// by its own offset: others of the warp must not change its bits.
 template <int kGroups, typename Scores>
 __device__ __forceinline__ float reduce_large_offset(Scores& s, int half, float m, float offset) {
-  if (!__any_sync(0xffffffff, fabsf(offset) > kLargeOffset)) return offset;
-  const float reference = finite_maximum(m);
+  const bool is_large = fabsf(offset) > kLargeOffset;
+  if (!__any_sync(0xffffffff, is_large)) return offset;
+  const float reference = is_large ? finite_maximum(m) : 0.f;
   for_each<kGroups>(
       [&](int j) { for_each<2>([&](int i) { s.at(j, 2 * half + i) -= reference; }); });
-  return 0.f;
+  return is_large ? 0.f : offset;
 }
 
 // Raises the maxima `m` to those of both rows of a lane, turns scores into probabilities times

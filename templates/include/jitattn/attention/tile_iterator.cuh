@@ -97,13 +97,13 @@ struct TileIterator {
   int32_t early_end;  // tokens from here on are not to be read before the previous kernel's end
   PageTable::Row page_row;
 
-  // Its table entries, and the tokens of its slice that exist: [first, last).
+  // Its table entries, unchecked at first, and the tokens of its slice that exist: [first, last).
   LaneIds k;
   LaneIds v;
   int32_t slice;
   int32_t first;
   int32_t last;
-  int32_t position;  // of lists: of this lane's token
+  int32_t position;  // of lists: of this lane's token, or the number that says it, at first
 
   // The prefill kernel waits first thing.
   static constexpr bool kMayBeEarly = !kSharesTiles;
@@ -138,6 +138,9 @@ struct TileIterator {
     last = tile < tile_end ? min(kv_end - slice, kSliceTokens) : 0;
     fetch_page_ids();
   }
+
+  // To be called once before the step's entries and positions are used: what lists say has to come first.
+  __device__ __forceinline__ void check_entries() { check_listed(params.pages); }
 
   // To be called before tokens of the step are copied.
   __device__ __forceinline__ void wait_for_tokens() const {
@@ -181,16 +184,25 @@ struct TileIterator {
     });
   }
 
-  // The same of a list, whose entries may be none, and the position of this lane's token.
+  // The same of a list, whose entries may be none, and what says the position of this lane's token.
   template <typename Table>
   __device__ __forceinline__ void fetch_listed(const Table& pages, int token) {
     if constexpr (Table::kIsList) {
       const int own = lane_idx() % kSliceTokens;
-      int32_t id = position = kNone;
-      if (token >= first && token < last) id = pages.k_id(page_row, slice + token);
-      k.ids[0] = v.ids[0] = id;
-      if (own < first || own >= last) return;
-      position = id < 0 ? id : pages.position(page_row, slice + own);
+      k.ids[0] = kNone;
+      if (token >= first && token < last) k.ids[0] = pages.k_id(page_row, slice + token);
+      if (own >= first && own < last) position = pages.number(page_row, slice + own);
+    }
+  }
+
+  template <typename Table>
+  __device__ __forceinline__ void check_listed(const Table& pages) {
+    if constexpr (Table::kIsList) {
+      const int own = lane_idx() % kSliceTokens;
+      const int32_t id = k.ids[0] = v.ids[0] = pages.checked(k.ids[0]);
+      const int32_t key = pages.position(page_row, slice + own, position);
+      const bool exists = own >= first && own < last;
+      position = !exists ? kNone : id < 0 ? id : key;
     }
   }
 };

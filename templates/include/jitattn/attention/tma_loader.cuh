@@ -69,6 +69,7 @@ struct KvLoader {
   __device__ __forceinline__ void issue_k() {
     __syncwarp();
     iterator.wait_for_tokens();
+    iterator.check_entries();
     const HeadBlock block(iterator.params.attention, iterator.work);
     fetch<KeyLayout>(iterator.params.k_map, k_smem(), k_barrier(), block.kv_head, 0,
                      iterator.k.ids[0], iterator.slice, iterator.first, iterator.last);

@@ -49,6 +49,7 @@ struct MLAKvLoader {
   __device__ __forceinline__ void copy_next() {
     const AttentionParams& attention = iterator.params.attention;
     const uint32_t smem = ring + next_stage * kTileBytes;
+    iterator.check_entries();
     const Listed listed = Listed::of(iterator.position);
     copy_rows<KVType, kLatentDim>(smem, attention.k, attention.k_page_stride,
                                   attention.k_token_stride, iterator.k.ids[0], listed);

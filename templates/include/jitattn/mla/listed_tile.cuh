@@ -25,7 +25,7 @@ struct ListedTile {
       unseen = neg_inf();
       for_each<kWords>([&](int i) {
         const int32_t token = tile * kTileTokens + i * kWarpSize + lane_idx();
-        const int32_t id = params.pages.k_id(row, token);
+        const int32_t id = checked(params.pages, params.pages.k_id(row, token));
         words[i] = __ballot_sync(0xffffffff, id >= 0);
         if (__any_sync(0xffffffff, id == kOutside)) unseen = quiet_nan();
       });

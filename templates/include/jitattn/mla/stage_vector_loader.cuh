@@ -42,6 +42,11 @@ struct TokenIds {
       k_pe[i] = PageTable::kSharesPages ? latent[i] : params.pages.v_id(page_row, token);
     });
   }
+  // Once, when entries are needed.
+  __device__ __forceinline__ void check(const PageTable& pages) {
+    if (!PageTable::kIsList) return;
+    for_each<kLookups>([&](int i) { latent[i] = k_pe[i] = checked(pages, latent[i]); });
+  }
 };
 
 // Sixteen bytes of a row to shared memory; zeros where there is no token: a NaN left in a slot that
@@ -155,6 +160,7 @@ __device__ __forceinline__ void load_item(const KernelParams& params, Shared& sh
 #pragma unroll 1
   for (; stage < end; ++stage) {
     const int32_t first = stage * kRingTokens + own;
+    ids.check(params.pages);
     const LaneCopies copies(params, ids, first, end_token);
     // Before they are needed; beyond the last stage is what the next CTA has, or nothing.
     ids.find(params, page_row, first + kRingTokens, end_token);
