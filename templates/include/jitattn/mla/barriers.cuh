@@ -21,7 +21,7 @@ constexpr int kTileWarps = kNumTmaTiles > 1 ? 2 : 1;
 // Each half of a stage holds the values of one warpgroup, which empties it after the probabilities,
 // hence after the scores. The second half also has the probabilities, which both read.
 struct Shared : WorkState {
-  float tops[kNumGroups][kRowTile];     // maxima of a warpgroup's tile
+  float tops[kRowTile];                 // maxima of a tile
   float sums[2][kNumGroups][kRowTile];  // of kv splits in turn
   float row_scales[kRowTile];           // of the last work item
   alignas(16) StageList listed[2];     // of a stage, of lists
