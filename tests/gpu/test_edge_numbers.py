@@ -11,7 +11,9 @@ from tests.support.edge_numbers import (
     LATENT_CASES,
     check_far_queries,
     check_far_scales,
+    check_large_latent_neighbour,
     check_large_latent_scores,
+    check_large_neighbour,
     check_large_scores,
 )
 from tests.support.mla import MLACase
@@ -33,6 +35,12 @@ def test_large_scores(kv_dtype: str | None, case: Case) -> None:
 
 
 @STEPS
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_large_scores_of_another_row(kv_dtype: str | None, case: Case) -> None:
+    check_large_neighbour(replace(case, kv_dtype=kv_dtype), "cuda")
+
+
+@STEPS
 def test_scales_whose_product_is_infinite(case: Case) -> None:
     check_far_scales(replace(case, kv_dtype="float8_e4m3fn"), "cuda")
 
@@ -45,3 +53,8 @@ def test_queries_that_become_float16(kv_dtype: str) -> None:
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)
 def test_large_latent_scores(case: MLACase) -> None:
     check_large_latent_scores(case, "cuda")
+
+
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_large_latent_scores_of_another_row(case: MLACase) -> None:
+    check_large_latent_neighbour(case, "cuda")

@@ -12,7 +12,7 @@ from torch import Tensor
 import jitattn
 from jitattn.spec.config import MLAConfig
 from tests.support.cases import Case
-from tests.support.harness import attend, check, expected
+from tests.support.harness import attend, check, expected, same_bits
 from tests.support.inputs import Inputs, make_inputs, random_tokens
 from tests.support.mla import MLACase
 from tests.support.mla import make_inputs as make_mla_inputs
@@ -47,6 +47,36 @@ def check_large_scores(case: Case, device: torch.device | str, run: Attend = att
     out, lse = run(inputs)
     torch.testing.assert_close(lse.double(), want.lse, rtol=1e-6, atol=0)
     check(case, out, want.lse.float(), replace(want, lse=want.lse.float().double()))
+
+
+def check_large_neighbour(case: Case, device: torch.device | str, run: Attend = attend) -> None:
+    """A row whose scores become large leaves the bits of all others."""
+    inputs = make_inputs(case, device)
+    before = run(inputs)
+    token, head = inputs.q.shape[0] // 2, 1
+    inputs.q[token, head] *= _LARGE
+    _check_others(before, run(inputs), (token, head))
+
+
+def check_large_latent_neighbour(
+    case: MLACase, device: str = "cpu", planner: jitattn.MLAPlanner | None = None
+) -> None:
+    """The same of latent attention."""
+    inputs = make_mla_inputs(case, device)
+    before = inputs.run(planner)
+    for queries in (inputs.q_nope, inputs.q_pe):
+        queries[0, 1] *= _LARGE
+    _check_others(before, inputs.run(planner), (0, 1))
+
+
+def _check_others(
+    before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], row: tuple[int, int]
+) -> None:
+    lse, old_lse = after[1], before[1]
+    assert float((lse[row] - old_lse[row]).abs()) > _LARGE / 10, "the row's scores are not large"
+    for old, new in zip(before, after, strict=True):
+        new[row] = old[row]
+        assert same_bits(new, old)
 
 
 def check_far_scales(case: Case, device: torch.device | str, run: Attend = attend) -> None:

@@ -12,7 +12,9 @@ from tests.support.cases import Case, of
 from tests.support.edge_numbers import (
     check_far_queries,
     check_far_scales,
+    check_large_latent_neighbour,
     check_large_latent_scores,
+    check_large_neighbour,
     check_large_scores,
 )
 from tests.support.harness import attend, check, expected
@@ -43,6 +45,14 @@ def on(host: EmulatedCuda, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def test_large_scores(case: Case, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = EmulatedCuda(monkeypatch, arch)
     check_large_scores(case, "cpu", lambda inputs: on(host, inputs))
+
+
+@KERNELS
+def test_large_scores_of_another_row(
+    case: Case, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = EmulatedCuda(monkeypatch, arch)
+    check_large_neighbour(case, "cpu", lambda inputs: on(host, inputs))
 
 
 @KERNELS
@@ -81,3 +91,14 @@ def test_large_latent_scores(arch: str, num_heads: int, monkeypatch: pytest.Monk
     case = replace(LATENT, num_heads=num_heads)
     arguments = case.planner_arguments() | {"sm_scale": 1.0}
     check_large_latent_scores(case, planner=host.mla_planner(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("arch", "num_heads"), [("sm_80", 16), ("sm_90a", 16), ("sm_90a", 20), ("sm_90a", 33)]
+)
+def test_large_latent_scores_of_another_row(
+    arch: str, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = EmulatedCuda(monkeypatch, arch)
+    case = replace(LATENT, num_heads=num_heads)
+    check_large_latent_neighbour(case, planner=host.mla_planner(**case.planner_arguments()))
