@@ -125,17 +125,21 @@ struct ScoreTile {
   }
 };
 
-// Writes row `half` of P, rounded, in the place of k_pe: of the product with V. `at(v)` is a lane's number
-// `v` of its row.
+// Writes P, rounded, in the place of k_pe: of the product with V. `at(half, v)` is a lane's number `v` of
+// its row `half`. Eight lanes say where eight rows of eight tokens go; four such matrices go together.
 template <typename At>
-__device__ __forceinline__ void write_probabilities(uint32_t tile_smem, int half, const At& at) {
-  const int row = row_of(half);
+__device__ __forceinline__ void write_probabilities(uint32_t tile_smem, const At& at) {
+  const int lane = lane_idx(), row = warp_idx() % 4 * 16 + lane % 16;
   // Found here, and not kept in registers from tile to tile.
-  const uint32_t place = forget(
-      static_cast<int32_t>(KpeLayout::row(tile_smem, row) + row % 8 * 16 + lane_idx() % 4 * 4));
-  for_each<kTokenGroups>([&](int j) {
-    const float low = at(2 * j), high = at(2 * j + 1);
-    st_shared_4(place ^ j * 16, ProductType::pack(low, high));
+  const uint32_t place =
+      forget(static_cast<int32_t>(KpeLayout::row(tile_smem, row) + (lane / 16 ^ row % 8) * 16));
+  for_each<kTokenGroups / 2>([&](int j) {
+    uint32_t words[4];
+    for_each<4>([&](int i) {
+      const float low = at(i % 2, 4 * j + i / 2 * 2), high = at(i % 2, 4 * j + i / 2 * 2 + 1);
+      words[i] = ProductType::pack(low, high);
+    });
+    stmatrix_x4(place ^ j * 32, {words[0], words[1], words[2], words[3]});
   });
 }
 
