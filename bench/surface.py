@@ -146,7 +146,9 @@ def _one_change(base: Point) -> Iterator[Point]:
     yield base
     for dim in (32, 48, 64, 80, 96, 112, 160, 192, 224, 256, 512):
         yield _with_head_dim(base, dim)
-    yield replace(base, head_dim=192, head_dim_vo=128, num_qo_heads=16, num_kv_heads=16)
+    # Latent attention's prompts with K and V of each head.
+    projected = replace(base, head_dim=192, head_dim_vo=128, num_qo_heads=16, num_kv_heads=16)
+    yield from (projected, replace(projected, **no_pages))  # type: ignore[arg-type]
     for dim in (64, 96, 192, 256):
         yield _with_head_dim(base, dim, page_size=1)
         yield _with_head_dim(base, dim, **no_pages)
