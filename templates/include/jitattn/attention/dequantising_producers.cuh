@@ -368,7 +368,8 @@ __device__ __forceinline__ void find_work_items(const KernelParams& params, Shar
       WorkItem& item = shared.work_items[state.num_items % kNumWorkItems];
       WorkItemIterator source(params, state);
       source.next(item, state.is_known);
-      item.query_stage = state.num_items % kNumQueryStages;
+      shared.complete(params.attention, state.num_items % kNumWorkItems,
+                      state.num_items % kNumQueryStages);
       static_cast<WorkPlace&>(state) = source;
       state.is_known = false;
     }
