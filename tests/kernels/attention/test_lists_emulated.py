@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -124,3 +126,28 @@ def test_refresh_and_other_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(out.isnan().flatten(1).all(dim=1), more)
     plan.refresh()
     check_lists(other, other.run(planner, plan))
+
+
+def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that nothing may be read behind: the next page faults."""
+    size = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * size)
+    second = ctypes.addressof(ctypes.c_char.from_buffer(memory, size))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(second), ctypes.c_size_t(size), 0) == 0
+    offset = size - tensor.nbytes
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_page_lists_narrower_than_those_planned(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing behind their ends is read, though the plan has tiles there."""
+    inputs = make_inputs(replace(PAGES, counts=None, outside=()))
+    planner = planner_of(EmulatedCuda(monkeypatch, arch), inputs.case)
+    plan = inputs.plan(planner)
+    tensors = (at_the_end_of_memory(tensor[..., :1]) for tensor in inputs.lists.tensors)
+    narrow = replace(inputs, lists=jitattn.PageLists(*tensors))
+    for one, two in zip(
+        narrow.run(planner, plan, pages=narrow.lists), narrow.run(planner), strict=True
+    ):
+        torch.testing.assert_close(one, two)
