@@ -3,8 +3,8 @@
 
 #include "jitattn/mla/kernel.cuh"
 
-#include "jitattn/mla/stage_list.cuh"
 #include "jitattn/mla/query_loader.cuh"
+#include "jitattn/mla/stage_list.cuh"
 #include "jitattn/mla/wgmma_tiles.cuh"
 #include "jitattn/mla/work_state.cuh"
 #include "jitattn/ptx.cuh"
@@ -24,7 +24,7 @@ struct Shared : WorkState {
   float tops[kRowTile];                 // maxima of a tile
   float sums[2][kNumGroups][kRowTile];  // of kv splits in turn
   float row_scales[kRowTile];           // of the last work item
-  alignas(16) StageList listed[2];     // of a stage, of lists
+  alignas(16) StageList listed[2];      // of a stage, of lists
   uint64_t tile_barriers[2][2][2];      // full or empty, stage, half
 
   __device__ __forceinline__ uint32_t full(int stage, int half) {

@@ -109,7 +109,8 @@ static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
 // Twin: jitattn/spec/params.py.
 //
 //   row(request)          argument of k_id and v_id for a request
-//   k_id(row, token)      the entry of a token, for K; v_id likewise for V
+//   k_id(row, token)      the entry of a token, for K; v_id likewise for V; of lists unchecked, so that
+//                         nothing waits for it before it is needed: see checked() below
 //   locate(id, token)     the page and the place in it that the entry stands for
 //   kContiguousTokens     tokens of an aligned run that has one entry and lies token by token
 //   kSharesPages          v_id equals k_id
@@ -122,7 +123,8 @@ static_assert(kValueDim * kNumValueBlocks == 512, "value blocks cover V");
 //   kIsList               what is listed is seen, and nothing else: a table of lists has besides
 //
 //   row(request, kv_head, first_key, last_key)  a row of which only keys in this range are seen
-//   position(row, token)  the key at place `token` of the list, of which k_id() is an entry
+//   number(row, token)    what position() needs of memory
+//   position(row, token, number)  the key at place `token` of the list, of which k_id() is an entry
 
 struct Location {
   int32_t page;
@@ -177,6 +179,15 @@ struct PageTable : TableRows {
     return {id, token % kPageSize};
   }
 };
+// An entry that k_id() returned, as it counts.
+template <typename Table>
+__device__ __forceinline__ int32_t checked(const Table& pages, int32_t id) {
+  if constexpr (Table::kIsList) {
+    return pages.checked(id);
+  } else {
+    return id;
+  }
+}
 // Constants of multi-head latent attention: a token's latent is key and value of all heads, its
 // k_pe is key only.
 using KpeType = BFloat16;

@@ -16,8 +16,6 @@ struct ListedTile {
   uint32_t words[kWords];
   float unseen;  // score of other tokens: NaN where one is beyond the pool
 
-  ListedTile() = default;
-
   // For whole warps.
   __device__ __forceinline__ ListedTile(const KernelParams& params, int32_t request, int32_t tile) {
     if constexpr (PageTable::kIsList) {

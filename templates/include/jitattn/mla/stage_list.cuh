@@ -3,9 +3,7 @@
 
 #include "jitattn/mla/kernel.cuh"
 
-#include "jitattn/attention/work_tile.cuh"
 #include "jitattn/lanes.cuh"
-#include "jitattn/ptx.cuh"
 
 namespace jitattn {
 

@@ -13,7 +13,8 @@ constexpr int kProducerThreads = kNumProducers * 4 * kWarpSize;
 constexpr int kCtaThreads = kNumThreads + kProducerThreads;
 
 // Hardware barriers; 0 is the whole CTA's.
-constexpr int kVoteBarrier = 1;  // its own: tools follow a barrier that votes or waits, not one of both
+constexpr int kVoteBarrier =
+    1;  // its own: tools follow a barrier that votes or waits, not one of both
 constexpr int kConsumerBarrier = 5;
 constexpr int kQueryBarrier = 6;
 constexpr int kFirstQueryBarrier = 7;
