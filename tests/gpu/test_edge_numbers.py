@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import jitattn
 from tests.support.cases import Case, of
 from tests.support.edge_numbers import (
     LATENT_CASES,
@@ -57,4 +58,6 @@ def test_large_latent_scores(case: MLACase) -> None:
 
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)
 def test_large_latent_scores_of_another_row(case: MLACase) -> None:
-    check_large_latent_neighbour(case, "cuda")
+    arguments = case.planner_arguments()
+    planner = jitattn.MLAPlanner(**arguments, batch_invariant=True, device="cuda")
+    check_large_latent_neighbour(case, "cuda", planner)

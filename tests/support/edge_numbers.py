@@ -61,7 +61,7 @@ def check_large_neighbour(case: Case, device: torch.device | str, run: Attend = 
 def check_large_latent_neighbour(
     case: MLACase, device: str = "cpu", planner: jitattn.MLAPlanner | None = None
 ) -> None:
-    """The same of latent attention."""
+    """The same of latent attention; the planner is `batch_invariant`."""
     inputs = make_mla_inputs(case, device)
     before = inputs.run(planner)
     for queries in (inputs.q_nope, inputs.q_pe):
@@ -132,4 +132,8 @@ def check_large_latent_scores(
 
 def gpu_configs() -> list[MLAConfig]:
     """What tests/gpu/test_edge_numbers.py launches besides kernels that others do, for a bundle."""
-    return [MLAConfig.from_arguments(case.planner_arguments()) for case in LATENT_CASES]
+    return [
+        MLAConfig.from_arguments({**case.planner_arguments(), "batch_invariant": invariant})
+        for case in LATENT_CASES
+        for invariant in (False, True)
+    ]
