@@ -76,8 +76,8 @@ def has_product_types(spec: MLASpec, arch: str, ops: list[str]) -> bool:
 def code_allowed(spec: MLASpec, arch: str) -> int:
     """KiB: conversions are unrolled over half a tile, and of lists some count as nothing.
 
-    Maxima rise in either of two tiles. Merges of splits are unrolled over the vectors that a thread loads together, for four numbers
-    of splits; products of few rows over all of them.
+    Maxima rise in either of two tiles. Merges of splits are unrolled over the vectors that a thread
+    loads together, for four numbers of splits; products of few rows over all of them.
     """
     if spec.is_narrow(arch):
         return {16: 145, 32: 160}[spec.row_tile]
