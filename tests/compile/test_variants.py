@@ -41,9 +41,11 @@ def jobs() -> Iterator[Job]:
 def test_kernel(job: Job) -> None:
     result = compile_kernel(job.spec, job.arch)
     found = resources_of(result.cubin, job.spec.symbol, job.arch)
-    # Latents of 8 bits leave two registers too few once a job.
-    is_latent = isinstance(job.spec, MLASpec) and job.spec.dequantises
-    assert found.spill_bytes <= (8 if is_latent else 0)
+    # Latents of 8 bits leave two registers too few once a job, four where rows hold scales.
+    allowed = 0
+    if isinstance(job.spec, MLASpec) and job.spec.dequantises:
+        allowed = 16 if job.spec.has_scales else 8
+    assert found.spill_bytes <= allowed
     smem_bytes = found.smem_bytes + job.spec.tile(job.arch).smem_bytes
     assert smem_bytes <= ARCHS[job.arch].smem_bytes
     assert "serialized" not in result.log
