@@ -214,6 +214,9 @@ using PairType = BFloat16;
 constexpr bool kConvertsQueries = kDequantises && QType::kMantissaBits != PairType::kMantissaBits;
 constexpr float kQueryFactor = kConvertsQueries ? 32.f : 1.f;
 constexpr int kKeyParts = 1;  // in which a tile of K comes and goes
+// Of few rows, as in decode steps, not all warpgroups have some; these pass. K in parts leaves no
+// registers to know it, nor do masks.
+constexpr bool kMayPass = kNumThreads > 128 && kKeyParts == 1 && !kUseCustomMask;
 
 using cute::SM90::GMMA::Major;
 using ScoreProduct = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;

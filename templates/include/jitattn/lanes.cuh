@@ -8,6 +8,11 @@ namespace jitattn {
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
+// A value that is the same in all lanes, as the compiler sees: it has no other code for when it is not.
+__device__ __forceinline__ int32_t uniform(int32_t value) {
+  return __shfl_sync(0xffffffff, value, 0);
+}
+
 // The first of two types, or the second.
 template <bool kIsFirst, typename First, typename Second>
 struct Choice {

@@ -94,19 +94,12 @@ struct Shared : FP8Shared<kHasFP8Products>,
                 RowFactors<kConvertsQueries>,
                 FinderShared<kDequantisesRegisters> {
   WorkItem work_items[kNumWorkItems];
-  int32_t num_rows[kNumWorkItems];
   WorkItemFacts first_items[2 * kTileWarps];  // for each warp that loads tiles
   SplitMerges merges;
   uint64_t item_barriers[kNumWorkItems];
   uint64_t query_barriers[2][kNumQueryStages];
   uint64_t key_barriers[2][kNumKeyParts];
   uint64_t value_barriers[2][kNumStages];
-
-  // Adds to a work item what its finder knows besides: the stage of its Q, and its rows.
-  __device__ __forceinline__ void complete(const AttentionParams& params, int i, int stage) {
-    work_items[i].query_stage = stage;
-    if (work_items[i].work != kNoWork) num_rows[i] = work_items[i].rows(params).num_rows;
-  }
 
   __device__ __forceinline__ uint32_t item_full(int i) { return smem_address(item_barriers + i); }
   __device__ __forceinline__ uint32_t q_full(int i) { return smem_address(query_barriers[0] + i); }

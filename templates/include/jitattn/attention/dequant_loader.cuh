@@ -286,7 +286,7 @@ __device__ __forceinline__ void produce(const KernelParams& params, Shared& shar
     if (is_first) {
       source.next(item, is_known);
       is_known = false;
-      shared.complete(params.attention, index, index % kNumQueryStages);
+      item.query_stage = index % kNumQueryStages;
       // After the last, as many steps without a tile as dequantise what is under way.
       if (item.work == kNoWork) item.begin = 0, item.end = kNumLandings + 1;
     }

@@ -368,8 +368,7 @@ __device__ __forceinline__ void find_work_items(const KernelParams& params, Shar
       WorkItem& item = shared.work_items[state.num_items % kNumWorkItems];
       WorkItemIterator source(params, state);
       source.next(item, state.is_known);
-      shared.complete(params.attention, state.num_items % kNumWorkItems,
-                      state.num_items % kNumQueryStages);
+      item.query_stage = state.num_items % kNumQueryStages;
       static_cast<WorkPlace&>(state) = source;
       state.is_known = false;
     }

@@ -279,7 +279,7 @@ __device__ __forceinline__ void load_queries(const KernelParams& params, Shared&
     if (is_first) {
       source.next(item, is_known);
       is_known = false;
-      shared.complete(params.attention, index, queries.stage);
+      item.query_stage = queries.stage;
     }
     sync_threads<kQueryThreads>(kQueryBarrier);  // the work item is written
     const bool is_end = item.work == kNoWork;

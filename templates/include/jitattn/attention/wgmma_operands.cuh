@@ -2,16 +2,14 @@
 #pragma once
 
 #include "jitattn/kernel.cuh"
+#include "jitattn/lanes.cuh"
 #include "jitattn/prelude.cuh"
 
 namespace jitattn {
 
 constexpr int kGroupThreads = 128;
 
-// Uniform value, as the compiler sees.
-__device__ __forceinline__ int group_idx() {
-  return __shfl_sync(0xffffffff, threadIdx.x / kGroupThreads, 0);
-}
+__device__ __forceinline__ int group_idx() { return uniform(threadIdx.x / kGroupThreads); }
 
 // Rows that lie one after the other, kRows to a segment: Q and K.
 template <int kRows>

@@ -12,8 +12,20 @@ namespace jitattn {
 // Producers that dequantise are some KV tiles ahead of the last that consumers can see.
 constexpr int kNumWorkItems = kDequantises ? 8 : 4;
 
+// Rows of a work item, for a kernel whose warpgroups may have none of them: it defines kMayPass.
+template <bool kExist>
+struct NotedRows {
+  __device__ __forceinline__ void note(int32_t) {}
+};
+template <>
+struct NotedRows<true> {
+  int32_t num_rows;
+
+  __device__ __forceinline__ void note(int32_t count) { num_rows = count; }
+};
+
 // As consumers see it.
-struct WorkItem : WorkItemFacts {
+struct WorkItem : WorkItemFacts, NotedRows<kMayPass> {
   int32_t query_stage;
   int32_t first_common;  // keys [first_common, last_common) are seen by all rows
   int32_t last_common;
@@ -153,6 +165,7 @@ struct WorkItemIterator : WorkPlace {
  private:
   __device__ __forceinline__ void complete(WorkItem& item) const {
     const QueryRows rows = item.rows(params.attention);
+    item.note(rows.num_rows);
     item.first_common = rows.first_common_key();
     item.last_common = rows.last_common_key();
     item.score_scale = score_scale_of(params.attention, rows.kv_head);

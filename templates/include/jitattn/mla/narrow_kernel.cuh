@@ -208,6 +208,7 @@ struct KernelParams {
 static_assert(kNumValueBlocks == 1, "a CTA has all columns");
 static_assert(kKpeDim % 16 == 0 && kLatentDim % kScaleDims == 0, "whole products and scales");
 constexpr bool kHasWholeQueryTiles = true;
+constexpr bool kMayPass = false;
 constexpr float kQueryFactor = 1.f;  // of rows of Q, that scales know
 
 }  // namespace jitattn

@@ -19,11 +19,6 @@ namespace jitattn {
 constexpr int kTeamThreads = kLatentDim / 4;
 constexpr int kMergeTeams = kNumThreads / kTeamThreads;
 
-// A value that is the same in all lanes, as the compiler sees: it has no other code for when it is not.
-__device__ __forceinline__ int32_t uniform(int32_t value) {
-  return __shfl_sync(0xffffffff, value, 0);
-}
-
 // Rows of a query tile that a team merges at a time, so many splits of each, of kVectors vectors of partials
 // in all. A thread loads all vectors together: nothing else hides their latency. Lanes have the sums of a
 // split of a row, of a vector each; they share what they find for their row. The code is as small as can
