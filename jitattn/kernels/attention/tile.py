@@ -35,6 +35,8 @@ STATIC_BYTES = 2 * 1024 + 4 * MAX_WORK_TILES
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA without warpgroups (prefill_sm80.cu.jinja), 16 a warp.
 _SM80_PREFILL_ROWS = 64
+# Splits of a row that decode merges at a time: all kernels alike, since rows have the same bits in all.
+_DECODE_MERGE_SPLITS = 16
 # Columns of V whose accumulator fits the registers; wider V takes several CTAs.
 _MAX_VALUE_DIM = 256
 # The same where the scores take more registers than those of short tiles do.
@@ -319,7 +321,6 @@ def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
     ring_bytes = num_stages * tile_tokens * (key_bytes + value_bytes)
     merge_bytes = 4 * num_warps * spec.row_tile * (value_dim + 4)
     query_bytes = spec.row_tile * row_bytes(2 * spec.head_dim)
-    merge_splits = _tma_merge_splits(spec, value_dim)
     return DecodeTile(
         num_warps=num_warps,
         tile_tokens=tile_tokens,
@@ -329,9 +330,8 @@ def _tma_tile(spec: DecodeSpec, num_warps: int, *, is_padded: bool) -> DecodeTil
         value_dim=value_dim,
         merge_dims=value_dim,
         smem_bytes=ring_bytes + max(merge_bytes, query_bytes),
-        merge_splits=merge_splits,
+        merge_splits=_DECODE_MERGE_SPLITS,
         product_dtype=_decode_product_dtype(spec),
-        merge_loads=_merge_loads(spec, value_dim, merge_splits),
         tma_tokens=_tma_tokens(spec, warp_tokens),
     )
 
@@ -343,20 +343,6 @@ def _decode_product_dtype(spec: DecodeSpec) -> str:
     # Rows of q in another type take registers, which wide kernels have none of.
     has_registers = spec.head_dim <= 256 and spec.row_tile <= 16
     return (DType.FLOAT16 if spec.dequantises and has_registers else spec.q_dtype).value
-
-
-def _tma_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
-    # What a warp keeps of Q and accumulates leaves registers for so many; but row tiles of 16 merge
-    # as many as those of 8, in smaller loads: rows have the same bits in both.
-    if spec.row_tile == 32 or spec.head_dim > 256:
-        return 4
-    return 16 if value_dim <= 128 else 8
-
-
-def _merge_loads(spec: DecodeSpec, value_dim: int, merge_splits: int) -> int:
-    # Wide states leave registers for few.
-    is_wide = spec.row_tile == 16 and max(value_dim, spec.head_dim) > 64
-    return min(4, merge_splits) if is_wide else 0
 
 
 def _tma_tokens(spec: DecodeSpec, warp_tokens: int) -> int:
@@ -382,7 +368,6 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
     merge_dims = min(max(most // step, 1), -(-value_dim // step)) * step
     merge_bytes = column_bytes * (merge_dims + 4)
     query_bytes = spec.row_tile * _query_row_bytes(spec)
-    merge_splits = _decode_merge_splits(spec, value_dim)
     smem_bytes = ring_bytes + max(merge_bytes, query_bytes)
     # Two of four warps have all the registers that a thread can; wide rows take memory, too.
     fits_twice = has_large_smem and num_warps <= 4 and smem_bytes + STATIC_BYTES <= _HALF_SM_SMEM
@@ -394,9 +379,8 @@ def _decode_tile(spec: DecodeSpec, num_warps: int, has_large_smem: bool) -> Deco
         ctas_per_sm=2 if widest <= 128 or fits_twice else 1,
         value_dim=value_dim,
         merge_dims=merge_dims,
-        merge_splits=merge_splits,
+        merge_splits=_DECODE_MERGE_SPLITS,
         product_dtype=_decode_product_dtype(spec),
-        merge_loads=_merge_loads(spec, value_dim, merge_splits),
         smem_bytes=smem_bytes,
     )
 
@@ -552,13 +536,6 @@ def _prefill_tma_tokens(spec: AttentionSpec, tile_tokens: int) -> int:
     # TMA does not load pages of other sizes.
     sizes = (n for n in (128, 64, 32, 16, 8) if spec.page_size % n == tile_tokens % n == 0)
     return next(sizes, 16)
-
-
-def _decode_merge_splits(spec: DecodeSpec, value_dim: int) -> int:
-    # As with TMA: rows have the same bits.
-    if spec.row_tile == 32:
-        return 4
-    return 8 if value_dim <= 128 else 4 if spec.head_dim <= 256 else 2
 
 
 def _prefill_tile(spec: AttentionSpec, arch: str, tile_tokens: int, num_stages: int) -> PrefillTile:

@@ -54,6 +54,27 @@ def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatc
     assert host.kinds == {"decode"}
 
 
+# Tiles of 64 tokens in slots of one or two.
+@pytest.mark.parametrize(
+    ("pairs", "num_sms"),
+    [
+        (((1, 64 * 65),), 66),  # 65 splits: one more in the last of four groups
+        (((2, 64 * 49 + 3),), 66),
+        (((1, 64 * 50), (1, 64 * 57)), 54),  # two of many splits, with a slot in common
+        (((1, 64 * 48),), 66),  # no groups
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_groups_of_many_splits(
+    pairs: tuple[tuple[int, int], ...], num_sms: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = of(replace(CASES["e4m3"], num_kv_heads=1, head_dim=32, head_dim_vo=48), *pairs)
+    host = EmulatedCuda(monkeypatch, "sm_80", seed=seed, num_sms=num_sms)
+    host.check(case)
+    host.check(case)  # counters are as they were
+    assert host.kinds == {"decode"}
+
+
 @pytest.mark.parametrize("name", ["e4m3", *WARPGROUPS])
 def test_prefill_with_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of(CASES[name], (140, 150), (40, 200), (20, 20))

@@ -38,6 +38,7 @@ LATER = 8  # the part of the cost that later waves have
 SPARE = 8  # the part of the slots that even query tiles may cost
 NUM_BUCKETS = 6
 MANY_WORK_TILES = 8
+WHOLE_TILES = 4
 MERGE_COST = 4
 SECTION_TOKENS = 3000
 NO_WORK, UNKNOWN_WORK = -1, -2
@@ -591,6 +592,8 @@ def check_rounds(batch: Batch, found: Scheduled) -> None:
     if batch.max_splits:
         return
     begins, tile_cost = [0], found.tile_cost
+    slot_cost = model.begin(1) // model.width
+    whole_tiles = 0 if batch.prefill_rows else min(WHOLE_TILES, slot_cost // 2)
     for cost in found.costs:
         begins.append(begins[-1] + cost - _VISIT_COST + tile_cost)
     for slot in range(found.num_slots):
@@ -600,6 +603,10 @@ def check_rounds(batch: Batch, found: Scheduled) -> None:
         at = begins[min(index, len(found.query_tiles))]
         if index < len(found.query_tiles):
             tiles = found.query_tiles[index].tiles(batch.tile_tokens)
+            if tiles and len(tiles) <= whole_tiles:  # not cut: any of its positions means its begin
+                assert tile == tiles.start
+                assert at <= position < at + tile_cost + len(tiles)
+                continue
             at += (tile - tiles.start + tile_cost) if tile > tiles.start else 0
         assert 0 <= at - position <= tile_cost or (
             at <= position <= at + tile_cost and found.costs[index] > _VISIT_COST
@@ -699,6 +706,9 @@ def test_every_row_has_its_unit(on_threads: EmulatedSchedule, batch: Batch) -> N
         (Batch((1000,) * 256, wave_slots=16), 16 * 3),
         # Too little to claim.
         (Batch((3000,), wave_slots=16), 16),
+        # Short ones, which are not cut, between others.
+        (Batch((500, 300, 130, 1000) * 20, wave_slots=5), 5 * 3),
+        (Batch((260, 200) * 50, wave_slots=16, window_left=100), 16),
         (Batch((70_000,) * 3, wave_slots=5), 5 * 5),
         # Requests of one tile: whole ones in each slot, at most a slot each.
         (Batch((17,) * 264, wave_slots=132), 132),

@@ -258,21 +258,34 @@ struct PartialColumns {
   }
 };
 
+// Adds `count` to a counter that CTAs complete together; true for the one that makes it `all`. Not
+// `is_shared`: this CTA completes it alone, and it is left as it is.
+__device__ __forceinline__ bool complete(int32_t* counter, int32_t count, int32_t all,
+                                         bool is_shared) {
+  bool is_last = !is_shared;
+  __syncthreads();  // every thread's part is written
+  if (threadIdx.x == 0 && is_shared) {
+    is_last = atomic_add_acq_rel(counter, count) == all - count;
+    if (is_last) *counter = 0;  // ready for the next launch
+  }
+  return __syncthreads_or(is_last);
+}
+
+// The counter of a query tile, and that of its slot `number` places on.
+__device__ __forceinline__ int32_t* counter_of(const AttentionParams& params,
+                                               const HeadBlock& block, const QueryTile& query_tile,
+                                               int32_t number = 0) {
+  return params.counters + (query_tile.first_slot + number) * params.num_head_blocks + block.index;
+}
+
 // Publishes `count` splits of this CTA; true if they are the query tile's last, so that all can be
 // merged. A query tile in one slot needs no counter, and must not touch that of the slot's last
 // query tile.
 __device__ __forceinline__ bool publish_splits(const AttentionParams& params,
                                                const HeadBlock& block, const QueryTile& query_tile,
                                                int32_t count) {
-  bool is_last = query_tile.first_slot == query_tile.last_slot;
-  __syncthreads();  // every thread's part is written
-  if (threadIdx.x == 0 && !is_last) {
-    int32_t* counter =
-        params.counters + query_tile.first_slot * params.num_head_blocks + block.index;
-    is_last = atomic_add_acq_rel(counter, count) == query_tile.num_splits - count;
-    if (is_last) *counter = 0;  // ready for the next launch
-  }
-  return __syncthreads_or(is_last);
+  return complete(counter_of(params, block, query_tile), count, query_tile.num_splits,
+                  query_tile.first_slot != query_tile.last_slot);
 }
 
 // Four columns of a row of a query tile, of splits [begin, end) merged in order, kMergeSplits at a

@@ -38,9 +38,9 @@ struct SmemLayout {
   // zero.
   static __device__ __forceinline__ void clear_outside(uint32_t smem, int32_t first, int32_t last) {
     constexpr int kVectors = (kRowBytes + 15) / 16;
-#pragma unroll 1
-    for (int i = lane_idx(); i < kSliceTokens * kVectors; i += kWarpSize) {
-      const int row = i / kVectors, vector = i % kVectors;
+#pragma unroll
+    for (int i = 0; i < kSliceTokens * kVectors; i += kWarpSize) {
+      const int index = i + lane_idx(), row = index / kVectors, vector = index % kVectors;
       if (row >= first && row < last) continue;
       st_shared_16(advance(place(smem, row, 0), 0, vector * 16), {});
     }
