@@ -122,7 +122,7 @@ def code_budget(spec: KernelSpec, arch: str) -> int:
     costs about 10 ms of ptxas per KiB. Raise it knowingly.
     """
     if isinstance(spec, ScheduleSpec):
-        return 58 * 1024
+        return 59 * 1024
     if isinstance(spec.tile(arch), WarpgroupTile):
         return 130 * 1024
     if isinstance(spec, PrefillSpec):

@@ -35,7 +35,7 @@ STATIC_BYTES = 2 * 1024 + 4 * MAX_WORK_TILES
 _HALF_SM_SMEM = 113 * 1024
 # Query rows of a prefill CTA without warpgroups (prefill_sm80.cu.jinja), 16 a warp.
 _SM80_PREFILL_ROWS = 64
-# Splits of a row that decode merges at a time: all kernels alike, since rows have the same bits in all.
+# Splits of a row that decode merges at a time: all kernels alike, so that rows have the same bits.
 _DECODE_MERGE_SPLITS = 16
 # Columns of V whose accumulator fits the registers; wider V takes several CTAs.
 _MAX_VALUE_DIM = 256

@@ -168,6 +168,25 @@ struct TileIterator {
     kv_end = tiles.query_tile.kv_end;
     if constexpr (kMayBeEarly) early_end = tiles.early_end;
     page_row = row_of(params.pages, params.attention, tiles.query_tile, work);
+    if constexpr (kMayBeEarly) {
+      if (!params.attention.early_kv && warp_idx() == 0) prefetch_query(tiles.query_tile);
+    }
+  }
+
+  // Asks for Q of the query tile, which is loaded some steps from now, all at once.
+  __device__ __forceinline__ void prefetch_query(const QueryTile& query_tile) const {
+    const AttentionParams& attention = params.attention;
+    constexpr int kItemBytes = kHasFP8Queries ? 1 : 2, kLine = 128 / kItemBytes;  // elements
+    constexpr int kLines = (kKeyDim + kLine - 1) / kLine;                         // of a row
+    const QueryRows rows(attention, HeadBlock(attention, work), query_tile);
+    const auto* q = reinterpret_cast<const uint8_t*>(attention.q);
+#pragma unroll 1
+    for (int i = lane_idx(); i < rows.num_rows * kLines; i += kWarpSize) {
+      const int row = i / kLines;
+      const int64_t element = rows.token(row) * attention.q_token_stride +
+                              rows.head(row) * attention.q_head_stride + i % kLines * kLine;
+      prefetch_line(q + element * kItemBytes);
+    }
   }
 
   // Reads only entries of tokens that exist. If a slice may not be contiguous, each lane reads
