@@ -29,6 +29,7 @@ from tests.support.vllm_latent_runs import (
     MIXED,
     PROMPTS,
     SCALE,
+    SORTED,
     VERIFIED,
     Case,
     Dims,
@@ -415,6 +416,7 @@ class Layers:
 VLLM_CASES = {
     "mixed": (Case(MIXED, padding=2), 3),
     "mixed, fp16": (Case(MIXED, dtype=torch.float16), 3),
+    "sorted": (Case(SORTED, padding=2), 3),
     "decode": (Case(DECODE), 4),
     "prompts": (Case(PROMPTS), 0),
     "deepseek": (Case(MIXED, dims=DEEPSEEK, page_size=32), 3),

@@ -17,6 +17,8 @@ from tests.support import engines
 SCALE = 0.2
 # As vLLM orders them: decode steps, prompts with earlier tokens in the cache, others.
 MIXED = {"kv_lens": (1, 40, 17, 60, 90, 5, 33), "q_lens": (1, 1, 1, 7, 20, 5, 33)}
+# As vLLM 0.26's newer runner does: by new tokens.
+SORTED = {"kv_lens": (1, 40, 17, 5, 60, 90, 33), "q_lens": (1, 1, 1, 5, 7, 20, 33)}
 DECODE = {"kv_lens": (1, 64, 17, 40), "q_lens": (1, 1, 1, 1)}
 VERIFIED = {"kv_lens": (3, 64, 17, 40), "q_lens": (3, 3, 1, 2)}
 PROMPTS = {"kv_lens": (20, 33, 2), "q_lens": (20, 33, 2)}

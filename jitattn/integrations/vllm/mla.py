@@ -171,6 +171,11 @@ class JitattnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  #
     ) -> MLACommonMetadata:
         """Describe a batch as vLLM does, and its decode steps for plans; the device is not read."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        context: Any = None if metadata.prefill is None else metadata.prefill.chunked_context
+        if getattr(context, "prefill_tokens_with_context", None) is not None:
+            # vLLM 0.26 takes prompts with tokens in the cache for the first of a batch, but its
+            # newer runner sorts by new tokens. None merges every row; lse is -inf without context.
+            context.prefill_tokens_with_context = None
         decode = metadata.decode
         if decode is not None:
             starts = metadata.query_start_loc[: metadata.num_decodes + 1]
