@@ -419,7 +419,7 @@ VLLM_CASES = {
     "sorted": (Case(SORTED, padding=2), 3),
     "decode": (Case(DECODE), 4),
     "prompts": (Case(PROMPTS), 0),
-    "deepseek": (Case(MIXED, dims=DEEPSEEK, page_size=32), 3),
+    "deepseek": (Case(MIXED, dims=DEEPSEEK), 3),
     "fp8": (Case(MIXED, kv_cache_dtype="fp8"), 3),
 }
 

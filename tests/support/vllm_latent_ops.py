@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,16 +29,6 @@ def gather(
     pages = block_table[rows, places // src_cache.shape[1]].long()
     found = src_cache[pages, places % src_cache.shape[1]].float()
     dst[: len(rows)] = found * scale if kv_cache_dtype.startswith("fp8") else found
-
-
-def gather_on_the_cpu(
-    *, src_cache: Tensor, dst: Tensor, block_table: Tensor, starts: Tensor, cu_seq_lens: Tensor
-) -> None:
-    """Likewise of 16-bit caches of any strides, for vLLM's build for CPUs from 0.30 or so on."""
-    lens = cu_seq_lens.diff().long()
-    rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
-    num_tokens = int(lens.sum())
-    gather(src_cache, dst, block_table, cu_seq_lens, rows, num_tokens, "", lens, starts)
 
 
 def merge(
@@ -80,15 +69,30 @@ def unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+class Platform:
+    """VLLM's platform, which is no CPU for its common code: that gathers 16 bits alone there."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_cpu(self) -> bool:
+        return False
+
+
 def install(patch: Any) -> None:
     """Replace them by ``patch.setattr``, of a MonkeyPatch or one like it."""
     common, ops = (importlib.import_module(name) for name in (COMMON, "vllm._custom_ops"))
     patch.setattr(ops, "gather_and_maybe_dequant_cache", gather)
-    if hasattr(ops, "gather_mla_context_cache_cpu"):
-        patch.setattr(ops, "gather_mla_context_cache_cpu", gather_on_the_cpu)
+    patch.setattr(common, "current_platform", Platform(common.current_platform))
     patch.setattr(common, "merge_attn_states", merge)
     if hasattr(common, "mask_empty_context"):
         patch.setattr(common, "mask_empty_context", mask_empty)
-    if "pin_memory=True" in inspect.getsource(common.build_mla_chunked_context_metadata):
+    if hasattr(common, "PIN_MEMORY"):
+        for module in (common, importlib.import_module("vllm.utils.torch_utils")):
+            patch.setattr(module, "PIN_MEMORY", False)
+    else:
         for name in ("empty", "zeros"):
             patch.setattr(torch, name, unpinned(getattr(torch, name)))
