@@ -18,13 +18,12 @@ from torch import Tensor
 
 from jitattn.base.errors import ConfigError
 from jitattn.integrations import vllm as integration
-from jitattn.integrations.steps import Step
-from jitattn.integrations.vllm.latents import LatentLayer, Latents, Prompts
+from jitattn.integrations.vllm.latents import Latents
 from jitattn.kernels.merge.api import merge_states
-from jitattn.tensors.page_tables import BlockTable
 from tests.support import engines, vllm_latent_ops
 from tests.support.vllm_latent_runs import (
     DECODE,
+    DEEPSEEK,
     DIMS,
     MIXED,
     PROMPTS,
@@ -34,62 +33,22 @@ from tests.support.vllm_latent_runs import (
     Case,
     Dims,
     Run,
+    attend,
+    check,
+    decode_of,
+    heads_of,
+    layer_of,
+    prompts_of,
+    queries_of,
+    write,
 )
 
 pytestmark = pytest.mark.usefixtures("new_tensors_are_nan")
 
 CPU = torch.device("cpu")
-DEEPSEEK = Dims(num_heads=16, rank=512, rope=64, nope=128, v=128)
 
 
 # --- decode steps, without vLLM -------------------------------------------------------------------
-
-
-def layer_of(run: Run) -> LatentLayer:
-    layer = LatentLayer()
-    dims = run.case.dims
-    layer.scale, layer.kv_cache_dtype = SCALE, run.case.kv_cache_dtype
-    layer.kv_lora_rank, layer.qk_rope_head_dim = dims.rank, dims.rope
-    return layer
-
-
-def decode_of(run: Run, **other: Any) -> SimpleNamespace:
-    common = run.common(**other)
-    starts, most = common["query_start_loc"], common["max_query_len"]
-    step = Step(common["seq_lens"], starts, most)
-    return SimpleNamespace(step=step, pages=BlockTable(common["block_table_tensor"]))
-
-
-def queries_of(run: Run) -> Tensor:
-    """Queries with the projection of keys multiplied in, rounded as vLLM rounds them."""
-    dims = run.case.dims
-    rows = [torch.randn(n, dims.num_heads, dims.width) for n in run.batch.q_lens]
-    return engines.packed([row.to(run.case.dtype) for row in rows], run.case.padding)
-
-
-def write(layer: LatentLayer, run: Run, slots: Tensor | None = None) -> None:
-    latent, rope = run.new
-    chosen = run.slots if slots is None else slots
-    layer.do_kv_cache_update(latent, rope, run.handed_over, chosen, "unread", run.scale)
-
-
-def attend(layer: LatentLayer, run: Run, q: Tensor, decode: Any) -> Any:
-    rank = run.case.dims.rank
-    parts = q[..., :rank], q[..., rank:]
-    found = layer.forward_mqa(parts, run.handed_over, SimpleNamespace(decode=decode), run.layer())
-    together, _ = layer.forward_mqa(q, run.handed_over, SimpleNamespace(decode=decode), run.layer())
-    assert torch.equal(together, found[0])
-    return found
-
-
-def check(run: Run, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-    bounds = run.batch.indptr()
-    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        want, want_lse, size = run.wanted_latents(q[begin:end], b)
-        engines.check_rows(out[begin:end], want, size)
-        if lse is not None:
-            torch.testing.assert_close(lse[begin:end].double(), want_lse, rtol=1e-5, atol=1e-5)
-    assert bool((out[bounds[-1] :] == 0).all())
 
 
 CASES = {
@@ -202,20 +161,6 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 # --- prompts, without vLLM ------------------------------------------------------------------------
-
-
-def prompts_of(dims: Dims) -> Prompts:
-    prompts = Prompts()
-    prompts.num_heads, prompts.scale, prompts.v_head_dim = dims.num_heads, SCALE, dims.v
-    prompts.qk_nope_head_dim, prompts.qk_rope_head_dim = dims.nope, dims.rope
-    return prompts
-
-
-def heads_of(num_tokens: int, dims: Dims, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V of each head; V is a part of what is multiplied out."""
-    k = torch.randn(num_tokens, dims.num_heads, dims.nope + dims.rope).to(dtype)
-    both = torch.randn(num_tokens, dims.num_heads, dims.nope + dims.v).to(dtype)
-    return k, both[..., dims.nope :]
 
 
 @pytest.mark.parametrize("dims", [DIMS, DEEPSEEK], ids=["small", "deepseek"])

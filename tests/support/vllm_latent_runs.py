@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import KW_ONLY, dataclass
@@ -11,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitattn.integrations.steps import FP8
+from jitattn.integrations.steps import FP8, Step
+from jitattn.integrations.vllm.latents import LatentLayer, Prompts
+from jitattn.kernels.preprocess.spec import PreprocessConfig
+from jitattn.spec.config import MLAConfig, PlannerConfig
+from jitattn.tensors.page_tables import BlockTable
 from tests.support import engines
 
 SCALE = 0.2
@@ -41,6 +46,7 @@ class Dims:
 
 
 DIMS = Dims()
+DEEPSEEK = Dims(num_heads=16, rank=512, rope=64, nope=128, v=128)
 
 
 @dataclass
@@ -55,6 +61,7 @@ class Case:
     kv_cache_dtype: str = "auto"
     padding: int = 0
     seed: int = 0
+    device: str = "cpu"
 
 
 class Run:
@@ -72,19 +79,23 @@ class Run:
         torch.manual_seed(case.seed)
         dims, dtype = case.dims, case.dtype
         heads = engines.Heads(dims.num_heads, 1, dims.width, dims.rank)
-        self.batch = engines.Batch(**case.lens, heads=heads, dtype=dtype, device="cpu")
-        self.q = [torch.randn(n, dims.num_heads, dims.nope + dims.rope).to(dtype)
-                  for n in self.batch.q_lens]  # fmt: skip
-        self.rows = [torch.randn(n, dims.width).to(dtype) for n in self.batch.kv_lens]
+        self.batch = engines.Batch(**case.lens, heads=heads, dtype=dtype, device=case.device)
+        head_dim = dims.nope + dims.rope
+        self.q = [self.values(n, dims.num_heads, head_dim) for n in self.batch.q_lens]
+        self.rows = [self.values(n, dims.width) for n in self.batch.kv_lens]
         shape = dims.num_heads * (dims.nope + dims.v), dims.rank
-        self.weight = (torch.randn(shape) / math.sqrt(dims.rank)).to(dtype)
+        self.weight = self.values(*shape) / math.sqrt(dims.rank)
         self.paged = engines.Paged.of(self.batch, case.page_size, self.rng)
         self.is_fp8 = case.kv_cache_dtype in FP8
         self.kv_dtype = FP8.get(case.kv_cache_dtype, dtype)
-        self.scale = torch.tensor(0.013 if self.is_fp8 else 1.0)
+        self.scale = torch.tensor(0.013 if self.is_fp8 else 1.0, device=case.device)
         pool = torch.full((self.paged.num_pages, 2, case.page_size, dims.width), engines.NAN)
-        self.cache = pool.to(self.kv_dtype)[:, 1]
+        self.cache = pool.to(self.kv_dtype).to(case.device)[:, 1]
         self.fill()
+
+    def values(self, *shape: int) -> Tensor:
+        """Random ones in the model's dtype."""
+        return torch.randn(shape).to(self.case.dtype).to(self.case.device)
 
     def stored(self, request: int) -> Tensor:
         """What the cache keeps of a request's tokens."""
@@ -115,7 +126,7 @@ class Run:
         return rows[:, 0, :rank], rows[..., rank:]
 
     def ints(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device=self.case.device)
 
     @property
     def table(self) -> Tensor:
@@ -188,3 +199,97 @@ class Run:
     def layer(self) -> SimpleNamespace:
         """What has the scale of latents."""
         return SimpleNamespace(_k_scale=self.scale)
+
+
+# --- stand-ins ------------------------------------------------------------------------------------
+
+
+def layer_of(run: Run) -> LatentLayer:
+    layer = LatentLayer()
+    dims = run.case.dims
+    layer.scale, layer.kv_cache_dtype = SCALE, run.case.kv_cache_dtype
+    layer.kv_lora_rank, layer.qk_rope_head_dim = dims.rank, dims.rope
+    return layer
+
+
+def decode_of(run: Run, **other: Any) -> SimpleNamespace:
+    common = run.common(**other)
+    starts, most = common["query_start_loc"], common["max_query_len"]
+    step = Step(common["seq_lens"], starts, most)
+    return SimpleNamespace(step=step, pages=BlockTable(common["block_table_tensor"]))
+
+
+def queries_of(run: Run) -> Tensor:
+    """Queries with the projection of keys multiplied in, rounded as vLLM rounds them."""
+    dims = run.case.dims
+    rows = [run.values(n, dims.num_heads, dims.width) for n in run.batch.q_lens]
+    return engines.packed(rows, run.case.padding)
+
+
+def write(layer: LatentLayer, run: Run, slots: Tensor | None = None) -> None:
+    latent, rope = run.new
+    chosen = run.slots if slots is None else slots
+    layer.do_kv_cache_update(latent, rope, run.handed_over, chosen, "unread", run.scale)
+
+
+def attend(layer: LatentLayer, run: Run, q: Tensor, decode: Any) -> Any:
+    rank = run.case.dims.rank
+    parts = q[..., :rank], q[..., rank:]
+    found = layer.forward_mqa(parts, run.handed_over, SimpleNamespace(decode=decode), run.layer())
+    together, _ = layer.forward_mqa(q, run.handed_over, SimpleNamespace(decode=decode), run.layer())
+    assert torch.equal(together, found[0])
+    return found
+
+
+def check(
+    run: Run, q: Tensor, out: Tensor, lse: Tensor | None = None, *, slack: float = 1.01
+) -> None:
+    bounds = run.batch.indptr()
+    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        want, want_lse, size = run.wanted_latents(q[begin:end], b)
+        engines.check_rows(out[begin:end], want, size, slack=slack)
+        if lse is not None:
+            torch.testing.assert_close(lse[begin:end].double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert bool((out[bounds[-1] :] == 0).all())
+
+
+def prompts_of(dims: Dims) -> Prompts:
+    prompts = Prompts()
+    prompts.num_heads, prompts.scale, prompts.v_head_dim = dims.num_heads, SCALE, dims.v
+    prompts.qk_nope_head_dim, prompts.qk_rope_head_dim = dims.nope, dims.rope
+    return prompts
+
+
+def heads_of(
+    num_tokens: int, dims: Dims, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """K and V of each head; V is a part of what is multiplied out."""
+    k = torch.randn(num_tokens, dims.num_heads, dims.nope + dims.rope).to(device, dtype)
+    both = torch.randn(num_tokens, dims.num_heads, dims.nope + dims.v).to(device, dtype)
+    return k, both[..., dims.nope :]
+
+
+# --- on a card ------------------------------------------------------------------------------------
+
+
+def gpu_configs() -> list[MLAConfig | PlannerConfig | PreprocessConfig]:
+    """What tests/gpu/test_vllm_latents.py launches, for a bundle."""
+    dims = DEEPSEEK
+    found: list[MLAConfig | PlannerConfig | PreprocessConfig] = []
+    for page_size, kv_dtype in itertools.product((16, 64), ("bfloat16", "float8_e4m3fn")):
+        cache = {"page_size": page_size, "kv_dtype": kv_dtype}
+        found.append(
+            MLAConfig(num_heads=dims.num_heads, kv_lora_rank=dims.rank,
+                      qk_rope_head_dim=dims.rope, **cache)
+        )  # fmt: skip
+        found.append(
+            PreprocessConfig(head_dim=dims.rank, head_dim_vo=dims.rope, page_table="slots",
+                             pairing="none", **cache)
+        )  # fmt: skip
+    for causal in (True, False):
+        found.append(
+            PlannerConfig(num_qo_heads=dims.num_heads, num_kv_heads=dims.num_heads,
+                          head_dim=dims.nope + dims.rope, head_dim_vo=dims.v, page_size=None,
+                          page_table="ragged", causal=causal)
+        )  # fmt: skip
+    return found

@@ -54,9 +54,13 @@ def register() -> None:
 
 def _register_prefill() -> None:
     """Make vLLM know the backend ``"CUSTOM"`` of prompts of models with latents."""
-    from vllm.v1.attention.backends.mla.prefill import registry
+    try:
+        from vllm.v1.attention.backends.mla.prefill import registry
 
-    custom = registry.MLAPrefillBackendEnum.CUSTOM
+        custom = registry.MLAPrefillBackendEnum.CUSTOM
+    except (ImportError, AttributeError) as error:
+        logger.warning("vLLM takes no MLA prefill backend of jitattn: %s", error)
+        return
     if custom.is_overridden() and custom.get_path() != PREFILL_PATH:
         logger.warning(
             "vLLM's MLA prefill backend CUSTOM is %s: jitattn leaves it, and vLLM chooses what "
