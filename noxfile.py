@@ -82,7 +82,11 @@ VLLM = {
         *("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8", "oss-harmony"),
     ),
 }
-VLLM_TESTS = ("tests/integrations/test_vllm.py", "tests/integrations/test_vllm_engine.py")
+VLLM_TESTS = (
+    "tests/integrations/test_vllm.py",
+    "tests/integrations/test_vllm_mla.py",
+    "tests/integrations/test_vllm_engine.py",
+)
 # What else is imported on the way to an engine. Triton's interpreter takes arrays of one element
 # for numbers, as numpy did to 2.2.
 VLLM_NEEDS = (

@@ -40,6 +40,7 @@ from tests.support import (
     mla,
     nano,
     variant_cases,
+    vllm_latent_runs,
 )
 from tests.support.cases import kernel_configs
 
@@ -97,6 +98,7 @@ def configs_of(arch: str, *, only_transfers: bool = False) -> list[Config]:
             list_examples,
             lists,
             variant_cases,
+            vllm_latent_runs,
         ):
             found += module.gpu_configs()
         found += flashinfer_pairs.gpu_configs(arch)

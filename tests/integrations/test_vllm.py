@@ -527,7 +527,7 @@ def test_vllm_knows_the_backend(backend: Any) -> None:
     assert found is backend.JitattnBackend
     assert AttentionBackendEnum[found.get_name()] is AttentionBackendEnum.CUSTOM
     assert found.full_cls_name() == (backend.__name__, "JitattnBackend")
-    assert ".".join(found.full_cls_name()) == integration.PATH
+    assert AttentionBackendEnum.CUSTOM.get_path() == integration.PATH
 
 
 def test_another_packages_backend_stays(backend: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,11 +16,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from tests.support import vllm_latent_ops
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -97,9 +100,44 @@ def be_on_the_cpu() -> None:
         reasons = chosen.validate_configuration(device_capability=capability, **asked)
         if reasons:
             raise ValueError(f"{selected_backend}: {reasons}")
-        return str(selected_backend.get_path())
+        return ".".join(chosen.full_cls_name())
 
     platform.get_attn_backend_cls = classmethod(choose)
+    take_latents(platform, capability)
+
+
+def take_latents(platform: Any, capability: Any) -> None:
+    """Let models with latents run as on a card: prompts in steps, prefixes from the cache."""
+    update = platform.check_and_update_config.__func__
+
+    def keep_steps(cls: type, config: Any) -> None:
+        kept = (
+            (config.scheduler_config, "enable_chunked_prefill"),
+            (config.scheduler_config, "max_num_batched_tokens"),
+            (config.cache_config, "enable_prefix_caching"),
+            (config.cache_config, "block_size"),
+        )
+        values = [getattr(*one) for one in kept]
+        update(cls, config)
+        for one, value in zip(kept, values, strict=True):
+            setattr(*one, value)
+
+    platform.check_and_update_config = classmethod(keep_steps)
+    selector = importlib.import_module("vllm.v1.attention.backends.mla.prefill.selector")
+
+    def choose_prefill(config: Any) -> Any:
+        """Return what the configuration names, which vLLM does not read for CPUs."""
+        chosen = config.attention_config.mla_prefill_backend.get_class()
+        dims = config.model_config.hf_text_config
+        names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes = selector.MLADimensions(**{name: getattr(dims, name) for name in names})
+        asked = selector.MLAPrefillSelectorConfig(config.model_config.dtype, sizes)
+        if reasons := chosen.validate_configuration(capability, asked):
+            raise ValueError(f"{chosen}: {reasons}")
+        return chosen
+
+    importlib.import_module(vllm_latent_ops.COMMON).get_mla_prefill_backend = choose_prefill
+    vllm_latent_ops.install(SimpleNamespace(setattr=setattr))
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
@@ -133,8 +171,11 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def backends_of(model: Any) -> list[str]:
-    found = {m.attn_backend.__name__ for m in model.modules() if hasattr(m, "attn_backend")}
-    return sorted(found)
+    layers = [m for m in model.modules() if hasattr(m, "attn_backend")]
+    found = {m.attn_backend.__name__ for m in layers}
+    return sorted(
+        found | {type(m.prefill_backend).__name__ for m in layers if m.attn_backend.is_mla()}
+    )
 
 
 def main(path: Path) -> None:

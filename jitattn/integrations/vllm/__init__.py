@@ -10,7 +10,8 @@ import logging
 
 __all__ = ["register"]
 
-PATH = "jitattn.integrations.vllm.backend.JitattnBackend"
+PATH = "jitattn.integrations.vllm.choice.Backend"
+PREFILL_PATH = "jitattn.integrations.vllm.mla.JitattnMLAPrefillBackend"
 
 logger = logging.getLogger("jitattn")
 
@@ -48,3 +49,23 @@ def register() -> None:
         )
         return
     register_backend(custom, PATH)
+    _register_prefill()
+
+
+def _register_prefill() -> None:
+    """Make vLLM know the backend ``"CUSTOM"`` of prompts of models with latents."""
+    try:
+        from vllm.v1.attention.backends.mla.prefill import registry
+
+        custom = registry.MLAPrefillBackendEnum.CUSTOM
+    except (ImportError, AttributeError) as error:
+        logger.warning("vLLM takes no MLA prefill backend of jitattn: %s", error)
+        return
+    if custom.is_overridden() and custom.get_path() != PREFILL_PATH:
+        logger.warning(
+            "vLLM's MLA prefill backend CUSTOM is %s: jitattn leaves it, and vLLM chooses what "
+            "prompts go through",
+            custom.get_path(),
+        )
+        return
+    registry.register_mla_prefill_backend(custom, PREFILL_PATH)
