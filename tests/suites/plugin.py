@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import traceback
@@ -257,6 +258,14 @@ def pretend() -> None:
     torch.Tensor.backward = backward  # type: ignore[assignment]
 
 
+def limit_memory() -> None:
+    """Have what takes half of the memory fail: a process that the system ends reports nothing."""
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = half if hard == resource.RLIM_INFINITY else min(half, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--replace", choices=sorted(DOORS), required=True)
     parser.addoption("--report", required=True, help="a file, for the counts as JSON")
@@ -265,6 +274,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A limit that ends an import would leave half a module.
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    limit_memory()
     pretend()
     replace(config.getoption("--replace"))
     if config.getoption("--replace") == "flash_attn":
@@ -387,7 +397,9 @@ def outcome_of(error: BaseException) -> tuple[str, str]:
         return "too slow", f"longer than {SECONDS} s"
     if isinstance(error, pytest.skip.Exception | pytest.xfail.Exception):
         return "skipped", message
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    # On the CPU torch raises an error of no class of its own.
+    is_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if is_of_memory or "can't allocate memory" in message:
         return "too slow", "memory"
     if refused_by_name(error):
         return "refused by name", message
