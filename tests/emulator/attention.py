@@ -113,6 +113,13 @@ def schedule_on_host(*, has_lists: bool = False) -> EmulatedSchedule:
     return compile_schedule(1, has_lists=has_lists)
 
 
+def num_splits_of(params: ScheduleParams) -> list[int]:
+    """The splits of each query tile of a schedule."""
+    num_query_tiles = (ctypes.c_int32 * 4).from_address(params.schedule.header)[1]
+    words = (ctypes.c_int32 * (8 * num_query_tiles)).from_address(params.schedule.query_tiles)
+    return words[6::8]
+
+
 class EmulatedCuda:
     """A CUDA backend whose kernels run on the CPU, of an architecture."""
 
@@ -126,6 +133,7 @@ class EmulatedCuda:
         self.specs: dict[str, AttentionSpec] = {}
         self.ran: list[str] = []
         self.grids: list[tuple[str, int]] = []
+        self.num_splits: list[int] = []  # of the query tiles of decode's last schedule
         facts = DeviceFacts(0, "card", ARCHITECTURES[arch], num_sms, max_smem_bytes=232448)
         monkeypatch.setattr(cuda_kernels, "device_facts", lambda index: facts)
         monkeypatch.setattr(driver, "_launch_function", lambda: self.launch)
@@ -174,6 +182,8 @@ class EmulatedCuda:
             for cta in range(shape.grid_x):
                 part = kind.from_address(at + cta * ctypes.sizeof(kind))
                 schedule_on_host(has_lists=has_lists)(part)
+                if part.prefill_rows == 0:
+                    self.num_splits = num_splits_of(part)
             return 0
         spec = self.specs[kernel.symbol.removesuffix("_merge")]
         if kernel.symbol == spec.symbol:

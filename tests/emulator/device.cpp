@@ -625,7 +625,12 @@ extern "C" const char* launch(Run* run_kernel, void* function, const void* given
   std::memcpy(params, given, size);
   gridDim.x = grid;
   lanes = std::vector<Lane>(num_threads);
-  for (blockIdx.x = 0; blockIdx.x < grid && !fault; ++blockIdx.x) {
+  std::vector<int> order(grid);
+  for (int i = 0; i < grid; ++i) order[i] = i;
+  if (seed)
+    for (int i = grid - 1; i > 0; --i) std::swap(order[i], order[draw(i + 1)]);
+  for (int n = 0; n < grid && !fault; ++n) {
+    blockIdx.x = order[n];
     begin_cta(num_threads);
     run_cta(num_threads / 32);
   }

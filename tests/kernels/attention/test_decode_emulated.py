@@ -54,25 +54,32 @@ def test_decode_of_large_shared_memory(name: str, monkeypatch: pytest.MonkeyPatc
     assert host.kinds == {"decode"}
 
 
-# Tiles of 64 tokens in slots of one or two.
+# Tiles of 128 tokens in slots of one or some, and the splits of each request.
 @pytest.mark.parametrize(
-    ("pairs", "num_sms"),
+    ("pairs", "num_sms", "num_splits"),
     [
-        (((1, 64 * 65),), 66),  # 65 splits: one more in the last of four groups
-        (((2, 64 * 49 + 3),), 66),
-        (((1, 64 * 50), (1, 64 * 57)), 54),  # two of many splits, with a slot in common
-        (((1, 64 * 48),), 66),  # no groups
+        (((1, 128 * 65),), 66, [65]),  # one more in the last of four groups
+        (((2, 128 * 49 + 3),), 66, [50]),
+        (((1, 17_010), (1, 20_864)), 54, [49, 60]),  # with a slot in common
+        (((1, 128 * 48),), 66, [48]),  # no groups
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_groups_of_many_splits(
-    pairs: tuple[tuple[int, int], ...], num_sms: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    pairs: tuple[tuple[int, int], ...],
+    num_sms: int,
+    num_splits: list[int],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = of(replace(CASES["e4m3"], num_kv_heads=1, head_dim=32, head_dim_vo=48), *pairs)
     host = EmulatedCuda(monkeypatch, "sm_80", seed=seed, num_sms=num_sms)
-    host.check(case)
-    host.check(case)  # counters are as they were
+    inputs = make_inputs(case, "cpu")
+    planner = host.planner(**case.planner_arguments())
+    for _ in range(2):  # counters are as they were
+        check(case, *attend(inputs, planner), expected(inputs))
     assert host.kinds == {"decode"}
+    assert host.num_splits == num_splits
 
 
 @pytest.mark.parametrize("name", ["e4m3", *WARPGROUPS])

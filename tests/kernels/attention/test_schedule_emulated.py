@@ -593,7 +593,7 @@ def check_rounds(batch: Batch, found: Scheduled) -> None:
         return
     begins, tile_cost = [0], found.tile_cost
     slot_cost = model.begin(1) // model.width
-    whole_tiles = 0 if batch.prefill_rows else min(WHOLE_TILES, slot_cost // 2)
+    whole_tiles = min(WHOLE_TILES, slot_cost // 2) if batch.max_waves > 1 else 0
     for cost in found.costs:
         begins.append(begins[-1] + cost - _VISIT_COST + tile_cost)
     for slot in range(found.num_slots):

@@ -38,6 +38,7 @@ struct SmemLayout {
   // zero.
   static __device__ __forceinline__ void clear_outside(uint32_t smem, int32_t first, int32_t last) {
     constexpr int kVectors = (kRowBytes + 15) / 16;
+    static_assert(!kUsesTma || kSliceTokens * kVectors % kWarpSize == 0, "all lanes have a vector");
 #pragma unroll 4
     for (int i = 0; i < kSliceTokens * kVectors; i += kWarpSize) {
       const int index = i + lane_idx(), row = index / kVectors, vector = index % kVectors;
